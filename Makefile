@@ -1,0 +1,51 @@
+# Every target sets up what it needs: `make demo` is enough in a fresh clone.
+# Another interpreter: make demo PYTHON=python3.12 (after `make clean`, if .venv exists).
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# Demo and tests stay on this machine's loopback interface; two ranks on two cores get one thread each.
+export SPARK_LOCAL_IP ?= 127.0.0.1
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-slow lint format bench setup java clean
+
+demo: setup java
+	$(BIN)/python examples/flights.py
+
+test: setup java
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-slow: setup java
+	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p spark_hvd
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup java
+	@for program in $$(grep -l __main__ benchmarks/*.py); do echo "== $$program"; $(BIN)/python "$$program" || exit 1; done
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "Creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing spark_hvd and its tools into $(VENV) (minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[torch,dev]' -c constraints.txt
+	@touch $@
+
+java:
+	@.ci/java
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

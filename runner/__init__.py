@@ -1,0 +1,52 @@
+"""The runner: Spark tasks become ranks, ranks meet, values and errors come back. Knows nothing of models.
+
+Names are loaded on first use, so that a rank's process never imports pyspark.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spark_hvd.runner.errors import (
+        ClusterError,
+        ExecutorLostError,
+        NotEnoughSlotsError,
+        RankFailedError,
+        ResultTooLargeError,
+        RunError,
+        RunTimeoutError,
+        SetupError,
+        StartTimeoutError,
+        UnpicklableError,
+    )
+    from spark_hvd.runner.launch import run
+    from spark_hvd.runner.local import run_local
+
+__all__ = [
+    "ClusterError",
+    "ExecutorLostError",
+    "NotEnoughSlotsError",
+    "RankFailedError",
+    "ResultTooLargeError",
+    "RunError",
+    "RunTimeoutError",
+    "SetupError",
+    "StartTimeoutError",
+    "UnpicklableError",
+    "run",
+    "run_local",
+]
+
+_HOME = {"run": "launch", "run_local": "local"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module(f"spark_hvd.runner.{_HOME.get(name, 'errors')}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

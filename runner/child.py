@@ -1,0 +1,207 @@
+"""The rank process: joins the world, runs fn once, reports its outcome, stays until all ranks have ended."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import traceback
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from spark_hvd.runner.payload import dump_exception, dump_result
+from spark_hvd.runner.verdict import is_echo
+from spark_hvd.runner.wire import recv_frame, send_frame
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""On this signal the rank writes the stack of each of its threads to the file that its supervisor gave it."""
+
+
+def run_rank(control: socket.socket, stacks_fd: int) -> NoReturn:
+    """Run one rank and exit; the only caller is the fork server's child.
+
+    Frames in: ``job`` (payload: the pickled call), ``go``. Frames out: ``port`` (rank 0), ``outcome``.
+    """
+    frame = recv_frame(control)
+    if frame is None:  # the supervisor is gone
+        _exit(1)
+    job, payload = frame
+    # Crashes and STACKS_SIGNAL leave the Python stacks where the supervisor reads them.
+    faulthandler.enable(stacks_fd, all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, stacks_fd, all_threads=True)
+    world = _Rank(control, job)
+    try:
+        value = world.run(payload)
+    except SystemExit as left:
+        if isinstance(left.code, str):
+            print(left.code, file=sys.stderr)
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        _send_failure(control, "exit", f"fn called sys.exit({left.code!r}) instead of returning", left)
+        _linger(control)
+        _exit(code)
+    except _SetupError as error:
+        _send_failure(control, "setup", str(error), error.cause)
+    except BaseException as error:
+        _send_failure(control, "exception", _one_line(error), error)
+    else:
+        try:
+            data = dump_result(value, world.rank)
+        except Exception as error:
+            _send_failure(control, "result", str(error), None)
+        else:
+            send_frame(control, {"type": "outcome", "ok": True}, data)
+    world.leave()
+    _linger(control)
+    _exit(0)
+
+
+class _SetupError(Exception):
+    """The rank could not get as far as calling fn."""
+
+    def __init__(self, message: str, cause: BaseException) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class _Rank:
+    def __init__(self, control: socket.socket, job: dict[str, Any]) -> None:
+        self._control = control
+        self._job = job
+        self.rank: int = job["rank_info"]["rank"]
+        self._kv: Any = None
+        self._ended_well = False
+
+    def run(self, payload: bytes) -> Any:
+        self._check_torch()
+        try:
+            fn, args, kwargs = pickle.loads(payload)
+        except Exception as error:
+            raise _SetupError(
+                f"fn could not be unpickled by {sys.executable} (Python {sys.version.split()[0]}): {_one_line(error)}. "
+                "If a module of yours is missing there, ship it with spark-submit --py-files or spark.addArtifact.",
+                error,
+            ) from error
+        if not self._join():
+            sys.exit(1)  # the supervisor closed: another rank has failed before we could meet
+        value = fn(*args, **kwargs)
+        self._ended_well = True
+        return value
+
+    def leave(self) -> None:
+        """Leave the world as soon as fn has returned: peers that still wait for this rank must hear of it.
+
+        A rank whose fn failed stays until it is killed instead, so that no peer reports its absence as an error.
+        """
+        if self._ended_well:
+            from spark_hvd import context
+
+            context.shutdown()
+
+    def _check_torch(self) -> None:
+        try:
+            import torch
+        except ImportError as error:
+            raise _SetupError(
+                f"torch cannot be imported by {sys.executable} (Python {sys.version.split()[0]}): {_one_line(error)}. "
+                "Install it in that Python on every executor, or point PYSPARK_PYTHON at one that has it.",
+                error,
+            ) from error
+        # The fork server read OMP_NUM_THREADS when it started; this rank's environment may say otherwise.
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        if threads.isdigit() and int(threads) > 0 and int(threads) != torch.get_num_threads():
+            torch.set_num_threads(int(threads))
+
+    def _join(self) -> bool:
+        """Meet the other ranks in rank 0's store; False when the run was stopped before."""
+        from torch.distributed import TCPStore
+
+        from spark_hvd import context
+        from spark_hvd.layout import RankInfo
+        from spark_hvd.world import Endpoint, World
+
+        me = RankInfo(**self._job["rank_info"])
+        host, timeout = self._job["store_host"], timedelta(seconds=self._job["join_timeout"])
+        if me.rank == 0:
+            # The store takes over a socket that is bound already, so the published port cannot be lost to a race,
+            # and it listens on this address only.
+            listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            port = listener.getsockname()[1]
+            self._kv = TCPStore(
+                host, port, me.size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+            send_frame(self._control, {"type": "ready", "port": port})
+        else:
+            send_frame(self._control, {"type": "ready", "port": None})
+        go = recv_frame(self._control)
+        if go is None:
+            return False
+        port = go[0]["port"]
+        if self._kv is None:
+            self._kv = TCPStore(host, port, me.size, False, timeout)
+        os.environ["MASTER_PORT"] = str(port)
+        _use_gpu(me.local_rank, self._job["gpu_assigned"])
+        context.join(World(me, Endpoint(host, port)), self._kv, timeout=self._job["collective_timeout"])
+        return True
+
+
+def _use_gpu(local_rank: int, assigned: bool) -> None:
+    """Make the GPU that Spark assigned, else the one numbered local_rank, the current device."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.device_count() > 0:
+        torch.cuda.set_device(0 if assigned else local_rank % torch.cuda.device_count())
+
+
+def _send_failure(control: socket.socket, kind: str, error: str, exception: BaseException | None) -> None:
+    text = "" if exception is None else _format(exception)
+    send_frame(
+        control,
+        {
+            "type": "outcome",
+            "ok": False,
+            "kind": kind,
+            "error": error,
+            "traceback": text,
+            "echo": exception is not None and is_echo(exception),
+        },
+        b"" if exception is None else dump_exception(exception),
+    )
+
+
+def _format(error: BaseException) -> str:
+    """The traceback as the user would see it in a program of his own: from fn on, without our frames above it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    if trace is None:
+        trace = error.__traceback__
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _one_line(error: BaseException) -> str:
+    return traceback.format_exception_only(type(error), error)[-1].strip()
+
+
+def _linger(control: socket.socket) -> None:
+    """Stay until the supervisor closes: rank 0 holds the store that others may still use."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    while recv_frame(control) is not None:
+        pass
+
+
+def _exit(code: int) -> NoReturn:
+    """End as a forked process does (see multiprocessing): exit handlers run, the torn-down interpreter is spared.
+
+    Taking torch apart object by object costs a third of a second, in which the caller would wait for nothing.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

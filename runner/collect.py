@@ -1,0 +1,54 @@
+"""From what the ranks sent back to what the caller gets: a list of values, or one exception."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from spark_hvd.runner.errors import RankFailedError, RunError, RunTimeoutError
+from spark_hvd.runner.outcome import Failed, FailureKind, Packed
+from spark_hvd.runner.payload import load_exception
+from spark_hvd.runner.verdict import rank_failures, report, timeout_report
+
+
+def results(packed: Sequence[Packed], size: int, order: Sequence[int], timeout: float | None) -> list[Any]:
+    """Unpack outcomes.
+
+    Args:
+        packed: One outcome a rank, in rank order.
+        size: World size.
+        order: Ranks in the order in which their failures were heard of.
+        timeout: The run's ``timeout``.
+
+    Returns:
+        The values in rank order.
+
+    Raises:
+        RankFailedError: at least one rank failed; from its own exception, where that could be pickled.
+        RunTimeoutError: the run's time was up.
+        RunError: an outcome is missing, or a value cannot be unpickled here.
+    """
+    failures = [outcome for item in packed if not item.ok and isinstance(outcome := item.open(), Failed)]
+    if failures:
+        finished = [item.rank for item in packed if item.ok]
+        failures = rank_failures(failures, order)
+        if failures[0].kind is FailureKind.TIMEOUT:
+            assert timeout is not None
+            raise RunTimeoutError(timeout_report(failures, size, timeout), tuple(failures))
+        error = RankFailedError(report(failures, size, finished), tuple(failures))
+        raise error from load_exception(failures[0].exception)
+    if [item.rank for item in packed] != list(range(size)):
+        raise RunError(f"Spark returned the values of ranks {[item.rank for item in packed]}, expected 0..{size - 1}")
+    return [_value(item) for item in packed]
+
+
+def _value(item: Packed) -> Any:
+    try:
+        outcome = item.open()
+    except Exception as error:
+        raise RunError(
+            f"the value of rank {item.rank} ({len(item.data)} bytes) cannot be unpickled here: "
+            f"{type(error).__name__}: {error}. Install on the driver what the ranks have, or return plain data."
+        ) from error
+    assert not isinstance(outcome, Failed)
+    return outcome.value

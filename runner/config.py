@@ -1,0 +1,45 @@
+"""The validated arguments of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+BACKENDS = ("gloo", "nccl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """What ``run`` and ``run_local`` were asked for.
+
+    Raises:
+        ValueError: naming the argument, its value and what is allowed.
+        TypeError: an argument of a wrong type.
+    """
+
+    num_proc: int | None = None
+    backend: str | None = None
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    start_timeout: float = 600.0
+    timeout: float | None = None
+    collective_timeout: float = 1800.0
+    verbose: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_proc is not None:
+            if isinstance(self.num_proc, bool) or not isinstance(self.num_proc, int):
+                raise TypeError(f"num_proc={self.num_proc!r}: expected a whole number of ranks, or None for every slot")
+            if self.num_proc < 1:
+                raise ValueError(f"num_proc={self.num_proc}: expected at least 1 rank, or None for every slot")
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise ValueError(
+                f"backend={self.backend!r}: expected one of {', '.join(map(repr, BACKENDS))}, or None to take NCCL for "
+                "CUDA tensors and Gloo for CPU tensors"
+            )
+        for name in ("start_timeout", "collective_timeout", "timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value!r}: expected a number of seconds above 0")
+        for key, value in self.env.items():
+            if not isinstance(key, str) or not isinstance(value, str | None):
+                raise TypeError(f"env[{key!r}]={value!r}: expected text, or None to unset the variable in the ranks")

@@ -1,0 +1,89 @@
+"""The exceptions that a run raises in the program that called it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spark_hvd.runner.outcome import Failed
+from spark_hvd.runner.payload import UnpicklableError
+
+__all__ = [
+    "ClusterError",
+    "ExecutorLostError",
+    "NotEnoughSlotsError",
+    "RankFailedError",
+    "ResultTooLargeError",
+    "RunError",
+    "RunTimeoutError",
+    "SetupError",
+    "StartTimeoutError",
+    "UnpicklableError",
+]
+
+
+class RunError(RuntimeError):
+    """Base of everything that can go wrong with a run once its arguments are accepted."""
+
+
+class ClusterError(RunError):
+    """The Spark application cannot run a barrier stage as it is configured; the message names the setting."""
+
+
+class NotEnoughSlotsError(ClusterError):
+    """Fewer tasks can run at once than ranks were asked for."""
+
+
+class SetupError(ClusterError):
+    """An executor lacks something that ranks need: spark_hvd, torch, a module of the user's."""
+
+
+class StartTimeoutError(RunError):
+    """Not all ranks had started within ``start_timeout``."""
+
+
+class ExecutorLostError(RunError):
+    """Spark lost an executor during the run. fn is not run again: it may have had effects."""
+
+
+class ResultTooLargeError(RunError):
+    """The values returned by the ranks exceed what Spark may collect."""
+
+
+class _FailuresError(RunError):
+    def __init__(self, message: str, failures: tuple[Failed, ...]) -> None:
+        super().__init__(message)
+        self.failures = failures
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.failures)
+
+
+class RankFailedError(_FailuresError):
+    """A rank failed. ``__cause__`` is its own exception, where that could be pickled.
+
+    Attributes:
+        failures: Every rank without a value, the first cause first, echoes of it and stopped ranks after it.
+    """
+
+    @property
+    def first(self) -> Failed:
+        """The failure that came first and is no echo of another."""
+        return self.failures[0]
+
+    @property
+    def rank(self) -> int:
+        """Rank of the first failure."""
+        return self.first.rank
+
+    @property
+    def host(self) -> str:
+        """Host of the first failure."""
+        return self.first.host
+
+
+class RunTimeoutError(_FailuresError):
+    """The run was still going when ``timeout`` was over; the message has the stacks of every rank that was running.
+
+    Attributes:
+        failures: Every rank without a value.
+    """

@@ -1,0 +1,235 @@
+"""The hub as a socket: a ZeroMQ ROUTER with CURVE keys made for one run, and the tasks' end of it.
+
+Every message is one small JSON object. Both ends prove who they are: the server by its key, the tasks by a key pair
+that reached them in Spark's closure, so a stranger can neither listen nor speak (https://rfc.zeromq.org/spec/26).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+import zmq.auth
+import zmq.utils.monitor
+from zmq.auth.thread import ThreadAuthenticator
+
+from spark_hvd.runner.hub_state import HubState, Message, Send
+
+_log = logging.getLogger(__name__)
+_TICK_MS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class HubAddress:
+    """Where a hub is and the keys to speak to it. A secret: send it through Spark's own channels only."""
+
+    host: str
+    port: int
+    server_public: bytes
+    client_public: bytes
+    client_secret: bytes = field(repr=False)
+
+    @property
+    def url(self) -> str:
+        """The ZeroMQ address."""
+        return zmq_url(self.host, self.port)
+
+
+def zmq_url(host: str, port: int) -> str:
+    """``tcp://host:port``, with brackets round an IPv6 address."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+class _OneKey:
+    """Lets in the holder of one public key (the interface of pyzmq's credentials providers)."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._key
+
+
+class Hub:
+    """Runs a :class:`HubState` behind a socket, in a thread of its own.
+
+    Args:
+        state: The decisions.
+        bind_host: Address to listen on.
+        public_host: Address that tasks connect to, where it is another one.
+        on_output: Called in the hub's thread with (rank, "out" | "err", text of whole lines).
+
+    Raises:
+        zmq.ZMQError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        state: HubState,
+        bind_host: str,
+        public_host: str | None = None,
+        on_output: Callable[[int, str, str], None] | None = None,
+    ) -> None:
+        self._state = state
+        self._on_output = on_output
+        self._lock = threading.Lock()
+        self._stop_reasons: deque[str] = deque()
+        self._closing = threading.Event()
+        self._identities: dict[int, bytes] = {}
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        server_public, server_secret = zmq.curve_keypair()
+        client_public, client_secret = zmq.curve_keypair()
+        self._auth = ThreadAuthenticator(self._context)
+        self._auth.start()
+        try:
+            self._auth.configure_curve_callback(credentials_provider=_OneKey(client_public))
+            self._socket.curve_server = True
+            self._socket.curve_secretkey = server_secret
+            self._socket.curve_publickey = server_public
+            self._socket.ipv6 = ":" in bind_host
+            self._socket.linger = 1000
+            port = self._socket.bind_to_random_port(zmq_url(bind_host, 0).rsplit(":", 1)[0])
+        except BaseException:
+            self._release_sockets()
+            raise
+        self.address = HubAddress(public_host or bind_host, port, server_public, client_public, client_secret)
+        self._thread = threading.Thread(target=self._serve, name="spark_hvd-hub", daemon=True)
+        self._thread.start()
+
+    def stop(self, reason: str) -> None:
+        """Ask every rank to stop; returns at once."""
+        self._stop_reasons.append(reason)
+
+    def snapshot(self) -> tuple[set[int], list[int]]:
+        """(ranks that said hello, ranks that failed in the order heard) as known now."""
+        with self._lock:
+            return set(self._state.attempts), list(self._state.failed)
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether some tasks could not reach this hub, so that all meet at rank 0's instead."""
+        return self._state.fell_back
+
+    def close(self) -> None:
+        """Send what is queued, stop the thread, free the port. Idempotent."""
+        if not self._closing.is_set():
+            self._closing.set()
+            self._thread.join()
+            self._release_sockets()
+
+    def _release_sockets(self) -> None:
+        self._socket.close()
+        self._auth.stop()
+        self._context.term()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        while not self._closing.is_set():
+            if poller.poll(_TICK_MS):
+                self._drain()
+            with self._lock:
+                decisions = self._state.tick(time.monotonic())
+                while self._stop_reasons:
+                    decisions += self._state.stop(self._stop_reasons.popleft())
+            self._send(decisions)
+        self._drain()
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                identity, body = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message: Message = json.loads(body)
+            if message["type"] == "output":
+                if self._on_output is not None:
+                    self._on_output(message["rank"], message["stream"], message["text"])
+                continue
+            if message["type"] == "hello":
+                self._identities.setdefault(message["rank"], identity)
+            with self._lock:
+                decisions = self._state.handle(message, time.monotonic())
+            if any(decision.message["type"] == "refuse" for decision in decisions):
+                self._socket.send_multipart([identity, json.dumps(decisions[0].message).encode()])
+            else:
+                self._send(decisions)
+
+    def _send(self, decisions: list[Send]) -> None:
+        for decision in decisions:
+            _log.debug("hub -> rank %d: %s", decision.rank, decision.message)
+            self._socket.send_multipart([self._identities[decision.rank], json.dumps(decision.message).encode()])
+
+
+class Link:
+    """A task's connection to the hub.
+
+    Use :meth:`wait_connected` first: until then nothing sent can have arrived.
+    """
+
+    def __init__(self, address: HubAddress, rank: int) -> None:
+        self.rank = rank
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.curve_serverkey = address.server_public
+        self.socket.curve_publickey = address.client_public
+        self.socket.curve_secretkey = address.client_secret
+        self.socket.ipv6 = ":" in address.host
+        self.socket.immediate = True
+        self.socket.linger = 2000
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self.socket.connect(address.url)
+
+    def wait_connected(self, timeout: float) -> bool:
+        """Wait until both ends have proved who they are.
+
+        Args:
+            timeout: Seconds.
+
+        Returns:
+            False when that did not happen in time; nothing has reached, or ever will reach, the hub.
+        """
+        connected = bool(self._monitor.poll(int(timeout * 1000)))
+        self.socket.disable_monitor()
+        self._monitor.close(0)
+        return connected
+
+    def send(self, type_: str, **fields: Any) -> None:
+        """Send one message."""
+        self.socket.send(json.dumps({"type": type_, "rank": self.rank, **fields}).encode())
+
+    def try_send_output(self, stream: str, text: str) -> bool:
+        """Send lines of output unless the hub is behind; False means try again later."""
+        try:
+            self.socket.send(
+                json.dumps({"type": "output", "rank": self.rank, "stream": stream, "text": text}).encode(), zmq.NOBLOCK
+            )
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self) -> Message | None:
+        """Take one message, or None when there is none now."""
+        try:
+            message: Message = json.loads(self.socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+        return message
+
+    def wait(self, timeout: float) -> Message | None:
+        """Wait for one message, at most ``timeout`` seconds."""
+        return self.receive() if self.socket.poll(int(timeout * 1000)) else None
+
+    def close(self, *, discard: bool = False) -> None:
+        """Close; sends what is queued first (2 s at most) unless ``discard``."""
+        self._monitor.close(0)
+        self.socket.close(0 if discard else None)
+        self._context.term()

@@ -1,0 +1,152 @@
+"""The hub's decisions as a pure state machine: messages and clock ticks in, messages to ranks out.
+
+The hub is where the tasks of one run meet. It does no training work: it passes on the port of rank 0's store, tells
+everyone when a rank has failed, and lets all leave together at the end. It lives on the driver; where executors
+cannot reach the driver, in rank 0's task.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+
+FALLBACK_AFTER = 10.0
+"""Seconds after the first hello at which ranks that cannot reach the hub are given up, and all meet elsewhere."""
+ECHO_GRACE = 1.0
+"""Seconds to wait, after an error that looks like an echo, for the cause of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Decision: send ``message`` to ``rank``."""
+
+    rank: int
+    message: Message
+
+
+@dataclass(slots=True)
+class HubState:
+    """Membership of one run.
+
+    Args:
+        size: World size.
+        timeout: Seconds that ranks may run after all have met, or None.
+        max_result_bytes: What the values of all ranks together may take, pickled; None for no limit.
+        may_fall_back: Whether ranks can meet elsewhere when some cannot reach this hub.
+    """
+
+    size: int
+    timeout: float | None = None
+    may_fall_back: bool = False
+    max_result_bytes: int | None = None
+    attempts: dict[int, int] = field(default_factory=dict)
+    port: int | None = None
+    ready: set[int] = field(default_factory=set)
+    ended_ok: dict[int, int] = field(default_factory=dict)  # rank -> bytes of its value
+    failed: list[int] = field(default_factory=list)
+    stopped: str | None = None
+    _first_hello: float | None = None
+    _going_since: float | None = None
+    _stop_at: float | None = None
+    fell_back: bool = False
+    _released: bool = False
+
+    def handle(self, message: Message, now: float) -> list[Send]:
+        """Take one message of a rank."""
+        rank = message["rank"]
+        match message["type"]:
+            case "hello":
+                return self._hello(rank, message["attempt"], now)
+            case "ready":
+                self.ready.add(rank)
+                self.port = message.get("port") or self.port
+                return self._maybe_go(now)
+            case "ended":
+                return self._ended(rank, message=message, now=now)
+            case other:
+                raise AssertionError(f"unknown message {other!r}")
+
+    def tick(self, now: float) -> list[Send]:
+        """Take note of the time."""
+        if self._stop_at is not None and now >= self._stop_at and self.stopped is None:
+            return self.stop("peer")
+        if self._over(now):
+            return self.stop("timeout")
+        if self._someone_cannot_reach_us(now):
+            self.fell_back = True
+            return self._to_all({"type": "fallback"})
+        return []
+
+    def stop(self, reason: str) -> list[Send]:
+        """Stop every rank; ``reason`` is "peer", "timeout", "interrupt" or "start"."""
+        if self.stopped is not None:
+            return []
+        self.stopped = reason
+        culprit = self.failed[0] if self.failed else None
+        return self._to_all({"type": "stop", "reason": reason, "culprit": culprit})
+
+    @property
+    def all_met(self) -> bool:
+        """Whether every rank has said hello."""
+        return len(self.attempts) == self.size
+
+    @property
+    def done(self) -> bool:
+        """Whether every rank has ended, well or badly."""
+        return len(self.ended_ok) + len(self.failed) == self.size
+
+    def _over(self, now: float) -> bool:
+        if self._going_since is None or self.timeout is None or self.stopped is not None or self.done:
+            return False
+        return now - self._going_since >= self.timeout
+
+    def _someone_cannot_reach_us(self, now: float) -> bool:
+        if not self.may_fall_back or self.fell_back or self.all_met or self.stopped is not None:
+            return False
+        return self._first_hello is not None and now - self._first_hello >= FALLBACK_AFTER
+
+    def _hello(self, rank: int, attempt: int, now: float) -> list[Send]:
+        known = self.attempts.setdefault(rank, attempt)
+        if known != attempt:
+            # Spark started this task again. The first attempt may have trained for hours: never run fn twice unasked.
+            return [Send(rank, {"type": "refuse", "first_attempt": known})]
+        if self._first_hello is None:
+            self._first_hello = now
+        if self.stopped is not None:
+            return [Send(rank, {"type": "stop", "reason": self.stopped, "culprit": None})]
+        if self.fell_back:
+            return [Send(rank, {"type": "fallback"})]
+        return self._to_all({"type": "met"}) if self.all_met else []
+
+    def _maybe_go(self, now: float) -> list[Send]:
+        if self._going_since is not None or self.port is None or len(self.ready) < self.size or self.stopped:
+            return []
+        self._going_since = now
+        return self._to_all({"type": "go", "port": self.port})
+
+    def _ended(self, rank: int, message: Message, now: float) -> list[Send]:
+        if message["ok"]:
+            self.ended_ok[rank] = message["bytes"]
+        elif rank not in self.failed:
+            self.failed.append(rank)
+            if not message["echo"]:
+                return self.stop("peer")
+            if self._stop_at is None:
+                self._stop_at = now + ECHO_GRACE
+        if self.done and not self._released:
+            self._released = True
+            return self._release()
+        return []
+
+    def _release(self) -> list[Send]:
+        total, limit = sum(self.ended_ok.values()), self.max_result_bytes
+        message: Message = {"type": "release"}
+        if limit is not None and total > limit:
+            # Collecting more would exhaust the driver's Java heap and end the whole application.
+            message |= {"limit": limit, "total": total, "largest": max(self.ended_ok.values())}
+        return self._to_all(message)
+
+    def _to_all(self, message: Message) -> list[Send]:
+        return [Send(rank, message) for rank in sorted(self.attempts)]

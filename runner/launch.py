@@ -1,0 +1,220 @@
+"""``run``: a function on every rank of a Spark barrier stage, its values back in rank order."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+from spark_hvd.runner import spark as on_spark
+from spark_hvd.runner.collect import results
+from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.errors import RunTimeoutError, StartTimeoutError
+from spark_hvd.runner.hub import Hub
+from spark_hvd.runner.hub_state import HubState
+from spark_hvd.runner.outcome import from_rows
+from spark_hvd.runner.output import Printer
+from spark_hvd.runner.payload import dump_call
+from spark_hvd.runner.spark_errors import translate
+from spark_hvd.runner.task import TaskSpec
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+R = TypeVar("R")
+_log = logging.getLogger(__name__)
+_STOP_GRACE = 4.0
+"""Seconds that ranks get to end after a stop before Spark is asked to kill the tasks."""
+
+
+def run(
+    fn: Callable[..., R],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    *,
+    spark: SparkSession | None = None,
+    backend: str | None = None,
+    env: Mapping[str, str | None] | None = None,
+    start_timeout: float = 600.0,
+    timeout: float | None = None,
+    collective_timeout: float = 1800.0,
+    verbose: int = 1,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+) -> list[R]:
+    """Run ``fn(*args, **kwargs)`` on ``num_proc`` ranks of the Spark cluster, all at the same time.
+
+    Each rank is a process of its own, a child of a task of one barrier stage. When fn starts, the ranks have already
+    met: ``import spark_hvd.torch as hvd`` works at once, and so does ``torch.distributed``, whose default process
+    group is initialised. Ranks on the same host are numbered next to each other.
+
+    fn, its arguments and its values are pickled by cloudpickle; functions and classes defined in a notebook or script
+    travel by value.
+
+    Args:
+        fn: The training function.
+        args: Positional arguments of fn.
+        kwargs: Keyword arguments of fn.
+        num_proc: Number of ranks; None for as many as the cluster has task slots.
+        spark: The session; None for the active one.
+        backend: "gloo", "nccl", or None for NCCL on CUDA tensors and Gloo on CPU tensors.
+        env: Changes to the environment of the ranks; None as a value unsets a variable.
+        start_timeout: Seconds for all ranks to be up: includes waiting for busy slots and importing torch.
+        timeout: Seconds that fn may run, or None for no limit. When over, every rank's stacks are in the error.
+        collective_timeout: Seconds after which a collective fails that not all ranks have joined.
+        verbose: 0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it.
+        stdout: Text stream for the ranks' stdout instead of ``sys.stdout``.
+        stderr: Text stream for the ranks' stderr instead of ``sys.stderr``.
+
+    Returns:
+        What fn returned on every rank, in rank order.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; nothing was started.
+        UnpicklableError: fn or an argument cannot be pickled; the message names the part. Nothing was started.
+        ClusterError: the application cannot run this (no session, too few slots, dynamic allocation, something
+            missing on an executor).
+        StartTimeoutError: not all ranks came up in ``start_timeout``.
+        RankFailedError: a rank raised, exited or was killed; has its traceback, host and last output.
+        RunTimeoutError: ``timeout`` was over.
+        ExecutorLostError: Spark lost an executor. fn is not started again.
+        KeyboardInterrupt: after every rank has been stopped.
+    """
+    config = RunConfig(
+        num_proc=num_proc,
+        backend=backend,
+        env=dict(env or {}),
+        start_timeout=start_timeout,
+        timeout=timeout,
+        collective_timeout=collective_timeout,
+        verbose=verbose,
+    )
+    payload = dump_call(fn, args, kwargs or {})
+    session = on_spark.active_session(spark)
+    on_spark.check_barrier_possible(session)
+    size = on_spark.wait_for_slots(session, config.num_proc, config.start_timeout)
+    printer = make_printer(config, stdout, stderr)
+    name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
+    run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
+    with ExitStack() as closing:
+        local = on_spark.is_local(session)
+        hub = _open_hub(session, size, config, printer, None if local else on_spark.max_result_bytes(session))
+        if hub is not None:
+            closing.callback(hub.close)
+        spec = TaskSpec(
+            run_id=run_id,
+            hub=None if hub is None else hub.address,
+            env=config.env,
+            backend=config.backend,
+            start_timeout=config.start_timeout,
+            collective_timeout=config.collective_timeout,
+            timeout=config.timeout,
+            spool=closing.enter_context(on_spark.temporary_directory(session)) if local else None,
+        )
+        job = on_spark.BarrierJob(
+            session, size, _task(pickle.dumps(spec), payload), f"spark_hvd.run({name}) on {size} ranks", run_id
+        )
+        _attend(job, hub, size, config, printer)
+        printer.flush()
+        if job.error is not None:
+            raise translate(job.error, size) from job.error
+        order = [] if hub is None else hub.snapshot()[1]
+        return results(from_rows(job.rows), size, order, config.timeout)
+
+
+def make_printer(config: RunConfig, stdout: TextIO | None, stderr: TextIO | None) -> Printer:
+    """Where the ranks' output goes: to the streams given, else to this program's unless ``verbose`` is 0."""
+    quiet = config.verbose < 1
+    return Printer(stdout or (None if quiet else sys.stdout), stderr or (None if quiet else sys.stderr))
+
+
+def _task(spec: bytes, payload: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """The task, as a nested function: such travel by value, so it starts even where spark_hvd is not installed."""
+
+    def spark_hvd_task(batches: Iterator[Any]) -> Iterator[Any]:
+        import pickle
+        import platform
+        import socket
+        import sys
+
+        for _ in batches:
+            pass
+        try:
+            from spark_hvd.runner.task import run_task
+        except ImportError as error:
+            raise ImportError(
+                f"SPARK_HVD_SETUP: {type(error).__name__}: {error}; Python {platform.python_version()} "
+                f"({sys.executable}) on host {socket.gethostname()} cannot import spark_hvd.:END"
+            ) from None
+        yield from run_task(pickle.loads(spec), payload)
+
+    return spark_hvd_task
+
+
+def _open_hub(
+    session: SparkSession, size: int, config: RunConfig, printer: Printer, max_result_bytes: int | None
+) -> Hub | None:
+    if on_spark.is_connect(session):
+        _log.info("Spark Connect: ranks meet at rank 0; their output stays in the executors' logs")
+        return None
+    public = on_spark.conf(session, "spark.driver.host") or "127.0.0.1"
+    bind = on_spark.conf(session, "spark.driver.bindAddress") or public
+    state = HubState(size, timeout=config.timeout, may_fall_back=True, max_result_bytes=max_result_bytes)
+    return Hub(state, bind, public, printer.put)
+
+
+def _attend(job: on_spark.BarrierJob, hub: Hub | None, size: int, config: RunConfig, printer: Printer) -> None:
+    """Stay with the job until it has ended: print, watch the start timeout, pass on Ctrl-C."""
+    deadline = time.monotonic() + config.start_timeout
+    warned = False
+    try:
+        while job.running:
+            job.wait(0.02)
+            printer.flush()
+            if hub is None:
+                continue
+            started = hub.snapshot()[0]
+            if hub.fell_back and not warned:
+                warned = True
+                _log.warning(
+                    "ranks %s cannot reach the driver at %s:%d; training goes on, but their output stays in the "
+                    "executors' logs",
+                    sorted(set(range(size)) - started),
+                    hub.address.host,
+                    hub.address.port,
+                )
+            if len(started) < size and not hub.fell_back and time.monotonic() > deadline:
+                _end(job, hub, "start")
+                raise StartTimeoutError(
+                    f"{len(started)} of {size} ranks had started after start_timeout={config.start_timeout:g} s. "
+                    "All ranks start together, when enough task slots are free: wait for the jobs that hold them, ask "
+                    "for fewer ranks, or give a larger start_timeout=."
+                )
+    except KeyboardInterrupt:
+        _end(job, hub, "interrupt")
+        printer.flush()
+        raise
+    except StartTimeoutError:
+        raise
+    except BaseException:  # a stream that cannot be written to, for example
+        _end(job, hub, "interrupt")
+        raise
+
+
+def _end(job: on_spark.BarrierJob, hub: Hub | None, reason: str) -> None:
+    """Stop the ranks, then, if that does not end the job, have Spark kill the tasks."""
+    if hub is not None and hub.snapshot()[0]:
+        hub.stop(reason)
+        job.wait(_STOP_GRACE)
+    if job.running:
+        job.cancel()
+        job.wait(10)
+
+
+__all__ = ["RunTimeoutError", "make_printer", "run"]

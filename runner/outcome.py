@@ -1,0 +1,126 @@
+"""What becomes of a rank: ``Ok`` or ``Failed``, and how it travels as rows of a Spark result."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+CHUNK_BYTES = 4 << 20  # Spark Connect ships results in gRPC messages of 4 MiB at most
+SPOOL_ABOVE = 16 << 20
+_SPOOLED = -1
+
+
+class FailureKind(str, Enum):
+    """Why a rank has no value."""
+
+    EXCEPTION = "exception"  # fn raised
+    EXIT = "exit"  # the process left before fn returned
+    SIGNAL = "signal"  # the process was killed by a signal: SIGKILL, SIGSEGV ...
+    TIMEOUT = "timeout"  # it was still running when the run's time was up
+    STOPPED = "stopped"  # ended by us, because another rank failed or the run was interrupted
+    RESULT = "result"  # fn returned a value that cannot be pickled
+    SETUP = "setup"  # the rank could not be started
+
+
+@dataclass(frozen=True, slots=True)
+class Ok:
+    """Rank ``rank`` returned ``value``."""
+
+    rank: int
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Rank ``rank`` ended without a value.
+
+    Attributes:
+        rank: The rank in the world.
+        host: Address of the host it ran on, as Spark names it.
+        kind: What ended it.
+        error: One line, e.g. ``ValueError: bad batch``.
+        traceback: The rank's own traceback, or the stacks of its threads after a crash or a timeout. May be empty.
+        log_tail: Its last lines of output, oldest first.
+        echo: Whether the error only says that a peer or the network has gone, so that another rank is the cause.
+        exception: The pickled exception, where it could be pickled.
+        ended_at: Seconds since the epoch, on that host's clock.
+    """
+
+    rank: int
+    host: str
+    kind: FailureKind
+    error: str
+    traceback: str = ""
+    log_tail: str = ""
+    echo: bool = False
+    exception: bytes | None = None
+    ended_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """An outcome in transit: the value still pickled, so that it is copied and not understood on the way."""
+
+    rank: int
+    ok: bool
+    data: bytes
+
+    @classmethod
+    def failed(cls, failure: Failed) -> Packed:
+        """Pack a failure."""
+        return cls(failure.rank, False, pickle.dumps(failure))
+
+    def open(self) -> Ok | Failed:
+        """Unpickle; call on the driver only.
+
+        Raises:
+            Exception: whatever unpickling the value raises, e.g. ModuleNotFoundError.
+        """
+        value = pickle.loads(self.data)
+        return Ok(self.rank, value) if self.ok else value
+
+
+Row = tuple[int, bool, int, bytes]
+"""One row of the Spark result: rank, ok, part number, bytes."""
+
+SCHEMA = "rank int, ok boolean, part int, chunk binary"
+
+
+def to_rows(packed: Packed, spool: str | None = None, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Row]:
+    """Cut a packed outcome into rows of at most ``chunk_bytes`` bytes; an empty one is still one row.
+
+    Args:
+        packed: The outcome.
+        spool: A private directory of the driver, where the driver is on this machine. Outcomes above 16 MiB then go
+            into a file there, and the row names it: Spark needs five times a result's size of Java heap for it.
+        chunk_bytes: Size of a row.
+    """
+    if spool is not None and len(packed.data) > SPOOL_ABOVE:
+        path = os.path.join(spool, f"rank-{packed.rank}")
+        with open(path, "wb") as file:
+            file.write(packed.data)
+        yield packed.rank, packed.ok, _SPOOLED, path.encode()
+        return
+    for part, start in enumerate(range(0, max(len(packed.data), 1), chunk_bytes)):
+        yield packed.rank, packed.ok, part, packed.data[start : start + chunk_bytes]
+
+
+def from_rows(rows: Iterable[Row]) -> list[Packed]:
+    """Join rows, in any order, back into outcomes in rank order."""
+    parts: dict[int, list[tuple[int, bytes]]] = {}
+    oks: dict[int, bool] = {}
+    for rank, ok, part, chunk in rows:
+        parts.setdefault(rank, []).append((part, chunk))
+        oks[rank] = ok
+    return [Packed(rank, oks[rank], _join(sorted(parts[rank]))) for rank in sorted(parts)]
+
+
+def _join(parts: list[tuple[int, bytes]]) -> bytes:
+    if parts[0][0] == _SPOOLED:
+        with open(parts[0][1], "rb") as file:
+            return file.read()
+    return b"".join(chunk for _, chunk in parts)

@@ -1,0 +1,237 @@
+"""Everything that is asked of PySpark on the driver; its private parts are used here and nowhere else."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd.runner.errors import ClusterError, NotEnoughSlotsError
+from spark_hvd.runner.outcome import SCHEMA, Row
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_log = logging.getLogger(__name__)
+_SETTLE = 10.0
+"""Seconds that executors get to register when the configuration does not say how many there will be."""
+
+
+def active_session(spark: SparkSession | None) -> SparkSession:
+    """Return ``spark``, or the session that is active in this thread or application.
+
+    Raises:
+        ClusterError: there is none.
+    """
+    from pyspark.sql import SparkSession
+
+    found = spark or SparkSession.getActiveSession()
+    if found is None:
+        raise ClusterError(
+            "there is no active Spark session. Create one first (SparkSession.builder.getOrCreate()) or pass spark=; "
+            "to train without Spark, on this machine only, use spark_hvd.run_local."
+        )
+    return found
+
+
+def is_connect(spark: SparkSession) -> bool:
+    """Whether the session is a Spark Connect client, with no JVM in reach."""
+    return "connect" in type(spark).__module__
+
+
+def conf(spark: SparkSession, key: str) -> str | None:
+    """A setting of the application or the session, or None."""
+    value: str | None = spark.conf.get(key, None)
+    return value
+
+
+def is_local(spark: SparkSession) -> bool:
+    """Whether all tasks run in the driver's own JVM (``local[N]``; not ``local-cluster``)."""
+    master = conf(spark, "spark.master") or ""
+    return not is_connect(spark) and (master == "local" or master.startswith("local["))
+
+
+def max_result_bytes(spark: SparkSession) -> int | None:
+    """How many bytes of values a job may return before Java heap runs out and takes the application along.
+
+    Spark holds a result about five times on its way (measured with 2 x 200 MiB: 1 GiB and 1.5 GiB of heap fail, 2 GiB
+    is enough), and fails badly: an OutOfMemoryError in one of its own threads, after which jobs hang.
+    """
+    if is_connect(spark):
+        return None
+    context = spark.sparkContext
+    jvm: Any = context._jvm
+    heap = int(jvm.java.lang.Runtime.getRuntime().maxMemory()) // 5
+    limit = int(context._jsc.sc().conf().getSizeAsBytes("spark.driver.maxResultSize", "1g"))
+    return min(heap, limit) if limit else heap
+
+
+def temporary_directory(spark: SparkSession) -> tempfile.TemporaryDirectory[str]:
+    """A directory that goes with the run, and with Spark's own temporary files should this process be killed."""
+    return tempfile.TemporaryDirectory(prefix="spark_hvd-", dir=spark.sparkContext._temp_dir)
+
+
+def check_barrier_possible(spark: SparkSession) -> None:
+    """Refuse what Spark would refuse later, with less help.
+
+    Raises:
+        ClusterError: dynamic allocation is on (SPARK-24942).
+    """
+    if not is_local(spark) and conf(spark, "spark.dynamicAllocation.enabled") == "true":
+        raise ClusterError(
+            "spark.dynamicAllocation.enabled=true: Spark runs no barrier stage with dynamic allocation (SPARK-24942), "
+            "and ranks that train together need one. Start the application with spark.dynamicAllocation.enabled=false "
+            "and a fixed number of executors (spark.executor.instances)."
+        )
+
+
+def slots(spark: SparkSession) -> int | None:
+    """How many tasks the cluster can run at once, busy or not; None where it cannot be asked (Spark Connect)."""
+    if is_connect(spark):
+        return None
+    scala_context = spark.sparkContext._jsc.sc()
+    profile = scala_context.resourceProfileManager().resourceProfileFromId(0)
+    return int(scala_context.maxNumConcurrentTasks(profile))
+
+
+def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: float) -> int:
+    """Wait until ``num_proc`` ranks can run at once, as long as that may still happen.
+
+    Args:
+        spark: The session.
+        num_proc: Ranks wanted; None for as many as there are slots.
+        start_timeout: Seconds to wait for executors that the configuration promises.
+
+    Returns:
+        The number of ranks.
+
+    Raises:
+        NotEnoughSlotsError: naming the slots wanted, the slots there, and the settings to change.
+    """
+    started = time.monotonic()
+    while True:
+        there = slots(spark)
+        if there is None:
+            return num_proc or spark_default_parallelism(spark)
+        if num_proc is None and there:
+            return there
+        if num_proc is not None and there >= num_proc:
+            return num_proc
+        patience = _patience(spark, num_proc or 1, start_timeout)
+        if time.monotonic() - started >= patience:
+            raise NotEnoughSlotsError(_too_few(spark, num_proc or 1, there))
+        time.sleep(0.1)
+
+
+def spark_default_parallelism(spark: SparkSession) -> int:
+    """The default number of partitions, for clients that cannot ask for the number of slots."""
+    return int(conf(spark, "spark.default.parallelism") or 1)
+
+
+def _patience(spark: SparkSession, num_proc: int, start_timeout: float) -> float:
+    if is_local(spark):
+        return 0.0
+    executors = int(conf(spark, "spark.executor.instances") or 0)
+    cores = int(conf(spark, "spark.executor.cores") or 1)
+    promised = executors * (cores // int(conf(spark, "spark.task.cpus") or 1))
+    return start_timeout if promised >= num_proc else min(start_timeout, _SETTLE)
+
+
+def _too_few(spark: SparkSession, num_proc: int, there: int) -> str:
+    settings = (
+        "spark.executor.instances",
+        "spark.executor.cores",
+        "spark.cores.max",
+        "spark.task.cpus",
+        "spark.task.resource.gpu.amount",
+    )
+    now = ", ".join(f"{key}={value}" for key in settings if (value := conf(spark, key)) is not None)
+    master = conf(spark, "spark.master") or ""
+    if is_local(spark):
+        remedy = f'Ask for fewer ranks, or start the session with master("local[{num_proc}]")'
+    else:
+        remedy = (
+            "Ask for fewer ranks, or give the application more executors or cores (spark.executor.instances, "
+            "spark.executor.cores, spark.cores.max; fewer spark.task.cpus a task)"
+        )
+    return (
+        f"num_proc={num_proc}: {num_proc} slots wanted, {there} there (master {master}{', ' + now if now else ''}). "
+        f"All ranks run at the same time, each in a Spark task. {remedy}."
+    )
+
+
+class BarrierJob:
+    """One barrier stage, run in a thread of its own so that the caller can print, time out and be interrupted.
+
+    The stage is the job's result stage: Spark then never retries it. One that is followed by a shuffle would be
+    retried whole, and fn run twice unseen.
+
+    Args:
+        spark: The session.
+        num_proc: Number of tasks.
+        task: Runs in each; a function of record batches, as mapInArrow takes it.
+        description: What the Spark UI shows.
+        tag: Unique name by which the job can be cancelled.
+    """
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        num_proc: int,
+        task: Callable[[Iterator[Any]], Iterator[Any]],
+        description: str,
+        tag: str,
+    ) -> None:
+        from pyspark import inheritable_thread_target
+
+        self._spark = spark
+        self._tag = tag
+        self._description = description
+        self._frame = spark.range(0, num_proc, 1, num_proc).mapInArrow(task, SCHEMA, barrier=True)
+        self.rows: list[Row] = []
+        self.error: Exception | None = None
+        # Inherits the caller's local properties, such as its scheduler pool; daemon, so that an interrupted program
+        # can end while Spark is still cancelling.
+        target = inheritable_thread_target(spark)(self._run)
+        self._thread = threading.Thread(target=target, name="spark_hvd-job", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether Spark is still at it."""
+        return self._thread.is_alive()
+
+    def wait(self, timeout: float) -> None:
+        """Wait for the end, at most ``timeout`` seconds."""
+        self._thread.join(timeout)
+
+    def cancel(self) -> None:
+        """Ask Spark to kill the tasks; returns at once."""
+        try:
+            if is_connect(self._spark):
+                self._spark.interruptTag(self._tag)
+            else:
+                self._spark.sparkContext.cancelJobsWithTag(self._tag)
+        except Exception as error:
+            _log.warning("could not cancel the Spark job of this run: %s", error)
+
+    def _run(self) -> None:
+        try:
+            if is_connect(self._spark):
+                self._spark.addTag(self._tag)
+            else:
+                context = self._spark.sparkContext
+                context.addJobTag(self._tag)
+                context.setJobDescription(self._description)
+            # Arrow where there is toArrow (Spark 4): a third of the memory of rows when values are large.
+            if hasattr(self._frame, "toArrow"):
+                table = self._frame.toArrow()
+                columns = [table.column(name).to_pylist() for name in table.column_names]
+                self.rows = list(zip(*columns, strict=True))
+            else:
+                self.rows = [(row[0], row[1], row[2], bytes(row[3])) for row in self._frame.collect()]
+        except Exception as error:
+            self.error = error

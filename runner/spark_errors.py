@@ -1,0 +1,51 @@
+"""Turns what Spark says about a failed barrier job into one of our errors."""
+
+from __future__ import annotations
+
+import re
+
+from spark_hvd.runner.errors import ClusterError, ExecutorLostError, ResultTooLargeError, RunError, SetupError
+
+_SETUP = re.compile(r"SPARK_HVD_SETUP: (.*?):END", re.DOTALL)
+_LOST = re.compile(r"(ExecutorLostFailure|Lost executor|executor heartbeat timed out|Worker lost|ExecutorExit).*")
+_CRASHED = re.compile(r"Python worker exited unexpectedly|Python worker failed to connect back")
+_TOO_LARGE = re.compile(r"(Total size of serialized results.*?maxResultSize[^\n]*)")
+
+
+def translate(error: Exception, size: int) -> RunError:
+    """Make an error with a remedy out of one of Spark's.
+
+    Args:
+        error: What the Spark job raised.
+        size: Number of ranks.
+    """
+    text = str(error)
+    if match := _SETUP.search(text):
+        return SetupError(
+            f"{match[1]} Install spark_hvd (with pyarrow and pyzmq) for that Python on every executor, or point "
+            "PYSPARK_PYTHON at one that has it."
+        )
+    if match := _TOO_LARGE.search(text):
+        return ResultTooLargeError(
+            f"the values that fn returned are too large to collect: {match[1]}. Return less (save the model from rank "
+            "0 and return its path), or raise spark.driver.maxResultSize."
+        )
+    if match := _LOST.search(text):
+        return ExecutorLostError(
+            f"Spark lost an executor while {size} ranks were running, and all were stopped: {match[0].strip()[:500]}. "
+            "fn is not run again by itself, because it may have had effects. Look in the executor's log; out of memory "
+            "is the usual reason (spark.executor.memoryOverhead is what ranks live on)."
+        )
+    if _CRASHED.search(text):
+        return ExecutorLostError(
+            f"a Spark Python worker was killed while {size} ranks were running, and all were stopped. fn is not run "
+            "again by itself. Look in the executor's log; out of memory is the usual reason "
+            "(spark.executor.memoryOverhead is what ranks live on)."
+        )
+    if "SPARK-24820" in text or "SPARK-24819" in text or "SPARK-24942" in text:
+        return ClusterError(f"Spark refused the barrier stage: {text.splitlines()[0]}")
+    return RunError(f"the Spark job of this run failed: {_first_lines(text)}")
+
+
+def _first_lines(text: str, count: int = 12) -> str:
+    return "\n".join(text.strip().splitlines()[:count])

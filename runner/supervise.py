@@ -1,0 +1,324 @@
+"""The supervisor: starts one rank's process, watches it, and turns however it ends into an outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import zmq
+
+from spark_hvd.layout import RankInfo
+from spark_hvd.runner.child import STACKS_SIGNAL
+from spark_hvd.runner.hub import Link
+from spark_hvd.runner.hub_state import Message
+from spark_hvd.runner.outcome import Failed, FailureKind, Packed
+from spark_hvd.runner.output import LineCutter, Tail
+from spark_hvd.runner.processes import ForkServer, ForkServerError, RankProcess
+from spark_hvd.runner.wire import FrameReader, send_frame
+
+_READ_BYTES = 64 << 10
+_TERM_GRACE = 1.0  # seconds between SIGTERM and SIGKILL
+_STACKS_WAIT = 0.5  # seconds that a fault handler may take to write the stacks
+_EXIT_GRACE = 5.0  # seconds that a finished rank may take for its exit handlers
+
+
+@dataclass(frozen=True, slots=True)
+class RankJob:
+    """What one supervisor is to run.
+
+    Attributes:
+        me: The rank.
+        store_host: Address of rank 0's host, on which its store listens.
+        payload: The pickled call.
+        env: Complete environment of the rank.
+        backend: "gloo", "nccl", or None for both.
+        gpu_assigned: Whether CUDA_VISIBLE_DEVICES names the GPUs that Spark assigned to this task.
+        start_timeout: Seconds for the process to come up and to meet the others.
+        collective_timeout: Seconds after which a collective that peers do not join fails.
+        timeout: The run's ``timeout=``, for messages.
+    """
+
+    me: RankInfo
+    store_host: str
+    payload: bytes = field(repr=False)
+    env: Mapping[str, str] = field(repr=False)
+    backend: str | None
+    gpu_assigned: bool
+    start_timeout: float
+    collective_timeout: float
+    timeout: float | None
+
+
+def supervise(
+    job: RankJob, link: Link, server: ForkServer, on_lines: Callable[[str, list[str]], None] | None = None
+) -> Packed:
+    """Run one rank to its end.
+
+    Args:
+        job: What to run.
+        link: Connection to the hub, on which hello has been said.
+        server: Where the process is forked.
+        on_lines: Where output goes (stream, lines) if not to the hub.
+
+    Returns:
+        The outcome, always: no failure of the rank raises here. When it returns, the rank's process is gone with
+        everything in its process group.
+    """
+    try:
+        process = server.spawn(job.env, job.start_timeout)
+    except ForkServerError as error:
+        failure = Failed(job.me.rank, job.me.host, FailureKind.SETUP, str(error), ended_at=time.time())
+        link.send("ended", ok=False, echo=False)
+        return Packed.failed(failure)
+    watch = _Watch(job, link, process, on_lines)
+    try:
+        return watch.run()
+    finally:
+        watch.end_process()
+        process.close()
+
+
+def trim_stacks(text: str) -> str:
+    """A fault handler's stacks without our own frames below fn, and without its list of extension modules."""
+    ours = re.compile(r'\s*File ".*/runner/(child|forkserver)\.py"|\s*File "<frozen runpy>"|Extension modules:')
+    return "\n".join(line for line in text.splitlines() if not ours.match(line)).strip()
+
+
+class _Watch:
+    """One rank being watched."""
+
+    def __init__(
+        self,
+        job: RankJob,
+        link: Link,
+        process: RankProcess,
+        on_lines: Callable[[str, list[str]], None] | None,
+    ) -> None:
+        self._job = job
+        self._link = link
+        self._process = process
+        self._on_lines = on_lines
+        self._frames = FrameReader(process.control)
+        self._cutters = {"out": LineCutter(), "err": LineCutter()}
+        self._fds = {process.stdout_fd: "out", process.stderr_fd: "err"}
+        self._tail = Tail()
+        self._unsent: list[tuple[str, str]] = []
+        self._outcome: Packed | None = None
+        self._failure: Failed | None = None  # as the child told it, before its last output is known
+        self._exitcode: int | None = None
+        self._leaving = False
+        self._poller = zmq.Poller()
+        for fd in (*self._fds, process.control.fileno(), process.status_fd):
+            self._poller.register(fd, zmq.POLLIN)
+        self._poller.register(link.socket, zmq.POLLIN)
+
+    def run(self) -> Packed:
+        """Watch until the rank has its outcome and all ranks have theirs."""
+        job = self._job
+        header = {
+            "type": "job",
+            "rank_info": asdict(job.me),
+            "store_host": job.store_host,
+            "backend": job.backend,
+            "gpu_assigned": job.gpu_assigned,
+            "join_timeout": job.start_timeout,
+            "collective_timeout": job.collective_timeout,
+        }
+        with contextlib.suppress(OSError):  # a child that died already is seen by its status
+            send_frame(self._process.control, header, job.payload)
+        while not self._leaving and self._exitcode is None:
+            self._step(timeout=None)
+        if self._outcome is None and self._failure is None:
+            self._judge_exit()
+        return self._finish()
+
+    def _step(self, timeout: float | None) -> bool:
+        """Handle what is there; False when nothing came within ``timeout`` seconds."""
+        self._flush_output()
+        # While the hub is behind, the pipes are left to fill: the rank then waits in its print, and nothing is lost.
+        events = dict(self._poller.poll(20 if self._unsent else None if timeout is None else int(timeout * 1000)))
+        if not events:
+            return bool(self._unsent)
+        if self._link.socket in events:
+            while not self._leaving and (message := self._link.receive()) is not None:
+                self._on_message(message)
+        if self._process.control.fileno() in events:
+            if (frame := self._frames.read()) is not None:
+                self._on_frame(*frame)
+            if self._frames.closed:
+                self._poller.unregister(self._process.control.fileno())
+        if not self._unsent:
+            for fd in [fd for fd in self._fds if fd in events]:
+                self._read_output(fd)
+        if self._process.status_fd in events:
+            self._read_status()
+        return True
+
+    def _on_message(self, message: Message) -> None:
+        match message["type"]:
+            case "go":
+                with contextlib.suppress(OSError):
+                    send_frame(self._process.control, {"type": "go", "port": message["port"]})
+            case "release":
+                self._leaving = True
+                if "limit" in message:
+                    self._drop_large_value(**{key: message[key] for key in ("limit", "total", "largest")})
+            case "stop":
+                self._stop(message["reason"], message.get("culprit"))
+            case other:
+                raise AssertionError(f"unexpected message {other!r}")
+
+    def _on_frame(self, frame: dict[str, Any], payload: bytearray) -> None:
+        if frame["type"] == "ready":
+            self._link.send("ready", port=frame["port"])
+        elif frame["ok"]:
+            self._outcome = Packed(self._job.me.rank, True, bytes(payload))
+            self._link.send("ended", ok=True, bytes=len(payload))
+        else:
+            self._fail(
+                FailureKind(frame["kind"]), frame["error"], frame["traceback"], frame["echo"], bytes(payload) or None
+            )
+            self._link.send("ended", ok=False, echo=frame["echo"])
+
+    def _drop_large_value(self, limit: int, total: int, largest: int) -> None:
+        """The values of all ranks are too much for the driver: the largest becomes an error instead."""
+        if self._outcome is not None and len(self._outcome.data) == largest:
+            self._outcome = None
+            self._fail(
+                FailureKind.RESULT,
+                f"fn returned {largest >> 20} MiB, {total >> 20} MiB on all ranks together; this application can "
+                f"collect {limit >> 20} MiB (the lesser of spark.driver.maxResultSize and a fifth of the Java heap, "
+                "spark.driver.memory). Save large values from rank 0 to shared storage and return the path, return "
+                "None from the other ranks, or start the application with more spark.driver.memory.",
+            )
+
+    def _stop(self, reason: str, culprit: int | None) -> None:
+        self._leaving = True
+        if self._outcome is not None or self._failure is not None:
+            return
+        if reason == "timeout":
+            self._process.signal_group(STACKS_SIGNAL)
+            deadline = time.monotonic() + _STACKS_WAIT
+            while not self._process.stacks().rstrip() and time.monotonic() < deadline:
+                self._step(timeout=0.05)
+            self._step(timeout=0.05)
+            limit = "" if self._job.timeout is None else f" {self._job.timeout:g} s"
+            self._fail(
+                FailureKind.TIMEOUT, f"still running when timeout={limit} was over", trim_stacks(self._process.stacks())
+            )
+        else:
+            why = {
+                "peer": f"stopped because rank {culprit} failed" if culprit is not None else "stopped: a rank failed",
+                "interrupt": "stopped: the run was interrupted",
+            }.get(reason, f"stopped: {reason}")
+            self._fail(FailureKind.STOPPED, why)
+
+    def _judge_exit(self) -> None:
+        """The process has gone without an outcome."""
+        assert self._exitcode is not None
+        while self._step(timeout=0.1) and self._fds:  # its last output, and an outcome in the socket, come first
+            pass
+        if self._outcome is not None or self._failure is not None:
+            return
+        if self._exitcode < 0:
+            signum = -self._exitcode
+            name = signal.Signals(signum).name if signum in set(signal.Signals) else str(signum)
+            hint = {
+                "SIGKILL": " (often the kernel or the cluster manager: out of memory)",
+                "SIGSEGV": " (a crash in native code)",
+            }.get(name, "")
+            self._fail(
+                FailureKind.SIGNAL, f"the process was killed by {name}{hint}", trim_stacks(self._process.stacks())
+            )
+        else:
+            self._fail(
+                FailureKind.EXIT,
+                f"the process exited with code {self._exitcode} before fn returned",
+                trim_stacks(self._process.stacks()),
+            )
+        self._link.send("ended", ok=False, echo=False)
+
+    def _fail(
+        self, kind: FailureKind, error: str, trace: str = "", echo: bool = False, exception: bytes | None = None
+    ) -> None:
+        me = self._job.me
+        self._failure = Failed(
+            me.rank, me.host, kind, error, trace, echo=echo, exception=exception, ended_at=time.time()
+        )
+
+    def _finish(self) -> Packed:
+        """Let the process go, take its last output, and pack the outcome."""
+        if self._outcome is not None:
+            self._process.control.shutdown(2)  # the child lingers until this
+            deadline = time.monotonic() + _EXIT_GRACE
+            while self._exitcode is None and time.monotonic() < deadline:
+                self._step(timeout=0.2)
+        self.end_process()
+        while self._fds and self._step(timeout=0):
+            pass
+        for stream, cutter in self._cutters.items():
+            self._emit(stream, cutter.end())
+        deadline = time.monotonic() + 2
+        while self._unsent and time.monotonic() < deadline:
+            self._flush_output()
+            time.sleep(0.01)
+        if self._outcome is not None:
+            return self._outcome
+        assert self._failure is not None
+        return Packed.failed(
+            Failed(**{**{name: getattr(self._failure, name) for name in Failed.__slots__}, "log_tail": str(self._tail)})
+        )
+
+    def end_process(self) -> None:
+        """SIGTERM, then SIGKILL; returns when the process and its group are gone."""
+        for signum, grace in ((signal.SIGTERM, _TERM_GRACE), (signal.SIGKILL, 5.0)):
+            deadline = time.monotonic() + grace
+            if self._exitcode is None:
+                self._process.signal_group(signum)
+            while self._exitcode is None and time.monotonic() < deadline:
+                if self._poller_status(deadline - time.monotonic()):
+                    self._read_status()
+
+    def _poller_status(self, timeout: float) -> bool:
+        poller = zmq.Poller()
+        poller.register(self._process.status_fd, zmq.POLLIN)
+        return bool(poller.poll(max(int(timeout * 1000), 1)))
+
+    def _read_status(self) -> None:
+        data = os.read(self._process.status_fd, 256)
+        if data:
+            self._exitcode = json.loads(data)["exitcode"]
+        else:  # the fork server itself was killed; the kernel has killed the rank along with it
+            self._process.signal_group(signal.SIGKILL)
+            self._exitcode = -signal.SIGKILL
+        with contextlib.suppress(KeyError):
+            self._poller.unregister(self._process.status_fd)
+
+    def _read_output(self, fd: int) -> None:
+        stream = self._fds[fd]
+        data = os.read(fd, _READ_BYTES)
+        if data:
+            self._emit(stream, self._cutters[stream].feed(data))
+        else:
+            del self._fds[fd]
+            self._poller.unregister(fd)
+
+    def _emit(self, stream: str, lines: list[str]) -> None:
+        if not lines:
+            return
+        self._tail.add(lines)
+        if self._on_lines is not None:
+            self._on_lines(stream, lines)
+        else:
+            self._unsent.append((stream, "\n".join(lines)))
+
+    def _flush_output(self) -> None:
+        while self._unsent and self._link.try_send_output(*self._unsent[0]):
+            del self._unsent[0]

@@ -1,0 +1,26 @@
+"""Distributed deep-learning training in Horovod's words: ``import spark_hvd.torch as hvd``; ``spark_hvd.run`` on Spark."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spark_hvd.runner import run, run_local
+
+__version__ = "0.1.0"
+
+__all__ = ["__version__", "run", "run_local"]
+
+# The launchers bring pyspark; a rank that imports the collectives loads none of it (PEP 562).
+_LAUNCHERS = ("run", "run_local")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAUNCHERS:
+        return getattr(importlib.import_module("spark_hvd.runner"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAUNCHERS})

@@ -1,0 +1,190 @@
+"""Which parameters share a bucket: the pure planning behind DistributedOptimizer, and the check that ranks agree on it.
+
+Nothing here touches a tensor or a network, so every rule can be tested on plain data. A bucket is a run of parameters
+of one dtype and one device whose gradients live in one flat buffer and travel in one all-reduce.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+ALIGNMENT = 64  # bytes; each gradient starts on a cache line, which vectorised and CUDA foreach kernels want
+MEGABYTE = 1 << 20
+SMALL = 16  # a gradient below this part of the cap never opens a bucket
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """What ranks must agree on about one parameter.
+
+    Attributes:
+        name: the user's name for it, or one made from its place in the optimizer.
+        shape: its sizes.
+        stride: its strides, in elements; the flat buffer is summed in memory order, so they count.
+        dtype: its torch dtype.
+        device: "cpu", "cuda:1" ...; ranks compare only the part before the colon.
+        requires_grad: whether it is trained; others take no place in a bucket.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    requires_grad: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its gradient in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    def fields(self) -> dict[str, Any]:
+        """The compared fields, in words that JSON can carry."""
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": str(self.dtype),
+            "device type": self.device.partition(":")[0],
+            "requires_grad": self.requires_grad,
+            "stride": list(self.stride),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """One bucket.
+
+    Attributes:
+        members: indices of its parameters, in the order in which their gradients become ready.
+        offsets: where each member's gradient starts in the flat buffer, in elements.
+        numel: elements in the buffer, padding included.
+    """
+
+    members: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int
+
+
+def plan_buckets(
+    specs: Sequence[ParamSpec],
+    order: Sequence[int],
+    groups: Sequence[Sequence[int]] = (),
+    *,
+    cap_bytes: int,
+    tail_bytes: int,
+) -> tuple[BucketPlan, ...]:
+    """Pack parameters into buckets, listed in the order in which they complete.
+
+    Packing runs from the last gradient to the first: the bucket that completes last has no backward left to hide
+    behind, so it alone is held to `tail_bytes`, and all others to `cap_bytes`. A parameter larger than its cap fills a
+    bucket by itself, but a small one joins its neighbour even beyond the cap: a layer's bias becomes ready with its
+    weight, and in the bucket before it would hold that one up. Each group of `groups` is a bucket whatever its size (one for each dtype and device in it).
+
+    Args:
+        specs: all parameters.
+        order: indices of those to place, in the order in which their gradients become ready.
+        groups: indices of parameters to keep together; those not in `order` are left out.
+        cap_bytes: upper bound for a bucket.
+        tail_bytes: upper bound for the bucket that completes last.
+    """
+    position = {index: place for place, index in enumerate(order)}
+    packs: list[list[int]] = []
+    grouped: set[int] = set()
+    for group in groups:
+        by_kind: dict[tuple[str, torch.dtype], list[int]] = {}
+        for index in group:
+            if index in position:
+                grouped.add(index)
+                by_kind.setdefault((specs[index].device, specs[index].dtype), []).append(index)
+        packs.extend(by_kind.values())
+
+    open_packs: dict[tuple[str, torch.dtype], tuple[list[int], int]] = {}
+    cap = tail_bytes
+    for index in reversed(order):
+        if index in grouped:
+            continue
+        spec = specs[index]
+        kind = (spec.device, spec.dtype)
+        pack, used = open_packs.get(kind, ([], 0))
+        if pack and used + spec.nbytes > cap and spec.nbytes > cap // SMALL:
+            packs.append(pack)
+            pack, used, cap = [], 0, cap_bytes
+        pack.append(index)
+        open_packs[kind] = (pack, used + spec.nbytes)
+    packs.extend(pack for pack, _ in open_packs.values())
+
+    for pack in packs:
+        pack.sort(key=position.__getitem__)
+    packs.sort(key=lambda pack: position[pack[-1]])
+    return tuple(_lay_out(pack, specs) for pack in packs)
+
+
+def _lay_out(members: Sequence[int], specs: Sequence[ParamSpec]) -> BucketPlan:
+    offsets = []
+    end = 0
+    for index in members:
+        step = max(1, ALIGNMENT // specs[index].dtype.itemsize)
+        start = -(-end // step) * step
+        offsets.append(start)
+        end = start + specs[index].numel
+    return BucketPlan(tuple(members), tuple(offsets), end)
+
+
+def split_evenly(indices: Sequence[int], parts: int) -> list[list[int]]:
+    """Cut `indices` into at most `parts` runs whose lengths differ by one at most (`groups=<int>`)."""
+    parts = min(parts, len(indices))
+    bounds = [len(indices) * part // parts for part in range(parts + 1)] if parts else []
+    return [list(indices[start:stop]) for start, stop in pairwise(bounds)]
+
+
+def fingerprint(specs: Sequence[ParamSpec], settings: Mapping[str, Any]) -> str:
+    """A digest that is equal on two ranks only if their parameters and settings are."""
+    text = json.dumps([[spec.fields() for spec in specs], dict(settings)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def describe_mismatch(
+    params_by_rank: Sequence[Sequence[Mapping[str, Any]]], settings_by_rank: Sequence[Mapping[str, Any]]
+) -> str:
+    """Say in one sentence where the first rank that differs from rank 0 does so.
+
+    Args:
+        params_by_rank: for each rank its `ParamSpec.fields()` in order.
+        settings_by_rank: for each rank its settings of DistributedOptimizer.
+    """
+    first = params_by_rank[0]
+    for rank, params in enumerate(params_by_rank):
+        for index, (ours, theirs) in enumerate(zip(first, params, strict=False)):
+            wrong = [key for key in ours if ours[key] != theirs[key]]
+            if wrong:
+                key = wrong[0]
+                return (
+                    f"parameter {index} differs between ranks: {ours['name']!r} on rank 0 has {key} {ours[key]!r}, "
+                    f"{theirs['name']!r} on rank {rank} has {key} {theirs[key]!r}"
+                )
+        if len(params) != len(first):
+            longer, owner = (params, rank) if len(params) > len(first) else (first, 0)
+            extra = longer[min(len(params), len(first))]["name"]
+            return (
+                f"rank 0 has {len(first)} parameters and rank {rank} has {len(params)}: "
+                f"{extra!r} exists on rank {owner} only"
+            )
+        for key, value in settings_by_rank[0].items():
+            if settings_by_rank[rank][key] != value:
+                return f"{key} is {value!r} on rank 0 and {settings_by_rank[rank][key]!r} on rank {rank}"
+    raise AssertionError("ranks agree")

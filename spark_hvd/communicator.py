@@ -1,0 +1,136 @@
+"""What every transport offers: collectives over one fixed set of ranks, matched by the order in which they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol, TypeVar, runtime_checkable
+
+import torch
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class ReduceOp(Enum):
+    """How the ranks' elements become one."""
+
+    SUM = "sum"
+    AVERAGE = "average"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+
+@runtime_checkable
+class Handle(Protocol[T_co]):
+    """A collective under way."""
+
+    def wait(self, timeout: float | None = None) -> T_co:
+        """Block until the collective has ended, and return its result; a second call returns the same result.
+
+        For tensors on a GPU the current stream waits, not the host.
+
+        Args:
+            timeout: Seconds; None: the communicator's own.
+
+        Raises:
+            CollectiveError: A peer or the network failed, or the time is up.
+        """
+        ...
+
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return or raise at once."""
+        ...
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """Collectives over a set of ranks. Every rank calls the same methods in the same order.
+
+    Tensors may be of any dtype, shape (0-dim and empty included) and stride. Unless a method says otherwise, the
+    result is a new tensor, which carries no gradient.
+
+    Reductions: a bool tensor's SUM and MAX are any, its MIN and PRODUCT are all. An integer AVERAGE truncates toward
+    zero. There is no AVERAGE of bool, and no MIN or MAX of complex numbers (TypeError). Elements that the wire cannot
+    carry (16-bit integers, 8-bit floats ...) are widened for the way and narrowed afterwards.
+    """
+
+    @property
+    def rank(self) -> int:
+        """My rank."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
+        """Reduce over all ranks, in place; the result is `tensor` itself, which must not be touched before.
+
+        Shapes and dtypes are not compared across ranks: that would cost a message.
+
+        Raises:
+            TypeError: `op` does not exist for this dtype.
+        """
+        ...
+
+    def allgather(self, tensor: torch.Tensor) -> Handle[torch.Tensor]:
+        """Concatenate all ranks' tensors along dimension 0, which may differ by rank; a 0-dim tensor counts as one row.
+
+        Blocks for one small exchange of shapes.
+
+        Raises:
+            MismatchError: dtypes, or dimensions after the first, differ. Raised on every rank.
+        """
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, root_rank: int) -> Handle[torch.Tensor]:
+        """Overwrite `tensor` in place with the one of `root_rank`; the result is `tensor` itself.
+
+        Shapes and dtypes are not compared across ranks.
+
+        Raises:
+            ValueError: `root_rank` is no rank.
+        """
+        ...
+
+    def reducescatter(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
+        """Reduce over all ranks and keep my share of the rows; the first ``rows % size`` ranks get one more row.
+
+        Shapes and dtypes are not compared across ranks.
+
+        Raises:
+            ValueError: `tensor` is 0-dim.
+            TypeError: `op` does not exist for this dtype.
+        """
+        ...
+
+    def alltoall(
+        self, tensor: torch.Tensor, splits: Sequence[int] | None = None
+    ) -> Handle[tuple[torch.Tensor, list[int]]]:
+        """Send `splits[i]` rows to rank i; the result is the received rows in rank order, and how many each sent.
+
+        Blocks for one small exchange of shapes and splits.
+
+        Args:
+            tensor: At least 1-dim.
+            splits: Rows for each rank, summing up to the rows of `tensor`; None: equal shares.
+
+        Raises:
+            MismatchError: dtypes, or dimensions after the first, differ, or a rank's splits do not fit its tensor.
+                Raised on every rank.
+        """
+        ...
+
+    def barrier(self) -> Handle[None]:
+        """End when every rank has called it."""
+        ...
+
+    def close(self) -> None:
+        """Give back what this communicator owns; no collective may be under way."""
+        ...
+
+    def abort(self) -> None:
+        """Make collectives under way fail, here and on the peers, without waiting for anyone."""
+        ...

@@ -1,0 +1,266 @@
+"""The communicator over torch.distributed: gloo for tensors on the CPU, NCCL for those on a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from spark_hvd.communicator import Handle, ReduceOp
+from spark_hvd.dtypes import as_bytes, check_op, divide, to_wire
+from spark_hvd.handles import Finished, Pending, failed
+from spark_hvd.shapes import (
+    HEADER,
+    describe,
+    even_rows,
+    require_dense,
+    require_root,
+    require_rows,
+    require_same,
+    rows_of,
+    split_fault,
+)
+
+_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+}
+
+PADDED_LIMIT = 1 << 20
+"""Bytes of the whole result up to which uneven rows are padded: one collective, at the price of sending padding."""
+
+
+class TorchCommunicator:
+    """See :class:`spark_hvd.communicator.Communicator`. Uses a process group that others may use as well.
+
+    The group's backends are chosen by the device of each tensor.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """Use a process group, the default one if None; it is not closed with the communicator."""
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._size = dist.get_world_size(group)
+        # A group that the user made for NCCL alone cannot carry the small facts over the CPU.
+        on_cpu = "cpu:" in dist.get_backend_config(group)
+        self.fact_device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def rank(self) -> int:
+        """See base class."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """See base class."""
+        return self._size
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
+        """See base class."""
+        require_dense(tensor)
+        check_op(tensor.dtype, op)
+        mine, dense = _dense(tensor)
+        if op is ReduceOp.PRODUCT and mine.is_complex():
+            return self._complex_product(tensor, mine, dense)
+        wire, wire_op, restore = to_wire(dense, op)
+        work = self._start("allreduce", lambda: dist.all_reduce(wire, _OPS[wire_op], self._group, async_op=True))
+
+        def finish() -> torch.Tensor:
+            if op is ReduceOp.AVERAGE:
+                divide(wire, self._size)
+            _copy_unless_shared(mine, restore(wire))
+            return tensor
+
+        return Pending("allreduce", [work], finish)
+
+    def _complex_product(self, tensor: torch.Tensor, mine: torch.Tensor, dense: torch.Tensor) -> Handle[torch.Tensor]:
+        # No backend multiplies complex numbers.
+        everyones = dense.new_empty((self._size, *dense.shape))
+        work = self._start(
+            "allreduce",
+            lambda: dist.all_gather_into_tensor(as_bytes(everyones), as_bytes(dense), self._group, async_op=True),
+        )
+
+        def finish() -> torch.Tensor:
+            mine.copy_(everyones.prod(0))
+            return tensor
+
+        return Pending("allreduce", [work], finish)
+
+    def allgather(self, tensor: torch.Tensor) -> Handle[torch.Tensor]:
+        """See base class."""
+        require_dense(tensor)
+        _, dense = _dense(tensor)
+        headers = self._everyones(describe(tensor))
+        require_same("allgather", headers)
+        rows = [rows_of(header) for header in headers]
+        out = dense.new_empty((sum(rows), *dense.shape[1:]))
+        if out.numel() == 0:
+            return Finished(out)
+        if len(set(rows)) == 1:
+            work = self._start(
+                "allgather",
+                lambda: dist.all_gather_into_tensor(as_bytes(out), as_bytes(dense), self._group, async_op=True),
+            )
+            return Pending("allgather", [work], lambda: out)
+        row_bytes = out.numel() // sum(rows) * out.element_size()
+        if max(rows) * self._size * row_bytes <= PADDED_LIMIT:
+            return self._gather_padded(dense, out, rows)
+        return self._gather_by_broadcast(dense, out, rows)
+
+    def _gather_padded(self, dense: torch.Tensor, out: torch.Tensor, rows: list[int]) -> Handle[torch.Tensor]:
+        padded = dense.new_empty((max(rows), *out.shape[1:]))
+        padded[: rows[self._rank]] = dense
+        everyones = dense.new_empty((self._size, *padded.shape))
+        work = self._start(
+            "allgather",
+            lambda: dist.all_gather_into_tensor(as_bytes(everyones), as_bytes(padded), self._group, async_op=True),
+        )
+
+        def finish() -> torch.Tensor:
+            for part, received, count in zip(out.split(rows), everyones, rows, strict=True):
+                part.copy_(received[:count])
+            return out
+
+        return Pending("allgather", [work], finish)
+
+    def _gather_by_broadcast(self, dense: torch.Tensor, out: torch.Tensor, rows: list[int]) -> Handle[torch.Tensor]:
+        parts = out.split(rows)
+        parts[self._rank].copy_(dense)
+        works = [
+            self._start("allgather", lambda part=part, root=root: self._broadcast_bytes(part, root))  # type: ignore[misc]
+            for root, part in enumerate(parts)
+            if part.numel()
+        ]
+        return Pending("allgather", works, lambda: out)
+
+    def broadcast(self, tensor: torch.Tensor, root_rank: int) -> Handle[torch.Tensor]:
+        """See base class."""
+        require_dense(tensor)
+        require_root(root_rank, self._size)
+        mine, dense = _dense(tensor)
+        work = self._start("broadcast", lambda: self._broadcast_bytes(dense, root_rank))
+
+        def finish() -> torch.Tensor:
+            if self._rank != root_rank:
+                _copy_unless_shared(mine, dense)
+            return tensor
+
+        return Pending("broadcast", [work], finish)
+
+    def reducescatter(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
+        """See base class."""
+        require_dense(tensor)
+        require_rows(tensor, "reducescatter")
+        check_op(tensor.dtype, op)
+        rows = even_rows(tensor.shape[0], self._size)
+        if op is ReduceOp.PRODUCT and tensor.is_complex():
+            whole = self.allreduce(tensor.detach().clone(), op).wait()
+            return Finished(whole.split(rows)[self._rank].clone())
+        wire, wire_op, restore = to_wire(_dense(tensor)[1], op)
+        if rows[0] != rows[-1]:
+            wire = _padded(wire, rows)
+        share = wire.new_empty((rows[0], *wire.shape[1:]))
+        work = self._start(
+            "reducescatter",
+            lambda: dist.reduce_scatter_tensor(share, wire, _OPS[wire_op], self._group, async_op=True),
+        )
+
+        def finish() -> torch.Tensor:
+            mine = share[: rows[self._rank]]
+            if op is ReduceOp.AVERAGE:
+                divide(mine, self._size)
+            return restore(mine)
+
+        return Pending("reducescatter", [work], finish)
+
+    def alltoall(
+        self, tensor: torch.Tensor, splits: Sequence[int] | None = None
+    ) -> Handle[tuple[torch.Tensor, list[int]]]:
+        """See base class."""
+        require_dense(tensor)
+        fault = split_fault(tensor, splits, self._size)
+        if fault:
+            sent = [0] * self._size
+        else:
+            sent = list(splits) if splits is not None else even_rows(tensor.shape[0], self._size)
+        facts = self._everyones(describe(tensor, fault) + sent)
+        require_same("alltoall", [fact[:HEADER] for fact in facts])
+        received = [fact[HEADER + self._rank] for fact in facts]
+        _, dense = _dense(tensor)
+        out = dense.new_empty((sum(received), *dense.shape[1:]))
+        row_bytes = math.prod(dense.shape[1:]) * dense.element_size()
+        if row_bytes == 0 or all(rows_of(fact) == 0 for fact in facts):
+            return Finished((out, received))
+        work = self._start(
+            "alltoall",
+            lambda: dist.all_to_all_single(
+                as_bytes(out),
+                as_bytes(dense),
+                [count * row_bytes for count in received],
+                [count * row_bytes for count in sent],
+                self._group,
+                async_op=True,
+            ),
+        )
+        return Pending("alltoall", [work], lambda: (out, received))
+
+    def barrier(self) -> Handle[None]:
+        """See base class."""
+        # Not dist.barrier: with GPUs about, it would start NCCL for a program that never uses it.
+        token = torch.zeros(1, device=self.fact_device)
+        work = self._start("barrier", lambda: dist.all_reduce(token, group=self._group, async_op=True))
+
+        def finish() -> None:
+            token.cpu()  # for NCCL wait() only orders the stream; a barrier holds up the host
+
+        return Pending("barrier", [work], finish)
+
+    def close(self) -> None:
+        """See base class."""
+
+    def abort(self) -> None:
+        """See base class."""
+        group = self._group if self._group is not None else dist.group.WORLD
+        assert group is not None
+        group.abort()
+
+    def _broadcast_bytes(self, dense: torch.Tensor, root_rank: int) -> dist.Work | None:
+        return dist.broadcast(as_bytes(dense), group=self._group, group_src=root_rank, async_op=True)
+
+    def _everyones(self, fact: list[int]) -> list[list[int]]:
+        mine = torch.tensor(fact, dtype=torch.int64, device=self.fact_device)
+        everyones = mine.new_empty(self._size * len(fact))
+        work = self._start("exchange of shapes", lambda: dist.all_gather_into_tensor(everyones, mine, self._group, True))
+        Pending("exchange of shapes", [work], lambda: None).wait()
+        table: list[list[int]] = everyones.view(self._size, len(fact)).tolist()
+        return table
+
+    def _start(self, name: str, call: Callable[[], dist.Work | None]) -> dist.Work | None:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise failed(name, error) from error
+
+
+def _dense(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tensor without its gradient, and the same or a copy with plain contiguous memory."""
+    mine = tensor.detach()
+    dense = mine.resolve_conj().resolve_neg() if mine.is_complex() or mine.is_neg() else mine
+    return mine, dense.contiguous()
+
+
+def _copy_unless_shared(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
+
+
+def _padded(wire: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    padded = wire.new_zeros((len(rows), rows[0], *wire.shape[1:]))
+    for room, part, count in zip(padded, wire.split(rows), rows, strict=True):
+        room[:count] = part
+    return padded.view(len(rows) * rows[0], *wire.shape[1:])

@@ -1,0 +1,116 @@
+"""Which elements travel in which form: what gloo and NCCL cannot carry or reduce is viewed or widened for the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from spark_hvd.communicator import ReduceOp
+
+_WIDER = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+}
+# A sum of small integers leaves their range though the average never does.
+_WIDER_FOR_AVERAGE = {torch.int8: torch.int32, torch.uint8: torch.int32, torch.int32: torch.int64}
+
+_AS_THEY_ARE = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.uint64,
+    torch.bool,
+}
+
+_SIGN_BIT = torch.iinfo(torch.int64).min
+
+_CODES = {
+    dtype: code
+    for code, dtype in enumerate(
+        sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+    )
+}
+_NAMES = {code: str(dtype) for dtype, code in _CODES.items()}
+
+Restore = Callable[[torch.Tensor], torch.Tensor]
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """A number for a dtype, the same on every rank that runs the same torch."""
+    return _CODES[dtype]
+
+
+def dtype_name(code: int) -> str:
+    """The name of the dtype with this code, e.g. ``torch.float32``."""
+    return _NAMES[code]
+
+
+def is_integer(dtype: torch.dtype) -> bool:
+    """Whether the elements are whole numbers; bool is none."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def check_op(dtype: torch.dtype, op: ReduceOp) -> None:
+    """Raise a TypeError if this reduction does not exist for this dtype."""
+    if dtype not in _AS_THEY_ARE and dtype not in _WIDER:
+        raise TypeError(f"tensors of {dtype} cannot be reduced; convert to another dtype first.")
+    if op is ReduceOp.AVERAGE and dtype == torch.bool:
+        raise TypeError("op=Average does not exist for torch.bool; use Max (any), Min (all), or convert the tensor.")
+    if dtype.is_complex and op in (ReduceOp.MIN, ReduceOp.MAX):
+        raise TypeError(f"op={op.name.title()} does not exist for {dtype}: complex numbers have no order.")
+
+
+def to_wire(tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, ReduceOp, Restore]:
+    """Give a tensor the form in which a backend can reduce it.
+
+    Args:
+        tensor: Contiguous.
+        op: The reduction asked for.
+
+    Returns:
+        The tensor to reduce, which shares memory with the argument where it can; the reduction to run on it, which is
+        SUM for AVERAGE (see :func:`divide`); how to get elements of the original dtype back.
+    """
+    dtype = tensor.dtype
+    wire_op = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+    if dtype == torch.bool:
+        anyone = op in (ReduceOp.SUM, ReduceOp.MAX)
+        return tensor.view(torch.uint8), ReduceOp.MAX if anyone else ReduceOp.MIN, lambda t: t.view(torch.bool)
+    if dtype == torch.uint64:
+        # Two's complement: sums and products have the same bits; for the order, the sign bit is turned over.
+        if op in (ReduceOp.MIN, ReduceOp.MAX):
+            flipped = tensor.view(torch.int64) ^ _SIGN_BIT
+            return flipped, wire_op, lambda t: (t ^ _SIGN_BIT).view(torch.uint64)
+        return tensor.view(torch.int64), wire_op, lambda t: t.view(torch.uint64)
+    wider = _WIDER.get(dtype) or (_WIDER_FOR_AVERAGE.get(dtype) if op is ReduceOp.AVERAGE else None)
+    if wider is not None:
+        return tensor.to(wider), wire_op, lambda t: t.to(dtype)
+    return tensor, wire_op, lambda t: t
+
+
+def divide(tensor: torch.Tensor, size: int) -> None:
+    """Make an average out of a sum, in place; integers are truncated toward zero, as in Horovod."""
+    if is_integer(tensor.dtype):
+        tensor.div_(size, rounding_mode="trunc")
+    else:
+        tensor.div_(size)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as a flat uint8 tensor: every backend moves bytes."""
+    # view(uint8) refuses 0-dim tensors and conjugated ones; reshape and resolve come first.
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,37 @@
+"""The exceptions of the collectives. Each survives pickling, because launchers carry them between processes."""
+
+from __future__ import annotations
+
+
+class NotInitializedError(ValueError):
+    """A call that needs a world came before ``hvd.init()`` or after ``hvd.shutdown()``."""
+
+    def __init__(self, message: str = "spark_hvd has not been initialized; call hvd.init() first.") -> None:
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[NotInitializedError], tuple[str]]:
+        return type(self), (str(self),)
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed because a peer, the network or the backend did; the cause is chained.
+
+    The world is of no use afterwards: shut down, and join a new one or end.
+    """
+
+    def __reduce__(self) -> tuple[type[CollectiveError], tuple[str]]:
+        return type(self), (str(self),)
+
+
+class MismatchError(ValueError):
+    """Ranks called one collective with things that do not fit together. The same message is raised on every rank.
+
+    Nothing was exchanged but the descriptions, so the world stays usable.
+    """
+
+    def __reduce__(self) -> tuple[type[MismatchError], tuple[str]]:
+        return type(self), (str(self),)
+
+
+class PlanMismatchError(MismatchError):
+    """Ranks wrapped optimizers whose parameters differ, so that their gradient buckets would not fit together."""

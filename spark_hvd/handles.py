@@ -1,0 +1,72 @@
+"""The handles of collectives: one that has ended already, and one that waits for torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from spark_hvd.errors import CollectiveError
+
+T = TypeVar("T")
+
+
+class Finished(Generic[T]):
+    """See :class:`spark_hvd.communicator.Handle`."""
+
+    def __init__(self, result: T) -> None:
+        self._result = result
+
+    def wait(self, timeout: float | None = None) -> T:
+        """See base class."""
+        return self._result
+
+    def done(self) -> bool:
+        """See base class."""
+        return True
+
+
+class Pending(Generic[T]):
+    """See :class:`spark_hvd.communicator.Handle`."""
+
+    def __init__(self, name: str, works: Sequence[dist.Work | None], finish: Callable[[], T]) -> None:
+        """Take over works under way.
+
+        Args:
+            name: What to call the collective in an error.
+            works: What torch.distributed returned.
+            finish: Makes the result, once, when all have ended.
+        """
+        self._name = name
+        self._works = [work for work in works if work is not None]
+        self._finish: Callable[[], T] | None = finish
+        self._result: T
+
+    def wait(self, timeout: float | None = None) -> T:
+        """See base class."""
+        if self._finish is not None:
+            try:
+                for work in self._works:
+                    if timeout is None:
+                        work.wait()
+                    else:
+                        work.wait(timedelta(seconds=timeout))
+            except RuntimeError as error:
+                raise failed(self._name, error) from error
+            self._result = self._finish()
+            self._finish = None
+        return self._result
+
+    def done(self) -> bool:
+        """See base class."""
+        return self._finish is None or all(work.is_completed() for work in self._works)
+
+
+def failed(name: str, error: RuntimeError) -> RuntimeError:
+    """What to raise from an error of torch.distributed: a CollectiveError, but a lack of memory stays what it is."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return error
+    return CollectiveError(f"{name} failed on rank {dist.get_rank() if dist.is_initialized() else '?'}: {error}")

@@ -1,0 +1,113 @@
+"""Where every rank runs: a pure function of the list of hosts, so that each process works it out without a message."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """One rank's place in the world, in Horovod's terms."""
+
+    rank: int
+    """0 .. size - 1."""
+    size: int
+    """Number of ranks."""
+    local_rank: int
+    """Position among the ranks of the same host."""
+    local_size: int
+    """Number of ranks on the same host."""
+    cross_rank: int
+    """Position of this host among the hosts that have a rank with this local_rank."""
+    cross_size: int
+    """Number of hosts that have a rank with this local_rank."""
+    host: str
+    """The host's name or address, as the launcher knows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorldLayout:
+    """All ranks of a world, and which process of the launcher became which rank."""
+
+    ranks: tuple[RankInfo, ...]
+    """In rank order."""
+    rank_of: tuple[int, ...]
+    """`rank_of[i]` is the rank of the launcher's process i."""
+
+    @classmethod
+    def from_hosts(cls, hosts: Sequence[str]) -> WorldLayout:
+        """Lay out ranks so that those of one host are contiguous.
+
+        Hosts come in the order of their first appearance, the processes of a host in the order given.
+
+        Args:
+            hosts: `hosts[i]` is the host of the launcher's process i.
+
+        Raises:
+            ValueError: `hosts` is empty.
+        """
+        _require_ranks(hosts)
+        first_seen = {host: position for position, host in reversed(list(enumerate(hosts)))}
+        processes = sorted(range(len(hosts)), key=lambda process: (first_seen[hosts[process]], process))
+        rank_of = [0] * len(hosts)
+        for rank, process in enumerate(processes):
+            rank_of[process] = rank
+        ordered = [hosts[process] for process in processes]
+        return cls(_place(ordered, ordered), tuple(rank_of))
+
+    @classmethod
+    def of_ranks(cls, hosts: Sequence[str], nodes: Sequence[Hashable] | None = None) -> WorldLayout:
+        """Lay out ranks whose numbers a launcher has fixed already: rank i stays rank i.
+
+        Args:
+            hosts: `hosts[i]` is the host of rank i.
+            nodes: What tells hosts apart if not their names, for instance the number of the launcher's agent.
+
+        Raises:
+            ValueError: `hosts` is empty.
+        """
+        _require_ranks(hosts)
+        return cls(_place(hosts, hosts if nodes is None else nodes), tuple(range(len(hosts))))
+
+    def of_process(self, process: int) -> RankInfo:
+        """The place of the launcher's process number `process`."""
+        return self.ranks[self.rank_of[process]]
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Whether every host has the same number of ranks."""
+        return len({info.local_size for info in self.ranks}) == 1
+
+
+def _require_ranks(hosts: Sequence[str]) -> None:
+    if not hosts:
+        raise ValueError("hosts is empty: a world has at least one rank; pass one host for every process.")
+
+
+def _place(hosts: Sequence[str], nodes: Sequence[Hashable]) -> tuple[RankInfo, ...]:
+    local_sizes = Counter(nodes)
+    met: Counter[Hashable] = Counter()
+    # Horovod's cross group holds, host by host, the ranks with one local rank; a host with fewer ranks is not in it.
+    cross: list[list[Hashable]] = [[] for _ in range(max(local_sizes.values()))]
+    local_ranks = []
+    for node in nodes:
+        local_ranks.append(met[node])
+        cross[met[node]].append(node)
+        met[node] += 1
+    host_order = {node: position for position, node in enumerate(dict.fromkeys(nodes))}
+    for members in cross:
+        members.sort(key=host_order.__getitem__)
+    return tuple(
+        RankInfo(
+            rank=rank,
+            size=len(nodes),
+            local_rank=local_rank,
+            local_size=local_sizes[node],
+            cross_rank=cross[local_rank].index(node),
+            cross_size=len(cross[local_rank]),
+            host=host,
+        )
+        for rank, (host, node, local_rank) in enumerate(zip(hosts, nodes, local_ranks, strict=True))
+    )

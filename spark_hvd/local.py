@@ -1,0 +1,72 @@
+"""The communicator of a world of one: nothing travels, and the results are those of the general rule for size 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from spark_hvd.communicator import Handle, ReduceOp
+from spark_hvd.dtypes import check_op
+from spark_hvd.handles import Finished
+from spark_hvd.shapes import describe, require_dense, require_root, require_rows, require_same, split_fault
+
+
+class LocalCommunicator:
+    """See :class:`spark_hvd.communicator.Communicator`."""
+
+    @property
+    def rank(self) -> int:
+        """See base class."""
+        return 0
+
+    @property
+    def size(self) -> int:
+        """See base class."""
+        return 1
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
+        """See base class."""
+        require_dense(tensor)
+        check_op(tensor.dtype, op)
+        return Finished(tensor)
+
+    def allgather(self, tensor: torch.Tensor) -> Handle[torch.Tensor]:
+        """See base class."""
+        require_dense(tensor)
+        return Finished(_copy(tensor.reshape(1) if tensor.dim() == 0 else tensor))
+
+    def broadcast(self, tensor: torch.Tensor, root_rank: int) -> Handle[torch.Tensor]:
+        """See base class."""
+        require_dense(tensor)
+        require_root(root_rank, 1)
+        return Finished(tensor)
+
+    def reducescatter(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
+        """See base class."""
+        require_dense(tensor)
+        require_rows(tensor, "reducescatter")
+        check_op(tensor.dtype, op)
+        return Finished(_copy(tensor))
+
+    def alltoall(
+        self, tensor: torch.Tensor, splits: Sequence[int] | None = None
+    ) -> Handle[tuple[torch.Tensor, list[int]]]:
+        """See base class."""
+        require_dense(tensor)
+        require_same("alltoall", [describe(tensor, split_fault(tensor, splits, 1))])
+        return Finished((_copy(tensor), [tensor.shape[0]]))
+
+    def barrier(self) -> Handle[None]:
+        """See base class."""
+        return Finished(None)
+
+    def close(self) -> None:
+        """See base class."""
+
+    def abort(self) -> None:
+        """See base class."""
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)

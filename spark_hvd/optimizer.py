@@ -1,0 +1,297 @@
+"""DistributedOptimizer: a torch optimizer whose gradients are reduced over all ranks before each step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spark_hvd.buckets import MEGABYTE, ParamSpec, split_evenly
+from spark_hvd.communicator import ReduceOp
+from spark_hvd.compression import Compression
+from spark_hvd.context import current
+from spark_hvd.flat import Compressor, Reduction
+from spark_hvd.planned import PlannedLane
+
+TAIL_BYTES = MEGABYTE
+
+
+class ReducedOptimizer(torch.optim.Optimizer):
+    """What DistributedOptimizer adds to the methods of the optimizer it is given."""
+
+    _lane: PlannedLane | None
+    _synchronizes: bool
+
+    def synchronize(self) -> None:
+        """Finish reducing gradients, so that they may be read or changed (clipped) before `step`.
+
+        Needed only if some parameters get no gradient in some backward passes; else backward ends with all gradients
+        reduced, and this returns at once. A later `step` does not reduce again.
+
+        Raises:
+            CollectiveError: a peer or the network failed.
+        """
+        if self._lane is not None:
+            self._lane.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within this context `step` takes gradients as they are."""
+        self._synchronizes = False
+        try:
+            yield
+        finally:
+            self._synchronizes = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many calls of backward() are summed up before gradients are reduced.
+
+        Raises:
+            ValueError: `passes` is not positive.
+        """
+        _check_passes(passes)
+        if self._lane is not None:
+            self._lane.set_passes(passes)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See torch.optim.Optimizer.zero_grad.
+
+        Raises:
+            AssertionError: gradients are being reduced; call `synchronize` or `step` first.
+        """
+        if self._lane is not None:
+            if self._lane.in_flight:
+                raise AssertionError(
+                    "optimizer.zero_grad() was called while gradients are being reduced: "
+                    "call optimizer.step() or optimizer.synchronize() after backward() first"
+                )
+            self._lane.reset()
+        super().zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See torch.optim.Optimizer.add_param_group; to be called on every rank, between steps.
+
+        Raises:
+            PlanMismatchError: ranks add different parameters.
+        """
+        super().add_param_group(param_group)
+        if self._lane is not None:
+            number = len(self.param_groups) - 1
+            added = self.param_groups[number]["params"]
+            self._lane.extend(added, [_spec(f"group{number}.param{i}", param) for i, param in enumerate(added)])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See torch.optim.Optimizer.load_state_dict; the count of backward passes starts anew."""
+        super().load_state_dict(state_dict)
+        if self._lane is not None and not self._lane.in_flight:
+            self._lane.reset()
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Compressor = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None = None,
+    sparse_as_dense: bool = False,
+    *,
+    bucket_cap_mb: float = 25.0,
+) -> ReducedOptimizer:
+    """Make `optimizer` reduce gradients over all ranks; collective, every rank must call it.
+
+    The same object is returned, now of a class of the same name that has the methods of ReducedOptimizer too: learning
+    rate schedulers and other holders of the optimizer need not know. Gradients are summed into flat buffers, bucket by
+    bucket while backward goes on, as in Li et al., "PyTorch Distributed" (VLDB 2020); `param.grad` is a view of them.
+
+    Args:
+        optimizer: any torch optimizer over dense or sparse parameters, on CPU or GPU.
+        named_parameters: `model.named_parameters()`; names are used in errors. Without it names are made up.
+        compression: `Compression.none`, `.fp16`, `.bf16` or an object with `compress` and `decompress`, which gets a
+            one-dimensional bucket of gradients.
+        backward_passes_per_step: calls of backward() whose gradients are summed (not averaged) before a step.
+        op: `Average` or `Sum`.
+        gradient_predivide_factor: with Average, gradients are divided by it before the sum and by size / factor after.
+        groups: a number of groups, or lists of parameters, each of which is reduced in one piece.
+        sparse_as_dense: reduce sparse gradients as dense ones; else indices and values of all ranks are gathered.
+        bucket_cap_mb: upper bound of a bucket in MiB.
+
+    Returns:
+        `optimizer`.
+
+    Raises:
+        NotInitializedError: `init()` was not called.
+        ValueError: an argument does not fit, as its message says.
+        PlanMismatchError: parameters or settings differ between ranks; raised on all of them.
+    """
+    if isinstance(optimizer, ReducedOptimizer):
+        raise ValueError("optimizer is already a DistributedOptimizer: wrap it once")
+    _check_passes(backward_passes_per_step)
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise ValueError(f"op={op!r}: DistributedOptimizer can reduce gradients with Average or Sum")
+    if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
+        raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average, got op={op!r}")
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    specs = [_spec(name, param) for name, param in zip(_names(optimizer, named_parameters), params, strict=True)]
+    grouped = _group_indices(groups, params)
+
+    context = current()
+    size = context.world.me.size
+    lane = None
+    if size > 1:
+        settings = {
+            "op": op.name,
+            "gradient_predivide_factor": gradient_predivide_factor,
+            "compression": getattr(compression, "__name__", type(compression).__name__),
+            "backward_passes_per_step": backward_passes_per_step,
+            "groups": grouped,
+            "sparse_as_dense": sparse_as_dense,
+            "bucket_cap_mb": bucket_cap_mb,
+        }
+        average = op is ReduceOp.AVERAGE
+        if gradient_predivide_factor != 1.0:
+            scales = (1.0 / gradient_predivide_factor, gradient_predivide_factor / size)
+        else:
+            scales = (1.0 / size if average else 1.0, 1.0)
+        group = dist.new_group()
+        lane = PlannedLane(
+            params,
+            specs,
+            grouped,
+            group=group,
+            device=_exchange_device(group, params),
+            reduction=Reduction(*scales, compression, sparse_as_dense),
+            sparse_scale=1.0 / size if average else 1.0,
+            passes=backward_passes_per_step,
+            cap_bytes=int(bucket_cap_mb * MEGABYTE),
+            tail_bytes=min(TAIL_BYTES, int(bucket_cap_mb * MEGABYTE)),
+            settings=settings,
+        )
+    return _take_over(optimizer, lane)
+
+
+def _take_over(optimizer: torch.optim.Optimizer, lane: PlannedLane | None) -> ReducedOptimizer:
+    base = type(optimizer)
+    namespace = {"__doc__": base.__doc__, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    # A class swap instead of a wrapper or a copy: state, schedulers and references made before stay valid.
+    optimizer.__class__ = type(base.__name__, (ReducedOptimizer, base), namespace)
+    assert isinstance(optimizer, ReducedOptimizer)
+    optimizer._lane = lane
+    optimizer._synchronizes = True
+    # Hooks, because a scheduler made before the swap has bound the old class's step to the instance.
+    optimizer.register_step_pre_hook(_before_step)
+    optimizer.register_step_post_hook(_after_step)
+    return optimizer
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    assert isinstance(optimizer, ReducedOptimizer)
+    lane = optimizer._lane
+    if lane is None:
+        return None
+    if not optimizer._synchronizes:
+        if lane.in_flight:
+            raise AssertionError("step() under skip_synchronize() while gradients are being reduced: call synchronize()")
+        return None
+    # Optimizer pre-hooks see the optimizer itself as first of args.
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        lane.synchronize()
+        return None
+    if lane.started:
+        lane.synchronize()
+    reduced = _reducing(closure, lane)
+    if len(args) > 1:
+        return (args[0], reduced, *args[2:]), kwargs
+    return args, {**kwargs, "closure": reduced}
+
+
+def _reducing(closure: Callable[[], Any], lane: PlannedLane) -> Callable[[], Any]:
+    def reduced() -> Any:
+        loss = closure()
+        lane.synchronize()
+        return loss
+
+    return reduced
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    assert isinstance(optimizer, ReducedOptimizer)
+    if optimizer._lane is not None:
+        optimizer._lane.reset()
+
+
+def _check_passes(passes: int) -> None:
+    if passes <= 0:
+        raise ValueError(f"backward_passes_per_step={passes}: must be 1 or more")
+
+
+def _names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
+) -> list[str]:
+    if named_parameters is None:
+        return [
+            f"group{number}.param{i}"
+            for number, group in enumerate(optimizer.param_groups)
+            for i in range(len(group["params"]))
+        ]
+    pairs = list(named_parameters)
+    if any(not isinstance(pair, tuple) for pair in pairs):
+        raise ValueError(
+            "named_parameters must be a sequence of (name, parameter) tuples: pass model.named_parameters()"
+        )
+    twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+    if twice:
+        raise ValueError(
+            f"names in named_parameters must be unique, found more than once: {', '.join(twice)}. With several models, "
+            f"put a prefix before the names of each"
+        )
+    name_of = {id(param): name for name, param in pairs}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    unnamed = sum(id(param) not in name_of for param in params)
+    if unnamed:
+        raise ValueError(
+            f"named_parameters must cover all {len(params)} parameters of the optimizer, but lacks {unnamed} of them"
+        )
+    return [name_of[id(param)] for param in params]
+
+
+def _spec(name: str, param: torch.Tensor) -> ParamSpec:
+    return ParamSpec(
+        name, tuple(param.shape), tuple(param.stride()), param.dtype, str(param.device), param.requires_grad
+    )
+
+
+def _group_indices(
+    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None, params: Sequence[torch.nn.Parameter]
+) -> list[list[int]]:
+    if groups is None or isinstance(groups, int):
+        if groups is not None and groups < 0:
+            raise ValueError(f"groups={groups}: must be 0 or more, or lists of parameters")
+        return split_evenly(range(len(params)), groups or 0)
+    index_of = {id(param): index for index, param in enumerate(params)}
+    result: list[list[int]] = []
+    placed: set[int] = set()
+    for number, group in enumerate(groups):
+        if not isinstance(group, (list, tuple)) or not all(isinstance(param, torch.Tensor) for param in group):
+            raise ValueError(f"groups must be a number or lists of parameters; entry {number} is {type(group).__name__}")
+        members = [index_of.get(id(param), -1) for param in group]
+        if -1 in members:
+            raise ValueError(f"groups[{number}] has a tensor at place {members.index(-1)} that is no parameter of the optimizer")
+        if len(set(members)) < len(members) or placed & set(members):
+            raise ValueError(f"groups[{number}] has a parameter that is already in a group: each may be in one only")
+        placed.update(members)
+        result.append(members)
+    return result
+
+
+def _exchange_device(group: dist.ProcessGroup, params: Sequence[torch.nn.Parameter]) -> torch.device:
+    on_cpu = "cpu" in str(dist.get_backend_config(group))
+    return torch.device("cpu") if on_cpu else params[0].device

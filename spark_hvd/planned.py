@@ -1,0 +1,383 @@
+"""The planned lane: reduces gradients bucket by bucket while backward goes on, with no negotiation per step.
+
+A step goes through these moments. Hooks count gradients as autograd produces them; when a bucket has all of its own it
+is launched, strictly in plan order, so that all ranks issue the same all-reduces in the same order. At the end of
+backward the lane waits for them ("eager"), so clipping and loss scaling need no extra call. If some rank's first
+backward left parameters without a gradient, waiting there could block one rank on another that has a second backward
+or a collective of its own to do first; the lane then waits in `synchronize` only ("late").
+
+The first step is for learning: nothing is launched before rank 0's order of readiness and the parameters with sparse
+gradients are known to all ranks, in one exchange.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spark_hvd.buckets import ParamSpec, describe_mismatch, fingerprint, plan_buckets
+from spark_hvd.errors import CollectiveError, PlanMismatchError
+from spark_hvd.exchange import exchange
+from spark_hvd.flat import FlatBucket, Reduction
+from spark_hvd.sparse import reduce_sparse
+from spark_hvd.torch_private import at_end_of_backward
+
+
+class Phase(enum.Enum):
+    """When the lane waits for its buckets."""
+
+    LEARNING = "learning"
+    EAGER = "eager"
+    LATE = "late"
+
+
+class _Unplanned:
+    """Stands where a parameter has no bucket; its count never comes to zero."""
+
+    pending = -1
+
+
+class _Progress:
+    """What the hooks write. It knows nothing of the lane: hooks live as long as the model, a lane as its optimizer."""
+
+    __slots__ = ("idle", "left", "order", "units")
+
+    def __init__(self) -> None:
+        self.idle = True  # no hook of the current backward has fired yet
+        self.left: list[int] = []  # backward passes still to come, by parameter
+        self.order: list[int] = []  # parameters in the order in which they became ready
+        self.units: list[FlatBucket | _Unplanned] = []  # each parameter's bucket
+
+
+class PlannedLane:
+    """Reduces the gradients of one optimizer over one process group of its own.
+
+    Args:
+        params: the optimizer's parameters.
+        specs: what they are, in the same order.
+        groups: indices of parameters to keep in one bucket.
+        group: a process group that nobody else uses.
+        device: a device that `group` can exchange small facts on.
+        reduction: how gradients are scaled and compressed.
+        sparse_scale: factor for sparse gradients, after the sum.
+        passes: backward passes a step.
+        cap_bytes: upper bound of a bucket.
+        tail_bytes: upper bound of the bucket that completes last.
+        settings: what else must be equal on all ranks.
+
+    Raises:
+        PlanMismatchError: ranks have different parameters or settings; raised on every rank.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        specs: Sequence[ParamSpec],
+        groups: Sequence[Sequence[int]],
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        reduction: Reduction,
+        sparse_scale: float,
+        passes: int,
+        cap_bytes: int,
+        tail_bytes: int,
+        settings: dict[str, Any],
+    ) -> None:
+        self._params: list[torch.nn.Parameter] = []
+        self._specs: list[ParamSpec] = []
+        self._groups = groups
+        self._group = group
+        self._device = device
+        self._reduction = reduction
+        self._sparse_scale = sparse_scale
+        self._passes = passes
+        self._caps = {"cap_bytes": cap_bytes, "tail_bytes": tail_bytes}
+        self._settings = settings
+
+        self.phase = Phase.LEARNING
+        self._progress = _Progress()
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._watched: set[int] = set()
+        self._unplanned: list[int] = []
+        self._buckets: list[FlatBucket] = []
+        self._sparse: list[int] = []
+        self._launched = 0
+        self._backwards = 0
+        self._finished = False
+        self._marks: list[tuple[int, torch.Tensor, int]] = []
+        weakref.finalize(self, _remove_all, self._handles)
+        self.extend(params, specs)
+
+    @property
+    def launched(self) -> int:
+        """Buckets launched so far in this step."""
+        return self._launched
+
+    @property
+    def buckets(self) -> tuple[tuple[str, ...], ...]:
+        """The names in each bucket, in plan order; empty before the first step."""
+        return tuple(tuple(bucket.names) for bucket in self._buckets)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether an all-reduce was launched that nobody has waited for."""
+        return any(bucket.in_flight for bucket in self._buckets)
+
+    @property
+    def started(self) -> bool:
+        """Whether gradients were produced since the last step that are not reduced yet."""
+        return self._backwards > 0 and not self._finished
+
+    def extend(self, params: Sequence[torch.nn.Parameter], specs: Sequence[ParamSpec]) -> None:
+        """Take in more parameters; collective, to be called between steps."""
+        if self.started:
+            raise ValueError("add_param_group between backward() and step(): call it after step() instead")
+        self._check_agreement(specs)
+        first = len(self._params)
+        self._params.extend(params)
+        self._specs.extend(specs)
+        self._progress.left.extend([self._passes] * len(params))
+        self._progress.units.extend([_Unplanned()] * len(params))
+        self._unplanned.extend(range(first, len(self._params)))
+        for index in range(first, len(self._params)):
+            if self._params[index].requires_grad:
+                self._watch(index)
+
+    def _check_agreement(self, specs: Sequence[ParamSpec]) -> None:
+        with self._collective():
+            prints = exchange(fingerprint(specs, self._settings), self._group, self._device)
+            if len(set(prints)) == 1:
+                return
+            facts = exchange([[spec.fields() for spec in specs], self._settings], self._group, self._device)
+        difference = describe_mismatch([fact[0] for fact in facts], [fact[1] for fact in facts])
+        raise PlanMismatchError(
+            f"DistributedOptimizer needs the same parameters on every rank, but {difference}. "
+            f"Build model and optimizer in the same way on every rank"
+        )
+
+    def _watch(self, index: int) -> None:
+        if index in self._watched:
+            return
+        self._watched.add(index)
+        hook = _make_hook(index, self._progress, weakref.ref(self))
+        self._handles.append(self._params[index].register_post_accumulate_grad_hook(hook))
+
+    def set_passes(self, passes: int) -> None:
+        """Change the number of backward passes a step; counts from zero again."""
+        self._passes = passes
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        progress = self._progress
+        progress.idle = True
+        progress.left[:] = [self._passes] * len(progress.left)
+        progress.order.clear()
+        for bucket in self._buckets:
+            bucket.rearm()
+        self._launched = self._backwards = 0
+        self._finished = False
+        self._marks.clear()
+
+    # ---- moments of a backward ------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """The first gradient of a backward pass has come."""
+        self._progress.idle = False
+        at_end_of_backward(self._end_backward)
+
+    def advance(self) -> None:
+        """Launch what is complete, in plan order."""
+        while self._launched < len(self._buckets) and self._buckets[self._launched].pending == 0:
+            self._launch_next()
+
+    def overrun(self, index: int) -> None:
+        """A parameter has a gradient once more than expected."""
+        unit = self._progress.units[index]
+        cleared = isinstance(unit, FlatBucket) and not any(self._params[index].grad is view for view in unit.views)
+        if self._finished and cleared:
+            # The last step was not taken (GradScaler skips one on inf) and the model's gradients were set to None.
+            self.reset()
+            self._progress.idle = False  # the end of this backward is already announced
+            _make_hook(index, self._progress, weakref.ref(self))(self._params[index])
+            return
+        raise AssertionError(
+            f"parameter {self._specs[index].name!r} got a gradient more than backward_passes_per_step={self._passes} "
+            f"times before step(). To accumulate gradients over n calls of backward(), pass "
+            f"backward_passes_per_step=n; to drop them, call optimizer.zero_grad()"
+        )
+
+    def _end_backward(self) -> None:
+        self._progress.idle = True
+        self._backwards += 1
+        if self._backwards == self._passes:
+            if self.phase is Phase.LEARNING:
+                self._settle(last_chance=False)
+            if self.phase is Phase.EAGER:
+                self._finish()
+        if self.phase is Phase.LATE and not self._finished:
+            self._marks = [
+                (index, param.grad, param.grad._version)
+                for index, param in enumerate(self._params)
+                if param.grad is not None
+            ]
+
+    # ---- reducing -------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Launch what is left, with zeros for parameters that got no gradient here, and wait for all of it.
+
+        Raises:
+            CollectiveError: a peer or the network failed.
+            ValueError: gradients were changed after backward and before they were reduced.
+        """
+        if self._finished:
+            return
+        if self.phase is Phase.LEARNING:
+            self._settle(last_chance=False)
+        if self.phase is Phase.LATE and not self._planned:
+            self._settle(last_chance=True)
+        for index, grad, version in self._marks:
+            if self._params[index].grad is not grad or grad._version != version:
+                raise ValueError(
+                    f"the gradient of {self._specs[index].name!r} was changed before it was reduced (clipped or "
+                    f"unscaled?). Some parameters get no gradient in some backward passes of this model, so reduction "
+                    f"ends in step(): call optimizer.synchronize() before you change gradients"
+                )
+        if self._planned:
+            self._finish()
+
+    @property
+    def _planned(self) -> bool:
+        return bool(self._buckets or self._sparse)
+
+    def _settle(self, *, last_chance: bool) -> None:
+        """Tell all ranks what was seen here; plan if every rank has seen all there is to see, or no more will come."""
+        trained = [index for index in self._unplanned if index in self._watched]
+        order = self._progress.order
+        facts = self._exchange(
+            {
+                "order": order,
+                "complete": len(order) == len(trained),
+                "sparse": self._sparse_here(trained),
+                "any": any(self._params[index].grad is not None for index in trained),
+            }
+        )
+        complete = all(fact["complete"] for fact in facts)
+        if not complete and not last_chance:
+            self.phase = Phase.LATE
+        elif not any(fact["any"] for fact in facts):
+            self.phase = Phase.LEARNING  # a step without a backward teaches nothing
+        else:
+            if complete:
+                self.phase = Phase.EAGER
+            seen = facts[0]["order"]
+            self._plan(seen + [index for index in reversed(trained) if index not in set(seen)], facts)
+
+    def _sparse_here(self, indices: Sequence[int]) -> list[int]:
+        if self._reduction.sparse_as_dense:
+            return []
+        return [
+            index
+            for index in indices
+            if (grad := self._params[index].grad) is not None and grad.layout is not torch.strided
+        ]
+
+    def _plan(self, order: Sequence[int], facts: Sequence[dict[str, Any]]) -> None:
+        sparse = sorted({index for fact in facts for index in fact["sparse"]})
+        dense = [index for index in order if index not in sparse]
+        self._sparse.extend(sparse)
+        for plan in plan_buckets(self._specs, dense, self._groups, **self._caps):
+            bucket = FlatBucket(plan, self._params, self._specs, self._reduction)
+            self._buckets.append(bucket)
+            for index in plan.members:
+                self._progress.units[index] = bucket
+        placed = set(order)
+        self._unplanned = [index for index in self._unplanned if index not in placed]
+
+    def _finish(self) -> None:
+        self._launch_rest()
+        # Parameters added or unfrozen since the last plan: no hook has told of them, but their gradients are complete.
+        newcomers = [index for index in self._unplanned if self._params[index].requires_grad]
+        if newcomers:
+            facts = self._exchange({"sparse": self._sparse_here(newcomers), "newcomers": newcomers})
+            if any(fact["newcomers"] != newcomers for fact in facts):
+                raise PlanMismatchError("requires_grad was switched on for different parameters on different ranks")
+            self._plan(newcomers[::-1], facts)
+            for index in newcomers:
+                self._watch(index)
+            self._launch_rest()
+        with self._collective():
+            if self._sparse:
+                reduce_sparse([self._params[index] for index in self._sparse], self._sparse_scale, self._group)
+        for bucket in self._buckets:
+            with self._collective():
+                bucket.wait()
+            bucket.complete()
+        self._finished = True
+        self._marks.clear()
+
+    def _launch_rest(self) -> None:
+        while self._launched < len(self._buckets):
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self._buckets[self._launched]
+        bucket.fill()
+        with self._collective():
+            bucket.launch(self._group)
+        self._launched += 1
+
+    def _exchange(self, fact: dict[str, Any]) -> list[dict[str, Any]]:
+        with self._collective():
+            return exchange(fact, self._group, self._device)
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            for bucket in self._buckets:
+                bucket.abandon()
+            self.reset()
+            raise CollectiveError(f"reducing gradients failed because a peer or the network did: {error}") from error
+
+
+def _make_hook(
+    index: int, progress: _Progress, lane_ref: weakref.ref[PlannedLane]
+) -> Callable[[torch.Tensor], None]:
+    """The hook that runs after each gradient: for small models its few bytecodes are most of what a step costs."""
+    left, order, units = progress.left, progress.order, progress.units
+
+    def hook(_: torch.Tensor) -> None:
+        if progress.idle:
+            _alive(lane_ref).begin_backward()
+        count = left[index] = left[index] - 1
+        if count == 0:
+            order.append(index)
+            unit = units[index]
+            unit.pending -= 1
+            if unit.pending == 0:
+                _alive(lane_ref).advance()
+        elif count < 0:
+            _alive(lane_ref).overrun(index)
+
+    return hook
+
+
+def _alive(lane_ref: weakref.ref[PlannedLane]) -> PlannedLane:
+    lane = lane_ref()
+    assert lane is not None, "hooks are removed with their lane"
+    return lane
+
+
+def _remove_all(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

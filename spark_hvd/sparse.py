@@ -1,0 +1,66 @@
+"""Sparse gradients on the planned lane: every rank gathers the indices and values of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def reduce_sparse(params: Sequence[torch.nn.Parameter], scale: float, group: dist.ProcessGroup) -> None:
+    """Replace each parameter's sparse gradient by the sum over ranks times `scale`; collective over `group`.
+
+    A rank without a gradient contributes none; a parameter that no rank has a gradient for keeps None. The result is
+    coalesced, so all ranks hold the same bits.
+
+    Args:
+        params: parameters with sparse gradients (one sparse dimension, as nn.Embedding(sparse=True) makes), the same
+            on every rank.
+        scale: 1 / world size for Average, 1 for Sum.
+        group: the process group to use.
+    """
+    size = dist.get_world_size(group)
+    device = params[0].device
+    parts = [None if param.grad is None else _coalesced(param.grad) for param in params]
+    # -1 tells "no gradient here" from "a gradient of no rows".
+    mine = torch.tensor([-1 if part is None else part.indices().shape[1] for part in parts], device=device)
+    counts = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(counts, mine, group=group)
+    table = torch.stack(counts).tolist()
+    for place, (param, part) in enumerate(zip(params, parts, strict=True)):
+        rows = [row[place] for row in table]
+        if max(rows) >= 0:
+            param.grad = _gather(param, part, rows, scale, group)
+
+
+def _coalesced(grad: torch.Tensor) -> torch.Tensor:
+    # A tied weight may add a dense gradient to the sparse one, which makes the sum dense.
+    return grad.coalesce() if grad.is_sparse else grad.to_sparse(1)
+
+
+def _gather(
+    param: torch.nn.Parameter,
+    part: torch.Tensor | None,
+    rows: Sequence[int],
+    scale: float,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    longest = max(rows)
+    indices = torch.zeros(longest, dtype=torch.int64, device=param.device)
+    values = torch.zeros((longest, *param.shape[1:]), dtype=param.dtype, device=param.device)
+    if part is not None:
+        count = part.indices().shape[1]
+        indices[:count] = part.indices()[0]
+        values[:count] = part.values()
+    all_indices = [torch.empty_like(indices) for _ in rows]
+    all_values = [torch.empty_like(values) for _ in rows]
+    if longest:
+        dist.all_gather(all_indices, indices, group=group)
+        dist.all_gather(all_values, values, group=group)
+    kept_indices = torch.cat([rank_indices[: max(count, 0)] for rank_indices, count in zip(all_indices, rows, strict=True)])
+    kept_values = torch.cat([rank_values[: max(count, 0)] for rank_values, count in zip(all_values, rows, strict=True)])
+    gathered = torch.sparse_coo_tensor(
+        kept_indices.unsqueeze(0), kept_values * scale, param.shape, check_invariants=False
+    )
+    return gathered.coalesce()

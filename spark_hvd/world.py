@@ -1,0 +1,26 @@
+"""What a rendezvous yields: who I am, and where the ranks' key-value store listens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spark_hvd.layout import RankInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where rank 0's key-value store listens."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One generation of a set of ranks, as seen by one of them."""
+
+    me: RankInfo
+    endpoint: Endpoint | None
+    """None where no socket is needed: a world of one."""
+    generation: int = 0
+    """Counts the times that the membership changed; keys of different generations never meet."""

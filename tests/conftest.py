@@ -1,0 +1,124 @@
+"""Sessions of every kind that tests need, on loopback only, and checks that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+LOCAL = "local[2]"
+LOCAL_CLUSTER = "local-cluster[2,1,1024]"
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
+os.environ["PYSPARK_PYTHON"] = sys.executable
+
+
+def start_session(master: str, **settings: str) -> SparkSession:
+    """A session on ``master``; ends the one that is active, since an application has one master."""
+    import pyspark
+    from pyspark.sql import SparkSession
+
+    if (active := SparkSession.getActiveSession()) is not None:
+        active.stop()
+    os.environ["SPARK_HOME"] = str(Path(pyspark.__file__).parent)  # local-cluster starts executors from there
+    builder = SparkSession.builder.master(master).appName("spark_hvd tests")
+    defaults = {
+        "spark.ui.enabled": "false",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.log.level": "ERROR",
+        "spark.sql.shuffle.partitions": "2",
+        "spark.ui.showConsoleProgress": "false",
+    }
+    for key, value in {**defaults, **settings}.items():
+        builder = builder.config(key, value)
+    session = builder.getOrCreate()
+    session.range(4, numPartitions=2).count()
+    return session
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _worker_dir(tmp_path_factory: pytest.TempPathFactory) -> None:
+    # local-cluster would write its app-* folders into site-packages
+    os.environ["SPARK_WORKER_DIR"] = str(tmp_path_factory.mktemp("spark-work"))
+
+
+@pytest.fixture(scope="module")
+def spark() -> Iterator[SparkSession]:
+    """A session on local[2], kept between modules."""
+    from pyspark.sql import SparkSession
+
+    active = SparkSession.getActiveSession()
+    if active is None or active.conf.get("spark.master") != LOCAL or active.sparkContext._jsc is None:
+        active = start_session(LOCAL)
+    yield active
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SparkSession]:
+    """A session on local-cluster[2,1,1024]: two executors, each a JVM of its own."""
+    session = start_session(LOCAL_CLUSTER)
+    yield session
+    session.stop()
+
+
+def ranks_alive() -> list[psutil.Process]:
+    """Rank processes: what the fork servers below this process, or below its JVM's workers, have forked."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            parent = process.parent()
+            if parent is not None and is_fork_server(parent):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def is_fork_server(process: psutil.Process) -> bool:
+    """Whether a process is a fork server; its forks have the same command line and such a parent."""
+    try:
+        return "spark_hvd.runner.forkserver" in " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False
+
+
+def wait_until(condition: Callable[[], Any], timeout: float = 5.0) -> Any:
+    """Poll ``condition`` until it is true; fail after ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"not true within {timeout} s: {condition}")
+        time.sleep(0.02)
+    return value
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """Fails if a test leaves a rank, a file descriptor, a thread of ours or a temporary file behind."""
+    import tempfile
+    import threading
+
+    def ours() -> set[str]:
+        threads = {t.name for t in threading.enumerate() if t.name.startswith("spark_hvd")}
+        return threads | {path.name for path in Path(tempfile.gettempdir()).glob("spark_hvd-*")}
+
+    def listening() -> int:
+        return sum(c.status == psutil.CONN_LISTEN for c in psutil.Process().net_connections("tcp"))
+
+    before, listening_before = ours(), listening()
+    yield
+    wait_until(lambda: not ranks_alive(), 5.0)
+    wait_until(lambda: ours() <= before, 5.0)
+    assert listening() <= listening_before

@@ -1,0 +1,153 @@
+"""Runs on a cluster of two executor JVMs: layout, lost executors, killed workers, refusals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import psutil
+import pytest
+
+from spark_hvd.runner import ClusterError, ExecutorLostError, NotEnoughSlotsError, RankFailedError, run
+from spark_hvd.runner.outcome import FailureKind
+from tests.conftest import LOCAL_CLUSTER, is_fork_server, ranks_alive, start_session, wait_until
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def hvd() -> Any:
+    import spark_hvd.torch
+
+    return spark_hvd.torch
+
+
+def reduce_one() -> float:
+    import torch
+
+    return float(hvd().allreduce(torch.ones(1), op=hvd().Sum))
+
+
+def executors() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [process for process in children if "CoarseGrainedExecutorBackend" in " ".join(process.cmdline())]
+
+
+def in_background(target: Any, *args: Any, **kwargs: Any) -> tuple[threading.Thread, list[BaseException]]:
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            target(*args, **kwargs)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    return thread, errors
+
+
+def test_ranks_run_on_both_executors(cluster: SparkSession) -> None:
+    def fn() -> tuple[int, int, int, float]:
+        # rank <- fork server <- Spark's Python worker <- daemon <- executor
+        executor = psutil.Process().parents()[3]
+        return executor.pid, hvd().local_rank(), hvd().local_size(), reduce_one()
+
+    (first, *rest_0), (second, *rest_1) = run(fn, num_proc=2, spark=cluster)
+    assert first != second
+    assert (rest_0, rest_1) == ([0, 2, 2.0], [1, 2, 2.0]), "one host: local ranks are contiguous"
+
+
+def test_num_proc_defaults_to_the_slots(cluster: SparkSession) -> None:
+    assert run(lambda: hvd().size(), spark=cluster) == [2, 2]
+
+
+def test_a_failing_rank_is_named_and_the_cluster_stays_usable(cluster: SparkSession) -> None:
+    def fn() -> None:
+        if hvd().rank() == 1:
+            raise ValueError("bad batch")
+        reduce_one()
+
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 failed on host 127\.0\.0\.1: ValueError: bad batch"):
+        run(fn, num_proc=2, spark=cluster, verbose=0)
+    assert run(reduce_one, num_proc=2, spark=cluster) == [2.0, 2.0]
+
+
+def test_too_few_slots_fails_in_seconds_and_names_the_settings(cluster: SparkSession) -> None:
+    started = time.monotonic()
+    with pytest.raises(NotEnoughSlotsError, match=r"5 slots wanted, 2 there .*spark\.executor\.instances"):
+        run(lambda: 1, num_proc=5, spark=cluster)
+    assert time.monotonic() - started < 15
+
+
+def count_and_wait(folder: str) -> None:
+    rank = hvd().rank()
+    with open(os.path.join(folder, f"ran-{rank}-{os.getpid()}"), "w"):
+        pass
+    reduce_one()
+    time.sleep(60)
+
+
+def test_a_killed_executor_is_an_error_and_fn_never_runs_twice(cluster: SparkSession, tmp_path: Any) -> None:
+    thread, errors = in_background(run, count_and_wait, (str(tmp_path),), num_proc=2, spark=cluster, verbose=0)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 60)
+    os.kill(executors()[0].pid, signal.SIGKILL)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert isinstance(errors[0], ExecutorLostError)
+    assert "fn is not run again" in str(errors[0])
+    wait_until(lambda: not ranks_alive(), 5)
+    time.sleep(3)  # long enough for a retried stage to have started
+    assert len(list(tmp_path.iterdir())) == 2
+    wait_until(lambda: len(executors()) == 2, 60)
+    assert run(reduce_one, num_proc=2, spark=cluster) == [2.0, 2.0]
+
+
+def test_a_killed_python_worker_takes_its_rank_along(cluster: SparkSession, tmp_path: Any) -> None:
+    thread, errors = in_background(run, count_and_wait, (str(tmp_path),), num_proc=2, spark=cluster, verbose=0)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 60)
+    rank = ranks_alive()[0]
+    os.kill(rank.parents()[1].pid, signal.SIGKILL)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert isinstance(errors[0], ExecutorLostError)
+    wait_until(lambda: not ranks_alive(), 5)
+    assert run(reduce_one, num_proc=2, spark=cluster) == [2.0, 2.0]
+
+
+def test_a_killed_fork_server_fails_the_rank_and_the_next_run_has_a_new_one(
+    cluster: SparkSession, tmp_path: Any
+) -> None:
+    thread, errors = in_background(run, count_and_wait, (str(tmp_path),), num_proc=2, spark=cluster, verbose=0)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 60)
+    server = ranks_alive()[0].parent()
+    assert server is not None
+    assert is_fork_server(server)
+    server.kill()
+    thread.join(30)
+    assert isinstance(errors[0], RankFailedError)
+    assert errors[0].first.kind is FailureKind.SIGNAL
+    assert run(reduce_one, num_proc=2, spark=cluster) == [2.0, 2.0]
+
+
+def test_values_too_large_for_the_heap_are_an_error_and_not_an_outage(cluster: SparkSession) -> None:
+    with pytest.raises(RankFailedError, match=r"fn returned 2\d\d MiB.*spark\.driver\.memory"):
+        run(lambda: bytes(300_000_000) if hvd().rank() == 0 else None, num_proc=2, spark=cluster, verbose=0)
+    assert run(reduce_one, num_proc=2, spark=cluster) == [2.0, 2.0]
+
+
+def test_dynamic_allocation_is_refused_at_once() -> None:
+    session = start_session(LOCAL_CLUSTER, **{"spark.dynamicAllocation.enabled": "true"})
+    try:
+        with pytest.raises(ClusterError, match=r"spark\.dynamicAllocation\.enabled=false"):
+            run(lambda: 1, num_proc=2, spark=session)
+    finally:
+        session.stop()

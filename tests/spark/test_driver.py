@@ -1,0 +1,269 @@
+"""The driver's side on local[2]: refusals, timeouts, Ctrl-C, unreachable hub, missing packages."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import pytest
+
+from spark_hvd.runner import (
+    NotEnoughSlotsError,
+    RankFailedError,
+    SetupError,
+    StartTimeoutError,
+    run,
+)
+from spark_hvd.runner import launch as launch_module
+from tests.conftest import ranks_alive, wait_until
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+ROOT = Path(__file__).parents[2]
+
+
+def hvd() -> Any:
+    import spark_hvd.torch
+
+    return spark_hvd.torch
+
+
+def reduce_one() -> float:
+    import torch
+
+    return float(hvd().allreduce(torch.ones(1), op=hvd().Sum))
+
+
+def test_too_few_slots_fails_at_once(spark: SparkSession) -> None:
+    started = time.monotonic()
+    with pytest.raises(NotEnoughSlotsError, match=r'3 slots wanted, 2 there .*master\("local\[3\]"\)'):
+        run(lambda: 1, num_proc=3, spark=spark)
+    assert time.monotonic() - started < 2
+
+
+def test_no_session() -> None:
+    script = "import spark_hvd\nspark_hvd.run(print, num_proc=1)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert "there is no active Spark session" in done.stderr
+    assert "run_local" in done.stderr
+
+
+def test_busy_slots_end_in_a_start_timeout_that_says_so(spark: SparkSession) -> None:
+    def occupy(batches: Any) -> Any:
+        time.sleep(8)
+        yield from batches
+
+    busy = threading.Thread(target=lambda: spark.range(0, 1, 1, 1).mapInArrow(occupy, "id long").collect())
+    busy.start()
+    time.sleep(2)
+    with pytest.raises(StartTimeoutError, match=r"0 of 2 ranks had started after start_timeout=2 s"):
+        run(lambda: 1, num_proc=2, spark=spark, start_timeout=2)
+    busy.join()
+    assert run(reduce_one, num_proc=2, spark=spark) == [2.0, 2.0]
+
+
+def test_a_second_run_waits_for_the_slots_of_the_first(spark: SparkSession) -> None:
+    first = threading.Thread(target=lambda: run(lambda: time.sleep(3), num_proc=2, spark=spark))
+    first.start()
+    time.sleep(1)
+    assert run(reduce_one, num_proc=2, spark=spark) == [2.0, 2.0]
+    first.join()
+
+
+def blocking_python(tmp_path: Path, module: str) -> str:
+    """A Python interpreter in which one module cannot be imported, as on an executor that lacks it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent(f"""
+            import sys
+
+            class Missing:
+                def find_spec(self, name, path=None, target=None):
+                    if name == {module!r}:
+                        raise ModuleNotFoundError("No module named {module!r}", name=name)
+
+            sys.meta_path.insert(0, Missing())
+        """)
+    )
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}:$PYTHONPATH" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_spark_hvd_missing_on_an_executor(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spark.sparkContext, "pythonExec", blocking_python(tmp_path, "spark_hvd"))
+    with pytest.raises(
+        SetupError, match=rf"No module named 'spark_hvd'; Python {sys.version.split()[0]} \(.*\) on host"
+    ):
+        run(lambda: 1, num_proc=2, spark=spark)
+    monkeypatch.undo()
+    assert run(reduce_one, num_proc=2, spark=spark) == [2.0, 2.0]
+
+
+def test_torch_missing_on_an_executor(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spark.sparkContext, "pythonExec", blocking_python(tmp_path, "torch"))
+    with pytest.raises(RankFailedError, match=rf"torch cannot be imported by .* \(Python {sys.version.split()[0]}\)"):
+        run(lambda: 1, num_proc=2, spark=spark, verbose=0)
+
+
+def test_executors_that_cannot_reach_the_driver_meet_without_it(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import dataclasses
+
+    class CutOff(launch_module.Hub):
+        """A hub whose published port leads nowhere, as behind a firewall."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.address = dataclasses.replace(self.address, port=1)
+
+    monkeypatch.setattr(launch_module, "Hub", CutOff)
+    assert run(reduce_one, num_proc=2, spark=spark) == [2.0, 2.0]
+
+    def fail() -> None:
+        if hvd().rank() == 1:
+            raise ValueError("seen without the driver's hub")
+        reduce_one()
+
+    with pytest.raises(RankFailedError, match="rank 1 of 2 .*seen without the driver's hub"):
+        run(fail, num_proc=2, spark=spark)
+
+
+def test_one_executor_that_cannot_reach_the_driver_makes_all_meet_without_it(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def half_cut_off(spec: bytes, payload: bytes) -> Any:
+        def wrapped(batches: Any) -> Any:
+            import dataclasses
+            import pickle
+
+            from pyspark import BarrierTaskContext
+
+            from spark_hvd.runner.task import run_task
+
+            told = pickle.loads(spec)
+            context = BarrierTaskContext.get()
+            if context.partitionId() == 1:
+                told = dataclasses.replace(told, hub=dataclasses.replace(told.hub, port=1))
+            list(batches)
+            yield from run_task(told, payload)
+
+        return wrapped
+
+    monkeypatch.setattr(launch_module, "_task", half_cut_off)
+    with caplog.at_level(logging.WARNING, logger="spark_hvd"):
+        assert run(reduce_one, num_proc=2, spark=spark) == [2.0, 2.0]
+    assert "cannot reach the driver" in caplog.text
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_every_rank_and_the_session_stays_usable(tmp_path: Path) -> None:
+    script = textwrap.dedent(f"""
+        import os, sys, time
+        sys.path.insert(0, {str(ROOT)!r})
+        from tests.conftest import LOCAL, ranks_alive, start_session
+        import spark_hvd
+        import spark_hvd.torch as hvd
+
+        def fn(seconds):
+            print("started", flush=True)
+            time.sleep(seconds)
+            return hvd.rank()
+
+        spark = start_session(LOCAL)
+        try:
+            spark_hvd.run(fn, (600,), num_proc=2)
+        except KeyboardInterrupt:
+            print("interrupted, ranks alive:", len(ranks_alive()), flush=True)
+        print("then", spark_hvd.run(fn, (0,), num_proc=2), flush=True)
+    """)
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    process = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line.strip())
+        if lines.count("[0] started") + lines.count("[1] started") == 2:
+            break
+    interrupted = time.monotonic()
+    os.kill(process.pid, signal.SIGINT)
+    rest = process.stdout.read()
+    assert process.wait(30) == 0
+    assert "interrupted, ranks alive: 0" in rest
+    assert "then [0, 1]" in rest
+    assert time.monotonic() - interrupted < 15
+
+
+@pytest.mark.slow
+def test_a_killed_driver_leaves_no_process(tmp_path: Path) -> None:
+    import psutil
+
+    script = textwrap.dedent(f"""
+        import os, sys, time
+        sys.path.insert(0, {str(ROOT)!r})
+        from tests.conftest import LOCAL, start_session
+        import spark_hvd
+        spark = start_session(LOCAL)
+        spark_hvd.run(lambda: (print("pid", os.getpid(), flush=True), time.sleep(600)), num_proc=2)
+    """)
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    process = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    pids = []
+    for line in process.stdout:
+        if "pid" in line:
+            pids.append(int(line.split()[-1]))
+        if len(pids) == 2:
+            break
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 10)
+
+
+def test_run_under_spark_submit_with_py_files(tmp_path: Path) -> None:
+    import pyspark
+
+    (tmp_path / "mylib.py").write_text("def train():\n    import spark_hvd.torch as hvd\n    return hvd.rank() + 40\n")
+    job = tmp_path / "job.py"
+    job.write_text(
+        textwrap.dedent("""
+            from pyspark.sql import SparkSession
+            import mylib, spark_hvd
+
+            spark = SparkSession.builder.getOrCreate()
+            print("values", spark_hvd.run(mylib.train, num_proc=2))
+            spark.stop()
+        """)
+    )
+    submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"
+    command = [str(submit), "--master", "local[2]", "--py-files", str(tmp_path / "mylib.py")]
+    for setting in ("spark.ui.enabled=false", "spark.driver.host=127.0.0.1", "spark.driver.bindAddress=127.0.0.1"):
+        command += ["--conf", setting]
+    done = subprocess.run([*command, str(job)], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert "values [40, 41]" in done.stdout, done.stderr[-2000:]
+
+
+def test_nothing_is_alive_when_run_returns(spark: SparkSession) -> None:
+    run(reduce_one, num_proc=2, spark=spark)
+    assert ranks_alive() == []
+
+
+def test_no_spark_in_the_ranks(spark: SparkSession) -> None:
+    assert run(lambda: [name for name in sys.modules if name.split(".")[0] == "pyspark"], num_proc=1, spark=spark) == [
+        []
+    ]

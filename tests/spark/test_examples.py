@@ -1,0 +1,52 @@
+"""The examples, run as a user runs them, with small arguments."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_example(name: str, *arguments: str, timeout: float = 170) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SPARK_LOCAL_IP": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    # What a newcomer must not see at start: Spark's log. The one line about a module comes from the JVM itself.
+    noise = [line for line in done.stderr.splitlines() if "jdk.incubator" not in line]
+    assert noise == []
+    return done.stdout
+
+
+def test_digits_local() -> None:
+    accuracy = re.search(r"accuracy (\S+)", run_example("pytorch_digits.py", "--local"))
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.95
+
+
+@pytest.mark.timeout(180)
+def test_digits_on_spark() -> None:
+    accuracy = re.search(r"accuracy (\S+)", run_example("pytorch_digits.py", "--epochs", "12"))
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_flights(tmp_path: Path) -> None:
+    printed = run_example("flights.py", "--rows", "40000", "--epochs", "4", "--out", str(tmp_path))
+    auc = {
+        name: float(value) for name, value in re.findall(r"^(majority|logistic|network).*? (0\.\d{3}) ", printed, re.M)
+    }
+    assert auc["majority"] == 0.5
+    assert auc["logistic"] > 0.65
+    # The sample is too small for the network to win reliably, yet it must have learned the same.
+    assert auc["network"] > 0.65
+    assert "[1]" in printed
+    assert (tmp_path / "flights_loss.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,72 @@
+"""Pickling a call, and naming what cannot travel."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+
+import pytest
+
+from spark_hvd.runner.payload import UnpicklableError, dump_call, dump_exception, dump_result, load_exception
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.inner = {"locks": [1, threading.Lock()]}
+
+    def train(self) -> None: ...
+
+
+def test_a_call_travels_whole() -> None:
+    offset = 10
+    fn, args, kwargs = pickle.loads(dump_call(lambda x, y: x + y + offset, (1,), {"y": 2}))
+    assert fn(*args, **kwargs) == 13
+
+
+def test_a_closure_variable_is_named() -> None:
+    lock = threading.Lock()
+    with pytest.raises(UnpicklableError, match=r"fn's closure variable 'lock' is a _thread\.lock"):
+        dump_call(lambda: lock, (), {})
+
+
+def test_an_attribute_deep_in_an_argument_is_named() -> None:
+    with pytest.raises(UnpicklableError, match=r"args\[1\]\.inner\['locks'\]\[1\] is a _thread\.lock"):
+        dump_call(print, (0, Holder()), {})
+
+
+def test_the_object_of_a_bound_method_is_searched() -> None:
+    with pytest.raises(UnpicklableError, match=r"fn\.__self__\.inner\['locks'\]\[1\]"):
+        dump_call(Holder().train, (), {})
+
+
+def test_a_keyword_argument_is_named() -> None:
+    with pytest.raises(UnpicklableError, match=r"kwargs\['lock'\]"):
+        dump_call(print, (), {"lock": threading.Lock()})
+
+
+def test_an_object_that_holds_itself_ends_the_search() -> None:
+    loop: list[object] = [threading.Lock()]
+    loop.append(loop)
+    with pytest.raises(UnpicklableError, match=r"args\[0\]\[0\]"):
+        dump_call(print, (loop,), {})
+
+
+def test_a_result_that_cannot_travel_names_rank_and_part() -> None:
+    with pytest.raises(UnpicklableError, match=r"on rank 3 .* value\['model'\] is a _thread\.lock"):
+        dump_result({"loss": 1.0, "model": threading.Lock()}, rank=3)
+
+
+class NeedsTwo(Exception):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} {b}")
+
+
+def test_exceptions_that_cannot_be_rebuilt_are_left_out() -> None:
+    assert dump_exception(NeedsTwo(1, 2)) == b""
+    assert load_exception(b"") is None
+    assert repr(load_exception(dump_exception(KeyError("k")))) == "KeyError('k')"
+    assert load_exception(b"\x80\x04garbage") is None
+
+
+def test_the_error_pickles() -> None:
+    assert str(pickle.loads(pickle.dumps(UnpicklableError("text")))) == "text"

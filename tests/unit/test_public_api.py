@@ -1,0 +1,52 @@
+"""The public names are a decision, and importing them is cheap: no pyspark in a rank, one module object a file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import spark_hvd
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def modules_after(statement: str) -> dict[str, str]:
+    """Names and files of the modules that a fresh interpreter has loaded after `statement`."""
+    program = (
+        f"{statement}\nimport json, os, sys\n"
+        "files = {name: getattr(module, '__file__', None) for name, module in sys.modules.items()}\n"
+        "print(json.dumps({name: os.path.realpath(file) for name, file in files.items() if file}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    loaded: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return loaded
+
+
+def test_public_names() -> None:
+    assert sorted(spark_hvd.__all__) == ["__version__", "run", "run_local"]
+    assert all(hasattr(spark_hvd, name) for name in spark_hvd.__all__)
+
+
+@pytest.mark.parametrize(
+    "module", ["spark_hvd", "spark_hvd.torch", "spark_hvd.runner", "spark_hvd.runner.child", "spark_hvd.estimators"]
+)
+def test_import_loads_no_spark(module: str) -> None:
+    assert "pyspark" not in modules_after(f"import {module}")
+
+
+def test_bare_import_loads_no_torch() -> None:
+    assert "torch" not in modules_after("import spark_hvd, spark_hvd.runner")
+
+
+def test_run_local_loads_no_spark() -> None:
+    assert "pyspark" not in modules_after("import spark_hvd; spark_hvd.run_local")
+
+
+def test_every_file_is_one_module() -> None:
+    ours = [path for path in modules_after("import spark_hvd; spark_hvd.run").values() if path.startswith(str(ROOT))]
+    assert str(ROOT / "runner" / "launch.py") in ours
+    assert len(ours) == len(set(ours))

@@ -1,0 +1,92 @@
+"""Cause and echoes, and the text a person reads."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from spark_hvd.runner.collect import results
+from spark_hvd.runner.errors import RankFailedError, RunTimeoutError
+from spark_hvd.runner.outcome import Failed, FailureKind, Packed
+from spark_hvd.runner.verdict import is_echo, rank_failures, report
+
+
+def failed(rank: int, error: str = "ValueError: bad", **fields: object) -> Failed:
+    return Failed(**{"rank": rank, "host": f"10.0.0.{rank}", "kind": FailureKind.EXCEPTION, "error": error, **fields})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:20302",
+        "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 30000ms for recv operation to complete",
+        "Gloo connectFullMesh failed with timed out connecting",
+        "Connection reset by peer",
+    ],
+)
+def test_what_backends_say_of_a_lost_peer_is_an_echo(text: str) -> None:
+    assert is_echo(RuntimeError(text))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("bad batch"), RuntimeError("shape '[2, 3]' is invalid"), OSError("Connection refused: db:5432")],
+)
+def test_an_error_of_the_users_own_is_no_echo(error: Exception) -> None:
+    assert not is_echo(error)
+
+
+def test_an_error_raised_from_an_echo_is_an_echo() -> None:
+    error = ValueError("step failed")
+    error.__cause__ = RuntimeError("Connection closed by peer")
+    assert is_echo(error)
+
+
+def test_the_cause_comes_before_echoes_that_were_heard_earlier() -> None:
+    echo, cause = failed(0, "RuntimeError: Connection closed by peer", echo=True), failed(1, kind=FailureKind.SIGNAL)
+    stopped = failed(2, kind=FailureKind.STOPPED)
+    assert rank_failures([stopped, echo, cause], order=[0, 1]) == [cause, echo, stopped]
+
+
+def test_among_causes_the_hub_s_order_counts_and_not_the_clocks() -> None:
+    late, early = failed(0, ended_at=10.0), failed(1, ended_at=99.0)
+    assert rank_failures([late, early], order=[1, 0])[0] is early
+    assert rank_failures([late, early])[0] is late
+
+
+def test_report_shows_the_cause_whole_and_groups_the_rest() -> None:
+    cause = failed(1, "KeyError: 'x'", traceback="Traceback ...\n  File train.py", log_tail="epoch 1\nepoch 2")
+    rest = [failed(rank, "stopped because rank 1 failed", kind=FailureKind.STOPPED) for rank in (0, 2)]
+    echo = failed(3, "RuntimeError: Connection closed by peer", echo=True)
+    text = report([cause, echo, *rest], size=4)
+    assert text.splitlines()[0] == "rank 1 of 4 failed on host 10.0.0.1: KeyError: 'x'"
+    assert "  File train.py" in text
+    assert "  epoch 2" in text
+    assert "ranks 0, 2: stopped because rank 1 failed" in text
+    assert "rank 3: RuntimeError: Connection closed by peer (an echo)" in text
+
+
+def test_report_says_when_other_ranks_had_returned_already() -> None:
+    text = report([failed(0, "CollectiveError: gone", echo=True)], size=2, finished=[1])
+    assert "rank 1 had already returned from fn" in text
+
+
+def test_results_raise_the_rank_s_own_exception_as_cause() -> None:
+    own = pickle.dumps(KeyError("x"))
+    packed = [Packed(0, True, pickle.dumps(5)), Packed.failed(failed(1, exception=own))]
+    with pytest.raises(RankFailedError) as caught:
+        results(packed, 2, [1], None)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert (caught.value.rank, caught.value.host) == (1, "10.0.0.1")
+
+
+def test_results_in_rank_order() -> None:
+    assert results([Packed(r, True, pickle.dumps(r * r)) for r in range(3)], 3, [], None) == [0, 1, 4]
+
+
+@pytest.mark.parametrize("cls", [RankFailedError, RunTimeoutError])
+def test_errors_pickle(cls: type[RankFailedError]) -> None:
+    error = cls("text", (failed(3, log_tail="x"),))
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.failures) == (cls, "text", error.failures)

@@ -1,0 +1,57 @@
+"""The wheel holds the three packages under one name, works without the checkout, and drops nothing else on the path."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+CHECK = """
+import spark_hvd, spark_hvd.runner, spark_hvd.estimators, importlib.metadata, importlib.util
+for module in (spark_hvd, spark_hvd.runner, spark_hvd.estimators):
+    print(module.__file__)
+assert importlib.metadata.version("spark_hvd") == spark_hvd.__version__
+assert importlib.util.find_spec("runner") is None
+assert importlib.util.find_spec("estimators") is None
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Through an sdist, as a release would: what the sdist forgets is then missing here too.
+    target = tmp_path_factory.mktemp("dist")
+    subprocess.run([sys.executable, "-m", "build", "--outdir", target, ROOT], check=True, stdout=subprocess.DEVNULL)
+    (built,) = target.glob("*.whl")
+    return built
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_wheel_holds_our_packages_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"spark_hvd"}
+    for folder, package in (("spark_hvd", ""), ("runner", "runner/"), ("estimators", "estimators/")):
+        sources = {f"spark_hvd/{package}{path.name}" for path in (ROOT / folder).glob("*.py")}
+        assert sources
+        assert sources <= set(names)
+    assert "spark_hvd/py.typed" in names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_wheel_works_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
+    clean = tmp_path / "venv"
+    venv.create(clean, with_pip=True)
+    python = clean / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel], check=True)
+    # -I and another folder: neither PYTHONPATH nor the checkout may help.
+    found = subprocess.run([python, "-I", "-c", CHECK], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert all(Path(line).is_relative_to(clean) for line in found.stdout.splitlines())
+    assert len(found.stdout.splitlines()) == 3
