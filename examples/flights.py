@@ -164,14 +164,14 @@ def train(train_shards: list[str], test_shards: list[str], sizes: list[int], ste
     hvd.init()
     torch.manual_seed(hvd.rank())
     categories, numbers, labels = read_shard(train_shards[hvd.rank()])
-    print(f"{len(labels):,} flights of my own: {Path(train_shards[hvd.rank()]).name}")
+    print(f"{len(labels):,} flights to learn from in my shard")
     test_categories, test_numbers, test_labels = read_shard(test_shards[hvd.rank()])
 
     model = LatenessModel(sizes, len(NUMBERS))
     loss_of = nn.BCEWithLogitsLoss()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps * epochs)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps * epochs)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
     curve = []

@@ -71,12 +71,12 @@ def _preload() -> None:
     """Import what every rank needs. A missing torch is not reported here: each rank does so, to its driver."""
     with contextlib.suppress(ImportError):
         import torch
-        import torch.distributed
 
-        import spark_hvd.runner.child  # noqa: F401
+        import spark_hvd.runner.child
+        import spark_hvd.torch  # noqa: F401
 
-        # Libraries that torch imports when a model is first built or differentiated: cheap here, slow in each rank.
-        torch.nn.Linear(1, 1)
+        # The first optimizer of a process imports torch._dynamo and sympy, which takes as long as torch itself.
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     gc.freeze()  # keeps the collector from touching, and so copying, the pages shared with children
 
 

@@ -1,4 +1,4 @@
-"""Distributed deep-learning training in Horovod's words: ``import spark_hvd.torch as hvd``; ``spark_hvd.run`` on Spark."""
+"""Distributed deep-learning training as a Spark job: ``spark_hvd.run``, and ``import spark_hvd.torch as hvd``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every transport offers: collectives over one fixed set of ranks, matched by the order in which they are called."""
+"""What every transport offers: collectives over one fixed set of ranks, matched by the order of the calls."""
 
 from __future__ import annotations
 

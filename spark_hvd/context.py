@@ -13,6 +13,7 @@ import torch.distributed as dist
 from spark_hvd.communicator import Communicator
 from spark_hvd.distributed import TorchCommunicator
 from spark_hvd.errors import NotInitializedError
+from spark_hvd.kv import HashStore, PrefixStore, Store
 from spark_hvd.launch_env import read_launch_env
 from spark_hvd.layout import RankInfo, WorldLayout
 from spark_hvd.local import LocalCommunicator
@@ -30,7 +31,7 @@ class Context:
     world: World
     layout: WorldLayout
     communicator: Communicator
-    kv: dist.Store
+    kv: Store
     """The ranks' key-value store, with a prefix of this world's own."""
     owns_default_group: bool
     """False if the user had initialised torch.distributed; it is then left alone."""
@@ -41,7 +42,7 @@ class _Joined:
     """How the world was joined, so that init() after shutdown() finds it again."""
 
     world: World
-    kv: dist.Store
+    kv: Store
     timeout: float
     times: int
     """How often this generation was joined over this store: every time gets keys of its own."""
@@ -94,7 +95,7 @@ def init() -> None:
             _join_nobody()
 
 
-def join(world: World, kv: dist.Store, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+def join(world: World, kv: Store, *, timeout: float = DEFAULT_TIMEOUT) -> None:
     """Join a world; launchers call it in the rank's process before the user's code, for which init() is then a no-op.
 
     Args:
@@ -110,14 +111,14 @@ def join(world: World, kv: dist.Store, *, timeout: float = DEFAULT_TIMEOUT) -> N
     with _lock:
         if _current is not None:
             raise RuntimeError(
-                f"this process is rank {_current.world.me.rank} of a world already; call hvd.shutdown() before it joins "
-                "another."
+                f"this process is rank {_current.world.me.rank} of a world already; "
+                "call hvd.shutdown() before it joins another."
             )
         times = 0
         if _joined is not None and _joined.kv is kv and _joined.world.generation == world.generation:
             times = _joined.times + 1
         _joined = _Joined(world, kv, timeout, times)
-        prefixed = dist.PrefixStore(f"spark_hvd/{world.generation}/{times}", kv)
+        prefixed = PrefixStore(f"spark_hvd/{world.generation}/{times}", kv)
         infos = everyones(asdict(world.me), prefixed, world.me.rank, world.me.size)
         layout = WorldLayout(tuple(RankInfo(**info) for info in infos), tuple(range(world.me.size)))
         _enter(world, layout, prefixed, timeout)
@@ -125,7 +126,7 @@ def join(world: World, kv: dist.Store, *, timeout: float = DEFAULT_TIMEOUT) -> N
 
 def _join_nobody() -> None:
     layout = WorldLayout.of_ranks(["localhost"])
-    _enter(World(layout.ranks[0], None), layout, dist.HashStore(), DEFAULT_TIMEOUT)
+    _enter(World(layout.ranks[0], None), layout, HashStore(), DEFAULT_TIMEOUT)
 
 
 def _adopt_default_group() -> None:
@@ -135,13 +136,13 @@ def _adopt_default_group() -> None:
     _current = Context(world, layout, _communicator(world), kv, owns_default_group=False)
 
 
-def _enter(world: World, layout: WorldLayout, kv: dist.Store, timeout: float) -> None:
+def _enter(world: World, layout: WorldLayout, kv: Store, timeout: float) -> None:
     global _current
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu:gloo"
     with meeting(world.me.rank, world.me.size):
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("default_group", kv),
+            store=PrefixStore("default_group", kv),
             rank=world.me.rank,
             world_size=world.me.size,
             timeout=timedelta(seconds=timeout),

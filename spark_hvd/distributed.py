@@ -30,6 +30,10 @@ _OPS = {
     ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
 }
 
+# torch 2.13 renamed two functions and warns of the old names.
+_gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 PADDED_LIMIT = 1 << 20
 """Bytes of the whole result up to which uneven rows are padded: one collective, at the price of sending padding."""
 
@@ -82,7 +86,7 @@ class TorchCommunicator:
         everyones = dense.new_empty((self._size, *dense.shape))
         work = self._start(
             "allreduce",
-            lambda: dist.all_gather_into_tensor(as_bytes(everyones), as_bytes(dense), self._group, async_op=True),
+            lambda: _gather_equal(as_bytes(everyones), as_bytes(dense), self._group, async_op=True),
         )
 
         def finish() -> torch.Tensor:
@@ -104,7 +108,7 @@ class TorchCommunicator:
         if len(set(rows)) == 1:
             work = self._start(
                 "allgather",
-                lambda: dist.all_gather_into_tensor(as_bytes(out), as_bytes(dense), self._group, async_op=True),
+                lambda: _gather_equal(as_bytes(out), as_bytes(dense), self._group, async_op=True),
             )
             return Pending("allgather", [work], lambda: out)
         row_bytes = out.numel() // sum(rows) * out.element_size()
@@ -118,24 +122,20 @@ class TorchCommunicator:
         everyones = dense.new_empty((self._size, *padded.shape))
         work = self._start(
             "allgather",
-            lambda: dist.all_gather_into_tensor(as_bytes(everyones), as_bytes(padded), self._group, async_op=True),
+            lambda: _gather_equal(as_bytes(everyones), as_bytes(padded), self._group, async_op=True),
         )
 
         def finish() -> torch.Tensor:
-            for part, received, count in zip(out.split(rows), everyones, rows, strict=True):
+            for part, received, count in zip(torch.split(out, rows), everyones, rows, strict=True):
                 part.copy_(received[:count])
             return out
 
         return Pending("allgather", [work], finish)
 
     def _gather_by_broadcast(self, dense: torch.Tensor, out: torch.Tensor, rows: list[int]) -> Handle[torch.Tensor]:
-        parts = out.split(rows)
+        parts = torch.split(out, rows)
         parts[self._rank].copy_(dense)
-        works = [
-            self._start("allgather", lambda part=part, root=root: self._broadcast_bytes(part, root))  # type: ignore[misc]
-            for root, part in enumerate(parts)
-            if part.numel()
-        ]
+        works = [self._broadcast_bytes("allgather", part, root) for root, part in enumerate(parts) if part.numel()]
         return Pending("allgather", works, lambda: out)
 
     def broadcast(self, tensor: torch.Tensor, root_rank: int) -> Handle[torch.Tensor]:
@@ -143,7 +143,7 @@ class TorchCommunicator:
         require_dense(tensor)
         require_root(root_rank, self._size)
         mine, dense = _dense(tensor)
-        work = self._start("broadcast", lambda: self._broadcast_bytes(dense, root_rank))
+        work = self._broadcast_bytes("broadcast", dense, root_rank)
 
         def finish() -> torch.Tensor:
             if self._rank != root_rank:
@@ -160,14 +160,14 @@ class TorchCommunicator:
         rows = even_rows(tensor.shape[0], self._size)
         if op is ReduceOp.PRODUCT and tensor.is_complex():
             whole = self.allreduce(tensor.detach().clone(), op).wait()
-            return Finished(whole.split(rows)[self._rank].clone())
+            return Finished(torch.split(whole, rows)[self._rank].clone())
         wire, wire_op, restore = to_wire(_dense(tensor)[1], op)
         if rows[0] != rows[-1]:
             wire = _padded(wire, rows)
         share = wire.new_empty((rows[0], *wire.shape[1:]))
         work = self._start(
             "reducescatter",
-            lambda: dist.reduce_scatter_tensor(share, wire, _OPS[wire_op], self._group, async_op=True),
+            lambda: _reduce_scatter_equal(share, wire, _OPS[wire_op], self._group, async_op=True),
         )
 
         def finish() -> torch.Tensor:
@@ -229,14 +229,16 @@ class TorchCommunicator:
         assert group is not None
         group.abort()
 
-    def _broadcast_bytes(self, dense: torch.Tensor, root_rank: int) -> dist.Work | None:
-        return dist.broadcast(as_bytes(dense), group=self._group, group_src=root_rank, async_op=True)
+    def _broadcast_bytes(self, name: str, dense: torch.Tensor, root_rank: int) -> dist.Work | None:
+        root = dist.get_global_rank(self._group, root_rank) if self._group is not None else root_rank
+        return self._start(name, lambda: dist.broadcast(as_bytes(dense), root, self._group, async_op=True))
 
     def _everyones(self, fact: list[int]) -> list[list[int]]:
         mine = torch.tensor(fact, dtype=torch.int64, device=self.fact_device)
         everyones = mine.new_empty(self._size * len(fact))
-        work = self._start("exchange of shapes", lambda: dist.all_gather_into_tensor(everyones, mine, self._group, True))
-        Pending("exchange of shapes", [work], lambda: None).wait()
+        name = "exchange of shapes"
+        work = self._start(name, lambda: _gather_equal(everyones, mine, self._group, async_op=True))
+        Pending(name, [work], lambda: None).wait()
         table: list[list[int]] = everyones.view(self._size, len(fact)).tolist()
         return table
 
@@ -261,6 +263,6 @@ def _copy_unless_shared(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _padded(wire: torch.Tensor, rows: list[int]) -> torch.Tensor:
     padded = wire.new_zeros((len(rows), rows[0], *wire.shape[1:]))
-    for room, part, count in zip(padded, wire.split(rows), rows, strict=True):
+    for room, part, count in zip(padded, torch.split(wire, rows), rows, strict=True):
         room[:count] = part
     return padded.view(len(rows) * rows[0], *wire.shape[1:])

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from spark_hvd.errors import CollectiveError
+from spark_hvd.kv import PrefixStore, Store, TCPStore, default_group_store
 from spark_hvd.launch_env import LaunchEnv, read_launch_env
 from spark_hvd.layout import WorldLayout
 from spark_hvd.world import World
@@ -33,7 +34,7 @@ def meeting(rank: int, size: int) -> Iterator[None]:
         ) from error
 
 
-def everyones(fact: Any, kv: dist.Store, rank: int, size: int) -> list[Any]:
+def everyones(fact: Any, kv: Store, rank: int, size: int) -> list[Any]:
     """Publish a fact and collect those of all ranks, in rank order.
 
     Args:
@@ -50,7 +51,7 @@ def everyones(fact: Any, kv: dist.Store, rank: int, size: int) -> list[Any]:
         return [json.loads(text) for text in kv.multi_get([f"fact/{other}" for other in range(size)])]
 
 
-def launched_world(env: LaunchEnv) -> tuple[World, dist.Store]:
+def launched_world(env: LaunchEnv) -> tuple[World, Store]:
     """The world that torchrun's variables describe, and the store that torchrun or rank 0 serves.
 
     Raises:
@@ -58,29 +59,28 @@ def launched_world(env: LaunchEnv) -> tuple[World, dist.Store]:
     """
     hosts_store = env.rank == 0 and not env.store_is_hosted
     with meeting(env.rank, env.size):
-        store = dist.TCPStore(
+        store = TCPStore(
             env.endpoint.host, env.endpoint.port, env.size, hosts_store, wait_for_workers=False, multi_tenant=True
         )
-    kv = dist.PrefixStore(f"spark_hvd/launch/{env.generation}", store)
+    kv = PrefixStore(f"spark_hvd/launch/{env.generation}", store)
     layout = _layout(kv, env.rank, env.size, env.host, env.node)
     return World(layout.ranks[env.rank], env.endpoint, env.generation), kv
 
 
-def adopted_world(prefix: str) -> tuple[World, WorldLayout, dist.Store]:
+def adopted_world(prefix: str) -> tuple[World, WorldLayout, Store]:
     """The world of the default process group that the user initialised, and its store.
 
     Args:
         prefix: For keys that have not been used before.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    # Private: only here. The group's public get_group_store() gives a store with the group's own prefix.
-    kv = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    kv = PrefixStore(prefix, default_group_store())
     env = read_launch_env()
     host = socket.gethostname()
     layout = _layout(kv, rank, size, host, host if env is None else env.node)
     return World(layout.ranks[rank], None if env is None else env.endpoint), layout, kv
 
 
-def _layout(kv: dist.Store, rank: int, size: int, host: str, node: str) -> WorldLayout:
-    places = everyones([host, node], dist.PrefixStore("places", kv), rank, size)
+def _layout(kv: Store, rank: int, size: int, host: str, node: str) -> WorldLayout:
+    places = everyones([host, node], PrefixStore("places", kv), rank, size)
     return WorldLayout.of_ranks([place[0] for place in places], [place[1] for place in places])

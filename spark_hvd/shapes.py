@@ -58,11 +58,11 @@ def require_same(operation: str, headers: Sequence[Sequence[int]]) -> None:
     if faults:
         raise MismatchError(f"{operation} cannot run: {'; '.join(faults)}.")
     # All but the rows must agree.
-    kinds = {(header[1], header[2], *header[4:]) for header in headers}
-    if len(kinds) == 1:
+    kinds = [(header[1], header[2], *header[4:]) for header in headers]
+    if len(set(kinds)) == 1:
         return
     first = headers[0]
-    other = next(rank for rank, header in enumerate(headers) if (*header[1:3], *header[4:]) != (*first[1:3], *first[4:]))
+    other = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
     raise MismatchError(
         f"{operation} needs the same dtype and the same dimensions after the first on every rank, but rank 0 has "
         f"{_text(first)} and rank {other} has {_text(headers[other])}."

@@ -55,14 +55,14 @@ def _worker_dir(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="module")
-def spark() -> Iterator[SparkSession]:
+def spark() -> SparkSession:
     """A session on local[2], kept between modules."""
     from pyspark.sql import SparkSession
 
     active = SparkSession.getActiveSession()
     if active is None or active.conf.get("spark.master") != LOCAL or active.sparkContext._jsc is None:
         active = start_session(LOCAL)
-    yield active
+    return active
 
 
 @pytest.fixture(scope="module")

@@ -138,7 +138,7 @@ def test_executors_that_cannot_reach_the_driver_meet_without_it(
             raise ValueError("seen without the driver's hub")
         reduce_one()
 
-    with pytest.raises(RankFailedError, match="rank 1 of 2 .*seen without the driver's hub"):
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 .*seen without the driver's hub"):
         run(fail, num_proc=2, spark=spark)
 
 
