@@ -145,7 +145,12 @@ class _Rank:
             self._kv = TCPStore(host, port, me.size, False, timeout)
         os.environ["MASTER_PORT"] = str(port)
         _use_gpu(me.local_rank, self._job["gpu_assigned"])
-        context.join(World(me, Endpoint(host, port)), self._kv, timeout=self._job["collective_timeout"])
+        context.join(
+            World(me, Endpoint(host, port)),
+            self._kv,
+            timeout=self._job["collective_timeout"],
+            backend=self._job["backend"],
+        )
         return True
 
 

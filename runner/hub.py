@@ -6,6 +6,7 @@ that reached them in Spark's closure, so a stranger can neither listen nor speak
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -113,6 +114,16 @@ class Hub:
         with self._lock:
             return set(self._state.attempts), list(self._state.failed)
 
+    def wait_gone(self, timeout: float) -> bool:
+        """Wait until no rank's process is left, as far as this hub is told; at most ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            with self._lock:
+                if self._state.all_gone:
+                    return True
+            time.sleep(0.02)
+        return False
+
     @property
     def fell_back(self) -> bool:
         """Whether some tasks could not reach this hub, so that all meet at rank 0's instead."""
@@ -185,6 +196,7 @@ class Link:
         self.socket.ipv6 = ":" in address.host
         self.socket.immediate = True
         self.socket.linger = 2000
+        self.socket.sndtimeo = 2000
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self.socket.connect(address.url)
 
@@ -203,8 +215,9 @@ class Link:
         return connected
 
     def send(self, type_: str, **fields: Any) -> None:
-        """Send one message."""
-        self.socket.send(json.dumps({"type": type_, "rank": self.rank, **fields}).encode())
+        """Send one message; lost if the hub has gone, in which case nobody is left to care."""
+        with contextlib.suppress(zmq.Again):
+            self.socket.send(json.dumps({"type": type_, "rank": self.rank, **fields}).encode())
 
     def try_send_output(self, stream: str, text: str) -> bool:
         """Send lines of output unless the hub is behind; False means try again later."""

@@ -46,6 +46,7 @@ class HubState:
     ready: set[int] = field(default_factory=set)
     ended_ok: dict[int, int] = field(default_factory=dict)  # rank -> bytes of its value
     failed: list[int] = field(default_factory=list)
+    gone: set[int] = field(default_factory=set)
     stopped: str | None = None
     _first_hello: float | None = None
     _going_since: float | None = None
@@ -65,6 +66,9 @@ class HubState:
                 return self._maybe_go(now)
             case "ended":
                 return self._ended(rank, message=message, now=now)
+            case "gone":
+                self.gone.add(rank)
+                return []
             case other:
                 raise AssertionError(f"unknown message {other!r}")
 
@@ -91,6 +95,11 @@ class HubState:
     def all_met(self) -> bool:
         """Whether every rank has said hello."""
         return len(self.attempts) == self.size
+
+    @property
+    def all_gone(self) -> bool:
+        """Whether no process of any rank that said hello is left."""
+        return self.gone >= self.attempts.keys()
 
     @property
     def done(self) -> bool:

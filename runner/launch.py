@@ -123,6 +123,9 @@ def run(
         _attend(job, hub, size, config, printer)
         printer.flush()
         if job.error is not None:
+            if hub is not None:  # Spark kills the other tasks in its own time; ours are told now
+                hub.stop("lost")
+                hub.wait_gone(_STOP_GRACE / 2)
             raise translate(job.error, size) from job.error
         order = [] if hub is None else hub.snapshot()[1]
         return results(from_rows(job.rows), size, order, config.timeout)
@@ -209,9 +212,10 @@ def _attend(job: on_spark.BarrierJob, hub: Hub | None, size: int, config: RunCon
 
 def _end(job: on_spark.BarrierJob, hub: Hub | None, reason: str) -> None:
     """Stop the ranks, then, if that does not end the job, have Spark kill the tasks."""
-    if hub is not None and hub.snapshot()[0]:
+    if hub is not None:
         hub.stop(reason)
-        job.wait(_STOP_GRACE)
+        hub.wait_gone(_STOP_GRACE)
+        job.wait(1)
     if job.running:
         job.cancel()
         job.wait(10)

@@ -76,6 +76,7 @@ def supervise(
     except ForkServerError as error:
         failure = Failed(job.me.rank, job.me.host, FailureKind.SETUP, str(error), ended_at=time.time())
         link.send("ended", ok=False, echo=False)
+        link.send("gone")
         return Packed.failed(failure)
     watch = _Watch(job, link, process, on_lines)
     try:
@@ -83,6 +84,7 @@ def supervise(
     finally:
         watch.end_process()
         process.close()
+        link.send("gone")
 
 
 def trim_stacks(text: str) -> str:
@@ -217,6 +219,7 @@ class _Watch:
             why = {
                 "peer": f"stopped because rank {culprit} failed" if culprit is not None else "stopped: a rank failed",
                 "interrupt": "stopped: the run was interrupted",
+                "lost": "stopped because Spark lost another rank",
             }.get(reason, f"stopped: {reason}")
             self._fail(FailureKind.STOPPED, why)
 

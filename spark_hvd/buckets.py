@@ -93,7 +93,8 @@ def plan_buckets(
     Packing runs from the last gradient to the first: the bucket that completes last has no backward left to hide
     behind, so it alone is held to `tail_bytes`, and all others to `cap_bytes`. A parameter larger than its cap fills a
     bucket by itself, but a small one joins its neighbour even beyond the cap: a layer's bias becomes ready with its
-    weight, and in the bucket before it would hold that one up. Each group of `groups` is a bucket whatever its size (one for each dtype and device in it).
+    weight, and in the bucket before it would hold that one up. Each group of `groups` is a bucket whatever its size
+    (one for each dtype and device in it).
 
     Args:
         specs: all parameters.

@@ -44,6 +44,7 @@ class _Joined:
     world: World
     kv: Store
     timeout: float
+    backend: str | None
     times: int
     """How often this generation was joined over this store: every time gets keys of its own."""
 
@@ -88,20 +89,21 @@ def init() -> None:
         if dist.is_initialized():
             _adopt_default_group()
         elif _joined is not None:
-            join(_joined.world, _joined.kv, timeout=_joined.timeout)
+            join(_joined.world, _joined.kv, timeout=_joined.timeout, backend=_joined.backend)
         elif (env := read_launch_env()) is not None:
             join(*launched_world(env))
         else:
             _join_nobody()
 
 
-def join(world: World, kv: Store, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+def join(world: World, kv: Store, *, timeout: float = DEFAULT_TIMEOUT, backend: str | None = None) -> None:
     """Join a world; launchers call it in the rank's process before the user's code, for which init() is then a no-op.
 
     Args:
         world: Who I am.
         kv: A store that all ranks reach. One of the ranks or the launcher must keep it served.
         timeout: Seconds until a collective gives up on its peers.
+        backend: "gloo" or "nccl" for every tensor; None for NCCL on CUDA tensors and gloo on CPU tensors.
 
     Raises:
         RuntimeError: This process is in a world already.
@@ -117,16 +119,16 @@ def join(world: World, kv: Store, *, timeout: float = DEFAULT_TIMEOUT) -> None:
         times = 0
         if _joined is not None and _joined.kv is kv and _joined.world.generation == world.generation:
             times = _joined.times + 1
-        _joined = _Joined(world, kv, timeout, times)
+        _joined = _Joined(world, kv, timeout, backend, times)
         prefixed = PrefixStore(f"spark_hvd/{world.generation}/{times}", kv)
         infos = everyones(asdict(world.me), prefixed, world.me.rank, world.me.size)
         layout = WorldLayout(tuple(RankInfo(**info) for info in infos), tuple(range(world.me.size)))
-        _enter(world, layout, prefixed, timeout)
+        _enter(world, layout, prefixed, timeout, backend)
 
 
 def _join_nobody() -> None:
     layout = WorldLayout.of_ranks(["localhost"])
-    _enter(World(layout.ranks[0], None), layout, HashStore(), DEFAULT_TIMEOUT)
+    _enter(World(layout.ranks[0], None), layout, HashStore(), DEFAULT_TIMEOUT, None)
 
 
 def _adopt_default_group() -> None:
@@ -136,9 +138,11 @@ def _adopt_default_group() -> None:
     _current = Context(world, layout, _communicator(world), kv, owns_default_group=False)
 
 
-def _enter(world: World, layout: WorldLayout, kv: Store, timeout: float) -> None:
+def _enter(world: World, layout: WorldLayout, kv: Store, timeout: float, backend: str | None) -> None:
     global _current
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu:gloo"
+    if backend is None:
+        # Plain "gloo" where there is no GPU: with "cpu:gloo" torch warns of its own plugins at every group.
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     with meeting(world.me.rank, world.me.size):
         dist.init_process_group(
             backend,

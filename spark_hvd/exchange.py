@@ -19,13 +19,13 @@ def exchange(fact: Any, group: dist.ProcessGroup, device: torch.device) -> list[
     """
     size = dist.get_world_size(group)
     text = torch.frombuffer(bytearray(json.dumps(fact).encode()), dtype=torch.uint8).to(device)
-    lengths = torch.zeros(size, dtype=torch.int64, device=device)
-    dist.all_gather(list(lengths.split(1)), torch.tensor([text.numel()], device=device), group=group)
-    longest = int(lengths.max())
+    length = torch.tensor([text.numel()], device=device)
+    lengths = [torch.empty_like(length) for _ in range(size)]
+    dist.all_gather(lengths, length, group=group)
+    counts = [int(each) for each in lengths]
+    longest = max(counts)
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: text.numel()] = text
     rows = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(rows, padded, group=group)
-    return [
-        json.loads(bytes(row[:length].tolist()).decode()) for row, length in zip(rows, lengths.tolist(), strict=True)
-    ]
+    return [json.loads(bytes(row[:count].tolist()).decode()) for row, count in zip(rows, counts, strict=True)]

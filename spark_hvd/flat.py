@@ -170,7 +170,7 @@ class FlatBucket:
 
 
 def _dense_stride(param: torch.Tensor) -> tuple[int, ...]:
-    """The parameter's own strides if they fill memory without a gap (channels_last does), else those of a fresh tensor."""
+    """The parameter's own strides if they fill memory without a gap (channels_last does), else a fresh tensor's."""
     dims = sorted((dim for dim in range(param.dim()) if param.shape[dim] > 1), key=lambda dim: param.stride(dim))
     expected = 1
     for dim in dims:

@@ -17,7 +17,8 @@ from spark_hvd.context import current
 from spark_hvd.flat import Compressor, Reduction
 from spark_hvd.planned import PlannedLane
 
-TAIL_BYTES = MEGABYTE
+# The last bucket has no backward left to hide behind: small enough to be all latency, it costs one round trip.
+TAIL_BYTES = MEGABYTE // 8
 
 
 class ReducedOptimizer(torch.optim.Optimizer):
@@ -198,7 +199,9 @@ def _before_step(
         return None
     if not optimizer._synchronizes:
         if lane.in_flight:
-            raise AssertionError("step() under skip_synchronize() while gradients are being reduced: call synchronize()")
+            raise AssertionError(
+                "step() under skip_synchronize() while gradients are being reduced: call synchronize()"
+            )
         return None
     # Optimizer pre-hooks see the optimizer itself as first of args.
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -281,10 +284,14 @@ def _group_indices(
     placed: set[int] = set()
     for number, group in enumerate(groups):
         if not isinstance(group, (list, tuple)) or not all(isinstance(param, torch.Tensor) for param in group):
-            raise ValueError(f"groups must be a number or lists of parameters; entry {number} is {type(group).__name__}")
+            raise ValueError(
+                f"groups must be a number or lists of parameters; entry {number} is {type(group).__name__}"
+            )
         members = [index_of.get(id(param), -1) for param in group]
         if -1 in members:
-            raise ValueError(f"groups[{number}] has a tensor at place {members.index(-1)} that is no parameter of the optimizer")
+            raise ValueError(
+                f"groups[{number}] has a tensor at place {members.index(-1)} that is no parameter of the optimizer"
+            )
         if len(set(members)) < len(members) or placed & set(members):
             raise ValueError(f"groups[{number}] has a parameter that is already in a group: each may be in one only")
         placed.update(members)

@@ -167,7 +167,7 @@ class PlannedLane:
             return
         self._watched.add(index)
         hook = _make_hook(index, self._progress, weakref.ref(self))
-        self._handles.append(self._params[index].register_post_accumulate_grad_hook(hook))
+        self._handles.append(self._params[index].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def set_passes(self, passes: int) -> None:
         """Change the number of backward passes a step; counts from zero again."""
@@ -350,9 +350,7 @@ class PlannedLane:
             raise CollectiveError(f"reducing gradients failed because a peer or the network did: {error}") from error
 
 
-def _make_hook(
-    index: int, progress: _Progress, lane_ref: weakref.ref[PlannedLane]
-) -> Callable[[torch.Tensor], None]:
+def _make_hook(index: int, progress: _Progress, lane_ref: weakref.ref[PlannedLane]) -> Callable[[torch.Tensor], None]:
     """The hook that runs after each gradient: for small models its few bytecodes are most of what a step costs."""
     left, order, units = progress.left, progress.order, progress.units
 

@@ -58,7 +58,9 @@ def _gather(
     if longest:
         dist.all_gather(all_indices, indices, group=group)
         dist.all_gather(all_values, values, group=group)
-    kept_indices = torch.cat([rank_indices[: max(count, 0)] for rank_indices, count in zip(all_indices, rows, strict=True)])
+    kept_indices = torch.cat(
+        [rank_indices[: max(count, 0)] for rank_indices, count in zip(all_indices, rows, strict=True)]
+    )
     kept_values = torch.cat([rank_values[: max(count, 0)] for rank_values, count in zip(all_values, rows, strict=True)])
     gathered = torch.sparse_coo_tensor(
         kept_indices.unsqueeze(0), kept_values * scale, param.shape, check_invariants=False

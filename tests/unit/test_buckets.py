@@ -73,7 +73,11 @@ def test_mismatch_names_the_parameter_and_what_differs() -> None:
     ours = [spec("conv", 4).fields(), spec("fc.weight", 8).fields()]
     theirs = [spec("conv", 4).fields(), spec("fc.weight", 9).fields()]
     text = describe_mismatch([ours, ours, theirs], [{}, {}, {}])
-    assert "parameter 1" in text and "'fc.weight'" in text and "rank 2" in text and "[8]" in text and "[9]" in text
+    assert "parameter 1" in text
+    assert "'fc.weight'" in text
+    assert "rank 2" in text
+    assert "[8]" in text
+    assert "[9]" in text
 
 
 def test_mismatch_of_count_and_settings() -> None:

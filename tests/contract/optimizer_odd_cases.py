@@ -1,0 +1,282 @@
+"""Steps that do not go by the book: unused parameters, several losses, clipping, inf, errors, a rank that dies."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from spark_hvd.communicator import ReduceOp
+from spark_hvd.errors import CollectiveError, PlanMismatchError
+from spark_hvd.optimizer import DistributedOptimizer
+from tests.contract.optimizer_cases import (
+    STEPS,
+    assert_matches,
+    assert_same_bits,
+    average,
+    batch,
+    lane_of,
+    loss_of,
+    net,
+    sgd,
+)
+
+
+class Branches(nn.Module):
+    """`left` or `right` or both; `never` is used by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.left, self.right, self.never = nn.Linear(5, 3), nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, rows: torch.Tensor, left: bool = True, right: bool = True) -> torch.Tensor:
+        out = rows.new_zeros(rows.shape[0], 3)
+        return out + (self.left(rows) if left else 0) + (self.right(rows) if right else 0)
+
+
+def unused_parameters(rank: int, size: int) -> None:
+    """Rank 0 skips `right` in odd steps: the average takes zeros for it; nobody uses `never`: its grad stays None."""
+    model, oracle = Branches(), Branches()
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), weight_decay=0.5), model.named_parameters())
+    plain = torch.optim.AdamW(oracle.parameters(), weight_decay=0.5)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(rank, step), right=rank > 0 or step % 2 == 0).square().mean().backward()
+        optimizer.step()
+        assert model.never.weight.grad is None
+        plain.zero_grad()
+        losses = [oracle(batch(r, step), right=r > 0 or step % 2 == 0).square().mean() for r in range(size)]
+        (torch.stack(losses).sum() / size).backward()
+        plain.step()
+    assert_matches(model, oracle, 1e-5)
+
+
+def used_first_and_unused_later(rank: int, size: int) -> None:
+    """The first step is complete; later rank 0 lacks a branch, and may not hang or read stale buffers."""
+    model, oracle = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)]), nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+    oracle.load_state_dict(model.state_dict())
+    optimizer, plain = DistributedOptimizer(sgd(model.parameters())), sgd(oracle.parameters())
+    for step in range(STEPS):
+        both = [step == 0 or r > 0 for r in range(size)]
+        optimizer.zero_grad()
+        rows = batch(rank, step)
+        (model[0](rows) + (model[1](rows) if both[rank] else 0)).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        plain.zero_grad()
+        for r in range(size):
+            rows = batch(r, step)
+            ((oracle[0](rows) + (oracle[1](rows) if both[r] else 0)).square().mean() / size).backward()
+        nn.utils.clip_grad_norm_(oracle.parameters(), 0.1)
+        plain.step()
+    assert_matches(model, oracle, 1e-5)
+
+
+def two_losses(rank: int, size: int) -> None:
+    model, oracle = Branches(), Branches()
+    optimizer, plain = DistributedOptimizer(sgd(model.parameters())), sgd(oracle.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(rank, step), right=False).square().mean().backward()
+        model(batch(rank, step), left=False).square().mean().backward()
+        optimizer.step()
+        plain.zero_grad()
+        joined = torch.cat([batch(r, step) for r in range(size)])
+        (oracle(joined, right=False).square().mean() + oracle(joined, left=False).square().mean()).backward()
+        plain.step()
+    assert_matches(model, oracle)
+
+
+def clip_after_backward(rank: int, size: int) -> None:
+    """With all parameters used, gradients are reduced when backward returns, in the first step too."""
+    model, oracle = net(), net()
+    optimizer, plain = DistributedOptimizer(sgd(model.parameters())), sgd(oracle.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        ours = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        plain.zero_grad()
+        loss_of(oracle, torch.cat([batch(r, step) for r in range(size)])).backward()
+        torch.testing.assert_close(ours, nn.utils.clip_grad_norm_(oracle.parameters(), 0.01))
+        plain.step()
+    assert_matches(model, oracle)
+
+
+def clip_with_synchronize(rank: int, size: int) -> None:
+    model, oracle = Branches(), Branches()
+    optimizer, plain = DistributedOptimizer(sgd(model.parameters())), sgd(oracle.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(rank, step), right=rank == 0).square().mean().backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        if step % 2:
+            optimizer.step()
+        else:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        plain.zero_grad()
+        losses = [oracle(batch(r, step), right=r == 0).square().mean() for r in range(size)]
+        (torch.stack(losses).sum() / size).backward()
+        nn.utils.clip_grad_norm_(oracle.parameters(), 0.01)
+        plain.step()
+    assert_matches(model, oracle, 1e-5)
+
+
+def clip_too_early_is_an_error(rank: int, size: int) -> None:
+    model = Branches()
+    optimizer = DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    model(batch(rank, 0), right=False).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+    with pytest.raises(ValueError, match=r"left.*synchronize"):
+        optimizer.step()
+
+
+def zero_grad_in_flight_is_an_error(rank: int, size: int) -> None:
+    model = Branches()
+    optimizer = DistributedOptimizer(sgd(model.parameters()), bucket_cap_mb=1 / 2**20)
+    for _ in range(2):
+        model(batch(rank, 0), right=False).square().mean().backward()
+        model(batch(rank, 0), left=False).square().mean().backward()
+        if _ == 1:
+            assert lane_of(optimizer).in_flight
+            with pytest.raises(AssertionError, match="zero_grad"):
+                optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def too_many_backwards_is_an_error(rank: int, size: int) -> None:
+    model = net()
+    optimizer = DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    for _ in range(2):
+        loss_of(model, batch(rank, 0)).backward()
+        with pytest.raises(AssertionError, match=r"4\.\w+.*backward_passes_per_step"):
+            loss_of(model, batch(rank, 0)).backward()
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def grad_scaler(rank: int, size: int) -> None:
+    """An inf on one rank makes all ranks skip the step; the next step counts again, however gradients are cleared."""
+    model, oracle = net(), net()
+    optimizer, plain = DistributedOptimizer(sgd(model.parameters())), sgd(oracle.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+    for step in range(6):
+        model.zero_grad() if step % 2 else optimizer.zero_grad()
+        scaler.scale(loss_of(model, batch(rank, step)) * (torch.inf if step == 2 and rank == 0 else 1)).backward()
+        if step > 3:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        if step != 2:
+            plain.zero_grad()
+            loss_of(oracle, torch.cat([batch(r, step) for r in range(size)])).backward()
+            if step > 3:
+                nn.utils.clip_grad_norm_(oracle.parameters(), 0.1)
+            plain.step()
+    assert scaler.get_scale() == 4.0
+    assert_matches(model, oracle)
+
+
+def overlap(rank: int, size: int) -> None:
+    """A bucket is on its way before backward has come to the first layer."""
+    model = net()
+    optimizer = DistributedOptimizer(sgd(model.parameters()), bucket_cap_mb=200 / 2**20)
+    seen = []
+    for step in range(3):
+        rows = batch(rank, step).requires_grad_()
+        rows.register_hook(lambda _: seen.append(lane_of(optimizer).launched))
+        hidden = model[0](rows)
+        hidden.register_hook(lambda _: seen.append(lane_of(optimizer).launched))
+        model[1:](hidden).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen[0] == 0
+    assert seen[2] >= 1
+    assert seen[4] >= 1
+
+
+def plan_mismatch(rank: int, size: int) -> None:
+    model = nn.Linear(4, 3 if rank == 0 else 2)
+    with pytest.raises(PlanMismatchError, match=r"'weight' on rank 0 has shape \[3, 4\].*\[2, 4\]"):
+        DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    model = nn.Linear(4, 3)
+    model.bias.requires_grad_(rank == 0)
+    with pytest.raises(PlanMismatchError, match="'bias' on rank 0 has requires_grad True"):
+        DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    with pytest.raises(PlanMismatchError, match="op is 'AVERAGE' on rank 0"):
+        DistributedOptimizer(sgd(net().parameters()), op=ReduceOp.AVERAGE if rank == 0 else ReduceOp.SUM)
+    average(rank, size)
+
+
+def a_dropped_optimizer_lets_go(rank: int, size: int) -> None:
+    model, oracle = net(), net()
+    for _ in range(2):
+        optimizer = DistributedOptimizer(sgd(model.parameters()))
+        loss_of(model, batch(rank, 0)).backward()
+        model.zero_grad()
+        del optimizer
+        gc.collect()
+    optimizer, plain = DistributedOptimizer(sgd(model.parameters())), sgd(oracle.parameters())
+    loss_of(model, batch(rank, 0)).backward()
+    optimizer.step()
+    loss_of(oracle, torch.cat([batch(r, 0) for r in range(size)])).backward()
+    plain.step()
+    assert_matches(model, oracle)
+
+
+def checkpointing(rank: int, size: int) -> None:
+    """Reentrant checkpoints nest backwards, whose ends are not the end of the step."""
+    from torch.utils.checkpoint import checkpoint
+
+    for reentrant in (False, True):
+        model, oracle = net(), net()
+        optimizer, plain = DistributedOptimizer(sgd(model.parameters())), sgd(oracle.parameters())
+        for step in range(STEPS):
+            rows = batch(rank, step).requires_grad_()
+            optimizer.zero_grad()
+            hidden = checkpoint(model[:2], rows, use_reentrant=reentrant)
+            hidden = checkpoint(model[2:4], hidden, use_reentrant=reentrant)
+            (model[4](hidden) - rows[:, :3].sin()).square().mean().backward()
+            optimizer.step()
+            plain.zero_grad()
+            loss_of(oracle, torch.cat([batch(r, step) for r in range(size)])).backward()
+            plain.step()
+        assert_matches(model, oracle)
+
+
+def one_rank_does_something_else_first(rank: int, size: int) -> None:
+    """A rank that lacks a parameter reduces its loss before step(): no rank may wait inside backward."""
+    model = Branches()
+    optimizer = DistributedOptimizer(sgd(model.parameters()))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(batch(rank, step), right=rank == 0).square().mean()
+        loss.backward()
+        dist.all_reduce(loss.detach())
+        optimizer.step()
+    assert_same_bits(model)
+
+
+def peer_dies(rank: int, size: int) -> None:
+    """The last rank is gone in its third step: the others' backward raises instead of waiting."""
+    model = net()
+    optimizer = DistributedOptimizer(sgd(model.parameters()))
+    for step in range(2):
+        loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if rank == size - 1:
+        os._exit(3)
+    with pytest.raises(CollectiveError, match="reducing gradients failed"):
+        loss_of(model, batch(rank, 2)).backward()

@@ -1,0 +1,92 @@
+"""A few rank processes that stay up for a whole test module and run one named case after the other."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+CASE_SECONDS = 60
+
+
+class Ranks:
+    """Runs `case(rank, size)` on every rank at once; a failure on any rank fails the call."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._started = False
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        meeting = Path(self._folder.name) / "meeting"
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, str(meeting), theirs))
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._started = True
+
+    def run(self, case: Callable[[int, int], None]) -> None:
+        """Run one case, a function of a module; after a failure or a hang the ranks are ended and the next call starts new ones."""
+        if not self._started:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send(f"{case.__module__}:{case.__name__}")
+        reports = []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                report = pipe.recv() if pipe.poll(CASE_SECONDS) else f"still running after {CASE_SECONDS} s"
+            except EOFError:
+                report = "the process is gone"
+            if report is not None:
+                reports.append(f"--- rank {rank}\n{report}")
+                break  # its peers may wait for it for ever
+        if reports:
+            self.close()
+            raise AssertionError("\n".join(reports))
+
+    def close(self) -> None:
+        """End the ranks."""
+        if not self._started:
+            return
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+        self._started = False
+
+
+def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+
+    from spark_hvd.context import init
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    init()
+    while True:
+        try:
+            case = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            module, _, name = case.partition(":")
+            getattr(importlib.import_module(module), name)(rank, size)
+            pipe.send(None)
+        except BaseException:
+            pipe.send(traceback.format_exc())

@@ -1,0 +1,71 @@
+"""DistributedOptimizer on real ranks: every case on two processes, the heart of them on three."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import pytest
+
+from tests.contract import optimizer_cases, optimizer_odd_cases
+from tests.contract.optimizer_ranks import Ranks
+
+Case = Callable[[int, int], None]
+ALONE = optimizer_odd_cases.peer_dies  # ends its ranks
+
+
+def cases_of(module: ModuleType) -> list[Case]:
+    """The module's public functions of (rank, size)."""
+    return [
+        value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and list(inspect.signature(value).parameters) == ["rank", "size"]
+        and value is not ALONE
+    ]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    ranks = Ranks(3)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize(
+    "case", cases_of(optimizer_cases) + cases_of(optimizer_odd_cases), ids=lambda case: case.__name__
+)
+def test_two_ranks(two: Ranks, case: Case) -> None:
+    two.run(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        optimizer_cases.average,
+        optimizer_cases.sparse_gradients,
+        optimizer_odd_cases.unused_parameters,
+        optimizer_odd_cases.plan_mismatch,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_three_ranks(three: Ranks, case: Case) -> None:
+    three.run(case)
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others() -> None:
+    ranks = Ranks(2)
+    try:
+        with pytest.raises(AssertionError, match="rank 1\nthe process is gone"):
+            ranks.run(ALONE)
+    finally:
+        ranks.close()
