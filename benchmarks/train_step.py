@@ -137,7 +137,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meeting")
-        spawn(_rank, args=(meeting, arguments.models, arguments.rounds, arguments.steps), nprocs=2)
+        spawn(_rank, args=(meeting, arguments.models, arguments.rounds, arguments.steps), nprocs=2)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -118,9 +118,8 @@ class _Rank:
 
     def _join(self) -> bool:
         """Meet the other ranks in rank 0's store; False when the run was stopped before."""
-        from torch.distributed import TCPStore
-
         from spark_hvd import context
+        from spark_hvd.kv import TCPStore
         from spark_hvd.layout import RankInfo
         from spark_hvd.world import Endpoint, World
 

@@ -65,6 +65,11 @@ class Communicator(Protocol):
         """Number of ranks."""
         ...
 
+    @property
+    def fact_device(self) -> torch.device:
+        """Where small facts and pickles travel: the CPU, or a GPU if the transport serves no CPU tensors."""
+        ...
+
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
         """Reduce over all ranks, in place; the result is `tensor` itself, which must not be touched before.
 

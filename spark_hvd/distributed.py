@@ -51,7 +51,7 @@ class TorchCommunicator:
         self._size = dist.get_world_size(group)
         # A group that the user made for NCCL alone cannot carry the small facts over the CPU.
         on_cpu = "cpu:" in dist.get_backend_config(group)
-        self.fact_device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        self._fact_device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
     @property
     def rank(self) -> int:
@@ -62,6 +62,11 @@ class TorchCommunicator:
     def size(self) -> int:
         """See base class."""
         return self._size
+
+    @property
+    def fact_device(self) -> torch.device:
+        """See base class."""
+        return self._fact_device
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
         """See base class."""
@@ -212,7 +217,7 @@ class TorchCommunicator:
     def barrier(self) -> Handle[None]:
         """See base class."""
         # Not dist.barrier: with GPUs about, it would start NCCL for a program that never uses it.
-        token = torch.zeros(1, device=self.fact_device)
+        token = torch.zeros(1, device=self._fact_device)
         work = self._start("barrier", lambda: dist.all_reduce(token, group=self._group, async_op=True))
 
         def finish() -> None:
@@ -234,7 +239,7 @@ class TorchCommunicator:
         return self._start(name, lambda: dist.broadcast(as_bytes(dense), root, self._group, async_op=True))
 
     def _everyones(self, fact: list[int]) -> list[list[int]]:
-        mine = torch.tensor(fact, dtype=torch.int64, device=self.fact_device)
+        mine = torch.tensor(fact, dtype=torch.int64, device=self._fact_device)
         everyones = mine.new_empty(self._size * len(fact))
         name = "exchange of shapes"
         work = self._start(name, lambda: _gather_equal(everyones, mine, self._group, async_op=True))

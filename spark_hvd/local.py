@@ -25,6 +25,11 @@ class LocalCommunicator:
         """See base class."""
         return 1
 
+    @property
+    def fact_device(self) -> torch.device:
+        """See base class."""
+        return torch.device("cpu")
+
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
         """See base class."""
         require_dense(tensor)

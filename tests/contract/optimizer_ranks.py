@@ -37,7 +37,7 @@ class Ranks:
         self._started = True
 
     def run(self, case: Callable[[int, int], None]) -> None:
-        """Run one case, a function of a module; after a failure or a hang the ranks are ended and the next call starts new ones."""
+        """Run one case, a function of a module; after a failure or a hang the next call starts new ranks."""
         if not self._started:
             self._start()
         for pipe in self._pipes:

@@ -1,0 +1,76 @@
+"""Compression: halve what travels by sending wide floating-point numbers as 16-bit ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Compressor:
+    """Base class of compressors; anything with these two methods serves as well, a class or an object."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Make what travels out of a tensor of any dtype.
+
+        Returns:
+            The tensor to reduce, and whatever :meth:`decompress` needs to know.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Undo :meth:`compress` on the reduced tensor, given what it returned second."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """Sends tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """See base class."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: None) -> torch.Tensor:
+        """See base class."""
+        return tensor
+
+
+class _Half(Compressor):
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype) -> torch.Tensor:
+        """See base class."""
+        return tensor.to(ctx)
+
+
+class FP16Compressor(_Half):
+    """Sends floating-point numbers wider than 16 bits as IEEE half precision: 11 bits of precision, up to 65504."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+        """See base class."""
+        return _narrowed(tensor, torch.float16), tensor.dtype
+
+
+class BF16Compressor(_Half):
+    """Sends floating-point numbers wider than 16 bits as bfloat16: 8 bits of precision, the range of float32."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+        """See base class."""
+        return _narrowed(tensor, torch.bfloat16), tensor.dtype
+
+
+def _narrowed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.element_size() > 2 else tensor
+
+
+class Compression:
+    """The compressors that come with spark_hvd, for ``compression=``."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor

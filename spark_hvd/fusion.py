@@ -1,0 +1,46 @@
+"""Fusion: many tensors travel as a few flat ones, of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+PIECE_BYTES = 64 << 20
+"""Most bytes of a flat tensor; a single tensor larger than that travels alone."""
+
+
+def batches(tensors: Sequence[torch.Tensor], limit: int = PIECE_BYTES) -> list[list[int]]:
+    """Divide tensors into batches to fuse: one dtype and one device each, in an order that all ranks find alike.
+
+    Args:
+        tensors: With the same dtypes, shapes and kinds of device on every rank.
+        limit: Bytes of a batch.
+
+    Returns:
+        The indices of the tensors of each batch.
+    """
+    done: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for index, tensor in enumerate(tensors):
+        key = tensor.dtype, tensor.device
+        bytes_here = tensor.numel() * tensor.element_size()
+        members, filled = filling.setdefault(key, ([], 0))
+        if members and filled + bytes_here > limit:
+            done.append(members)
+            members, filled = [], 0
+        members.append(index)
+        filling[key] = members, filled + bytes_here
+    return done + [members for members, _ in filling.values()]
+
+
+def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The elements of tensors of one dtype and device in one new flat tensor."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy the elements of a flat tensor back into the tensors it was made of."""
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.detach().copy_(part.view(tensor.shape))
