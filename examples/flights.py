@@ -259,7 +259,7 @@ def main() -> None:
     print("Starting Spark ...", flush=True)
     spark = local_session("flights", slots=arguments.num_proc)
     with tempfile.TemporaryDirectory(prefix="flights-") as folder:
-        encoded, sizes = encode(build_features(*load_tables(spark, arguments.rows)))
+        encoded, sizes = encode(build_features(*load_tables(spark, arguments.rows)).cache())
         train_shards, test_shards = write_shards(encoded, Path(folder), arguments.num_proc)
         train_rows, test_rows = ([pq.read_metadata(path).num_rows for path in s] for s in (train_shards, test_shards))
         print(f"{sum(train_rows):,} flights to learn from, {sum(test_rows):,} on held-out days.")

@@ -1,12 +1,14 @@
 """The fork server: a process with torch imported, out of which ranks are forked in milliseconds.
 
 Importing torch takes seconds. A process that has done it once and stays can fork a rank at once, and a rank that
-crashes takes nobody along. (Python's own ``multiprocessing.forkserver`` leaves its children behind when it loses its
-parent, and re-imports the parent's ``__main__``, which in a Spark worker is Spark's daemon.)
+crashes takes nobody along. There is one for each Spark executor, shared by its Python workers, which Spark replaces
+after a minute of rest; it ends with the executor. (Python's own ``multiprocessing.forkserver`` leaves its children
+behind when it loses its parent, and re-imports the parent's ``__main__``, which in a Spark worker is Spark's daemon.)
 
-Run as ``python -m spark_hvd.runner.forkserver FD``: FD is a Unix socket on which each request arrives as a length with
-five file descriptors, then a JSON object. When that socket closes, the server kills every child with its process
-group and leaves: so nothing outlives the process that started it, however that one died.
+Run as ``python -m spark_hvd.runner.forkserver FD ANCHOR LINGER``: FD is a listening Unix socket. On a connection, each
+request arrives as a length with five file descriptors, then a JSON object. When a connection closes, the ranks that
+were asked for on it are killed with their process groups: so no rank outlives its supervisor, however that one died.
+The server ends when process ANCHOR has, or when nobody has been connected for LINGER seconds.
 """
 
 from __future__ import annotations
@@ -21,50 +23,123 @@ import signal
 import socket
 import struct
 import sys
+import time
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
+
+import psutil
 
 from spark_hvd.runner.wire import recv_exactly
 
-PR_SET_PDEATHSIG = 1
 REQUEST_LENGTH = struct.Struct("!I")
+_PR_SET_PDEATHSIG = 1
+_WATCH_SECONDS = 1.0
 
 
-def main(fd: int) -> int:
-    """Serve until the socket closes; returns the exit code."""
-    requests = socket.socket(fileno=fd)
-    _preload()
-    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asked; he will close the socket
-    signal.set_wakeup_fd(wake_write)
-    status_fds: dict[int, int] = {}
-    with selectors.DefaultSelector() as selector:
-        selector.register(requests, selectors.EVENT_READ)
-        selector.register(wake_read, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                if key.fileobj is requests:
-                    request, fds = _receive(requests)
-                    if request is None:
-                        _kill_all(status_fds)
-                        return 0
-                    control_fd, out_fd, err_fd, stacks_fd, status_fd = fds
-                    pid = os.fork()
-                    if pid == 0:
-                        signal.set_wakeup_fd(-1)
-                        for other in (wake_read, wake_write, status_fd, *status_fds.values()):
-                            os.close(other)
-                        selector.close()
-                        requests.close()
-                        _run_child(request, control_fd, out_fd, err_fd, stacks_fd)
-                    for given in (control_fd, out_fd, err_fd, stacks_fd):
-                        os.close(given)
-                    status_fds[pid] = status_fd
-                    _report(status_fd, {"pid": pid})
-                else:
+@dataclass(slots=True)
+class _Rank:
+    status_fd: int
+    connection: socket.socket
+
+
+@dataclass(slots=True)
+class _Server:
+    """The server's loop and what it must close in a forked child."""
+
+    listener: socket.socket
+    anchor: psutil.Process
+    linger: float
+    wake: tuple[int, int] = field(default_factory=lambda: os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    connections: set[socket.socket] = field(default_factory=set)
+    ranks: dict[int, _Rank] = field(default_factory=dict)
+
+    def serve(self) -> None:
+        """Serve until nobody can want this server any more."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asked; he will close the connection
+        signal.set_wakeup_fd(self.wake[1])
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        self.selector.register(self.wake[0], selectors.EVENT_READ)
+        wanted_at = time.monotonic()
+        while self.anchor.is_running() and self.anchor.status() != psutil.STATUS_ZOMBIE:
+            for key, _ in self.selector.select(_WATCH_SECONDS):
+                if key.fileobj is self.listener:
+                    self._accept()
+                elif key.fileobj == self.wake[0]:
                     with contextlib.suppress(BlockingIOError):
-                        os.read(wake_read, 4096)
-                    _reap(status_fds)
+                        os.read(self.wake[0], 4096)
+                    self._reap()
+                elif isinstance(key.fileobj, socket.socket):
+                    self._serve_request(key.fileobj)
+            if self.connections:
+                wanted_at = time.monotonic()
+            elif time.monotonic() - wanted_at >= self.linger:
+                break
+        for connection in list(self.connections):
+            self._drop(connection)
+
+    def _accept(self) -> None:
+        connection, _ = self.listener.accept()
+        if not same_user(connection):
+            connection.close()
+            return
+        self.connections.add(connection)
+        self.selector.register(connection, selectors.EVENT_READ)
+
+    def _serve_request(self, connection: socket.socket) -> None:
+        request, fds = _receive(connection)
+        if request is None:
+            self._drop(connection)
+            return
+        *rank_fds, status_fd = fds
+        server_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            self.selector.close()
+            self.listener.close()
+            for other in self.connections:
+                other.close()
+            for fd in (*self.wake, status_fd, *(rank.status_fd for rank in self.ranks.values())):
+                os.close(fd)
+            _become_rank(request, server_pid, *rank_fds)
+        for fd in rank_fds:
+            os.close(fd)
+        self.ranks[pid] = _Rank(status_fd, connection)
+        _report(status_fd, {"pid": pid})
+
+    def _drop(self, connection: socket.socket) -> None:
+        self.selector.unregister(connection)
+        self.connections.discard(connection)
+        connection.close()
+        for pid, rank in self.ranks.items():
+            if rank.connection is connection:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        """Report ranks that ended, and kill what they left in their process groups."""
+        while self.ranks:
+            # WNOWAIT keeps the zombie, and so its process group's number, until the group has been killed.
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                return
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(ended.si_pid, signal.SIGKILL)
+            _, status = os.waitpid(ended.si_pid, 0)
+            rank = self.ranks.pop(ended.si_pid)
+            _report(rank.status_fd, {"exitcode": os.waitstatus_to_exitcode(status)})
+            os.close(rank.status_fd)
+
+
+def same_user(connection: socket.socket) -> bool:
+    """Whether the other end of a Unix socket is a process of this user (or of root)."""
+    if not hasattr(socket, "SO_PEERCRED"):  # elsewhere than on Linux the socket is a file in a private directory
+        return True
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return uid in (os.getuid(), 0)
 
 
 def _preload() -> None:
@@ -80,19 +155,24 @@ def _preload() -> None:
     gc.freeze()  # keeps the collector from touching, and so copying, the pages shared with children
 
 
-def _receive(requests: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    prefix, fds, _, _ = socket.recv_fds(requests, REQUEST_LENGTH.size, 5)
-    if len(prefix) < REQUEST_LENGTH.size:
+def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    try:
+        prefix, fds, _, _ = socket.recv_fds(connection, REQUEST_LENGTH.size, 5)
+        if len(prefix) < REQUEST_LENGTH.size:
+            return None, []
+        body = recv_exactly(connection, REQUEST_LENGTH.unpack(prefix)[0])
+    except ConnectionError:
         return None, []
-    body = recv_exactly(requests, REQUEST_LENGTH.unpack(prefix)[0])
-    return (None if body is None else json.loads(body)), fds
+    return (None if body is None else json.loads(body)), list(fds)
 
 
-def _run_child(request: dict[str, Any], control_fd: int, out_fd: int, err_fd: int, stacks_fd: int) -> NoReturn:
+def _become_rank(
+    request: dict[str, Any], server_pid: int, control_fd: int, out_fd: int, err_fd: int, stacks_fd: int
+) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.setsid()  # its own process group: what it starts can be killed with it
-    _die_with_parent(request["server_pid"])
+    _die_with_parent(server_pid)
     os.dup2(out_fd, 1)
     os.dup2(err_fd, 2)
     os.close(out_fd)
@@ -113,32 +193,9 @@ def _run_child(request: dict[str, Any], control_fd: int, out_fd: int, err_fd: in
 def _die_with_parent(parent: int) -> None:
     """Ask the kernel (Linux) to kill this process when its parent dies."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before we could ask
         os._exit(1)
-
-
-def _reap(status_fds: dict[int, int]) -> None:
-    """Report children that ended, and kill what they left in their process groups."""
-    while status_fds:
-        # WNOWAIT keeps the zombie, and so its process group's number, until the group has been killed.
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(ended.si_pid, signal.SIGKILL)
-        _, status = os.waitpid(ended.si_pid, 0)
-        status_fd = status_fds.pop(ended.si_pid)
-        _report(status_fd, {"exitcode": os.waitstatus_to_exitcode(status)})
-        os.close(status_fd)
-
-
-def _kill_all(status_fds: dict[int, int]) -> None:
-    for pid in status_fds:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-    for pid in status_fds:
-        os.waitpid(pid, 0)
 
 
 def _report(status_fd: int, message: dict[str, int]) -> None:
@@ -146,5 +203,16 @@ def _report(status_fd: int, message: dict[str, int]) -> None:
         os.write(status_fd, json.dumps(message).encode() + b"\n")
 
 
+def main(fd: str, anchor: str, linger: str) -> int:
+    """Preload and serve."""
+    try:
+        process = psutil.Process(int(anchor))
+    except psutil.NoSuchProcess:
+        return 0
+    _preload()
+    _Server(socket.socket(fileno=int(fd)), process, float(linger)).serve()
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(*sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import uuid
@@ -130,7 +131,7 @@ def run_local(
 def _run_rank(spec: TaskSpec, payload: bytes, layout: WorldLayout, rank: int) -> Packed:
     me = layout.ranks[rank]
     assert spec.hub is not None
-    server = fork_server(spec.env)
+    server = fork_server(spec.env, os.getpid())
     link = meet(Link(spec.hub, rank), rank, spec.start_timeout)
     assert link is not None
     with closing(link):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import errno
+import hashlib
 import json
 import os
 import select
@@ -14,12 +15,15 @@ import sys
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spark_hvd.runner.forkserver import REQUEST_LENGTH
+import psutil
 
-_MAX_SERVERS = 2  # a server holds ~200 MB; two, so that alternating between two environments stays fast
+from spark_hvd.runner.forkserver import REQUEST_LENGTH, same_user
+
+_MAX_SERVERS = 2  # a server holds ~300 MB; two, so that alternating between two environments stays fast
+_LINGER = 600.0  # seconds that the server of the common environment waits for another run
 
 
 @dataclass(slots=True)
@@ -44,7 +48,7 @@ class RankProcess:
         return os.pread(self.stacks_fd, 1 << 16, 0).decode(errors="replace")
 
     def close(self) -> None:
-        """Close our ends; the process is gone by now, or will be killed by the fork server."""
+        """Close our ends; the process is gone by now."""
         self.control.close()
         for fd in (self.stdout_fd, self.stderr_fd, self.stacks_fd, self.status_fd):
             os.close(fd)
@@ -56,38 +60,18 @@ class ForkServerError(RuntimeError):
 
 
 class ForkServer:
-    """A handle on one fork server process (see :mod:`spark_hvd.runner.forkserver`).
+    """A connection to a fork server (see :mod:`spark_hvd.runner.forkserver`)."""
 
-    Args:
-        env: Environment of the server, and so what native libraries read when they are loaded.
-        import_path: Directories from which it can import spark_hvd and torch.
-    """
-
-    def __init__(self, env: Mapping[str, str], import_path: Iterable[str]) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self.ranks = 0  # forked and not yet closed
         self._lock = threading.Lock()
-        ours, theirs = socket.socketpair()
-        self._socket = ours
-        server_env = {**env, "PYTHONPATH": os.pathsep.join(path for path in import_path if path)}
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "spark_hvd.runner.forkserver", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=server_env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-
-    @property
-    def pid(self) -> int:
-        """Process id of the server."""
-        return self._process.pid
+        self._socket = connection
 
     @property
     def alive(self) -> bool:
         """Whether the server can still fork."""
-        return self._process.poll() is None
+        # It never writes here, so what can be read is its end.
+        return not select.select([self._socket.fileno()], [], [], 0)[0]
 
     def spawn(self, env: Mapping[str, str], timeout: float) -> RankProcess:
         """Fork a rank process, which waits for its first frame on ``control``.
@@ -105,27 +89,18 @@ class ForkServer:
         status_read, status_write = os.pipe()
         with tempfile.TemporaryFile() as file:  # nameless: it goes with the last descriptor
             stacks = os.dup(file.fileno())
-        request = {
-            "env": dict(env),
-            "sys_path": sys.path,
-            "argv": sys.argv[:1],
-            "cwd": os.getcwd(),
-            "server_pid": self.pid,
-        }
+        request = {"env": dict(env), "sys_path": sys.path, "argv": sys.argv[:1], "cwd": os.getcwd()}
         given = (child_control.fileno(), out_write, err_write, stacks, status_write)
         try:
             with self._lock:
-                body = json.dumps(request).encode()
-                socket.send_fds(self._socket, [REQUEST_LENGTH.pack(len(body))], given)
-                self._socket.sendall(body)
-                pid = self._read_pid(status_read, timeout)
+                pid = self._ask(request, given, status_read, timeout)
                 self.ranks += 1
         except (OSError, ForkServerError) as error:
             control.close()
             for fd in (out_read, err_read, stacks, status_read):
                 os.close(fd)
             raise ForkServerError(
-                f"the fork server of {sys.executable} (pid {self.pid}) gave no process: {error}. "
+                f"the fork server of {sys.executable} gave no process: {error}. "
                 "Its own error, if any, is in the log of the Spark executor."
             ) from error
         finally:
@@ -134,27 +109,21 @@ class ForkServer:
                 os.close(fd)
         return RankProcess(pid, control, out_read, err_read, stacks, status_read, self)
 
-    def _read_pid(self, status_fd: int, timeout: float) -> int:
+    def _ask(self, request: Mapping[str, object], fds: tuple[int, ...], status_fd: int, timeout: float) -> int:
+        body = json.dumps(request).encode()
+        socket.send_fds(self._socket, [REQUEST_LENGTH.pack(len(body))], fds)
+        self._socket.sendall(body)
         readable, _, _ = select.select([status_fd, self._socket.fileno()], [], [], timeout)
         if not readable:
             raise ForkServerError(f"no answer in {timeout:.0f} s")
-        if self._socket.fileno() in readable:  # the server never writes here: this is its end
-            raise ForkServerError(f"it ended with exit code {self._process.wait()}")
+        if self._socket.fileno() in readable:
+            raise ForkServerError("it has ended")
         pid: int = json.loads(_read_line(status_fd))["pid"]
         return pid
 
-    def disown(self) -> None:
-        """Close this process' copy of the socket and leave the server to the process that started it."""
-        self._socket.close()
-
     def close(self) -> None:
-        """End the server and every rank that it forked; returns when they are gone."""
+        """Close the connection: the server kills the ranks that were forked on it."""
         self._socket.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
 
 def _read_line(fd: int) -> bytes:
@@ -169,22 +138,28 @@ def _read_line(fd: int) -> bytes:
 
 _servers: OrderedDict[frozenset[tuple[str, str | None]], ForkServer] = OrderedDict()
 _servers_lock = threading.Lock()
+_started: list[subprocess.Popen[bytes]] = []
 
 
-def fork_server(env: Mapping[str, str | None]) -> ForkServer:
-    """The warm fork server of this process for a run's changes to the environment; started when there is none.
+def fork_server(env: Mapping[str, str | None], anchor: int) -> ForkServer:
+    """The warm fork server for a run's changes to the environment; started when there is none.
 
     It starts with them, because native libraries read some variables when they are loaded (OMP_*, MKL_*, LD_*). Every
     rank gets its complete environment besides, so other changes in this process reach it too.
 
-    Kept until this process ends (a Spark Python worker lives for a minute after its last task), because its whole
-    worth is to be there for the next run. The least recently used server is ended when there are more than two.
+    Args:
+        env: Changes to this process' environment. A server with changes ends when its last user has; the one without
+            waits ten minutes for another run.
+        anchor: The process with which the server ends: the Spark executor, or this one. Servers are shared by all
+            processes that name the same anchor, environment and Python.
     """
     key = frozenset(env.items())
     with _servers_lock:
         server = _servers.pop(key, None)
-        if server is None or not server.alive:
-            server = ForkServer(apply_env(os.environ, env), sys.path)
+        if server is not None and not server.alive:
+            server.close()
+            server = None
+        server = server or ForkServer(_connect(env, anchor))
         _servers[key] = server
         for old_key, old in list(_servers.items())[:-_MAX_SERVERS]:
             if old.ranks == 0:
@@ -198,19 +173,63 @@ def apply_env(base: Mapping[str, str], changes: Mapping[str, str | None]) -> dic
     return {key: value for key, value in env.items() if value is not None}
 
 
-def close_fork_servers() -> None:
-    """End the warm fork servers of this process, for example before measuring its memory."""
-    with _servers_lock:
-        while _servers:
-            _servers.popitem()[1].close()
+def _connect(env: Mapping[str, str | None], anchor: int) -> socket.socket:
+    born = psutil.Process(anchor).create_time()
+    identity = json.dumps([anchor, born, sys.executable, sorted(env.items(), key=str)])
+    address = _address(hashlib.sha256(identity.encode()).hexdigest()[:24])
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(address)
+        except (ConnectionRefusedError, FileNotFoundError):
+            connection.close()
+            _start(address, env, anchor)
+            continue
+        if not same_user(connection):
+            connection.close()
+            raise PermissionError(f"the fork server's socket {address!r} belongs to another user")
+        return connection
+
+
+def _address(name: str) -> str:
+    # On Linux a name in the abstract namespace: no file, so none is left behind. It is open to every user of the
+    # machine, which is why both ends ask who the other is.
+    return f"\0spark_hvd-{name}" if sys.platform == "linux" else os.path.join(tempfile.gettempdir(), f"hvd-{name[:12]}")
+
+
+def _start(address: str, env: Mapping[str, str | None], anchor: int) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:  # another worker of this executor was faster
+                return
+            raise
+        listener.listen(64)  # from now on connections wait while the server imports torch
+        started = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "spark_hvd.runner.forkserver",
+                str(listener.fileno()),
+                str(anchor),
+                str(0.0 if env else _LINGER),
+            ],
+            pass_fds=[listener.fileno()],
+            env={**apply_env(os.environ, env), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    # Asking the older ones whether they have ended also frees their entries in the process table.
+    _started[:] = [process for process in _started if process.poll() is None] + [started]
 
 
 def _forget_after_fork() -> None:
-    # A forked copy of this process must not hold the sockets open: their closing is what ends the servers.
+    # A forked copy of this process must not hold the connections open: their closing is what ends the ranks.
     for server in _servers.values():
-        server.disown()
+        server.close()
     _servers.clear()
 
 
-atexit.register(close_fork_servers)
 os.register_at_fork(after_in_child=_forget_after_fork)

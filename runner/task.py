@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import psutil
+
 from spark_hvd.layout import RankInfo, WorldLayout
 from spark_hvd.runner.hub import Hub, HubAddress, Link
 from spark_hvd.runner.hub_state import HubState
@@ -77,7 +79,7 @@ def _run_rank(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> Pa
     layout = WorldLayout.from_hosts([host_of(info.address) for info in context.getTaskInfos()])
     me = layout.of_process(context.partitionId())
     gpus = context.resources().get("gpu")
-    server = fork_server(spec.env)  # starts to import torch while we meet the others
+    server = fork_server(spec.env, _executor_pid())  # starts to import torch while we meet the others
     with ExitStack() as closing:
         link = None if spec.hub is None else meet(Link(spec.hub, me.rank), context.taskAttemptId(), spec.start_timeout)
         on_lines = None
@@ -97,6 +99,12 @@ def _run_rank(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> Pa
             timeout=spec.timeout,
         )
         return supervise(job, link, server, on_lines)
+
+
+def _executor_pid() -> int:
+    """The executor's JVM, above Spark's daemon, which is above this worker; this process where there is none."""
+    java = [parent.pid for parent in psutil.Process().parents() if parent.name() == "java"]
+    return java[0] if java else os.getpid()
 
 
 class RefusedError(RuntimeError):

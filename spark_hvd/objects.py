@@ -52,7 +52,7 @@ def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None) -> T:
     if communicator.rank != root_rank:
         payload = torch.empty(count, dtype=torch.uint8)
     payload = communicator.broadcast(payload.to(device), root_rank).wait()
-    return obj if communicator.rank == root_rank else pickle.loads(_memory(payload))  # type: ignore[no-any-return]
+    return obj if communicator.rank == root_rank else _loaded(payload)
 
 
 def allgather_object(obj: T, name: str | None = None) -> list[T]:
@@ -84,7 +84,7 @@ def allgather_object(obj: T, name: str | None = None) -> list[T]:
         count = int(everyones[start:end].clone().view(torch.int64))
         if count == _FAILED:
             raise _unpicklable("allgather_object", rank) from failure
-        values.append(pickle.loads(_memory(everyones[end : end + count])))
+        values.append(_loaded(everyones[end : end + count]))
         start = end + count
     return values
 
@@ -98,8 +98,8 @@ def _pickled(obj: Any) -> tuple[torch.Tensor, Exception | None]:
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8), None
 
 
-def _memory(payload: torch.Tensor) -> memoryview:
-    return memoryview(payload.cpu().numpy())
+def _loaded(payload: torch.Tensor) -> Any:
+    return pickle.loads(payload.cpu().numpy().data)
 
 
 def _unpicklable(operation: str, rank: int) -> ValueError:

@@ -75,7 +75,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
                 f"that of rank {root_rank} of {groups[root_rank]}; build it alike on every rank."
             )
     tensors: list[torch.Tensor] = []
-    skeleton, fault = None, None
+    skeleton: Any = None
+    fault: str | None = None
     if communicator.rank == root_rank:
         try:
             skeleton = _skeleton(optimizer.state_dict(), tensors)
@@ -125,7 +126,8 @@ def _require_same(communicator: Communicator, description: Description, root_ran
     for rank, other in enumerate(everyones):
         if other != wanted:
             raise MismatchError(
-                f"broadcast_parameters: {_difference(wanted, other, root_rank, rank)}. Build the same model on every rank."
+                f"broadcast_parameters: {_difference(wanted, other, root_rank, rank)}. "
+                "Build the same model on every rank."
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -73,25 +74,28 @@ def cluster() -> Iterator[SparkSession]:
     session.stop()
 
 
-def ranks_alive() -> list[psutil.Process]:
-    """Rank processes: what the fork servers below this process, or below its JVM's workers, have forked."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
+def fork_servers() -> list[psutil.Process]:
+    """The fork servers that end with this process or one below it; a server outlives the worker that started it."""
+    anchors = {str(psutil.Process().pid), *(str(child.pid) for child in psutil.Process().children(recursive=True))}
+    servers = []
+    for process in psutil.process_iter():
         try:
-            parent = process.parent()
-            if parent is not None and is_fork_server(parent):
-                found.append(process)
-        except psutil.NoSuchProcess:
+            command = process.cmdline()
+            if "spark_hvd.runner.forkserver" in command and command[-2] in anchors:
+                servers.append(process)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
+    pids = {server.pid for server in servers}
+    return [server for server in servers if server.ppid() not in pids]  # forks have their server's command line
+
+
+def ranks_alive() -> list[psutil.Process]:
+    """The processes that our fork servers have forked."""
+    found = []
+    for server in fork_servers():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += server.children()
     return found
-
-
-def is_fork_server(process: psutil.Process) -> bool:
-    """Whether a process is a fork server; its forks have the same command line and such a parent."""
-    try:
-        return "spark_hvd.runner.forkserver" in " ".join(process.cmdline())
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return False
 
 
 def wait_until(condition: Callable[[], Any], timeout: float = 5.0) -> Any:

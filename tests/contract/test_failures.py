@@ -1,0 +1,113 @@
+"""A peer that dies, hangs or aborts becomes a CollectiveError on the others, with the backend's own error as cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import cloudpickle
+import pytest
+import torch
+
+import spark_hvd.torch as hvd
+from spark_hvd.communicator import ReduceOp
+from spark_hvd.context import current
+from tests.ranks import ranks
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("operation", ["allreduce", "allgather", "broadcast_object"])
+def test_killed_peer(size: int, operation: str) -> None:
+    def fn() -> float:
+        hvd.barrier()
+        if hvd.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls: dict[str, Callable[[], object]] = {
+            "allreduce": lambda: hvd.allreduce(torch.ones(1000)),
+            "allgather": lambda: hvd.allgather(torch.ones(hvd.rank() + 1)),
+            "broadcast_object": lambda: hvd.broadcast_object(1, root_rank=1),
+        }
+        start = time.monotonic()
+        with pytest.raises(hvd.HorovodInternalError, match=f"failed on rank {hvd.rank()}") as caught:
+            calls[operation]()
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        return time.monotonic() - start
+
+    with ranks(size) as world:
+        outcomes = world.outcomes(fn)
+    assert outcomes[1] == (False, "ended with exit code -9")
+    for ok, seconds in outcomes[:1] + outcomes[2:]:
+        assert ok, seconds
+        assert seconds < 10
+
+
+def test_hanging_peer() -> None:
+    def fn() -> str:
+        hvd.barrier()
+        if hvd.rank() == 1:
+            time.sleep(4)
+            return "slept"
+        with pytest.raises(hvd.CollectiveError, match="allreduce failed on rank 0"):
+            hvd.allreduce(torch.ones(1))
+        return "timed out"
+
+    with ranks(2, timeout=2.0) as world:
+        assert world.run(fn) == ["timed out", "slept"]
+
+
+def test_timeout_of_a_handle() -> None:
+    def fn() -> str:
+        hvd.barrier()
+        if hvd.rank() == 1:
+            time.sleep(3)
+            return "slept"
+        handle = current().communicator.allreduce(torch.ones(1), ReduceOp.SUM)
+        assert not handle.done()
+        start = time.monotonic()
+        with pytest.raises(hvd.CollectiveError):
+            handle.wait(0.5)
+        assert time.monotonic() - start < 2
+        return "timed out"
+
+    with ranks(2) as world:
+        assert world.run(fn) == ["timed out", "slept"]
+
+
+def test_abort_frees_the_peers() -> None:
+    def fn() -> float:
+        hvd.barrier()
+        communicator = current().communicator
+        if hvd.rank() == 1:
+            time.sleep(0.5)
+            communicator.abort()
+            return 0.0
+        start = time.monotonic()
+        with pytest.raises(hvd.CollectiveError):
+            communicator.allreduce(torch.ones(1), ReduceOp.SUM).wait()
+        return time.monotonic() - start
+
+    with ranks(2, timeout=30.0) as world:
+        assert world.run(fn)[0] < 10
+
+
+def test_abort_frees_oneself() -> None:
+    def fn() -> float:
+        hvd.barrier()
+        if hvd.rank() == 1:
+            time.sleep(5)
+            return 0.0
+        communicator = current().communicator
+        threading.Timer(0.5, communicator.abort).start()
+        start = time.monotonic()
+        with pytest.raises(hvd.CollectiveError):
+            communicator.allreduce(torch.ones(1), ReduceOp.SUM).wait()
+        return time.monotonic() - start
+
+    with ranks(2, timeout=30.0) as world:
+        assert world.run(fn)[0] < 4

@@ -1,0 +1,138 @@
+"""Rank processes for tests of the core: joined over a TCPStore on loopback, without the runner."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+
+SECONDS = 60.0
+
+
+class RankError(AssertionError):
+    """Ranks raised; the text has the traceback of each."""
+
+
+class Ranks:
+    """A world of real processes that stays up between calls.
+
+    Functions travel by value if their module is registered with cloudpickle.register_pickle_by_value.
+    """
+
+    def __init__(self, size: int, *, timeout: float = SECONDS, join: bool = True) -> None:
+        """Start the processes.
+
+        Args:
+            size: World size.
+            timeout: Seconds until a collective fails, and until a call of run() does.
+            join: Whether the ranks are in a world of spark_hvd from the start; else they have the environment only.
+        """
+        self.size = size
+        self._timeout = timeout
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        if not join:
+            listener.close()
+        context = multiprocessing.get_context("spawn")
+        self.processes = []
+        self._pipes: list[Connection] = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            given = listener if join and rank == 0 else None
+            process = context.Process(target=_serve, args=(rank, size, port, given, join, timeout, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
+        listener.close()
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call fn(*args) on every rank; results in rank order.
+
+        Raises:
+            RankError: A rank raised, ended or took too long.
+        """
+        outcomes = self.outcomes(fn, *args)
+        errors = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
+        if errors:
+            raise RankError("\n".join(errors))
+        return [value for _, value in outcomes]
+
+    def outcomes(self, fn: Callable[..., Any], *args: Any) -> list[tuple[bool, Any]]:
+        """As run(), but a rank's failure is (False, traceback) in the list."""
+        call = cloudpickle.dumps((fn, args))
+        for pipe in self._pipes:
+            pipe.send_bytes(call)
+        return [self._outcome(rank) for rank in range(self.size)]
+
+    def _outcome(self, rank: int) -> tuple[bool, Any]:
+        try:
+            if not self._pipes[rank].poll(self._timeout + 10):
+                return False, f"no answer after {self._timeout + 10} s"
+            answer: tuple[bool, Any] = cloudpickle.loads(self._pipes[rank].recv_bytes())
+        except EOFError:
+            self.processes[rank].join(5)
+            return False, f"ended with exit code {self.processes[rank].exitcode}"
+        return answer
+
+    def close(self) -> None:
+        """End the processes, by force if a rank hangs."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@contextmanager
+def ranks(size: int, **options: Any) -> Iterator[Ranks]:
+    """Rank processes for the duration of a with statement; see :class:`Ranks`."""
+    world = Ranks(size, **options)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+def _serve(
+    rank: int, size: int, port: int, listener: socket.socket | None, join: bool, timeout: float, pipe: Connection
+) -> None:
+    launch = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if join:
+        _join(rank, size, port, listener, timeout)
+    else:
+        os.environ.update({name: str(value) for name, value in launch.items()})
+    while True:
+        try:
+            fn, args = cloudpickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = (True, fn(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(cloudpickle.dumps(answer))
+
+
+def _join(rank: int, size: int, port: int, listener: socket.socket | None, timeout: float) -> None:
+    from spark_hvd import context
+    from spark_hvd.kv import TCPStore
+    from spark_hvd.layout import WorldLayout
+    from spark_hvd.world import Endpoint, World
+
+    fd = listener.detach() if listener is not None else None
+    kv = TCPStore(
+        "127.0.0.1", port, size, rank == 0, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=fd
+    )
+    me = WorldLayout.from_hosts(["127.0.0.1"] * size).of_process(rank)
+    context.join(World(me, Endpoint("127.0.0.1", port)), kv, timeout=timeout)
