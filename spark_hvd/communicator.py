@@ -137,5 +137,9 @@ class Communicator(Protocol):
         ...
 
     def abort(self) -> None:
-        """Make collectives under way fail, here and on the peers, without waiting for anyone."""
+        """Leave without waiting for anyone: what the peers have under way with me fails at once.
+
+        My own collectives under way fail too; where the transport cannot be interrupted (gloo), only at their timeout.
+        The process group is gone afterwards, also one that the user had initialised.
+        """
         ...

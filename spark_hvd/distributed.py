@@ -232,7 +232,8 @@ class TorchCommunicator:
         """See base class."""
         group = self._group if self._group is not None else dist.group.WORLD
         assert group is not None
-        group.abort()
+        group.abort()  # NCCL's part
+        dist.destroy_process_group(self._group)  # gloo's part: it closes the connections, which the peers notice
 
     def _broadcast_bytes(self, name: str, dense: torch.Tensor, root_rank: int) -> dist.Work | None:
         root = dist.get_global_rank(self._group, root_rank) if self._group is not None else root_rank

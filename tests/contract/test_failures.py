@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 
@@ -86,6 +85,8 @@ def test_abort_frees_the_peers() -> None:
         if hvd.rank() == 1:
             time.sleep(0.5)
             communicator.abort()
+            hvd.shutdown()
+            time.sleep(5)  # it is the abort that the peer notices, not the end of this process
             return 0.0
         start = time.monotonic()
         with pytest.raises(hvd.CollectiveError):
@@ -93,21 +94,4 @@ def test_abort_frees_the_peers() -> None:
         return time.monotonic() - start
 
     with ranks(2, timeout=30.0) as world:
-        assert world.run(fn)[0] < 10
-
-
-def test_abort_frees_oneself() -> None:
-    def fn() -> float:
-        hvd.barrier()
-        if hvd.rank() == 1:
-            time.sleep(5)
-            return 0.0
-        communicator = current().communicator
-        threading.Timer(0.5, communicator.abort).start()
-        start = time.monotonic()
-        with pytest.raises(hvd.CollectiveError):
-            communicator.allreduce(torch.ones(1), ReduceOp.SUM).wait()
-        return time.monotonic() - start
-
-    with ranks(2, timeout=30.0) as world:
-        assert world.run(fn)[0] < 4
+        assert world.run(fn)[0] < 3

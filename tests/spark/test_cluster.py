@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -37,8 +38,12 @@ def reduce_one() -> float:
 
 
 def executors() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [process for process in children if "CoarseGrainedExecutorBackend" in " ".join(process.cmdline())]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if "CoarseGrainedExecutorBackend" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def in_background(target: Any, *args: Any, **kwargs: Any) -> tuple[threading.Thread, list[BaseException]]:

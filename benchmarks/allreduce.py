@@ -1,0 +1,94 @@
+"""Synchronous all-reduce on two local ranks: raw torch.distributed beside hvd, in the same processes, in turns.
+
+`python -m benchmarks.allreduce [--sizes 4 1024 ...] [--rounds 15] [--seconds 0.3] [--ranks 2] [--json]`
+
+The like-for-like call is `hvd.allreduce_` with op=Sum against `dist.all_reduce`: both reduce in place. `hvd.allreduce`
+returns a new tensor and averages, which costs a copy and a division more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+import spark_hvd.torch as hvd
+from spark_hvd import run_local
+
+SIZES = (4, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+KINDS = ("dist.all_reduce", "hvd.allreduce_ Sum", "hvd.allreduce Average")
+MOST_CALLS = 200
+
+
+def _seconds_a_call(call: Callable[[], object], calls: int) -> float:
+    hvd.barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
+def _measure(sizes: Sequence[int], rounds: int, seconds: float) -> list[dict[str, float]]:
+    """Median seconds a call, for each size in bytes and each kind; float32."""
+    rows = []
+    for size in sizes:
+        tensor = torch.zeros(max(1, size // 4))
+        kinds: dict[str, Callable[[], object]] = {
+            KINDS[0]: lambda tensor=tensor: dist.all_reduce(tensor),  # type: ignore[misc]
+            KINDS[1]: lambda tensor=tensor: hvd.allreduce_(tensor, op=hvd.Sum),  # type: ignore[misc]
+            KINDS[2]: lambda tensor=tensor: hvd.allreduce(tensor),  # type: ignore[misc]
+        }
+        for call in kinds.values():
+            _seconds_a_call(call, 2)
+        # Every rank must make the same number of calls, and no rank's clock decides alone.
+        pace = float(hvd.allreduce(torch.tensor(_seconds_a_call(kinds[KINDS[0]], 3)), op=hvd.Max))
+        calls = min(MOST_CALLS, max(1, round(seconds / rounds / pace)))
+        times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        for number in range(rounds):
+            turn = number % len(KINDS)
+            for kind in KINDS[turn:] + KINDS[:turn]:
+                times[kind].append(_seconds_a_call(kinds[kind], calls))
+        row: dict[str, float] = {"bytes": size, "calls": calls}
+        row |= {kind: statistics.median(times[kind]) for kind in KINDS}
+        # The median of the rounds' own ratios: both calls of a round met the same noise.
+        for kind in KINDS[1:]:
+            pairs = zip(times[kind], times[KINDS[0]], strict=True)
+            row[f"{kind} ratio"] = statistics.median(ours / raw for ours, raw in pairs)
+        rows.append(row)
+    return rows
+
+
+def _table(rows: Sequence[dict[str, float]]) -> str:
+    lines = [
+        "| bytes | dist.all_reduce us | hvd.allreduce_ Sum us | ratio | hvd.allreduce Average us | ratio |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        raw, ours, average = (row[kind] * 1e6 for kind in KINDS)
+        ratios = [row[f"{kind} ratio"] for kind in KINDS[1:]]
+        lines.append(
+            f"| {row['bytes']:,} | {raw:,.0f} | {ours:,.0f} | {ratios[0]:.3f} | {average:,.0f} | {ratios[1]:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, and print a table or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of a tensor")
+    parser.add_argument("--rounds", type=int, default=15, help="turns, of which the median counts")
+    parser.add_argument("--seconds", type=float, default=1.5, help="time for each kind and size, about")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--json", action="store_true", help="print JSON, times in seconds")
+    given = parser.parse_args()
+    rows = run_local(_measure, args=(given.sizes, given.rounds, given.seconds), num_proc=given.ranks)[0]
+    print(json.dumps(rows, indent=1) if given.json else _table(rows))
+
+
+if __name__ == "__main__":
+    main()
