@@ -24,7 +24,7 @@ from spark_hvd.optimizer import DistributedOptimizer
 
 BATCH = 32
 WARM_UP = 5
-KINDS = ("DDP", "DDP, bucket views", "spark_hvd")
+KINDS = ("DDP", "DDP, bucket views", "spark_hvd", "spark_hvd over Gloo")
 Step = Callable[[], None]
 
 
@@ -73,8 +73,10 @@ def _make_step(name: str, kind: str, rank: int) -> Step:
     if kind.startswith("DDP"):
         model = DistributedDataParallel(model, gradient_as_bucket_view="views" in kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-    if kind == "spark_hvd":
-        optimizer = DistributedOptimizer(optimizer, model.named_parameters())  # type: ignore[assignment]
+    if not kind.startswith("DDP"):
+        optimizer = DistributedOptimizer(  # type: ignore[assignment]
+            optimizer, model.named_parameters(), shared_memory="Gloo" not in kind
+        )
     criterion = nn.CrossEntropyLoss()
 
     def step() -> None:

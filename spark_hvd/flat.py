@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from spark_hvd.buckets import BucketPlan, ParamSpec
+from spark_hvd.shared_memory import SharedArena, SharedSum
 from spark_hvd.torch_private import copy_all
 
 # Above this mean size one fused "scale into the buffer" a gradient beats one batched copy and a second pass to scale.
@@ -58,14 +59,17 @@ class FlatBucket:
         params: Sequence[torch.nn.Parameter],
         specs: Sequence[ParamSpec],
         reduction: Reduction,
+        flat: torch.Tensor,
     ) -> None:
+        """Use `flat`, zeros, as buffer: an element for each of the gradients', and a flag a gradient."""
         self.members = plan.members
         self.params = [params[index] for index in plan.members]
         self.names = [specs[index].name for index in plan.members]
         self.reduction = reduction
         self.pending = len(plan.members)
-        lead = self.params[0]
-        self._flat = torch.zeros(plan.numel + len(self.params), dtype=lead.dtype, device=lead.device)
+        self._flat = flat
+        self._everyones: list[torch.Tensor] = []
+        self._summed: dist.ProcessGroup
         self._payload = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
         self._body = self._flat[: plan.numel]
         self._flags = self._flat[plan.numel :]
@@ -76,7 +80,7 @@ class FlatBucket:
         ]
         self._fused_copy = plan.numel >= FUSED_COPY_NUMEL * len(self.params)
         self._missing: list[int] = []
-        self._work: dist.Work | None = None
+        self._work: dist.Work | SharedSum | None = None
         self._wire = self._payload
         self._context: Any = None
 
@@ -84,6 +88,16 @@ class FlatBucket:
     def in_flight(self) -> bool:
         """Whether its all-reduce was started and not yet waited for."""
         return self._work is not None
+
+    def share(self, everyones: list[torch.Tensor], summed: dist.ProcessGroup) -> None:
+        """From now on reduce in memory.
+
+        Args:
+            everyones: this bucket's buffer of every rank, in rank order.
+            summed: a second process group, see SharedSum.
+        """
+        self._everyones = everyones
+        self._summed = summed
 
     def rearm(self) -> None:
         """Forget the finished step."""
@@ -136,7 +150,23 @@ class FlatBucket:
 
     def launch(self, group: dist.ProcessGroup) -> None:
         """Start the all-reduce; the buffer belongs to the network until `wait` returns."""
-        self._work = dist.all_reduce(self._wire, group=group, async_op=True)
+        if self._everyones:
+            self._work = SharedSum(self._everyones, group, self._summed)
+        else:
+            self._work = dist.all_reduce(self._wire, group=group, async_op=True)
+
+    def poll(self) -> bool:
+        """Do my part of the reduction if that needs no waiting; returns False if it would."""
+        return not isinstance(self._work, SharedSum) or self._work.poll()
+
+    def advance(self) -> None:
+        """Do my part of the reduction, so that no other rank waits for me.
+
+        Raises:
+            RuntimeError: as the backend raises it when a peer or the network failed.
+        """
+        if isinstance(self._work, SharedSum):
+            self._work.advance()
 
     def wait(self) -> None:
         """Wait for the all-reduce (on CUDA: let the current stream wait).
@@ -167,6 +197,40 @@ class FlatBucket:
         """Drop an all-reduce that failed or will never be waited for."""
         self._work = None
         self.rearm()
+
+
+def make_buckets(
+    plans: Sequence[BucketPlan],
+    params: Sequence[torch.nn.Parameter],
+    specs: Sequence[ParamSpec],
+    reduction: Reduction,
+    host_group: dist.ProcessGroup | None,
+    exchange: Callable[[Any], list[Any]],
+) -> list[FlatBucket]:
+    """Make the buckets of some plans; collective.
+
+    Args:
+        plans: The same on every rank.
+        params: All parameters.
+        specs: What they are, in the same order.
+        reduction: How gradients are scaled and compressed.
+        host_group: A process group for buckets that are reduced in memory, where all ranks are on one host.
+        exchange: Gives every rank the facts of all ranks, in rank order.
+    """
+    leads = [params[plan.members[0]] for plan in plans]
+    numels = [plan.numel + len(plan.members) for plan in plans]
+    everyones = None
+    if host_group is not None and plans and all(lead.device.type == "cpu" for lead in leads):
+        arena = SharedArena([(numel, lead.dtype) for numel, lead in zip(numels, leads, strict=True)])
+        flats = arena.buffers
+        everyones = arena.map_everyones(dist.get_rank(host_group), exchange)
+    else:
+        flats = [lead.new_zeros(numel) for numel, lead in zip(numels, leads, strict=True)]
+    buckets = [FlatBucket(plan, params, specs, reduction, flat) for plan, flat in zip(plans, flats, strict=True)]
+    if host_group is not None and everyones is not None:
+        for bucket, tensors in zip(buckets, everyones, strict=True):
+            bucket.share(tensors, host_group)
+    return buckets
 
 
 def _dense_stride(param: torch.Tensor) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -103,6 +104,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     *,
     bucket_cap_mb: float = 25.0,
+    shared_memory: bool = True,
 ) -> ReducedOptimizer:
     """Make `optimizer` reduce gradients over all ranks; collective, every rank must call it.
 
@@ -121,6 +123,8 @@ def DistributedOptimizer(
         groups: a number of groups, or lists of parameters, each of which is reduced in one piece.
         sparse_as_dense: reduce sparse gradients as dense ones; else indices and values of all ranks are gathered.
         bucket_cap_mb: upper bound of a bucket in MiB.
+        shared_memory: where all ranks are on one Linux host, reduce uncompressed buckets on the CPU in shared memory
+            instead of over Gloo.
 
     Returns:
         `optimizer`.
@@ -153,6 +157,7 @@ def DistributedOptimizer(
             "groups": grouped,
             "sparse_as_dense": sparse_as_dense,
             "bucket_cap_mb": bucket_cap_mb,
+            "shared_memory": shared_memory,
         }
         average = op is ReduceOp.AVERAGE
         if gradient_predivide_factor != 1.0:
@@ -160,6 +165,12 @@ def DistributedOptimizer(
         else:
             scales = (1.0 / size if average else 1.0, 1.0)
         group = dist.new_group()
+        in_memory = (
+            shared_memory
+            and hasattr(os, "memfd_create")
+            and context.world.me.local_size == size
+            and compression is Compression.none
+        )
         lane = PlannedLane(
             params,
             specs,
@@ -167,6 +178,7 @@ def DistributedOptimizer(
             group=group,
             device=_exchange_device(group, params),
             reduction=Reduction(*scales, compression, sparse_as_dense),
+            host_group=dist.new_group() if in_memory else None,
             sparse_scale=1.0 / size if average else 1.0,
             passes=backward_passes_per_step,
             cap_bytes=int(bucket_cap_mb * MEGABYTE),

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from spark_hvd.buckets import ParamSpec, describe_mismatch, fingerprint, plan_buckets
 from spark_hvd.errors import CollectiveError, PlanMismatchError
 from spark_hvd.exchange import exchange
-from spark_hvd.flat import FlatBucket, Reduction
+from spark_hvd.flat import FlatBucket, Reduction, make_buckets
 from spark_hvd.sparse import reduce_sparse
 from spark_hvd.torch_private import at_end_of_backward
 
@@ -65,6 +65,8 @@ class PlannedLane:
         group: a process group that nobody else uses.
         device: a device that `group` can exchange small facts on.
         reduction: how gradients are scaled and compressed.
+        host_group: a second process group, where all ranks are on one host: buckets on the CPU are then reduced in
+            shared memory.
         sparse_scale: factor for sparse gradients, after the sum.
         passes: backward passes a step.
         cap_bytes: upper bound of a bucket.
@@ -84,6 +86,7 @@ class PlannedLane:
         group: dist.ProcessGroup,
         device: torch.device,
         reduction: Reduction,
+        host_group: dist.ProcessGroup | None,
         sparse_scale: float,
         passes: int,
         cap_bytes: int,
@@ -96,6 +99,7 @@ class PlannedLane:
         self._group = group
         self._device = device
         self._reduction = reduction
+        self._host_group = host_group
         self._sparse_scale = sparse_scale
         self._passes = passes
         self._caps = {"cap_bytes": cap_bytes, "tail_bytes": tail_bytes}
@@ -294,10 +298,11 @@ class PlannedLane:
         sparse = sorted({index for fact in facts for index in fact["sparse"]})
         dense = [index for index in order if index not in sparse]
         self._sparse.extend(sparse)
-        for plan in plan_buckets(self._specs, dense, self._groups, **self._caps):
-            bucket = FlatBucket(plan, self._params, self._specs, self._reduction)
-            self._buckets.append(bucket)
-            for index in plan.members:
+        plans = plan_buckets(self._specs, dense, self._groups, **self._caps)
+        fresh = make_buckets(plans, self._params, self._specs, self._reduction, self._host_group, self._exchange)
+        self._buckets.extend(fresh)
+        for bucket in fresh:
+            for index in bucket.members:
                 self._progress.units[index] = bucket
         placed = set(order)
         self._unplanned = [index for index in self._unplanned if index not in placed]
@@ -317,6 +322,9 @@ class PlannedLane:
         with self._collective():
             if self._sparse:
                 reduce_sparse([self._params[index] for index in self._sparse], self._sparse_scale, self._group)
+        with self._collective():
+            for bucket in self._buckets:
+                bucket.advance()
         for bucket in self._buckets:
             with self._collective():
                 bucket.wait()
@@ -333,9 +341,10 @@ class PlannedLane:
         bucket.fill()
         with self._collective():
             bucket.launch(self._group)
+            all(earlier.poll() for earlier in self._buckets[: self._launched])  # in order, up to the first not ready
         self._launched += 1
 
-    def _exchange(self, fact: dict[str, Any]) -> list[dict[str, Any]]:
+    def _exchange(self, fact: Any) -> list[Any]:
         with self._collective():
             return exchange(fact, self._group, self._device)
 

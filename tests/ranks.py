@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -37,7 +38,7 @@ class Ranks:
         """
         self.size = size
         self._timeout = timeout
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = socket.create_server(("127.0.0.1", 0 if join else _quiet_port()))
         port = listener.getsockname()[1]
         if not join:
             listener.close()
@@ -94,7 +95,15 @@ class Ranks:
                 process.join()
 
 
-@contextmanager
+def _quiet_port() -> int:
+    # Rank 0 binds it seconds later, so it must lie below the range from which the kernel serves everyone else.
+    for port in random.sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise RuntimeError("no free port among 100")
+
+
+@contextlib.contextmanager
 def ranks(size: int, **options: Any) -> Iterator[Ranks]:
     """Rank processes for the duration of a with statement; see :class:`Ranks`."""
     world = Ranks(size, **options)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spark_hvd.compression import Compression
 from torch import nn
 
 from spark_hvd.communicator import ReduceOp
+from spark_hvd.compression import Compression
 from spark_hvd.optimizer import DistributedOptimizer, ReducedOptimizer
 from spark_hvd.planned import PlannedLane
 

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.contract import optimizer_cases, optimizer_odd_cases
+from tests.contract import optimizer_cases, optimizer_odd_cases, shared_memory_cases
 from tests.contract.optimizer_ranks import Ranks
 
 Case = Callable[[int, int], None]
@@ -42,7 +42,9 @@ def three() -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize(
-    "case", cases_of(optimizer_cases) + cases_of(optimizer_odd_cases), ids=lambda case: case.__name__
+    "case",
+    cases_of(optimizer_cases) + cases_of(optimizer_odd_cases) + cases_of(shared_memory_cases),
+    ids=lambda case: case.__name__,
 )
 def test_two_ranks(two: Ranks, case: Case) -> None:
     two.run(case)
@@ -55,6 +57,9 @@ def test_two_ranks(two: Ranks, case: Case) -> None:
         optimizer_cases.sparse_gradients,
         optimizer_odd_cases.unused_parameters,
         optimizer_odd_cases.plan_mismatch,
+        shared_memory_cases.ranks_out_of_step,
+        shared_memory_cases.memory_and_gloo_give_the_same_bits,
+        shared_memory_cases.every_dtype,
     ],
     ids=lambda case: case.__name__,
 )
