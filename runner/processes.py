@@ -23,6 +23,7 @@ import psutil
 from spark_hvd.runner.forkserver import REQUEST_LENGTH, same_user
 
 _MAX_SERVERS = 2  # a server holds ~300 MB; two, so that alternating between two environments stays fast
+_ATTEMPTS = 20
 _LINGER = 600.0  # seconds that the server of the common environment waits for another run
 
 
@@ -175,9 +176,11 @@ def apply_env(base: Mapping[str, str], changes: Mapping[str, str | None]) -> dic
 
 def _connect(env: Mapping[str, str | None], anchor: int) -> socket.socket:
     born = psutil.Process(anchor).create_time()
-    identity = json.dumps([anchor, born, sys.executable, sorted(env.items(), key=str)])
+    # What decides which torch a server has imported, besides the changes that the run asks for.
+    python = [sys.executable, os.environ.get("PYTHONPATH")]
+    identity = json.dumps([anchor, born, python, sorted(env.items(), key=str)])
     address = _address(hashlib.sha256(identity.encode()).hexdigest()[:24])
-    while True:
+    for _ in range(_ATTEMPTS):
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.connect(address)
@@ -189,6 +192,7 @@ def _connect(env: Mapping[str, str | None], anchor: int) -> socket.socket:
             connection.close()
             raise PermissionError(f"the fork server's socket {address!r} belongs to another user")
         return connection
+    raise ForkServerError(f"no fork server of {sys.executable} came up in {_ATTEMPTS} attempts")
 
 
 def _address(name: str) -> str:
