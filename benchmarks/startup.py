@@ -2,7 +2,9 @@
 
     python -m benchmarks.startup --runs 5
 
-Warm: both in turn on one local[2] session, after one run of each. First: a new session each time, both in turn.
+Warm: in turn on one local[2] session, two runs of one, then two of the other. The second of the two is the usual case,
+a run after a run; the first comes after a job of another kind, for which Spark has new Python workers to start.
+First: a new session each time, in turn.
 """
 
 from __future__ import annotations
@@ -74,16 +76,19 @@ def timed(peer: str, spark: Any) -> float:
     return time.perf_counter() - started
 
 
-def warm(runs: int) -> dict[str, list[float]]:
+def warm(runs: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of runs after a run of the same launcher, and of runs after one of the other."""
     spark = session()
     for peer in PEERS:
         timed(peer, spark)
-    seconds: dict[str, list[float]] = {peer: [] for peer in PEERS}
+    after_own: dict[str, list[float]] = {peer: [] for peer in PEERS}
+    after_other: dict[str, list[float]] = {peer: [] for peer in PEERS}
     for _ in range(runs):
         for peer in PEERS:
-            seconds[peer].append(timed(peer, spark))
+            after_other[peer].append(timed(peer, spark))
+            after_own[peer].append(timed(peer, spark))
     spark.stop()
-    return seconds
+    return after_own, after_other
 
 
 def first(runs: int) -> dict[str, list[float]]:
@@ -113,7 +118,9 @@ def main() -> None:
         print(timed(args.one_first_run, spark))
         return
     print("| run | launcher | median s | min-max s | against spark_hvd |\n|---|---|---|---|---|")
-    table("warm session, later runs", warm(args.runs))
+    after_own, after_other = warm(args.runs)
+    table("warm session, a run after a run", after_own)
+    table("warm session, a run after another kind of job", after_other)
     table("first run of a session", first(args.runs))
 
 

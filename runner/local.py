@@ -51,7 +51,8 @@ def run_local(
         kwargs: Keyword arguments of fn.
         num_proc: Number of ranks.
         backend: "gloo", "nccl", or None for NCCL on CUDA tensors and Gloo on CPU tensors.
-        env: Changes to the environment of the ranks; None as a value unsets a variable.
+        env: Changes to the environment of the ranks; None as a value unsets a variable. OMP_NUM_THREADS is each rank's
+            share of the cores, unless it is set here or in this process.
         start_timeout: Seconds for all ranks to be up.
         timeout: Seconds that fn may run, or None for no limit.
         collective_timeout: Seconds after which a collective fails that not all ranks have joined.
@@ -80,6 +81,7 @@ def run_local(
     )
     payload = dump_call(fn, args, kwargs or {})
     printer = make_printer(config, stdout, stderr)
+    threads_each = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(_cores_each(num_proc))}
     packed: list[Packed | Exception] = []
     with ExitStack() as cleanup:
         hub = Hub(HubState(num_proc, timeout=config.timeout), _HOST, on_output=printer.put)
@@ -87,7 +89,7 @@ def run_local(
         spec = TaskSpec(
             run_id=f"spark_hvd-{uuid.uuid4().hex[:12]}",
             hub=hub.address,
-            env=config.env,
+            env={**threads_each, **config.env},
             backend=config.backend,
             start_timeout=config.start_timeout,
             collective_timeout=config.collective_timeout,
@@ -126,6 +128,11 @@ def run_local(
             raise item
     done = sorted((item for item in packed if isinstance(item, Packed)), key=lambda item: item.rank)
     return results(done, num_proc, order, config.timeout)
+
+
+def _cores_each(num_proc: int) -> int:
+    """Cores for one rank: left alone, torch starts a thread a core in every rank, and they wait for each other."""
+    return max(1, (os.cpu_count() or 1) // num_proc)
 
 
 def _run_rank(spec: TaskSpec, payload: bytes, layout: WorldLayout, rank: int) -> Packed:

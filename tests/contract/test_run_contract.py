@@ -65,6 +65,18 @@ def test_topology_and_environment(launch: Launcher) -> None:
     }  # fmt: skip
 
 
+def test_ranks_share_the_cores(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn() -> int:
+        import torch
+
+        return torch.get_num_threads()
+
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    each = max(1, (os.cpu_count() or 1) // 2) if launch is run_local else 1  # Spark gives spark.task.cpus
+    assert launch(fn, num_proc=2) == [each, each]
+    assert launch(fn, num_proc=1, env={"OMP_NUM_THREADS": "3"}) == [3]
+
+
 def test_init_and_shutdown_inside_fn(launch: Launcher) -> None:
     def fn() -> tuple[float, float]:
         hvd().init()
