@@ -19,7 +19,7 @@ from spark_hvd.flat import Compressor, Reduction
 from spark_hvd.planned import PlannedLane
 
 # The last bucket has no backward left to hide behind: small enough to be all latency, it costs one round trip.
-TAIL_BYTES = MEGABYTE // 8
+TAIL_BYTES = MEGABYTE
 
 
 class ReducedOptimizer(torch.optim.Optimizer):
