@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 from spark_hvd.runner import spark as on_spark
 from spark_hvd.runner.collect import results
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.errors import RunTimeoutError, StartTimeoutError
+from spark_hvd.runner.errors import StartTimeoutError
 from spark_hvd.runner.hub import Hub
 from spark_hvd.runner.hub_state import HubState
 from spark_hvd.runner.outcome import from_rows
@@ -107,16 +107,8 @@ def run(
         hub = _open_hub(session, size, config, printer, None if local else on_spark.max_result_bytes(session))
         if hub is not None:
             closing.callback(hub.close)
-        spec = TaskSpec(
-            run_id=run_id,
-            hub=None if hub is None else hub.address,
-            env=config.env,
-            backend=config.backend,
-            start_timeout=config.start_timeout,
-            collective_timeout=config.collective_timeout,
-            timeout=config.timeout,
-            spool=closing.enter_context(on_spark.temporary_directory(session)) if local else None,
-        )
+        spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
+        spec = TaskSpec.of(config, run_id, None if hub is None else hub.address, spool)
         job = on_spark.BarrierJob(
             session, size, _task(pickle.dumps(spec), payload), f"spark_hvd.run({name}) on {size} ranks", run_id
         )
@@ -219,6 +211,3 @@ def _end(job: on_spark.BarrierJob, hub: Hub | None, reason: str) -> None:
     if job.running:
         job.cancel()
         job.wait(10)
-
-
-__all__ = ["RunTimeoutError", "make_printer", "run"]

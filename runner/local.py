@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import Any, TextIO, TypeVar
 
 from spark_hvd.layout import WorldLayout
@@ -19,8 +20,8 @@ from spark_hvd.runner.launch import make_printer
 from spark_hvd.runner.outcome import Packed
 from spark_hvd.runner.payload import dump_call
 from spark_hvd.runner.processes import fork_server
-from spark_hvd.runner.supervise import RankJob, supervise
-from spark_hvd.runner.task import TaskSpec, meet, rank_env
+from spark_hvd.runner.supervise import supervise
+from spark_hvd.runner.task import TaskSpec, meet
 
 R = TypeVar("R")
 _HOST = "127.0.0.1"
@@ -79,22 +80,15 @@ def run_local(
         collective_timeout=collective_timeout,
         verbose=verbose,
     )
+    if "OMP_NUM_THREADS" not in os.environ:
+        config = replace(config, env={"OMP_NUM_THREADS": str(_cores_each(num_proc)), **config.env})
     payload = dump_call(fn, args, kwargs or {})
     printer = make_printer(config, stdout, stderr)
-    threads_each = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(_cores_each(num_proc))}
     packed: list[Packed | Exception] = []
     with ExitStack() as cleanup:
         hub = Hub(HubState(num_proc, timeout=config.timeout), _HOST, on_output=printer.put)
         cleanup.callback(hub.close)
-        spec = TaskSpec(
-            run_id=f"spark_hvd-{uuid.uuid4().hex[:12]}",
-            hub=hub.address,
-            env={**threads_each, **config.env},
-            backend=config.backend,
-            start_timeout=config.start_timeout,
-            collective_timeout=config.collective_timeout,
-            timeout=config.timeout,
-        )
+        spec = TaskSpec.of(config, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address)
 
         def rank_thread(rank: int) -> None:
             try:
@@ -142,15 +136,4 @@ def _run_rank(spec: TaskSpec, payload: bytes, layout: WorldLayout, rank: int) ->
     link = meet(Link(spec.hub, rank), rank, spec.start_timeout)
     assert link is not None
     with closing(link):
-        job = RankJob(
-            me=me,
-            store_host=_HOST,
-            payload=payload,
-            env=rank_env(spec, me, _HOST, None),
-            backend=spec.backend,
-            gpu_assigned=False,
-            start_timeout=spec.start_timeout,
-            collective_timeout=spec.collective_timeout,
-            timeout=spec.timeout,
-        )
-        return supervise(job, link, server)
+        return supervise(spec.job(me, _HOST, payload, None), link, server)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from spark_hvd.layout import RankInfo, WorldLayout
+from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.hub import Hub, HubAddress, Link
 from spark_hvd.runner.hub_state import HubState
 from spark_hvd.runner.network import interface_of
@@ -53,6 +54,34 @@ class TaskSpec:
     timeout: float | None
     spool: str | None = None
 
+    @classmethod
+    def of(cls, config: RunConfig, run_id: str, hub: HubAddress | None, spool: str | None = None) -> TaskSpec:
+        """What tasks need of a run's arguments."""
+        return cls(
+            run_id=run_id,
+            hub=hub,
+            env=config.env,
+            backend=config.backend,
+            start_timeout=config.start_timeout,
+            collective_timeout=config.collective_timeout,
+            timeout=config.timeout,
+            spool=spool,
+        )
+
+    def job(self, me: RankInfo, store_host: str, payload: bytes, gpus: Sequence[str] | None) -> RankJob:
+        """What the supervisor of one rank is to run."""
+        return RankJob(
+            me=me,
+            store_host=store_host,
+            payload=payload,
+            env=rank_env(self, me, store_host, gpus),
+            backend=self.backend,
+            gpu_assigned=gpus is not None,
+            start_timeout=self.start_timeout,
+            collective_timeout=self.collective_timeout,
+            timeout=self.timeout,
+        )
+
 
 def run_task(spec: TaskSpec, payload: bytes) -> Iterator[pyarrow.RecordBatch]:
     """Run this task's rank and yield its outcome as record batches of the result schema."""
@@ -87,17 +116,7 @@ def _run_rank(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> Pa
             on_lines = _print_here
             link = _meet_at_rank_0(spec, me, layout, context, closing)
         closing.callback(link.close)
-        job = RankJob(
-            me=me,
-            store_host=layout.ranks[0].host,
-            payload=payload,
-            env=rank_env(spec, me, layout.ranks[0].host, gpus.addresses if gpus else None),
-            backend=spec.backend,
-            gpu_assigned=gpus is not None,
-            start_timeout=spec.start_timeout,
-            collective_timeout=spec.collective_timeout,
-            timeout=spec.timeout,
-        )
+        job = spec.job(me, layout.ranks[0].host, payload, gpus.addresses if gpus else None)
         return supervise(job, link, server, on_lines)
 
 
