@@ -135,8 +135,6 @@ class _Server:
 
 def same_user(connection: socket.socket) -> bool:
     """Whether the other end of a Unix socket is a process of this user (or of root)."""
-    if not hasattr(socket, "SO_PEERCRED"):  # elsewhere than on Linux the socket is a file in a private directory
-        return True
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     return uid in (os.getuid(), 0)
@@ -191,9 +189,8 @@ def _become_rank(
 
 
 def _die_with_parent(parent: int) -> None:
-    """Ask the kernel (Linux) to kill this process when its parent dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    """Ask the kernel to kill this process when its parent dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before we could ask
         os._exit(1)
 

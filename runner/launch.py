@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import pickle
+import socket
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+import zmq
 
 from spark_hvd.runner import spark as on_spark
 from spark_hvd.runner.collect import results
@@ -161,7 +164,18 @@ def _open_hub(
     public = on_spark.conf(session, "spark.driver.host") or "127.0.0.1"
     bind = on_spark.conf(session, "spark.driver.bindAddress") or public
     state = HubState(size, timeout=config.timeout, may_fall_back=True, max_result_bytes=max_result_bytes)
-    return Hub(state, bind, public, printer.put)
+    try:
+        # ZeroMQ binds to addresses only, and the driver's host is often a name.
+        address = str(socket.getaddrinfo(bind, None, type=socket.SOCK_STREAM)[0][4][0])
+        return Hub(state, address, public, printer.put)
+    except (OSError, zmq.ZMQBaseError) as error:
+        _log.warning(
+            "the driver cannot listen on %s (%s): set spark.driver.bindAddress to an address of this machine. Training "
+            "goes on, but the output of the ranks stays in the executors' logs",
+            bind,
+            error,
+        )
+        return None
 
 
 def _attend(job: on_spark.BarrierJob, hub: Hub | None, size: int, config: RunConfig, printer: Printer) -> None:

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import platform
 import select
 import signal
 import socket
@@ -154,6 +155,8 @@ def fork_server(env: Mapping[str, str | None], anchor: int) -> ForkServer:
         anchor: The process with which the server ends: the Spark executor, or this one. Servers are shared by all
             processes that name the same anchor, environment and Python.
     """
+    if platform.system() != "Linux":
+        raise ForkServerError(f"ranks need Linux, this is {platform.system()}: run in a Linux container or cluster")
     key = frozenset(env.items())
     with _servers_lock:
         server = _servers.pop(key, None)
@@ -184,7 +187,7 @@ def _connect(env: Mapping[str, str | None], anchor: int) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.connect(address)
-        except (ConnectionRefusedError, FileNotFoundError):
+        except ConnectionRefusedError:
             connection.close()
             _start(address, env, anchor)
             continue
@@ -196,9 +199,9 @@ def _connect(env: Mapping[str, str | None], anchor: int) -> socket.socket:
 
 
 def _address(name: str) -> str:
-    # On Linux a name in the abstract namespace: no file, so none is left behind. It is open to every user of the
-    # machine, which is why both ends ask who the other is.
-    return f"\0spark_hvd-{name}" if sys.platform == "linux" else os.path.join(tempfile.gettempdir(), f"hvd-{name[:12]}")
+    # A name in Linux's abstract namespace: no file, so none is left behind. It is open to every user of the machine,
+    # which is why both ends ask who the other is.
+    return f"\0spark_hvd-{name}"
 
 
 def _start(address: str, env: Mapping[str, str | None], anchor: int) -> None:

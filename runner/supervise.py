@@ -26,6 +26,7 @@ from spark_hvd.runner.wire import FrameReader, send_frame
 _READ_BYTES = 64 << 10
 _TERM_GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 _STACKS_WAIT = 0.5  # seconds that a fault handler may take to write the stacks
+_OUTPUT_GRACE = 10.0  # seconds that a slow driver gets to take the last output
 _EXIT_GRACE = 5.0  # seconds that a finished rank may take for its exit handlers
 
 
@@ -268,7 +269,7 @@ class _Watch:
             pass
         for stream, cutter in self._cutters.items():
             self._emit(stream, cutter.end())
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + _OUTPUT_GRACE
         while self._unsent and time.monotonic() < deadline:
             self._flush_output()
             time.sleep(0.01)

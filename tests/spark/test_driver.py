@@ -169,6 +169,20 @@ def test_one_executor_that_cannot_reach_the_driver_makes_all_meet_without_it(
     assert "cannot reach the driver" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("host", "warns"), [("localhost", False), ("192.0.2.77", True), ("no-such-host.invalid", True)]
+)
+def test_a_driver_host_that_is_a_name_or_no_address_of_the_driver(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str, warns: bool
+) -> None:
+    real = launch_module.on_spark.conf
+    changed = {"spark.driver.host": host, "spark.driver.bindAddress": None}
+    monkeypatch.setattr(launch_module.on_spark, "conf", lambda session, key: changed.get(key, real(session, key)))
+    with caplog.at_level(logging.WARNING, logger="spark_hvd"):
+        assert run(reduce_one, num_proc=2, spark=spark) == [2.0, 2.0]
+    assert ("spark.driver.bindAddress" in caplog.text) is warns
+
+
 @pytest.mark.slow
 def test_ctrl_c_stops_every_rank_and_the_session_stays_usable(tmp_path: Path) -> None:
     script = textwrap.dedent(f"""
