@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -40,6 +40,13 @@ class Handle(Protocol[T_co]):
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return or raise at once."""
+        ...
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, as soon as :meth:`wait` would return or raise at once; from whatever thread.
+
+        The callback must be short and must not call the communicator.
+        """
         ...
 
 
@@ -80,10 +87,13 @@ class Communicator(Protocol):
         """
         ...
 
-    def allgather(self, tensor: torch.Tensor) -> Handle[torch.Tensor]:
+    def allgather(self, tensor: torch.Tensor, rows: Sequence[int] | None = None) -> Handle[torch.Tensor]:
         """Concatenate all ranks' tensors along dimension 0, which may differ by rank; a 0-dim tensor counts as one row.
 
-        Blocks for one small exchange of shapes.
+        Args:
+            tensor: Mine.
+            rows: The rows of every rank's tensor, where dtypes and shapes are known to fit; else this blocks for one
+                small exchange of shapes.
 
         Raises:
             MismatchError: dtypes, or dimensions after the first, differ. Raised on every rank.
@@ -112,15 +122,15 @@ class Communicator(Protocol):
         ...
 
     def alltoall(
-        self, tensor: torch.Tensor, splits: Sequence[int] | None = None
+        self, tensor: torch.Tensor, splits: Sequence[int] | None = None, received: Sequence[int] | None = None
     ) -> Handle[tuple[torch.Tensor, list[int]]]:
         """Send `splits[i]` rows to rank i; the result is the received rows in rank order, and how many each sent.
-
-        Blocks for one small exchange of shapes and splits.
 
         Args:
             tensor: At least 1-dim.
             splits: Rows for each rank, summing up to the rows of `tensor`; None: equal shares.
+            received: How many rows each rank sends me, where everything is known to fit; else this blocks for one small
+                exchange of shapes and splits. Needs `splits`.
 
         Raises:
             MismatchError: dtypes, or dimensions after the first, differ, or a rank's splits do not fit its tensor.

@@ -100,13 +100,14 @@ class TorchCommunicator:
 
         return Pending("allreduce", [work], finish)
 
-    def allgather(self, tensor: torch.Tensor) -> Handle[torch.Tensor]:
+    def allgather(self, tensor: torch.Tensor, rows: Sequence[int] | None = None) -> Handle[torch.Tensor]:
         """See base class."""
         require_dense(tensor)
         _, dense = _dense(tensor)
-        headers = self._everyones(describe(tensor))
-        require_same("allgather", headers)
-        rows = [rows_of(header) for header in headers]
+        if rows is None:
+            headers = self._everyones(describe(tensor))
+            require_same("allgather", headers)
+            rows = [rows_of(header) for header in headers]
         out = dense.new_empty((sum(rows), *dense.shape[1:]))
         if out.numel() == 0:
             return Finished(out)
@@ -121,7 +122,7 @@ class TorchCommunicator:
             return self._gather_padded(dense, out, rows)
         return self._gather_by_broadcast(dense, out, rows)
 
-    def _gather_padded(self, dense: torch.Tensor, out: torch.Tensor, rows: list[int]) -> Handle[torch.Tensor]:
+    def _gather_padded(self, dense: torch.Tensor, out: torch.Tensor, rows: Sequence[int]) -> Handle[torch.Tensor]:
         padded = dense.new_empty((max(rows), *out.shape[1:]))
         padded[: rows[self._rank]] = dense
         everyones = dense.new_empty((self._size, *padded.shape))
@@ -131,14 +132,14 @@ class TorchCommunicator:
         )
 
         def finish() -> torch.Tensor:
-            for part, received, count in zip(torch.split(out, rows), everyones, rows, strict=True):
+            for part, received, count in zip(torch.split(out, list(rows)), everyones, rows, strict=True):
                 part.copy_(received[:count])
             return out
 
         return Pending("allgather", [work], finish)
 
-    def _gather_by_broadcast(self, dense: torch.Tensor, out: torch.Tensor, rows: list[int]) -> Handle[torch.Tensor]:
-        parts = torch.split(out, rows)
+    def _gather_by_broadcast(self, dense: torch.Tensor, out: torch.Tensor, rows: Sequence[int]) -> Handle[torch.Tensor]:
+        parts = torch.split(out, list(rows))
         parts[self._rank].copy_(dense)
         works = [self._broadcast_bytes("allgather", part, root) for root, part in enumerate(parts) if part.numel()]
         return Pending("allgather", works, lambda: out)
@@ -184,10 +185,13 @@ class TorchCommunicator:
         return Pending("reducescatter", [work], finish)
 
     def alltoall(
-        self, tensor: torch.Tensor, splits: Sequence[int] | None = None
+        self, tensor: torch.Tensor, splits: Sequence[int] | None = None, received: Sequence[int] | None = None
     ) -> Handle[tuple[torch.Tensor, list[int]]]:
         """See base class."""
         require_dense(tensor)
+        if received is not None:
+            assert splits is not None
+            return self._alltoall(tensor, list(splits), list(received))
         fault = split_fault(tensor, splits, self._size)
         if fault:
             sent = [0] * self._size
@@ -195,11 +199,15 @@ class TorchCommunicator:
             sent = list(splits) if splits is not None else even_rows(tensor.shape[0], self._size)
         facts = self._everyones(describe(tensor, fault) + sent)
         require_same("alltoall", [fact[:HEADER] for fact in facts])
-        received = [fact[HEADER + self._rank] for fact in facts]
+        return self._alltoall(tensor, sent, [fact[HEADER + self._rank] for fact in facts])
+
+    def _alltoall(
+        self, tensor: torch.Tensor, sent: list[int], received: list[int]
+    ) -> Handle[tuple[torch.Tensor, list[int]]]:
         _, dense = _dense(tensor)
         out = dense.new_empty((sum(received), *dense.shape[1:]))
         row_bytes = math.prod(dense.shape[1:]) * dense.element_size()
-        if row_bytes == 0 or all(rows_of(fact) == 0 for fact in facts):
+        if row_bytes == 0:  # on every rank; rows may be none on some ranks only
             return Finished((out, received))
         work = self._start(
             "alltoall",

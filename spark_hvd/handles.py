@@ -28,6 +28,10 @@ class Finished(Generic[T]):
         """See base class."""
         return True
 
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """See base class."""
+        callback()
+
 
 class Pending(Generic[T]):
     """See :class:`spark_hvd.communicator.Handle`."""
@@ -63,6 +67,16 @@ class Pending(Generic[T]):
     def done(self) -> bool:
         """See base class."""
         return self._finish is None or all(work.is_completed() for work in self._works)
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """See base class."""
+        if self._finish is None or not self._works:
+            callback()
+        elif len(self._works) == 1:
+            self._works[0].get_future().add_done_callback(lambda _: callback())
+        else:
+            collected = torch.futures.collect_all([work.get_future() for work in self._works])
+            collected.add_done_callback(lambda _: callback())
 
 
 def failed(name: str, error: RuntimeError) -> RuntimeError:

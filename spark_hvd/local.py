@@ -36,7 +36,7 @@ class LocalCommunicator:
         check_op(tensor.dtype, op)
         return Finished(tensor)
 
-    def allgather(self, tensor: torch.Tensor) -> Handle[torch.Tensor]:
+    def allgather(self, tensor: torch.Tensor, rows: Sequence[int] | None = None) -> Handle[torch.Tensor]:
         """See base class."""
         require_dense(tensor)
         return Finished(_copy(tensor.reshape(1) if tensor.dim() == 0 else tensor))
@@ -55,7 +55,7 @@ class LocalCommunicator:
         return Finished(_copy(tensor))
 
     def alltoall(
-        self, tensor: torch.Tensor, splits: Sequence[int] | None = None
+        self, tensor: torch.Tensor, splits: Sequence[int] | None = None, received: Sequence[int] | None = None
     ) -> Handle[tuple[torch.Tensor, list[int]]]:
         """See base class."""
         require_dense(tensor)
