@@ -19,6 +19,8 @@ class ReduceOp(Enum):
     MIN = "min"
     MAX = "max"
     PRODUCT = "product"
+    ADASUM = "adasum"
+    """Adaptive summation, see :mod:`spark_hvd.adasum`; made of several collectives, so no communicator's own."""
 
 
 @runtime_checkable

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import threading
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from spark_hvd.channel import own_address
 from spark_hvd.communicator import Communicator
+from spark_hvd.config import Config
 from spark_hvd.distributed import TorchCommunicator
+from spark_hvd.engine import Engine
 from spark_hvd.errors import NotInitializedError
 from spark_hvd.kv import HashStore, PrefixStore, Store
-from spark_hvd.launch_env import read_launch_env
+from spark_hvd.lane import Lane
+from spark_hvd.launch_env import read_config, read_launch_env
 from spark_hvd.layout import RankInfo, WorldLayout
 from spark_hvd.local import LocalCommunicator
 from spark_hvd.rendezvous import adopted_world, everyones, launched_world, meeting
 from spark_hvd.world import World
+
+if TYPE_CHECKING:
+    from spark_hvd.process_sets import ProcessSet
 
 DEFAULT_TIMEOUT = 1800.0
 """Seconds until a collective gives up on its peers, as in torch.distributed."""
@@ -35,6 +45,35 @@ class Context:
     """The ranks' key-value store, with a prefix of this world's own."""
     owns_default_group: bool
     """False if the user had initialised torch.distributed; it is then left alone."""
+    timeout: float
+    """Seconds until a collective gives up on its peers."""
+    engine: Engine
+    lane: Lane
+    """The named lane of all ranks."""
+    groups: list[dist.ProcessGroup]
+    """Made for lanes, to be destroyed with the world."""
+    process_sets: dict[int, ProcessSet] = field(default_factory=dict)
+    """Those registered, the global one aside, by number."""
+    lanes: dict[int, Lane] = field(default_factory=dict)
+    """Of the process sets that this rank is in, by number."""
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """For process sets; none is used twice, as keys of the key-value store must not be."""
+
+    def new_group(self, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+        """A process group of some or all ranks; every rank of the world must call this."""
+        group = dist.new_group(None if ranks is None else list(ranks), timeout=timedelta(seconds=self.timeout))
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            self.groups.append(group)
+        made: dist.ProcessGroup = group
+        return made
+
+    def forget(self, lane: Lane) -> None:
+        """Destroy the process group of a lane that is closed."""
+        if isinstance(lane.communicator, TorchCommunicator):
+            group = lane.communicator.group
+            assert group is not None
+            self.groups.remove(group)
+            dist.destroy_process_group(group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,31 +111,102 @@ def is_initialized() -> bool:
     return _current is not None
 
 
-def init() -> None:
-    """Join the world that the launcher made; does nothing if that has happened already.
+def init(
+    comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None, **settings: Any
+) -> None:
+    """Join the world that the launcher made; does nothing if that has happened already and nothing is asked for.
 
     In order: the world this process was in before :func:`shutdown`; a default process group that the user initialised
     with torch.distributed, which is used and never destroyed; the world that torchrun's variables describe; a world of
     one. torch's default process group is left initialised, for DDP, FSDP2 and other users of torch.distributed.
 
+    Args:
+        comm: Ranks of the launcher's world that make a world of their own, in which they are renumbered from 0 in
+            ascending order; each of them must pass the same list. None: all ranks.
+        process_sets: Process sets to register, the same on every rank, see
+            :func:`spark_hvd.process_sets.add_process_set`. Horovod's "dynamic" is understood, and needed no more.
+        **settings: Values that tune the named lane, see :class:`spark_hvd.config.Config`. Rank 0's count for all. They
+            can be given in a world that was joined already, too. They come before the environment's, HOROVOD_*.
+
     Raises:
-        ValueError: The launcher's environment variables are incomplete.
+        ValueError: A setting is wrong, `comm` is no list of ranks with this one in it, a process set cannot be made,
+            or the launcher's environment variables are incomplete.
+        TypeError: There is no such setting.
+        MismatchError: Ranks pass different process sets.
         CollectiveError: The other ranks could not be reached.
     """
     with _lock:
-        if _current is not None:
-            return
-        if dist.is_initialized():
-            _adopt_default_group()
-        elif _joined is not None:
-            join(_joined.world, _joined.kv, timeout=_joined.timeout, backend=_joined.backend)
-        elif (env := read_launch_env()) is not None:
-            join(*launched_world(env))
-        else:
-            _join_nobody()
+        config = replace(read_config(), **settings)
+        if _current is None:
+            _join_as_launched(config)
+        elif settings:
+            _current.engine.tune(replace(_current.engine.config, **settings))
+        if comm is not None:
+            _join_part(comm, config)
+    if process_sets is not None and process_sets != "dynamic":
+        _register_all(process_sets)
+    if config.timeline is not None and "timeline" in settings:
+        current().engine.start_timeline(config.timeline, config.timeline_mark_cycles)
 
 
-def join(world: World, kv: Store, *, timeout: float = DEFAULT_TIMEOUT, backend: str | None = None) -> None:
+def _join_as_launched(config: Config) -> None:
+    if dist.is_initialized():
+        _adopt_default_group(config)
+    elif _joined is not None:
+        join(_joined.world, _joined.kv, timeout=_joined.timeout, backend=_joined.backend, config=config)
+    elif (env := read_launch_env()) is not None:
+        join(*launched_world(env), config=config)
+    else:
+        _join_nobody(config)
+
+
+def _join_part(comm: Sequence[int], config: Config) -> None:
+    """Leave the world for one of some of its ranks."""
+    here = current()
+    me, size = here.world.me.rank, here.world.me.size
+    if not isinstance(comm, Sequence) or not all(isinstance(rank, int) and 0 <= rank < size for rank in comm):
+        raise ValueError(f"comm={comm!r}: expected a list of ranks from 0 to {size - 1}.")
+    ranks = sorted(set(comm))
+    if me not in ranks:
+        raise ValueError(f"comm={comm!r} does not have this rank, {me}; each rank passes the world that it is in.")
+    if len(ranks) == size:
+        return
+    if _joined is None or not here.owns_default_group:
+        raise ValueError(
+            f"comm={comm!r}: torch.distributed was initialised before spark_hvd, so its world cannot be divided; "
+            "register a process set instead."
+        )
+    layout = WorldLayout.of_ranks([here.layout.ranks[rank].host for rank in ranks])
+    world = replace(here.world, me=layout.ranks[ranks.index(me)])
+    kv = PrefixStore(f"part/{'-'.join(map(str, ranks))}", _joined.kv)
+    timeout, backend = _joined.timeout, _joined.backend
+    shutdown()
+    join(world, kv, timeout=timeout, backend=backend, config=config)
+
+
+def _register_all(process_sets: Sequence[ProcessSet] | str) -> None:
+    from spark_hvd.process_sets import ProcessSet, add_process_set
+
+    if isinstance(process_sets, str):
+        raise ValueError(f'process_sets={process_sets!r}: expected a list of ProcessSet, or "dynamic".')
+    for number, each in enumerate(process_sets):
+        if not isinstance(each, ProcessSet):
+            raise ValueError(f"process_sets[{number}] is {each!r}; expected a ProcessSet.")
+        if current().process_sets.get(each.process_set_id or 0) is not each:
+            try:
+                add_process_set(each)
+            except ValueError as error:
+                raise type(error)(f"process_sets[{number}]: {error}") from error
+
+
+def join(
+    world: World,
+    kv: Store,
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+    backend: str | None = None,
+    config: Config | None = None,
+) -> None:
     """Join a world; launchers call it in the rank's process before the user's code, for which init() is then a no-op.
 
     Args:
@@ -104,6 +214,7 @@ def join(world: World, kv: Store, *, timeout: float = DEFAULT_TIMEOUT, backend: 
         kv: A store that all ranks reach. One of the ranks or the launcher must keep it served.
         timeout: Seconds until a collective gives up on its peers.
         backend: "gloo" or "nccl" for every tensor; None for NCCL on CUDA tensors and gloo on CPU tensors.
+        config: Values that tune the named lane; None: the environment's.
 
     Raises:
         RuntimeError: This process is in a world already.
@@ -123,23 +234,22 @@ def join(world: World, kv: Store, *, timeout: float = DEFAULT_TIMEOUT, backend: 
         prefixed = PrefixStore(f"spark_hvd/{world.generation}/{times}", kv)
         infos = everyones(asdict(world.me), prefixed, world.me.rank, world.me.size)
         layout = WorldLayout(tuple(RankInfo(**info) for info in infos), tuple(range(world.me.size)))
-        _enter(world, layout, prefixed, timeout, backend)
+        _enter(world, layout, prefixed, timeout, backend, config or read_config())
 
 
-def _join_nobody() -> None:
+def _join_nobody(config: Config) -> None:
     layout = WorldLayout.of_ranks(["localhost"])
-    _enter(World(layout.ranks[0], None), layout, HashStore(), DEFAULT_TIMEOUT, None)
+    _enter(World(layout.ranks[0], None), layout, HashStore(), DEFAULT_TIMEOUT, None, config)
 
 
-def _adopt_default_group() -> None:
-    global _current, _adoptions
+def _adopt_default_group(config: Config) -> None:
+    global _adoptions
     world, layout, kv = adopted_world(f"spark_hvd/adopted/{_adoptions}")
     _adoptions += 1
-    _current = Context(world, layout, _communicator(world), kv, owns_default_group=False)
+    _settle(world, layout, kv, DEFAULT_TIMEOUT, config, owns_default_group=False)
 
 
-def _enter(world: World, layout: WorldLayout, kv: Store, timeout: float, backend: str | None) -> None:
-    global _current
+def _enter(world: World, layout: WorldLayout, kv: Store, timeout: float, backend: str | None, config: Config) -> None:
     if backend is None:
         # Plain "gloo" where there is no GPU: with "cpu:gloo" torch warns of its own plugins at every group.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
@@ -151,27 +261,89 @@ def _enter(world: World, layout: WorldLayout, kv: Store, timeout: float, backend
             world_size=world.me.size,
             timeout=timedelta(seconds=timeout),
         )
-    _current = Context(world, layout, _communicator(world), kv, owns_default_group=True)
+    try:
+        _settle(world, layout, kv, timeout, config, owns_default_group=True)
+    except BaseException:
+        dist.destroy_process_group()
+        raise
 
 
-def _communicator(world: World) -> Communicator:
-    return LocalCommunicator() if world.me.size == 1 else TorchCommunicator()
+def _settle(
+    world: World, layout: WorldLayout, kv: Store, timeout: float, config: Config, *, owns_default_group: bool
+) -> None:
+    """Open the named lane over the default process group's ranks; the world is then joined."""
+    global _current
+    engine = Engine(config, world.secret, lambda: own_address(world.endpoint))
+    size = world.me.size
+    groups: list[dist.ProcessGroup] = []
+    try:
+        communicator: Communicator = LocalCommunicator()
+        named: Communicator = communicator
+        if size > 1:
+            communicator = TorchCommunicator()
+            groups.append(dist.new_group(timeout=timedelta(seconds=timeout)))
+            named = TorchCommunicator(groups[0])
+        hosts = [info.host for info in layout.ranks]
+        lane = engine.open_lane(range(size), world.me.rank, named, hosts, PrefixStore("lane/0", kv))
+    except BaseException:
+        engine.close("init() failed")
+        raise
+    _current = Context(world, layout, communicator, kv, owns_default_group, timeout, engine, lane, groups)
+    if config.timeline is not None:
+        engine.start_timeline(config.timeline, config.timeline_mark_cycles)
+
+
+def register(process_set: ProcessSet, ranks: Sequence[int]) -> None:
+    """Open the lane of a process set that all ranks have agreed on; every rank of the world must call this."""
+    here = current()
+    number = next(here.numbers)
+    me = here.world.me.rank
+    group = here.new_group(ranks) if len(ranks) > 1 else None
+    if me in ranks:
+        communicator = LocalCommunicator() if group is None else TorchCommunicator(group)
+        hosts = [here.layout.ranks[rank].host for rank in ranks]
+        here.lanes[number] = here.engine.open_lane(
+            ranks, list(ranks).index(me), communicator, hosts, PrefixStore(f"lane/{number}", here.kv)
+        )
+    here.process_sets[number] = process_set
+    process_set.registered_as(number)
+
+
+def unregister(process_set: ProcessSet) -> None:
+    """Close the lane of a process set; every rank of the world must call this."""
+    here = current()
+    number = process_set.process_set_id
+    assert number is not None
+    lane = here.lanes.pop(number, None)
+    if lane is not None:
+        here.engine.close_lane(lane, f"{process_set} was removed.")
+        here.forget(lane)
+    del here.process_sets[number]
+    process_set.registered_as(None)
 
 
 def shutdown() -> None:
     """Leave the world; does nothing outside one. init() may follow, if it follows on every rank.
 
-    A default process group that the user initialised himself stays. Called when the interpreter exits.
+    What is still under way fails, here and on the other ranks. A default process group that the user initialised
+    himself stays. Called when the interpreter exits.
     """
     global _current
     with _lock:
         context, _current = _current, None
         if context is None:
             return
+        for process_set in context.process_sets.values():
+            process_set.registered_as(None)
+        context.engine.close("hvd.shutdown() was called on this rank.")
         context.communicator.close()
-        # The user may have destroyed the default group himself.
-        if context.owns_default_group and dist.is_initialized():
-            dist.destroy_process_group()
+        # The user may have destroyed the default group himself, and all others with it.
+        if dist.is_initialized():
+            if context.owns_default_group:
+                dist.destroy_process_group()
+            else:
+                for group in context.groups:
+                    dist.destroy_process_group(group)
 
 
 atexit.register(shutdown)

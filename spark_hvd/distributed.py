@@ -54,6 +54,11 @@ class TorchCommunicator:
         self._fact_device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None for the default one."""
+        return self._group
+
+    @property
     def rank(self) -> int:
         """See base class."""
         return self._rank
@@ -167,20 +172,32 @@ class TorchCommunicator:
         if op is ReduceOp.PRODUCT and tensor.is_complex():
             whole = self.allreduce(tensor.detach().clone(), op).wait()
             return Finished(torch.split(whole, rows)[self._rank].clone())
-        wire, wire_op, restore = to_wire(_dense(tensor)[1], op)
-        if rows[0] != rows[-1]:
-            wire = _padded(wire, rows)
-        share = wire.new_empty((rows[0], *wire.shape[1:]))
-        work = self._start(
-            "reducescatter",
-            lambda: _reduce_scatter_equal(share, wire, _OPS[wire_op], self._group, async_op=True),
-        )
+        _, dense = _dense(tensor)
+        wire, wire_op, restore = to_wire(dense, op)
+        on_cpu = tensor.device.type == "cpu"
+        if on_cpu:
+            # Gloo's own reduce-scatter is an all-reduce too, and cannot tell when it is done.
+            if wire.data_ptr() == tensor.data_ptr():
+                wire = wire.clone()
+            work = self._start(
+                "reducescatter", lambda: dist.all_reduce(wire, _OPS[wire_op], self._group, async_op=True)
+            )
+            share = torch.split(wire, rows)[self._rank]
+        else:
+            if rows[0] != rows[-1]:
+                wire = _padded(wire, rows)
+            share = wire.new_empty((rows[0], *wire.shape[1:]))
+            work = self._start(
+                "reducescatter",
+                lambda: _reduce_scatter_equal(share, wire, _OPS[wire_op], self._group, async_op=True),
+            )
 
         def finish() -> torch.Tensor:
             mine = share[: rows[self._rank]]
             if op is ReduceOp.AVERAGE:
                 divide(mine, self._size)
-            return restore(mine)
+            result = restore(mine)
+            return result.clone() if on_cpu else result  # not to keep everyone's rows alive
 
         return Pending("reducescatter", [work], finish)
 

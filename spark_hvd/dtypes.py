@@ -36,6 +36,8 @@ _AS_THEY_ARE = {
     torch.bool,
 }
 
+_WITH_INFINITY = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2}
+
 _SIGN_BIT = torch.iinfo(torch.int64).min
 
 _CODES = {
@@ -70,6 +72,8 @@ def check_op(dtype: torch.dtype, op: ReduceOp) -> None:
         raise TypeError(f"tensors of {dtype} cannot be reduced; convert to another dtype first.")
     if op is ReduceOp.AVERAGE and dtype == torch.bool:
         raise TypeError("op=Average does not exist for torch.bool; use Max (any), Min (all), or convert the tensor.")
+    if op is ReduceOp.ADASUM and not dtype.is_floating_point:
+        raise TypeError(f"op=Adasum does not exist for {dtype}: it needs floating-point gradients.")
     if dtype.is_complex and op in (ReduceOp.MIN, ReduceOp.MAX):
         raise TypeError(f"op={op.name.title()} does not exist for {dtype}: complex numbers have no order.")
 
@@ -100,6 +104,21 @@ def to_wire(tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, ReduceOp,
     if wider is not None:
         return tensor.to(wider), wire_op, lambda t: t.to(dtype)
     return tensor, wire_op, lambda t: t
+
+
+def identity_element(dtype: torch.dtype, op: ReduceOp) -> float | int | bool:
+    """The element that changes nothing when it is reduced with others."""
+    if op is ReduceOp.PRODUCT:
+        return 1
+    if op not in (ReduceOp.MIN, ReduceOp.MAX):
+        return 0
+    if dtype == torch.bool:
+        return op is ReduceOp.MIN
+    if is_integer(dtype):
+        limits = torch.iinfo(dtype)
+        return limits.max if op is ReduceOp.MIN else limits.min
+    infinity = float("inf") if dtype in _WITH_INFINITY else torch.finfo(dtype).max
+    return infinity if op is ReduceOp.MIN else -infinity
 
 
 def divide(tensor: torch.Tensor, size: int) -> None:

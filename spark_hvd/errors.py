@@ -35,3 +35,14 @@ class MismatchError(ValueError):
 
 class PlanMismatchError(MismatchError):
     """Ranks wrapped optimizers whose parameters differ, so that their gradient buckets would not fit together."""
+
+
+class DuplicateNameError(ValueError):
+    """A collective was called under a name that this rank has under way already. The first call stays good."""
+
+    def __reduce__(self) -> tuple[type[DuplicateNameError], tuple[str]]:
+        return type(self), (str(self),)
+
+
+class StalledError(CollectiveError):
+    """Some ranks did not call a collective within ``stall_timeout``; the text names them. The world goes on."""

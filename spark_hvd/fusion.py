@@ -1,10 +1,12 @@
-"""Fusion: many tensors travel as a few flat ones, of bounded size."""
+"""Fusion: many tensors travel as a few flat ones, of bounded size, planned alike on all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+
+from spark_hvd.request import Entry, bytes_of
 
 PIECE_BYTES = 64 << 20
 """Most bytes of a flat tensor; a single tensor larger than that travels alone."""
@@ -44,3 +46,31 @@ def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.detach().copy_(part.view(tensor.shape))
+
+
+def plan_batches(entries: Sequence[Entry], threshold: int) -> list[list[Entry]]:
+    """Divide entries into batches that travel together: the same operation in every respect, and of one dtype.
+
+    Args:
+        entries: In the order that the coordinator gave them.
+        threshold: Bytes of a batch; an entry is never divided, so that groups stay whole; 0: no fusion.
+    """
+    done: list[list[Entry]] = []
+    filling: dict[tuple[object, ...], tuple[list[Entry], int]] = {}
+    for entry in entries:
+        request = entry.request
+        if request.kind not in ("allreduce", "broadcast") or len(set(request.dtypes)) != 1:
+            done.append([entry])
+            continue
+        key = (
+            *(request.kind, request.dtypes[0], request.device, request.op, request.prescale, request.postscale),
+            *(request.root, entry.divisor, tuple(entry.absent or ())),
+        )
+        size = bytes_of(request)
+        members, filled = filling.setdefault(key, ([], 0))
+        if members and filled + size > threshold:
+            done.append(members)
+            members, filled = [], 0
+        members.append(entry)
+        filling[key] = members, filled + size
+    return done + [members for members, _ in filling.values()]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from spark_hvd.communicator import Handle
 from spark_hvd.errors import CollectiveError
 
 T = TypeVar("T")
@@ -77,6 +79,37 @@ class Pending(Generic[T]):
         else:
             collected = torch.futures.collect_all([work.get_future() for work in self._works])
             collected.add_done_callback(lambda _: callback())
+
+
+class Together:
+    """Several collectives under way as one. See :class:`spark_hvd.communicator.Handle`."""
+
+    def __init__(self, handles: Sequence[Handle[Any]]) -> None:
+        self._handles = handles
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        """See base class; the results in order. Each handle has the whole timeout."""
+        return [handle.wait(timeout) for handle in self._handles]
+
+    def done(self) -> bool:
+        """See base class."""
+        return all(handle.done() for handle in self._handles)
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """See base class."""
+        left = len(self._handles)
+
+        def one_is() -> None:
+            nonlocal left
+            with self._lock:
+                left -= 1
+                last = left == 0
+            if last:
+                callback()
+
+        for handle in self._handles:
+            handle.when_done(one_is)
 
 
 def failed(name: str, error: RuntimeError) -> RuntimeError:

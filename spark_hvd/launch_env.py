@@ -1,12 +1,14 @@
-"""The one place of the core where environment variables are read: what a launcher says about this process."""
+"""The one place of the core where environment variables are read: what a launcher and Horovod's users put there."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from spark_hvd.config import Config
 from spark_hvd.world import Endpoint
 
 
@@ -49,6 +51,59 @@ def read_launch_env(env: Mapping[str, str] | None = None) -> LaunchEnv | None:
         store_is_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         generation=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
+
+
+def read_config(env: Mapping[str, str] | None = None) -> Config:
+    """The values of Horovod's variables that have a meaning here; those that are not set have our defaults.
+
+    HOROVOD_CYCLE_TIME has none: nothing happens in cycles.
+
+    Args:
+        env: The environment, ``os.environ`` by default.
+
+    Raises:
+        ValueError: A value is no number, or out of its range.
+    """
+    env = os.environ if env is None else env
+    values: dict[str, Any] = {}
+    for variable, (name, kind) in _SETTINGS.items():
+        text = env.get(f"HOROVOD_{variable}", "")
+        if text:
+            values[name] = _setting(f"HOROVOD_{variable}", text, kind)
+    if _truth(env.get("HOROVOD_STALL_CHECK_DISABLE", "")):
+        values["stall_warning"] = None
+    # 0 is Horovod's word for never, DYNAMIC for "when start_timeline() is called", which is always possible here.
+    if values.get("stall_timeout") == 0:
+        values["stall_timeout"] = None
+    if values.get("timeline") == "DYNAMIC":
+        values["timeline"] = None
+    return Config(**values)
+
+
+def _truth(text: str) -> bool:
+    return text.lower() not in ("", "0", "false", "no", "off")
+
+
+_SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "FUSION_THRESHOLD": ("fusion_threshold", int),
+    "CACHE_CAPACITY": ("cache_capacity", int),
+    "STALL_CHECK_TIME_SECONDS": ("stall_warning", float),
+    "STALL_SHUTDOWN_TIME_SECONDS": ("stall_timeout", float),
+    "TIMELINE": ("timeline", str),
+    "TIMELINE_MARK_CYCLES": ("timeline_mark_cycles", _truth),
+    "AUTOTUNE": ("autotune", _truth),
+    "AUTOTUNE_LOG": ("autotune_log", str),
+    "AUTOTUNE_WARMUP_SAMPLES": ("autotune_warmup_samples", int),
+    "AUTOTUNE_STEPS_PER_SAMPLE": ("autotune_steps_per_sample", int),
+    "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": ("autotune_max_samples", int),
+}
+
+
+def _setting(variable: str, text: str, kind: Callable[[str], Any]) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{variable}={text!r} in the environment is no number; unset it or give it one.") from None
 
 
 def _text(env: Mapping[str, str], name: str) -> str:

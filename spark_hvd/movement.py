@@ -1,4 +1,4 @@
-"""The synchronous collectives that move elements without computing: allgather, broadcast, alltoall, and barrier."""
+"""The collectives that move elements without computing, with Horovod's signatures, and barrier and join."""
 
 from __future__ import annotations
 
@@ -6,92 +6,227 @@ from collections.abc import Sequence
 
 import torch
 
+from spark_hvd import gradients
+from spark_hvd.communicator import ReduceOp
 from spark_hvd.context import current
-from spark_hvd.ops import require_tensor, require_tensors
+from spark_hvd.gradients import Call
+from spark_hvd.named import (
+    Reducing,
+    every,
+    only,
+    require_tensor,
+    require_tensors,
+    start_allgather,
+    start_alltoall,
+    start_barrier,
+    start_broadcast,
+)
+from spark_hvd.named_handle import NamedHandle
+from spark_hvd.process_sets import ProcessSet, global_process_set
+
+Tensors = list[torch.Tensor]
+Splits = Sequence[int] | torch.Tensor
 
 
-def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
+def allgather(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    grad_op: ReduceOp = ReduceOp.SUM,
+) -> torch.Tensor:
     """Concatenate all ranks' tensors along the first dimension, in rank order.
 
     Args:
         tensor: Any dtype. The first dimension may differ by rank, the others not. A 0-dim tensor counts as one row.
-        name: Accepted for Horovod's sake. Calls are matched by their order, which must be the same on every rank.
+        name: Ranks match calls by name, in any order. None: such calls on a process set match by their order.
+        process_set: The ranks that take part.
+        grad_op: How the ranks' gradients become one: Sum, or Average as in Horovod.
 
     Raises:
         NotInitializedError: Before init().
-        MismatchError: dtypes, or dimensions after the first, differ. Raised on every rank.
+        ValueError: The process set is not this rank's.
+        MismatchError: dtypes, or dimensions after the first, differ. Raised on every rank; the world goes on.
+        DuplicateNameError: This rank has the name under way already.
+        StalledError: Some ranks did not call it within the stall timeout.
         CollectiveError: A peer or the network failed.
     """
-    communicator = current().communicator
     require_tensor(tensor)
-    return communicator.allgather(tensor).wait()
+    return gradients.allgather([tensor], Call(name, process_set, _of_gradients(grad_op)))[0]
 
 
-def grouped_allgather(tensors: Sequence[torch.Tensor], name: str | None = None) -> list[torch.Tensor]:
-    """Apply :func:`allgather` to each of several tensors."""
-    communicator = current().communicator
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> NamedHandle[torch.Tensor]:
+    """Start an :func:`allgather`; the handle's wait() returns the new tensor. No gradient flows through it."""
+    require_tensor(tensor)
+    return start_allgather([tensor], name, process_set, only)
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    grad_op: ReduceOp = ReduceOp.SUM,
+) -> Tensors:
+    """Apply :func:`allgather` to several tensors, as one unit."""
     require_tensors(tensors)
-    handles = [communicator.allgather(tensor) for tensor in tensors]
-    return [handle.wait() for handle in handles]
+    return gradients.allgather(tensors, Call(name, process_set, _of_gradients(grad_op))) if tensors else []
 
 
-def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> NamedHandle[Tensors]:
+    """Start a :func:`grouped_allgather`."""
+    require_tensors(tensors)
+    return start_allgather(tensors, name, process_set, every) if tensors else NamedHandle.ended([])
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    grad_op: ReduceOp = ReduceOp.SUM,
+) -> torch.Tensor:
     """Return a new tensor with the elements of the root's.
 
     Args:
         tensor: Any dtype; the same shape and dtype on every rank. Only the root's elements count.
-        root_rank: Whose elements.
-        name: Accepted for Horovod's sake. Calls are matched by their order, which must be the same on every rank.
+        root_rank: Whose elements; a rank of the world, also with a process set.
+        name: Ranks match calls by name, in any order. None: such calls on a process set match by their order.
+        process_set: The ranks that take part.
+        grad_op: How the ranks' gradients become the root's: Sum, or Average as in Horovod.
 
     Raises:
-        NotInitializedError: Before init().
-        ValueError: `root_rank` is no rank.
-        CollectiveError: A peer or the network failed.
+        ValueError: `root_rank` is not in the process set, or the process set is not this rank's.
+        MismatchError: dtypes, shapes or roots differ. Raised on every rank; the world goes on.
+        DuplicateNameError, StalledError, CollectiveError: See :func:`allgather`.
     """
-    communicator = current().communicator
     require_tensor(tensor)
-    return communicator.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), root_rank).wait()
+    return gradients.broadcast(tensor, Call(name, process_set, _of_gradients(grad_op), root_rank=root_rank))
 
 
-def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> NamedHandle[torch.Tensor]:
+    """Start a :func:`broadcast`; the handle's wait() returns the new tensor. No gradient flows through it."""
+    require_tensor(tensor)
+    return start_broadcast([tensor], root_rank, name, process_set, only, in_place=False)
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
     """Overwrite a tensor with the root's, in place, and return it. See :func:`broadcast`."""
-    communicator = current().communicator
     require_tensor(tensor)
-    return communicator.broadcast(tensor, root_rank).wait()
+    return start_broadcast([tensor], root_rank, name, process_set, only, in_place=True, urgent=True).wait()
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> NamedHandle[torch.Tensor]:
+    """Start to overwrite a tensor with the root's; it is not to be touched before the handle's wait()."""
+    require_tensor(tensor)
+    return start_broadcast([tensor], root_rank, name, process_set, only, in_place=True)
 
 
 def alltoall(
-    tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None
+    tensor: torch.Tensor,
+    splits: Splits | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Send a share of my rows to each rank.
 
     Args:
         tensor: Any dtype, at least 1-dim. The first dimension may differ by rank, the others not.
         splits: How many rows go to each rank, as a list or an integer tensor; None: equal shares.
-        name: Accepted for Horovod's sake. Calls are matched by their order, which must be the same on every rank.
+        name: Ranks match calls by name, in any order. None: such calls on a process set match by their order.
+        process_set: The ranks that take part.
 
     Returns:
         The rows received, in rank order. If `splits` is given, also how many came from each rank (int32, on the CPU).
 
     Raises:
-        NotInitializedError: Before init().
+        ValueError: The process set is not this rank's, or `splits` is no tensor of whole numbers.
         MismatchError: dtypes, or dimensions after the first, differ, or splits do not fit. Raised on every rank.
-        CollectiveError: A peer or the network failed.
+        DuplicateNameError, StalledError, CollectiveError: See :func:`allgather`.
     """
-    communicator = current().communicator
     require_tensor(tensor)
-    if splits is None:
-        return communicator.alltoall(tensor).wait()[0]
-    counts = splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
-    received, received_splits = communicator.alltoall(tensor, counts).wait()
-    return received, torch.tensor(received_splits, dtype=torch.int32)
+    result = gradients.alltoall(tensor, Call(name, process_set, splits=splits))
+    return result[0] if splits is None else result
 
 
-def barrier() -> None:
-    """Return when every rank has called this.
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: Splits | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> NamedHandle[tuple[torch.Tensor, torch.Tensor]]:
+    """Start an :func:`alltoall`; wait() returns the rows received and, always, how many came from each rank."""
+    require_tensor(tensor)
+    return start_alltoall(tensor, splits, name, process_set)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every rank of the process set has called this.
 
     Raises:
         NotInitializedError: Before init().
         CollectiveError: A peer or the network failed.
     """
-    current().communicator.barrier().wait()
+    start_barrier(None, process_set).wait()
+
+
+def join(device: int = -1, *, count_in_average: bool = False) -> int:
+    """Say that this rank has no more data, and wait until every rank of the world has said so.
+
+    Meanwhile the others' collectives go on without it: to Sum and Average it adds nothing, Min, Max and Product are
+    those of the others, an allgather has no rows of it, a broadcast from another rank passes it by. Average divides by
+    the number of ranks that still contribute.
+
+    Args:
+        device: Accepted for Horovod's sake: this rank stands in on its current GPU.
+        count_in_average: Whether Average divides by this rank too, as in Horovod.
+
+    Returns:
+        The last rank that joined.
+
+    Raises:
+        NotInitializedError: Before init().
+        CollectiveError: A peer or the network failed.
+    """
+    return current().lane.join(count_in_average).wait()
+
+
+def poll(handle: NamedHandle[object]) -> bool:
+    """Whether :func:`synchronize` would return or raise at once.
+
+    Raises:
+        TypeError: `handle` is none.
+    """
+    return _handle(handle).poll()
+
+
+def synchronize(handle: NamedHandle[object]) -> object:
+    """Wait for an asynchronous collective and return its result; see NamedHandle.wait.
+
+    Raises:
+        TypeError: `handle` is none.
+    """
+    return _handle(handle).wait()
+
+
+def _handle(handle: object) -> NamedHandle[object]:
+    if not isinstance(handle, NamedHandle):
+        raise TypeError(f"expected a handle, as the _async functions return it; got {handle!r}.")
+    return handle
+
+
+def _of_gradients(op: ReduceOp) -> Reducing:
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise ValueError(f"grad_op={op!r}: gradients are reduced with Sum or Average.")
+    return Reducing(op)

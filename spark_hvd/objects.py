@@ -1,4 +1,4 @@
-"""Python objects between ranks: pickled, and sent as bytes over the CPU's process group."""
+"""Python objects between ranks: pickled, and sent as bytes by named collectives."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import cloudpickle
 import torch
 
-from spark_hvd.context import current
-from spark_hvd.shapes import require_root
+from spark_hvd.named import only, start_allgather, start_broadcast
+from spark_hvd.process_sets import ProcessSet, global_process_set, lane_of
 
 T = TypeVar("T")
 
@@ -18,7 +18,9 @@ _LENGTH_BYTES = 8
 _FAILED = -1
 
 
-def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None) -> T:
+def broadcast_object(
+    obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> T:
     """Give every rank the object of one rank.
 
     The pickle travels over the process group's own connections, from rank to rank, and is loaded by the others: ranks
@@ -26,8 +28,9 @@ def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None) -> T:
 
     Args:
         obj: Anything cloudpickle can pickle; ignored on ranks other than `root_rank`.
-        root_rank: Whose object it is.
-        name: Accepted for Horovod's sake; calls are matched by their order.
+        root_rank: Whose object it is; counts in the world.
+        name: Ranks match calls by name. None: such calls match by their order.
+        process_set: Whose ranks get it.
 
     Returns:
         On `root_rank` the object itself, elsewhere a copy.
@@ -36,33 +39,38 @@ def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None) -> T:
         ValueError: `root_rank` is no rank, or the object there cannot be pickled.
         CollectiveError: A peer or the network failed.
     """
-    communicator = current().communicator
-    require_root(root_rank, communicator.size)
-    if communicator.size == 1:
+    process_set.require_root(root_rank)
+    lane = lane_of(process_set)
+    if len(lane.ranks) == 1:
         return obj
-    device = communicator.fact_device
-    payload, failure = _pickled(obj) if communicator.rank == root_rank else (torch.empty(0, dtype=torch.uint8), None)
+    mine = lane.ranks[lane.communicator.rank] == root_rank
+    device = lane.communicator.fact_device
+    payload, failure = _pickled(obj) if mine else (torch.empty(0, dtype=torch.uint8), None)
     length = torch.tensor([_FAILED if failure else payload.numel()], dtype=torch.int64, device=device)
-    communicator.broadcast(length, root_rank).wait()
-    count = int(length)
+    count = int(_broadcast(length, root_rank, name and f"{name}.length", process_set))
     if failure is not None:
         raise _unpicklable("broadcast_object", root_rank) from failure
     if count == _FAILED:
         raise _unpicklable("broadcast_object", root_rank)
-    if communicator.rank != root_rank:
+    if not mine:
         payload = torch.empty(count, dtype=torch.uint8)
-    payload = communicator.broadcast(payload.to(device), root_rank).wait()
-    return obj if communicator.rank == root_rank else _loaded(payload)
+    payload = _broadcast(payload.to(device), root_rank, name, process_set)
+    return obj if mine else _loaded(payload)
 
 
-def allgather_object(obj: T, name: str | None = None) -> list[T]:
+def _broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> torch.Tensor:
+    return start_broadcast([tensor], root_rank, name, process_set, only, in_place=True, urgent=True).wait()
+
+
+def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
     """Give every rank the objects of all ranks.
 
     The pickles travel as in :func:`broadcast_object`.
 
     Args:
         obj: Anything cloudpickle can pickle.
-        name: Accepted for Horovod's sake; calls are matched by their order.
+        name: Ranks match calls by name. None: such calls match by their order.
+        process_set: Whose ranks take part.
 
     Returns:
         Copies of the objects, in rank order.
@@ -71,15 +79,16 @@ def allgather_object(obj: T, name: str | None = None) -> list[T]:
         ValueError: A rank's object cannot be pickled. Raised on every rank.
         CollectiveError: A peer or the network failed.
     """
-    communicator = current().communicator
+    lane = lane_of(process_set)
     payload, failure = _pickled(obj)
     length = torch.tensor([_FAILED if failure else payload.numel()], dtype=torch.int64)
     # Each pickle is led by its own length, so that one exchange of sizes, the allgather's, is enough.
     led = torch.cat([length.view(torch.uint8), payload])
-    everyones = communicator.allgather(led.to(communicator.fact_device)).wait().cpu()
+    led = led.to(lane.communicator.fact_device)
+    everyones = start_allgather([led], name, process_set, only, urgent=True).wait().cpu()
     values: list[T] = []
     start = 0
-    for rank in range(communicator.size):
+    for rank in lane.ranks:
         end = start + _LENGTH_BYTES
         count = int(everyones[start:end].clone().view(torch.int64))
         if count == _FAILED:

@@ -1,4 +1,4 @@
-"""The synchronous collectives with Horovod's signatures, on the communicator of the current world."""
+"""The collectives that compute, with Horovod's signatures: allreduce and reducescatter in all their forms."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ from typing import Any
 
 import torch
 
-from spark_hvd.communicator import Communicator, ReduceOp
+from spark_hvd import gradients
+from spark_hvd.communicator import ReduceOp
 from spark_hvd.compression import Compression
-from spark_hvd.context import current
-from spark_hvd.dtypes import check_op, is_integer
-from spark_hvd.fusion import batches, flatten, unflatten_into
-from spark_hvd.shapes import require_dense, require_rows
+from spark_hvd.gradients import Call
+from spark_hvd.named import (
+    Reducing,
+    every,
+    only,
+    require_tensor,
+    require_tensors,
+    start_allreduce,
+    start_reducescatter,
+)
+from spark_hvd.named_handle import NamedHandle
+from spark_hvd.process_sets import ProcessSet, global_process_set
+
+Tensors = list[torch.Tensor]
 
 
 def allreduce(
@@ -24,32 +35,54 @@ def allreduce(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce a tensor over all ranks into a new tensor.
 
+    Gradients flow through it: those of Average and Sum are reduced in the same way, those of Min and Max go to the
+    ranks that hold the extreme, in equal parts, and Product's are the products of the others. Adasum has none.
+
     Args:
-        tensor: The same shape and dtype on every rank; any stride. The result carries no gradient.
+        tensor: The same shape and dtype on every rank; any stride.
         average: Deprecated: use `op`.
-        name: Accepted for Horovod's sake. Calls are matched by their order, which must be the same on every rank.
+        name: Ranks match calls by name, in any order. None: such calls on a process set match by their order.
         compression: Compression.none, .fp16, .bf16, or anything with their two methods.
-        op: Average (default), Sum, Min, Max or Product. An integer Average truncates toward zero. On bool, Sum and Max
-            are any, Min and Product are all.
+        op: Average (default), Sum, Min, Max, Product or Adasum. An integer Average truncates toward zero. On bool, Sum
+            and Max are any, Min and Product are all.
         prescale_factor: Multiplies each rank's tensor before the reduction; integers are truncated toward zero.
         postscale_factor: Multiplies the result.
+        process_set: The ranks to reduce over.
 
     Raises:
         NotInitializedError: Before init().
         TypeError: The dtype has no such reduction.
-        ValueError: `op` and `average` are both given.
+        ValueError: `op` and `average` are both given, or the process set is not this rank's.
+        MismatchError: Ranks call different things by this name. Raised on every rank; the world goes on.
+        DuplicateNameError: This rank has the name under way already.
+        StalledError: Some ranks did not call it within the stall timeout.
         CollectiveError: A peer or the network failed.
     """
-    communicator, op = current().communicator, _chosen(op, average)
+    reducing = Reducing(_chosen(op, average), prescale_factor, postscale_factor)
     require_tensor(tensor)
-    compressed, ctx = compression.compress(tensor.detach())
-    reduced = _own(compressed, tensor)
-    _reduce(communicator, reduced, op, prescale_factor, postscale_factor)
-    result: torch.Tensor = compression.decompress(reduced, ctx)
-    return result
+    return gradients.allreduce([tensor], Call(name, process_set, reducing, compression))[0]
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> NamedHandle[torch.Tensor]:
+    """Start to reduce a tensor into a new one, which the handle's wait() returns; `tensor` must not change before.
+
+    No gradient flows through an asynchronous call. See :func:`allreduce`.
+    """
+    reducing = Reducing(_chosen(op, average), prescale_factor, postscale_factor)
+    require_tensor(tensor)
+    return start_allreduce([tensor], name, reducing, process_set, only, in_place=False)
 
 
 def allreduce_(
@@ -59,12 +92,27 @@ def allreduce_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduce a tensor over all ranks in place, and return it. See :func:`allreduce`."""
-    communicator, op = current().communicator, _chosen(op, average)
+    """Reduce a tensor over all ranks in place, and return it. No gradient flows through it. See :func:`allreduce`."""
+    reducing = Reducing(_chosen(op, average), prescale_factor, postscale_factor)
     require_tensor(tensor)
-    _reduce(communicator, tensor, op, prescale_factor, postscale_factor)
-    return tensor
+    return start_allreduce([tensor], name, reducing, process_set, only, in_place=True, urgent=True).wait()
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> NamedHandle[torch.Tensor]:
+    """Start to reduce a tensor in place; it is not to be touched before the handle's wait(). See :func:`allreduce`."""
+    reducing = Reducing(_chosen(op, average), prescale_factor, postscale_factor)
+    require_tensor(tensor)
+    return start_allreduce([tensor], name, reducing, process_set, only, in_place=True)
 
 
 def grouped_allreduce(
@@ -75,14 +123,29 @@ def grouped_allreduce(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> list[torch.Tensor]:
-    """Reduce several tensors, fused by dtype and device, into new ones. See :func:`allreduce`."""
-    communicator, op = current().communicator, _chosen(op, average)
+    process_set: ProcessSet = global_process_set,
+) -> Tensors:
+    """Reduce several tensors as one unit, fused by dtype, into new ones. See :func:`allreduce`."""
+    reducing = Reducing(_chosen(op, average), prescale_factor, postscale_factor)
     require_tensors(tensors)
-    pairs = [compression.compress(tensor.detach()) for tensor in tensors]
-    reduced = [_own(compressed, tensor) for (compressed, _), tensor in zip(pairs, tensors, strict=True)]
-    _reduce_fused(communicator, reduced, op, prescale_factor, postscale_factor)
-    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)]
+    return gradients.allreduce(tensors, Call(name, process_set, reducing, compression)) if tensors else []
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> NamedHandle[Tensors]:
+    """Start to reduce several tensors as one unit into new ones. See :func:`allreduce_async`."""
+    reducing = Reducing(_chosen(op, average), prescale_factor, postscale_factor)
+    require_tensors(tensors)
+    if not tensors:
+        return NamedHandle.ended([])
+    return start_allreduce(tensors, name, reducing, process_set, every, in_place=False)
 
 
 def grouped_allreduce_(
@@ -92,12 +155,28 @@ def grouped_allreduce_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> list[torch.Tensor]:
-    """Reduce several tensors, fused by dtype and device, in place, and return them. See :func:`allreduce`."""
-    communicator, op = current().communicator, _chosen(op, average)
+    process_set: ProcessSet = global_process_set,
+) -> Tensors:
+    """Reduce several tensors as one unit in place, and return them. See :func:`allreduce_`."""
+    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    return handle.wait()
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> NamedHandle[Tensors]:
+    """Start to reduce several tensors as one unit in place. See :func:`allreduce_async_`."""
+    reducing = Reducing(_chosen(op, average), prescale_factor, postscale_factor)
     require_tensors(tensors)
-    _reduce_fused(communicator, tensors, op, prescale_factor, postscale_factor)
-    return list(tensors)
+    if not tensors:
+        return NamedHandle.ended([])
+    return start_allreduce(tensors, name, reducing, process_set, every, in_place=True)
 
 
 def reducescatter(
@@ -105,27 +184,32 @@ def reducescatter(
     name: str | None = None,
     compression: Any = Compression.none,
     op: ReduceOp = ReduceOp.AVERAGE,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
     """Reduce a tensor over all ranks and return my share of its rows.
 
     The rows are shared out in rank order; the first ``rows % size`` ranks get one more than the others. The arguments
-    and errors are those of :func:`allreduce`; a 0-dim tensor is a ValueError.
+    and errors are those of :func:`allreduce`; a 0-dim tensor and Adasum are a ValueError.
     """
-    communicator = current().communicator
-    op = _chosen(op, None)
+    reducing = Reducing(_chosen(op, None), prescale_factor, postscale_factor)
     require_tensor(tensor)
-    require_rows(tensor, "reducescatter")
-    compressed, ctx = compression.compress(tensor.detach())
-    op, postscale_factor = _checked(compressed, op, prescale_factor, postscale_factor, communicator.size)
-    if prescale_factor != 1.0:
-        compressed = _own(compressed, tensor)
-        _scale_(compressed, prescale_factor)
-    share = communicator.reducescatter(compressed, op).wait()
-    _scale_(share, postscale_factor)
-    result: torch.Tensor = compression.decompress(share, ctx)
-    return result
+    return gradients.reducescatter([tensor], Call(name, process_set, reducing, compression))[0]
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> NamedHandle[torch.Tensor]:
+    """Start a :func:`reducescatter`; the handle's wait() returns my share."""
+    reducing = Reducing(_chosen(op, None), prescale_factor, postscale_factor)
+    require_tensor(tensor)
+    return start_reducescatter([tensor], name, reducing, process_set, only)
 
 
 def grouped_reducescatter(
@@ -133,27 +217,28 @@ def grouped_reducescatter(
     name: str | None = None,
     compression: Any = Compression.none,
     op: ReduceOp = ReduceOp.AVERAGE,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> list[torch.Tensor]:
-    """Apply :func:`reducescatter` to each of several tensors."""
+) -> Tensors:
+    """Apply :func:`reducescatter` to several tensors, as one unit."""
+    reducing = Reducing(_chosen(op, None), prescale_factor, postscale_factor)
     require_tensors(tensors)
-    return [reducescatter(tensor, name, compression, op, prescale_factor, postscale_factor) for tensor in tensors]
+    return gradients.reducescatter(tensors, Call(name, process_set, reducing, compression)) if tensors else []
 
 
-def require_tensor(tensor: object) -> None:
-    """Raise a TypeError for anything but a dense tensor on a CPU or a GPU."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}; objects go by broadcast_object.")
-    require_dense(tensor)
-
-
-def require_tensors(tensors: object) -> None:
-    """Raise a TypeError for anything but a sequence of tensors."""
-    if not isinstance(tensors, Sequence):
-        raise TypeError(f"expected a list of tensors, got {type(tensors).__name__}.")
-    for tensor in tensors:
-        require_tensor(tensor)
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> NamedHandle[Tensors]:
+    """Start a :func:`grouped_reducescatter`."""
+    reducing = Reducing(_chosen(op, None), prescale_factor, postscale_factor)
+    require_tensors(tensors)
+    return start_reducescatter(tensors, name, reducing, process_set, every) if tensors else NamedHandle.ended([])
 
 
 def _chosen(op: ReduceOp | None, average: bool | None) -> ReduceOp:
@@ -165,56 +250,5 @@ def _chosen(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     if op is None:
         return ReduceOp.AVERAGE
     if not isinstance(op, ReduceOp):
-        raise ValueError(f"op={op!r} is no reduction; pass Average, Sum, Min, Max or Product of spark_hvd.torch.")
+        raise ValueError(f"op={op!r} is no reduction; pass Average, Sum, Min, Max, Product or Adasum.")
     return op
-
-
-def _own(compressed: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """What may be reduced in place without the caller's tensor changing."""
-    if compressed.untyped_storage().data_ptr() == original.untyped_storage().data_ptr():
-        return compressed.detach().clone(memory_format=torch.contiguous_format)
-    return compressed
-
-
-def _reduce(communicator: Communicator, tensor: torch.Tensor, op: ReduceOp, before: float, after: float) -> None:
-    op, after = _checked(tensor, op, before, after, communicator.size)
-    _scale_(tensor, before)
-    communicator.allreduce(tensor, op).wait()
-    _scale_(tensor, after)
-
-
-def _reduce_fused(
-    communicator: Communicator, tensors: Sequence[torch.Tensor], op: ReduceOp, before: float, after: float
-) -> None:
-    for tensor in tensors:
-        _checked(tensor, op, before, after, communicator.size)
-    for members in batches(tensors):
-        if len(members) == 1:
-            _reduce(communicator, tensors[members[0]], op, before, after)
-        else:
-            batch = [tensors[index] for index in members]
-            flat = flatten(batch)
-            _reduce(communicator, flat, op, before, after)
-            unflatten_into(flat, batch)
-
-
-def _checked(tensor: torch.Tensor, op: ReduceOp, before: float, after: float, size: int) -> tuple[ReduceOp, float]:
-    """Raise what this rank can see is wrong, before anything is sent; give the reduction and the scale to apply."""
-    check_op(tensor.dtype, op)
-    if tensor.dtype == torch.bool and (before != 1.0 or after != 1.0):
-        raise TypeError("prescale_factor and postscale_factor do not exist for torch.bool; convert the tensor first.")
-    if op is ReduceOp.AVERAGE and after != 1.0 and is_integer(tensor.dtype):
-        return ReduceOp.SUM, after / size  # truncated once, not twice
-    return op, after
-
-
-def _scale_(tensor: torch.Tensor, factor: float) -> None:
-    if factor == 1.0:
-        return
-    values = tensor.detach()
-    if is_integer(tensor.dtype):
-        values.copy_((values.double() * factor).trunc_())
-    elif tensor.element_size() == 1:  # 8-bit floats cannot be multiplied
-        values.copy_(values.float() * factor)
-    else:
-        values.mul_(factor)

@@ -48,6 +48,11 @@ def split_fault(tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -
     return 3 if sum(splits) != tensor.shape[0] else 0
 
 
+def split_fault_text(tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> str | None:
+    """What is wrong with a call of alltoall, in words; None: nothing."""
+    return _FAULTS.get(split_fault(tensor, splits, size))
+
+
 def require_same(operation: str, headers: Sequence[Sequence[int]]) -> None:
     """Compare the headers of all ranks.
 

@@ -2,22 +2,72 @@
 
 from __future__ import annotations
 
-from spark_hvd.basics import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
+from spark_hvd.basics import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    is_homogeneous,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    size,
+)
 from spark_hvd.communicator import ReduceOp
 from spark_hvd.compression import Compression, Compressor
+from spark_hvd.config import Config
 from spark_hvd.context import init, is_initialized, shutdown
-from spark_hvd.errors import CollectiveError, MismatchError, NotInitializedError, PlanMismatchError
-from spark_hvd.movement import allgather, alltoall, barrier, broadcast, broadcast_, grouped_allgather
+from spark_hvd.errors import (
+    CollectiveError,
+    DuplicateNameError,
+    MismatchError,
+    NotInitializedError,
+    PlanMismatchError,
+    StalledError,
+)
+from spark_hvd.movement import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    join,
+    poll,
+    synchronize,
+)
+from spark_hvd.named_handle import NamedHandle
 from spark_hvd.objects import allgather_object, broadcast_object
 from spark_hvd.ops import (
     allreduce,
     allreduce_,
+    allreduce_async,
+    allreduce_async_,
     grouped_allreduce,
     grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
     grouped_reducescatter,
+    grouped_reducescatter_async,
     reducescatter,
+    reducescatter_async,
 )
 from spark_hvd.optimizer import DistributedOptimizer
+from spark_hvd.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from spark_hvd.sparse_async import sparse_allreduce_async
 from spark_hvd.sync import broadcast_optimizer_state, broadcast_parameters
 
 Average = ReduceOp.AVERAGE
@@ -25,48 +75,83 @@ Sum = ReduceOp.SUM
 Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
+Adasum = ReduceOp.ADASUM
 
 HorovodInternalError = CollectiveError
 """Horovod's name for it."""
 
 __all__ = [
+    "Adasum",
     "Average",
     "CollectiveError",
     "Compression",
     "Compressor",
+    "Config",
     "DistributedOptimizer",
+    "DuplicateNameError",
     "HorovodInternalError",
     "Max",
     "Min",
     "MismatchError",
+    "NamedHandle",
     "NotInitializedError",
     "PlanMismatchError",
+    "ProcessSet",
     "Product",
+    "StalledError",
     "Sum",
+    "add_process_set",
     "allgather",
+    "allgather_async",
     "allgather_object",
     "allreduce",
     "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
     "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
     "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
     "rank",
     "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
+    "synchronize",
 ]

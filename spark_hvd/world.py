@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spark_hvd.layout import RankInfo
 
@@ -24,3 +24,5 @@ class World:
     """None where no socket is needed: a world of one."""
     generation: int = 0
     """Counts the times that the membership changed; keys of different generations never meet."""
+    secret: bytes | None = field(default=None, repr=False)
+    """From which the keys of the ranks' channels are derived; None where the launcher made none."""

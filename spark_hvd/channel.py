@@ -1,0 +1,185 @@
+"""How requests reach a process set's coordinator and its decisions all members: ZeroMQ over TCP, encrypted, no polling.
+
+Members push requests to the coordinator's PULL socket and read decisions from its XPUB socket, which gives all of them
+the same stream. Every member subscribes to a topic of its own besides, so that the coordinator is told when a member's
+connection comes up and when it ends: ZeroMQ reports subscriptions that appear and vanish, and its own heartbeats, which
+need no help of the interpreter, find peers that are stopped or cut off.
+
+Both sides prove who they are with CURVE keys that are derived from the world's secret (RFC 5869 explains why a keyed
+hash gives independent keys; https://rfc.zeromq.org/spec/26 what CURVE does with them).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import zmq
+import zmq.auth
+import zmq.utils.monitor
+
+from spark_hvd.decisions import Decision, decode, encode
+from spark_hvd.errors import CollectiveError
+from spark_hvd.world import Endpoint
+
+_HEARTBEAT_MS = 1000
+_SILENCE_MS = 3000
+"""A peer that does not even answer ZeroMQ's heartbeats for this long counts as gone."""
+_LINGER_MS = 1000
+_EVERYONE = b"a"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The two CURVE key pairs of a world: the coordinators' and the members'."""
+
+    server_public: bytes
+    server_secret: bytes
+    member_public: bytes
+    member_secret: bytes
+
+    @classmethod
+    def of(cls, secret: bytes) -> Keys:
+        """The keys that belong to a world's secret."""
+        pairs = []
+        for who in (b"coordinator", b"member"):
+            private = zmq.utils.z85.encode(hmac.new(secret, b"spark_hvd named lane " + who, hashlib.sha256).digest())
+            pairs += [zmq.curve_public(private), private]
+        return cls(*pairs)
+
+
+class CoordinatorSockets:
+    """The coordinator's end; it belongs to one thread.
+
+    Args:
+        context: ZeroMQ's; its ZAP handler decides who is let in.
+        host: Address to listen on.
+        keys: The world's.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, keys: Keys) -> None:
+        self.requests = context.socket(zmq.PULL)
+        self.decisions = context.socket(zmq.XPUB)
+        self.endpoints: list[str] = []
+        for each in (self.requests, self.decisions):
+            each.curve_server = True
+            each.curve_secretkey, each.curve_publickey = keys.server_secret, keys.server_public
+            _prepare(each, host)
+            each.bind(url(Endpoint(host, 0)))
+            each_endpoint = each.getsockopt(zmq.LAST_ENDPOINT)
+            assert isinstance(each_endpoint, bytes)
+            self.endpoints.append(each_endpoint.rstrip(b"\0").decode())
+
+    def send(self, decisions: Sequence[Decision]) -> None:
+        """Tell all members."""
+        self.decisions.send(_EVERYONE + encode(decisions))
+
+    def receive(self) -> bytes | None:
+        """The next message of a member, if there is one."""
+        return _received(self.requests)
+
+    def presence(self) -> tuple[int, bool] | None:
+        """The next news of a member: its place, and whether it has come or gone."""
+        while (news := _received(self.decisions)) is not None:
+            if news[1:2] == b"m":
+                return int(news[2:]), news[0] == 1
+        return None
+
+    def close(self) -> None:
+        """Send what is queued, for a second at most, and close."""
+        self.requests.close(0)
+        self.decisions.close(_LINGER_MS)
+
+
+class MemberSockets:
+    """A member's end. One thread may send while another receives.
+
+    Args:
+        context: ZeroMQ's.
+        endpoints: The coordinator's, see :class:`CoordinatorSockets`.
+        place: Mine in the process set.
+        keys: The world's.
+        timeout: Seconds to wait for the connections.
+
+    Raises:
+        CollectiveError: The coordinator cannot be reached, or has another secret.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoints: Sequence[str], place: int, keys: Keys, timeout: float
+    ) -> None:
+        self.requests = context.socket(zmq.PUSH)
+        self.decisions = context.socket(zmq.SUB)
+        self.losses = self.decisions.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        for each in (self.requests, self.decisions):
+            each.curve_serverkey = keys.server_public
+            each.curve_secretkey, each.curve_publickey = keys.member_secret, keys.member_public
+            _prepare(each, endpoints[0])
+        self.decisions.subscribe(_EVERYONE)
+        self.decisions.subscribe(b"m%d" % place)
+        for each, endpoint in zip((self.requests, self.decisions), endpoints, strict=True):
+            each.connect(endpoint)
+        if not self.losses.poll(int(timeout * 1000)):
+            self.close()
+            raise CollectiveError(
+                f"the coordinator of the named collectives cannot be reached at {endpoints[1]} within {timeout:.0f} s: "
+                "a firewall between the hosts may block the port, or the ranks were started with different secrets."
+            )
+        zmq.utils.monitor.recv_monitor_message(self.losses)
+
+    def send(self, message: bytes) -> None:
+        """Tell the coordinator; one thread at a time."""
+        self.requests.send(message)
+
+    def receive(self) -> list[Decision] | None:
+        """The next decisions, if there are any."""
+        message = _received(self.decisions)
+        return None if message is None else decode(message[len(_EVERYONE) :])
+
+    def lost(self) -> bool:
+        """Whether the connection has ended since it was last asked."""
+        lost = False
+        while self.losses.poll(0):
+            event = zmq.utils.monitor.recv_monitor_message(self.losses, zmq.NOBLOCK)
+            lost |= event["event"] == zmq.EVENT_DISCONNECTED
+        return lost
+
+    def close(self) -> None:
+        """Send what is queued, for a second at most, and close."""
+        self.decisions.disable_monitor()
+        self.losses.close(0)
+        self.decisions.close(0)
+        self.requests.close(_LINGER_MS)
+
+
+def _prepare(each: zmq.Socket[bytes], host: str) -> None:
+    each.ipv6 = host.count(":") > 2
+    each.sndhwm = each.rcvhwm = 0  # never drop, never block: what is outstanding is bounded by the names in flight
+    each.heartbeat_ivl, each.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
+    each.reconnect_ivl = -1  # a connection that ended is a rank that is gone
+
+
+def _received(each: zmq.Socket[bytes]) -> bytes | None:
+    try:
+        return each.recv(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+
+
+def url(endpoint: Endpoint) -> str:
+    """ZeroMQ's form of an address; port 0 stands for any."""
+    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+    return f"tcp://{host}:{endpoint.port or '*'}"
+
+
+def own_address(endpoint: Endpoint | None) -> str:
+    """The address of this host on the network over which it reaches an endpoint."""
+    if endpoint is None:
+        return socket.gethostbyname(socket.gethostname())
+    family, _, _, _, address = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing: it only chooses the route
+        return str(probe.getsockname()[0])

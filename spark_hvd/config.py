@@ -1,0 +1,53 @@
+"""The values that tune the named lane, in one frozen object; rank 0's count for all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """What `init` accepts besides ranks and process sets.
+
+    Raises:
+        ValueError: A value is out of its range.
+    """
+
+    fusion_threshold: int = 128 << 20
+    """Bytes up to which collectives that are ready at the same time travel together; 0: never."""
+    cache_capacity: int = 1024
+    """Names that get a number, so that negotiating them again costs a bit; 0: none."""
+    stall_warning: float | None = 60.0
+    """Seconds after which rank 0 logs which ranks a collective waits for; None: never."""
+    stall_timeout: float | None = None
+    """Seconds after which such a collective fails; None: never."""
+    timeline: str | None = None
+    """A file to record a timeline to from the start, as start_timeline() does."""
+    timeline_mark_cycles: bool = False
+    """Whether the timeline marks each round of decisions."""
+    autotune: bool = False
+    """Whether bucket sizes and the fusion threshold are tuned in the first steps."""
+    autotune_log: str | None = None
+    """A CSV file for what was tried."""
+    autotune_warmup_samples: int = 3
+    autotune_steps_per_sample: int = 10
+    autotune_max_samples: int = 20
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ValueError(f"{name}={value!r}: expected {least} or more.")
+
+
+_LEAST = {
+    "fusion_threshold": 0,
+    "cache_capacity": 0,
+    "stall_warning": 0,
+    "stall_timeout": 0,
+    "autotune_warmup_samples": 0,
+    "autotune_steps_per_sample": 1,
+    "autotune_max_samples": 1,
+}
+
+NAMES = tuple(field.name for field in fields(Config))

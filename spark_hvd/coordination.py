@@ -1,0 +1,180 @@
+"""The coordinator at work: its sockets, the clock, and the log, on the engine's thread of one rank of a process set."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spark_hvd.agreement import ranks_text
+from spark_hvd.channel import CoordinatorSockets
+from spark_hvd.config import Config
+from spark_hvd.coordinator import Coordinator
+from spark_hvd.decisions import Decision, Pong, Run, RunKnown, Tune
+from spark_hvd.lane import Lane
+from spark_hvd.request import Request
+
+_log = logging.getLogger("spark_hvd")
+
+_FAREWELL_SECONDS = 0.3
+"""A member whose connection has ended may have sent its farewell over its other one: so long it may take to arrive."""
+_WARNED = 10
+"""Collectives that one warning spells out."""
+
+
+class Coordination:
+    """See the module's description.
+
+    Args:
+        lane: The coordinator's own.
+        hosts: Of each member, for texts.
+        config: Rank 0's.
+        sockets: None where there are no other members.
+    """
+
+    def __init__(self, lane: Lane, hosts: Sequence[str], config: Config, sockets: CoordinatorSockets | None) -> None:
+        self.lane = lane
+        self.sockets = sockets
+        self.on_message: Callable[[int, str, Sequence[Any]], None] = lambda place, kind, fields: None
+        self._hosts = hosts
+        self._coordinator = Coordinator(lane.ranks, config.cache_capacity, config.stall_timeout)
+        self._stall_warning = config.stall_warning
+        self._absent = set(range(1, len(lane.ranks)))
+        self._held_back: list[Decision] = []
+        self._vanished: dict[int, float] = {}
+        self._warned: set[tuple[str, float]] = set()
+        self._next_check = 0.0
+
+    def read(self) -> None:
+        """Take in all that has come, and tell everyone what follows from it."""
+        decisions: list[Decision] = []
+        ids, fresh = self.lane.take()
+        if ids or fresh:
+            decisions += self._coordinator.submitted(0, ids, fresh, time.monotonic())
+        if self.sockets is not None:
+            while (message := self.sockets.receive()) is not None:
+                decisions += self._heard(*json.loads(message))
+            while (news := self.sockets.presence()) is not None:
+                place, come = news
+                if come:
+                    self._absent.discard(place)
+                else:
+                    self._vanished.setdefault(place, time.monotonic() + _FAREWELL_SECONDS)
+        self.tell(decisions)
+
+    def _heard(self, place: int, kind: str, *fields: Any) -> list[Decision]:
+        if kind == "ready":
+            ids, fresh = fields
+            requests = [(name, Request(*request)) for name, request in fresh]
+            return self._coordinator.submitted(place, int(ids, 16), requests, time.monotonic())
+        if kind == "join":
+            return self.joined(place, *fields)
+        if kind == "left":
+            return self._coordinator.gone(place, self.farewell(place), left=True)
+        if kind == "failed":
+            text = f"rank {self.lane.ranks[place]} could not do its part: {fields[0]}"
+            return self._coordinator.gone(place, text, left=False)
+        if kind == "ping":
+            return [Pong(place, fields[0], time.monotonic_ns())]
+        self.on_message(place, kind, fields)
+        return []
+
+    def joined(self, place: int, counts: bool) -> list[Decision]:
+        """A member has no more data."""
+        return self._coordinator.joined(place, counts)
+
+    def farewell(self, place: int) -> str:
+        """What the others are told when a member leaves."""
+        return (
+            f"{self._who(place)} has left the world (its program has ended, or it called hvd.shutdown()), so nothing "
+            "that needs it can run any more."
+        )
+
+    def gone(self, place: int, text: str, *, left: bool) -> list[Decision]:
+        """A member is no longer there."""
+        return self._coordinator.gone(place, text, left=left)
+
+    def tell(self, decisions: Sequence[Decision]) -> None:
+        """Tell all members, myself last."""
+        if not decisions:
+            return
+        decisions = _coalesced(decisions)
+        if self.sockets is not None:
+            if self._absent:  # they would miss it; nothing but the fate of a member can be decided before all are here
+                self._held_back += decisions
+            else:
+                self.sockets.send([*self._held_back, *decisions])
+                self._held_back.clear()
+        self.lane.apply(decisions)
+
+    # ---- time -----------------------------------------------------------------------------------------------------
+
+    def next_check(self) -> float | None:
+        """When :meth:`check` is due, in seconds of the monotonic clock; None if nothing is waiting."""
+        due = min(self._vanished.values(), default=None)
+        limits = [limit for limit in (self._stall_warning, self._coordinator.stall_timeout) if limit is not None]
+        if limits and self._coordinator.has_waiting:
+            self._next_check = max(self._next_check, time.monotonic())
+            due = self._next_check if due is None else min(due, self._next_check)
+        return due
+
+    def check(self) -> None:
+        """Look whether a member is gone, or a collective waits for too long."""
+        now = time.monotonic()
+        decisions: list[Decision] = []
+        for place, until in list(self._vanished.items()):
+            if now >= until:
+                del self._vanished[place]
+                text = (
+                    f"{self._who(place)} has ended without a word, or cannot be reached any more. Its own output and "
+                    "exit code say why."
+                )
+                decisions += self._coordinator.gone(place, text, left=False)
+        if now >= self._next_check:
+            limits = [limit for limit in (self._stall_warning, self._coordinator.stall_timeout) if limit is not None]
+            self._next_check = now + min(max(min(limits, default=1.0) / 5, 0.01), 1.0)
+            self._warn(now)
+            decisions += self._coordinator.overdue(now)
+        self.tell(decisions)
+
+    def _warn(self, now: float) -> None:
+        if self._stall_warning is None:
+            return
+        waiting = {(name, since) for name, since in self._coordinator.waiting()}
+        self._warned &= waiting
+        late = [item for item in waiting - self._warned if now - item[1] >= self._stall_warning]
+        if not late:
+            return
+        self._warned.update(late)
+        late.sort(key=lambda item: item[1])
+        lines = [self._coordinator.stall_text(name, now) for name, _ in late[:_WARNED]]
+        if len(late) > _WARNED:
+            lines.append(f"and {len(late) - _WARNED} more.")
+        _log.warning(
+            "Some ranks wait for others. Have all ranks come to the same collectives, under the same names?\n  %s",
+            "\n  ".join(lines),
+        )
+
+    def tune(self, config: Config) -> None:
+        """Other values from here on."""
+        self._stall_warning, self._coordinator.stall_timeout = config.stall_warning, config.stall_timeout
+        self.tell([Tune(config.fusion_threshold)])
+
+    def _who(self, place: int) -> str:
+        return f"{ranks_text([self.lane.ranks[place]])} (on {self._hosts[place]})"
+
+
+def _coalesced(decisions: Sequence[Decision]) -> list[Decision]:
+    """Neighbours as one, so that they are fused."""
+    result: list[Decision] = []
+    for decision in decisions:
+        last = result[-1] if result else None
+        if isinstance(decision, RunKnown) and isinstance(last, RunKnown):
+            result[-1] = RunKnown(last.ids | decision.ids)
+        elif isinstance(decision, Run) and isinstance(last, Run):
+            result[-1] = Run([*last.entries, *decision.entries])
+        else:
+            result.append(decision)
+    return result

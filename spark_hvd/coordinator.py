@@ -1,0 +1,365 @@
+"""The coordinator of the named lane: who is ready for what, and what all ranks run next. A state machine without I/O.
+
+Ranks say for which collectives they are ready, by name and in any order; once every rank has said so for a name, the
+coordinator compares what they said and tells all of them the same: run it, or fail it with this text. What it tells is
+one stream that every rank reads in the same order, so all ranks run the same collectives in the same order.
+
+A name that comes back with the same requests gets a number. From then on a rank's set of ready names is a set of bits,
+one integer however many tensors there are. The bits on which all ranks agree are found as a SAT solver finds out that
+a clause is still open, by watching one rank that is missing (Moskewicz et al., "Chaff", 2001): as long as the watched
+rank lacks the new bits, no other rank is looked at.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from spark_hvd.agreement import disagreement, ranks_text
+from spark_hvd.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown
+from spark_hvd.request import AUTO, Entry, Request
+
+V = TypeVar("V")
+
+_REMEMBERED = 4096
+"""Names whose last entry, or whose failure, is remembered without their having a number."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A name for which some ranks are ready."""
+
+    since: float
+    requests: dict[int, Request] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Known:
+    """A name with a number."""
+
+    entry: Entry
+
+    def request_of(self, place: int) -> Request:
+        """The request that this rank stands for when it sends the number."""
+        request, table = self.entry.request, self.entry.table
+        if table is None:
+            return request
+        if request.kind == "alltoall":
+            splits = table[place]
+            return request._replace(splits=splits, shapes=[[sum(splits), *request.shapes[0][1:]]])
+        shapes = [[rows, *shape[1:]] for rows, shape in zip(table[place], request.shapes, strict=True)]
+        return request._replace(shapes=shapes)
+
+
+class Coordinator:
+    """Decides for one process set. Ranks are meant by their place in the set; texts name them by rank in the world.
+
+    Args:
+        ranks: The members' ranks in the world, in ascending order.
+        cache_capacity: Most names that get a number.
+        stall_timeout: Seconds after which a name that some rank is missing for fails; None: never.
+    """
+
+    def __init__(self, ranks: Sequence[int], cache_capacity: int = 1024, stall_timeout: float | None = None) -> None:
+        self._ranks = ranks
+        self._capacity = cache_capacity
+        self.stall_timeout = stall_timeout
+        # Names without a number.
+        self._pending: dict[str, _Pending] = {}
+        self._seen: OrderedDict[str, Entry] = OrderedDict()
+        self._failed: OrderedDict[str, tuple[set[int], Fail]] = OrderedDict()
+        # Names with a number: bits.
+        self._known: list[_Known] = []
+        self._ids: dict[str, int] = {}
+        self._masks = [0] * len(ranks)
+        self._anyone = 0
+        self._ages: deque[tuple[float, int]] = deque()
+        self._thawed = 0
+        self._watched = 0
+        # Ranks.
+        self._joined: dict[int, bool] = {}
+        self._gone: Gone | None = None
+        self._last: list[tuple[float, str | int] | None] = [None] * len(ranks)
+
+    # ---- events ---------------------------------------------------------------------------------------------------
+
+    def submitted(self, place: int, ids: int, fresh: Sequence[tuple[str, Request]], now: float) -> list[Decision]:
+        """A rank is ready for these names.
+
+        Args:
+            place: The rank.
+            ids: Numbers of names, as bits.
+            fresh: Other names, or ones with another request than their number stands for.
+            now: Seconds on any monotonic clock.
+        """
+        if self._gone is not None:
+            return []  # every rank has been told, or is about to be
+        entries: list[Entry] = []
+        decisions: list[Decision] = []
+        if ids:
+            self._last[place] = now, ids
+            thawed = ids & self._thawed
+            if thawed:
+                again = [self._known[id] for id in bits(thawed)]
+                fresh = [*fresh, *((known.entry.name, known.request_of(place)) for known in again)]
+                ids &= ~thawed
+            decisions += self._submitted_known(place, ids, now)
+        for name, request in fresh:
+            decisions += self._submitted_fresh(place, name, request, entries, now)
+        if entries:
+            decisions.append(Run(entries))
+        return decisions
+
+    def joined(self, place: int, counts: bool) -> list[Decision]:
+        """A rank has no more data, and contributes nothing from now on.
+
+        Args:
+            place: The rank.
+            counts: Whether Average still divides by it.
+        """
+        if self._gone is not None:
+            return []
+        self._joined[place] = counts
+        decisions: list[Decision] = []
+        entries: list[Entry] = []
+        for name in [name for name, pending in self._pending.items() if self._complete(pending)]:
+            decisions += self._finish(name, self._pending.pop(name), entries)
+        for id in bits(self._ready(self._anyone)):
+            decisions += self._finish(self._known[id].entry.name, self._thaw(id), entries)
+        if entries:
+            decisions.append(Run(entries))
+        if len(self._joined) == len(self._ranks):
+            self._joined.clear()
+            decisions.append(Joined(self._ranks[place]))
+        return decisions
+
+    def gone(self, place: int, text: str, *, left: bool) -> list[Decision]:
+        """A rank is no longer there; nothing runs any more that needs it, which is everything."""
+        if self._gone is not None:
+            return []
+        self._gone = Gone(self._ranks[place], text, left)
+        return [self._gone]
+
+    def overdue(self, now: float) -> list[Decision]:
+        """Fail the names that have waited for longer than `stall_timeout`."""
+        if self.stall_timeout is None:
+            return []
+        decisions: list[Decision] = []
+        for name, since in list(self.waiting()):
+            if now - since >= self.stall_timeout:
+                missing, text = self.missing(name), self.stall_text(name, now)
+                id = self._ids.get(name)
+                if self._pending.pop(name, None) is None:
+                    assert id is not None
+                    self._thaw(id)
+                elif id is not None:
+                    self._thawed &= ~(1 << id)
+                fail = Fail([name], "stall", text)
+                _remember(self._failed, name, (missing, fail))
+                decisions.append(fail)
+        return decisions
+
+    # ---- questions ------------------------------------------------------------------------------------------------
+
+    def waiting(self) -> Iterator[tuple[str, float]]:
+        """The names that some rank is ready for and some rank is not, and since when."""
+        if self._gone is not None:
+            return
+        for name, pending in self._pending.items():
+            yield name, pending.since
+        for since, ids in self._ages:
+            for id in bits(ids & self._anyone):
+                yield self._known[id].entry.name, since
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there are any."""
+        return self._gone is None and bool(self._pending or self._anyone)
+
+    def missing(self, name: str) -> set[int]:
+        """The places of the ranks that are not ready for a waiting name."""
+        here = set(self._joined)
+        if name in self._pending:
+            here |= self._pending[name].requests.keys()
+        else:
+            id = self._ids[name]
+            here |= {place for place, mask in enumerate(self._masks) if mask >> id & 1}
+        return set(range(len(self._ranks))) - here
+
+    def stall_text(self, name: str, now: float) -> str:
+        """One sentence on who is missing for a waiting name, and what they did last."""
+        since = next(since for other, since in self.waiting() if other == name)
+        missing = sorted(self.missing(name))
+        ready = [place for place in range(len(self._ranks)) if place not in missing and place not in self._joined]
+        lasts = "; ".join(f"rank {self._ranks[place]} {self._last_text(place, now)}" for place in missing[:6])
+        more = f"; and {len(missing) - 6} more" if len(missing) > 6 else ""
+        return (
+            f"{self._title(name)} has waited {now - since:.1f} s for {ranks_text([self._ranks[p] for p in missing])}"
+            f" ({lasts}{more}); ready: {ranks_text([self._ranks[place] for place in ready])}."
+        )
+
+    def name_of(self, id: int) -> str:
+        """The name with this number."""
+        return self._known[id].entry.name
+
+    # ---- names with a number --------------------------------------------------------------------------------------
+
+    def _submitted_known(self, place: int, ids: int, now: float) -> list[Decision]:
+        fresh = ids & ~self._anyone
+        if fresh:
+            self._ages.append((now, fresh))
+            self._anyone |= fresh
+        self._masks[place] |= ids
+        ready = self._ready(ids)
+        if not ready:
+            return []
+        if self._joined:
+            decisions, entries = [], list[Entry]()
+            for id in bits(ready):
+                decisions += self._finish(self._known[id].entry.name, self._thaw(id), entries)
+            return [*decisions, Run(entries)] if entries else decisions
+        self._clear(ready)
+        return [RunKnown(ready)]
+
+    def _ready(self, ids: int) -> int:
+        """Those of `ids` that every rank is ready for, those aside that have joined."""
+        count = len(self._masks)
+        for step in range(count):
+            place = (self._watched + step) % count
+            if place not in self._joined:
+                ids &= self._masks[place]
+                if not ids:
+                    self._watched = place
+                    return 0
+        return ids
+
+    def _clear(self, ids: int) -> None:
+        others = ~ids
+        self._masks = [mask & others for mask in self._masks]
+        self._anyone &= others
+        while self._ages and not self._ages[0][1] & self._anyone:
+            self._ages.popleft()
+
+    def _thaw(self, id: int) -> _Pending:
+        """Take a number's state apart into the requests it stands for."""
+        known = self._known[id]
+        since = next(since for since, ids in self._ages if ids >> id & 1)
+        places = [place for place, mask in enumerate(self._masks) if mask >> id & 1]
+        self._clear(1 << id)
+        self._ages = deque((age, ids & ~(1 << id)) for age, ids in self._ages)
+        return _Pending(since, {place: known.request_of(place) for place in places})
+
+    # ---- names without a number, or with another request than usual -------------------------------------------------
+
+    def _submitted_fresh(
+        self, place: int, name: str, request: Request, entries: list[Entry], now: float
+    ) -> list[Decision]:
+        self._last[place] = now, name
+        if name in self._failed:
+            missing, fail = self._failed[name]
+            if place in missing:  # the others have had their error already; this rank's comes now
+                missing.discard(place)
+                return [fail]
+        pending = self._pending.get(name)
+        if pending is None:
+            id = self._ids.get(name)
+            if id is not None:
+                self._thawed |= 1 << id
+            pending = self._thaw(id) if id is not None and self._anyone >> id & 1 else _Pending(now)
+            self._pending[name] = pending
+        # Equal requests of many ranks are one object.
+        first = next(iter(pending.requests.values()), request)
+        pending.requests[place] = first if first == request else request
+        if not self._complete(pending):
+            return []
+        del self._pending[name]
+        return self._finish(name, pending, entries)
+
+    def _complete(self, pending: _Pending) -> bool:
+        if len(pending.requests) == len(self._ranks):
+            return True
+        return bool(self._joined) and all(
+            place in pending.requests or place in self._joined for place in range(len(self._ranks))
+        )
+
+    def _finish(self, name: str, pending: _Pending, entries: list[Entry]) -> list[Decision]:
+        """Every rank is ready: put an entry to run in `entries`, or fail it."""
+        if name in self._ids:
+            self._thawed &= ~(1 << self._ids[name])
+        self._failed.pop(name, None)
+        places = sorted(pending.requests)
+        requests = {self._ranks[place]: pending.requests[place] for place in places}
+        absent = [place for place in range(len(self._ranks)) if place not in pending.requests]
+        fault = disagreement(name, requests, [self._ranks[place] for place in absent])
+        if fault is not None:
+            return [Fail([name], "mismatch", fault)]
+        divisor = len(places) + sum(self._joined[place] for place in absent)
+        request = pending.requests[places[0]]
+        table = _table(request.kind, pending.requests, len(self._ranks))
+        if absent:
+            entries.append(Entry(name, request, table, absent, divisor))
+            return []
+        entry = Entry(name, request, table)
+        entries.append(entry)
+        return [] if AUTO in name else self._learn(name, entry)
+
+    def _learn(self, name: str, entry: Entry) -> list[Decision]:
+        """Number an entry that has come twice in a row. No rank can be about to use the name meanwhile."""
+        if self._seen.get(name) != entry:
+            _remember(self._seen, name, entry)
+            return []
+        id = self._ids.get(name, len(self._known))
+        if id == len(self._known):
+            if id >= self._capacity:
+                return []
+            self._known.append(_Known(entry))
+            self._ids[name] = id
+        else:
+            self._known[id].entry = entry
+        del self._seen[name]
+        return [Learn(id, entry)]
+
+    # ---- texts ----------------------------------------------------------------------------------------------------
+
+    def _title(self, name: str) -> str:
+        if name in self._pending:
+            return f"{next(iter(self._pending[name].requests.values())).kind} {name!r}"
+        return f"{self._known[self._ids[name]].entry.request.kind} {name!r}"
+
+    def _last_text(self, place: int, now: float) -> str:
+        last = self._last[place]
+        if last is None:
+            return "has called nothing yet"
+        when, what = last
+        name = what if isinstance(what, str) else self._known[what.bit_length() - 1].entry.name
+        return f"last called {name!r}, {now - when:.1f} s ago"
+
+
+def _remember(memory: OrderedDict[str, V], name: str, value: V) -> None:
+    memory[name] = value
+    memory.move_to_end(name)
+    if len(memory) > _REMEMBERED:
+        memory.popitem(last=False)
+
+
+def _table(kind: str, requests: dict[int, Request], size: int) -> list[list[int]] | None:
+    if kind == "allgather":
+        tensors = len(next(iter(requests.values())).shapes)
+        # A 0-dim tensor counts as one row.
+        return [
+            [shape[0] if shape else 1 for shape in requests[place].shapes] if place in requests else [0] * tensors
+            for place in range(size)
+        ]
+    if kind == "alltoall":
+        return [list(requests[place].splits or []) for place in range(size)]
+    return None
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The numbers of the bits that are set, in ascending order."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low

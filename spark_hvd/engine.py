@@ -1,0 +1,413 @@
+"""The engine: one background thread a process that moves the named lanes of all its process sets.
+
+It sleeps until a message or a call comes; nothing is polled. User threads hand it functions to run (`call`), lanes and
+coordinators live on it, and collectives are started from it and never waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import zmq
+
+from spark_hvd.channel import CoordinatorSockets, Keys, MemberSockets
+from spark_hvd.communicator import Communicator
+from spark_hvd.config import Config
+from spark_hvd.coordination import Coordination
+from spark_hvd.decisions import Decision, Pong, Trace
+from spark_hvd.doorman import Doorman
+from spark_hvd.kv import Store
+from spark_hvd.lane import Lane
+from spark_hvd.tracing import Tracing
+
+_log = logging.getLogger("spark_hvd")
+
+_CONNECT_SECONDS = 30.0
+_GRACE_SECONDS = 1.0
+"""How long what is under way may still succeed after a rank has vanished."""
+
+
+class Engine:
+    """See the module's description. The thread starts with the first lane that needs one.
+
+    Args:
+        config: The values of this rank.
+        secret: The world's secret, if its launcher made one.
+        address: This host's address on the network of the ranks.
+    """
+
+    def __init__(self, config: Config, secret: bytes | None, address: Callable[[], str]) -> None:
+        self.config = config
+        self.tracing = Tracing(self.wake)
+        self._secret = secret
+        self._address = address
+        self._calls: deque[Callable[[], None]] = deque()
+        self._members: list[_Member] = []
+        self._coordinations: list[Coordination] = []
+        self._abandon: list[tuple[float, Lane]] = []
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._awake = threading.Lock()
+
+    # ---- lanes ----------------------------------------------------------------------------------------------------
+
+    def open_lane(
+        self, ranks: Sequence[int], place: int, communicator: Communicator, hosts: Sequence[str], kv: Store
+    ) -> Lane:
+        """Open a process set's lane; every member must.
+
+        Args:
+            ranks: The members, ascending.
+            place: Mine among them.
+            communicator: Over the members.
+            hosts: Of each member.
+            kv: Keys that only this lane uses.
+
+        Raises:
+            CollectiveError: The coordinator cannot be reached.
+        """
+        if len(ranks) == 1:
+            return self._open_alone(ranks, communicator, hosts)
+        self._start()
+        return (
+            self._open_coordinator(ranks, communicator, hosts, kv)
+            if place == 0
+            else self._open_member(ranks, place, communicator, kv)
+        )
+
+    def _open_alone(self, ranks: Sequence[int], communicator: Communicator, hosts: Sequence[str]) -> Lane:
+        link = _Alone()
+        lane = Lane(ranks, communicator, link, self.tracing, self.config.fusion_threshold)
+        link.coordination = Coordination(lane, hosts, self.config, None)
+        return lane
+
+    def _open_coordinator(
+        self, ranks: Sequence[int], communicator: Communicator, hosts: Sequence[str], kv: Store
+    ) -> Lane:
+        secret = self._secret or secrets.token_bytes(32)
+        keys = Keys.of(secret)
+        link = _Here(self)
+        lane = Lane(ranks, communicator, link, self.tracing, self.config.fusion_threshold)
+
+        def listen() -> list[str]:
+            self._doorman.welcome(keys.member_public)
+            sockets = CoordinatorSockets(self._context, self._address(), keys)
+            link.coordination = Coordination(lane, hosts, self.config, sockets)
+            link.coordination.on_message = self._heard
+            self._coordinations.append(link.coordination)
+            for each in (sockets.requests, sockets.decisions):
+                self._poller.register(each, zmq.POLLIN)
+            return sockets.endpoints
+
+        endpoints = self.ask(listen)
+        facts = {
+            "endpoints": endpoints,
+            "fusion_threshold": self.config.fusion_threshold,
+            # Without a secret of the launcher's, the key-value store is trusted as torch itself trusts it.
+            "secret": None if self._secret else secret.hex(),
+        }
+        kv.set("coordinator", json.dumps(facts))
+        return lane
+
+    def _open_member(self, ranks: Sequence[int], place: int, communicator: Communicator, kv: Store) -> Lane:
+        facts = json.loads(kv.get("coordinator"))
+        keys = Keys.of(self._secret or bytes.fromhex(facts["secret"]))
+        sockets = MemberSockets(self._context, facts["endpoints"], place, keys, _CONNECT_SECONDS)
+        member = _Member(self, sockets, place)
+        member.lane = Lane(ranks, communicator, member, self.tracing, facts["fusion_threshold"])
+
+        def attend() -> None:
+            self._members.append(member)
+            for each in (sockets.decisions, sockets.losses):
+                self._poller.register(each, zmq.POLLIN)
+
+        self.call(attend)
+        return member.lane
+
+    def close_lane(self, lane: Lane, text: str) -> None:
+        """Leave a lane: what is not done on it fails with this text, here and on the other members."""
+        if len(lane.ranks) == 1:
+            lane.gone(text)
+        elif self._thread is not None and self._thread.is_alive():
+            self.ask(lambda: self._close(lane, text))
+
+    def tune(self, config: Config) -> None:
+        """Take other values, for all ranks of the lanes that this rank coordinates."""
+        self.config = config
+        for coordination in list(self._coordinations):
+            self.call(partial(coordination.tune, config))
+
+    # ---- the timeline ---------------------------------------------------------------------------------------------
+
+    def start_timeline(self, path: str, mark_cycles: bool) -> None:
+        """See :func:`spark_hvd.timeline_control.start_timeline`."""
+
+    # ---- other threads --------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Make the engine look round; from any thread."""
+        # A wake-up that is still on its way serves for this one too.
+        if self._awake.acquire(blocking=False):
+            with contextlib.suppress(OSError):
+                os.write(self._wake_pipe[1], b"\0")
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run a function on the engine's thread, soon."""
+        self._calls.append(function)
+        self.wake()
+
+    def ask(self, function: Callable[[], Any]) -> Any:
+        """Run a function on the engine's thread, and return its result or raise its error."""
+        answer: deque[tuple[Any, BaseException | None]] = deque()
+        answered = threading.Event()
+
+        def answering() -> None:
+            try:
+                answer.append((function(), None))
+            except BaseException as error:
+                answer.append((None, error))
+            answered.set()
+
+        self.call(answering)
+        answered.wait()
+        value, error = answer.pop()
+        if error is not None:
+            raise error
+        return value
+
+    def close(self, text: str) -> None:
+        """Leave all lanes and end the thread; what is not done fails with this text."""
+        if self._thread is None:
+            return
+        for coordination in list(self._coordinations):
+            self.close_lane(coordination.lane, text)
+        for member in list(self._members):
+            self.close_lane(member.lane, text)
+
+        def end() -> None:
+            self._closing = True
+
+        self.call(end)
+        self._thread.join()
+        self._thread = None
+        self._doorman.questions.close()
+        self._context.term()
+        for fd in self._wake_pipe:
+            os.close(fd)
+
+    # ---- the engine's thread --------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._thread is not None:
+            return
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._doorman = Doorman(self._context)
+        self._wake_pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_pipe[0], zmq.POLLIN)
+        self._poller.register(self._doorman.questions, zmq.POLLIN)
+        self._thread = threading.Thread(target=self._serve, name="spark_hvd-engine", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._closing:
+            try:
+                self._turn()
+            except Exception as error:  # a defect of ours must not leave ranks waiting for ever
+                _log.exception("the engine of the named collectives has failed")
+                self._give_up(f"{type(error).__name__}: {error}")
+
+    def _turn(self) -> None:
+        """Sleep until something comes, and deal with it."""
+        wake = self._wake_pipe[0]
+        ready = dict(self._poller.poll(self._milliseconds_left()))
+        if wake in ready:
+            os.read(wake, 16)
+            self._awake.release()
+        if self._doorman.questions in ready:
+            self._doorman.answer()
+        while self._calls:
+            self._calls.popleft()()
+        for member in self._members:
+            member.read()
+        now = time.monotonic()
+        for coordination in self._coordinations:
+            coordination.read()
+            due = coordination.next_check()
+            if due is not None and now >= due:
+                coordination.check()
+        self._resume()
+        while self._abandon and now >= self._abandon[0][0]:
+            self._abandon.pop(0)[1].abandon()
+        self.tracing.cycle()
+
+    def _give_up(self, text: str) -> None:
+        for coordination in self._coordinations:
+            coordination.tell(coordination.gone(0, f"rank {coordination.lane.ranks[0]} failed: {text}", left=False))
+        for member in self._members:
+            member.send("failed", text)
+            member.lane.gone(text)
+
+    def _milliseconds_left(self) -> int | None:
+        times = [due for coordination in self._coordinations if (due := coordination.next_check()) is not None]
+        times += [until for until, _ in self._abandon]
+        return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
+
+    def _resume(self) -> None:
+        for coordination in self._coordinations:
+            coordination.lane.resume()
+        for member in self._members:
+            member.lane.resume()
+
+    def abandon_later(self, lane: Lane) -> None:
+        """A rank of this lane has vanished: what is under way has a moment left to succeed."""
+        self._abandon.append((time.monotonic() + _GRACE_SECONDS, lane))
+
+    def _close(self, lane: Lane, text: str) -> None:
+        lane.gone(text)
+        lane.abandon()
+        self._abandon = [(until, other) for until, other in self._abandon if other is not lane]
+        for coordination in self._coordinations:
+            if coordination.lane is lane:
+                assert coordination.sockets is not None
+                coordination.tell(coordination.gone(0, coordination.farewell(0), left=True))
+                for each in (coordination.sockets.requests, coordination.sockets.decisions):
+                    self._poller.unregister(each)
+                coordination.sockets.close()
+        for member in self._members:
+            if member.lane is lane:
+                member.send("left")
+                for each in (member.sockets.decisions, member.sockets.losses):
+                    self._poller.unregister(each)
+                member.sockets.close()
+        self._coordinations = [coordination for coordination in self._coordinations if coordination.lane is not lane]
+        self._members = [member for member in self._members if member.lane is not lane]
+
+    def _heard(self, place: int, kind: str, fields: Sequence[Any]) -> None:
+        """A member of the world has sent a part of the timeline."""
+
+    def decided(self, member: _Member, decisions: Sequence[Decision]) -> None:
+        """Decisions that are not a lane's business."""
+        for decision in decisions:
+            if isinstance(decision, Trace):
+                if decision.on:
+                    self.tracing.start(
+                        lambda events: member.send("trace", self.tracing.offset_ns, events), decision.mark_cycles
+                    )
+                    member.send("ping", time.monotonic_ns())
+                else:
+                    self.tracing.stop()
+                    member.send("traced")
+            elif (
+                isinstance(decision, Pong)
+                and decision.place == member.place
+                and self.tracing.answered(decision.asked, decision.answered)
+            ):
+                member.send("ping", time.monotonic_ns())
+
+
+class _Alone:
+    """The link of a lane without other members: every call decides and runs at once, in the caller's thread."""
+
+    def __init__(self) -> None:
+        self.coordination: Coordination
+        self._lock = threading.RLock()
+
+    def notify(self, lane: Lane) -> None:
+        self.post(lane)
+
+    def post(self, lane: Lane) -> None:
+        with self._lock:
+            self.coordination.read()
+            lane.resume()
+
+    def join(self, lane: Lane, counts: bool) -> None:
+        with self._lock:
+            self.coordination.tell(self.coordination.joined(0, counts))
+
+    def failed(self, lane: Lane, text: str) -> None:
+        """Nobody waits for this rank."""
+
+    def doomed(self, lane: Lane) -> None:
+        """Nothing is ever under way."""
+
+
+class _Here:
+    """The link of the coordinator's own lane."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.coordination: Coordination
+        self._engine = engine
+
+    def notify(self, lane: Lane) -> None:
+        self._engine.wake()
+
+    def post(self, lane: Lane) -> None:
+        self._engine.wake()
+
+    def join(self, lane: Lane, counts: bool) -> None:
+        self._engine.call(lambda: self.coordination.tell(self.coordination.joined(0, counts)))
+
+    def failed(self, lane: Lane, text: str) -> None:
+        text = f"rank {lane.ranks[0]} could not do its part: {text}"
+        self._engine.call(lambda: self.coordination.tell(self.coordination.gone(0, text, left=False)))
+
+    def doomed(self, lane: Lane) -> None:
+        self._engine.abandon_later(lane)
+
+
+class _Member:
+    """The link of a lane whose coordinator is another rank."""
+
+    def __init__(self, engine: Engine, sockets: MemberSockets, place: int) -> None:
+        self.lane: Lane
+        self.sockets = sockets
+        self.place = place
+        self._engine = engine
+        self._sending = threading.Lock()
+
+    def send(self, kind: str, *fields: Any) -> None:
+        """Tell the coordinator; from any thread."""
+        with self._sending:
+            if not self.sockets.requests.closed:
+                self.sockets.send(json.dumps([self.place, kind, *fields], separators=(",", ":")).encode())
+
+    def notify(self, lane: Lane) -> None:
+        self._engine.wake()
+
+    def post(self, lane: Lane) -> None:
+        ids, fresh = lane.take()
+        if ids or fresh:
+            self.send("ready", f"{ids:x}", fresh)
+
+    def join(self, lane: Lane, counts: bool) -> None:
+        self.send("join", counts)
+
+    def failed(self, lane: Lane, text: str) -> None:
+        self.send("failed", text)
+
+    def doomed(self, lane: Lane) -> None:
+        self._engine.abandon_later(lane)
+
+    def read(self) -> None:
+        """Send what has gathered, and take in what has come."""
+        self.lane.flush()
+        self._take_in()
+        if self.sockets.lost():
+            self._take_in()  # what was sent before the connection ended
+            self.lane.vanished()
+
+    def _take_in(self) -> None:
+        while (decisions := self.sockets.receive()) is not None:
+            self.lane.apply(decisions)
+            self._engine.decided(self, decisions)

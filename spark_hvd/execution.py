@@ -1,0 +1,265 @@
+"""Runs one batch of entries on a rank: packs tensors, starts the collectives, and gives the results to their owners.
+
+Every collective is started without waiting for it. What is left to do when it has ended, scaling and unpacking, is done
+by whoever waits for the result first, which spares a switch of threads. Adasum is the exception: it takes several rounds,
+so the engine takes it from round to round.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spark_hvd.adasum import adasum
+from spark_hvd.communicator import Communicator, Handle, ReduceOp
+from spark_hvd.dtypes import identity_element, is_integer
+from spark_hvd.fusion import flatten
+from spark_hvd.handles import Together
+from spark_hvd.request import Entry, Request, dtype_of, op_of
+from spark_hvd.torch_private import copy_all
+
+Steps = Generator[Handle[Any], None, None]
+
+
+@dataclass(slots=True)
+class Work:
+    """One rank's part of an entry.
+
+    Attributes:
+        tensors: What it contributes; changed in place if `in_place`.
+        in_place: Whether the results go into `tensors`.
+        results: The tensors that come out, once it is done.
+        received: For alltoall: how many rows came from each rank.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    in_place: bool
+    results: list[torch.Tensor]
+    received: list[int] | None = None
+
+
+class Execution:
+    """A batch under way.
+
+    Args:
+        steps: Starts the collectives; yields each handle that must be done before it goes on.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._lock = threading.Lock()
+        self._finished = False
+        self._error: BaseException | None = None
+        self.waiting_for: Handle[Any] | None = None
+        self.resume()
+
+    def resume(self) -> None:
+        """Take the next step, which may raise."""
+        self.waiting_for = next(self._steps, None)
+
+    def finish(self) -> None:
+        """Wait for the last handle and do what is left; may be called from several threads, and does it once.
+
+        Raises:
+            CollectiveError: A peer or the network failed.
+        """
+        with self._lock:
+            if not self._finished:
+                self._finished = True
+                try:
+                    for _ in self._steps:
+                        pass
+                except BaseException as error:
+                    self._error = error
+        if self._error is not None:
+            raise self._error
+
+
+def rounds(batch: Sequence[Entry]) -> bool:
+    """Whether a batch takes several rounds, between which no other may run."""
+    return batch[0].request.op == ReduceOp.ADASUM.name
+
+
+def run(
+    batch: Sequence[Entry], works: Sequence[Work | None], communicator: Communicator, ranks: Sequence[int]
+) -> Steps:
+    """The steps of a batch.
+
+    Args:
+        batch: Entries of one kind; several only if they may be fused.
+        works: This rank's part of each; None where it has joined.
+        communicator: The process set's.
+        ranks: The members of the process set.
+    """
+    first = batch[0].request
+    parts = [
+        _stand_ins(entry.request, communicator) if work is None else work
+        for entry, work in zip(batch, works, strict=True)
+    ]
+    if rounds(batch):
+        return _adasum(first, parts, communicator)
+    if first.kind == "allreduce":
+        return _allreduce(batch[0], parts, communicator)
+    if first.kind == "broadcast":
+        assert first.root is not None
+        return _broadcast(parts, communicator, ranks.index(first.root))
+    (work,) = parts
+    if first.kind == "allgather":
+        return _allgather(batch[0], work, communicator)
+    if first.kind == "alltoall":
+        return _alltoall(batch[0], work, communicator)
+    if first.kind == "reducescatter":
+        return _reducescatter(first, work, communicator)
+    assert first.kind == "barrier"
+    return _nothing()
+
+
+def _nothing() -> Steps:
+    yield from ()
+
+
+def _allreduce(entry: Entry, parts: Sequence[Work], communicator: Communicator) -> Steps:
+    op, after, widen = _wire(entry, communicator.size)
+    handles, unpacks = [], []
+    for sources, targets in _by_dtype(parts):
+        if len(sources) == 1 and not widen:
+            wire = _moved(sources[0], targets[0])
+        else:
+            wire = flatten(sources)
+            wire = wire.to(torch.int64) if widen and is_integer(wire.dtype) else wire
+            unpacks.append((wire, targets))
+        scale_([wire], entry.request.prescale)
+        handles.append(communicator.allreduce(wire, op))
+    for wire in (yield from _results(handles)):
+        scale_([wire], after)
+    for wire, targets in unpacks:
+        unpack(wire, targets)
+
+
+def _adasum(request: Request, parts: Sequence[Work], communicator: Communicator) -> Steps:
+    for sources, targets in _by_dtype(parts):
+        layers = [_moved(source, target) for source, target in zip(sources, targets, strict=True)]
+        scale_(layers, request.prescale)
+        yield from adasum(communicator, layers)
+        scale_(layers, request.postscale)
+
+
+def _wire(entry: Entry, size: int) -> tuple[ReduceOp, float, bool]:
+    """The reduction to run, the factor afterwards, and whether integers need more room for their sum."""
+    op, after = op_of(entry.request), entry.request.postscale
+    divisor = entry.divisor or size
+    integers = any(is_integer(dtype_of(dtype)) for dtype in entry.request.dtypes)
+    if op is ReduceOp.AVERAGE and (divisor != size or (after != 1.0 and integers)):
+        return ReduceOp.SUM, after / divisor, integers  # truncated once, not twice
+    return op, after, False
+
+
+def _broadcast(parts: Sequence[Work], communicator: Communicator, root: int) -> Steps:
+    handles, unpacks = [], []
+    for sources, targets in _by_dtype(parts):
+        if len(sources) == 1:
+            wire = _moved(sources[0], targets[0])
+        else:
+            wire = flatten(sources)
+            unpacks.append((wire, targets))
+        handles.append(communicator.broadcast(wire, root))
+    yield from _results(handles)
+    for wire, targets in unpacks:
+        unpack(wire, targets)
+
+
+def _results(handles: Sequence[Handle[Any]]) -> Generator[Handle[Any], None, list[Any]]:
+    """Yield once for all handles, and return their results."""
+    yield handles[0] if len(handles) == 1 else Together(handles)
+    return [handle.wait() for handle in handles]
+
+
+def _allgather(entry: Entry, work: Work, communicator: Communicator) -> Steps:
+    table = entry.table
+    assert table is not None
+    handles = [
+        communicator.allgather(tensor.detach(), rows=[rows[place] for rows in table])
+        for place, tensor in enumerate(work.tensors)
+    ]
+    work.results.extend((yield from _results(handles)))
+
+
+def _alltoall(entry: Entry, work: Work, communicator: Communicator) -> Steps:
+    assert entry.table is not None
+    received = [splits[communicator.rank] for splits in entry.table]
+    handle = communicator.alltoall(work.tensors[0].detach(), entry.table[communicator.rank], received)
+    ((result, work.received),) = yield from _results([handle])
+    work.results.append(result)
+
+
+def _reducescatter(request: Request, work: Work, communicator: Communicator) -> Steps:
+    op, after, integers = op_of(request), request.postscale, False
+    if op is ReduceOp.AVERAGE and after != 1.0:
+        integers = any(is_integer(dtype_of(dtype)) for dtype in request.dtypes)
+        op, after = (ReduceOp.SUM, after / communicator.size) if integers else (op, after)
+    handles = []
+    for tensor in work.tensors:
+        mine = tensor.detach()
+        if request.prescale != 1.0:
+            mine = mine.clone()
+            scale_([mine], request.prescale)
+        handles.append(communicator.reducescatter(mine, op))
+    for share in (yield from _results(handles)):
+        scale_([share], after)
+        work.results.append(share)
+
+
+def _by_dtype(parts: Sequence[Work]) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """What goes in and where results go, by dtype and device; in an order that all ranks find alike."""
+    found: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for work in parts:
+        for tensor in work.tensors:
+            source = tensor.detach()
+            # Made now and not by the call, so that a collective that waits for a rank takes no memory.
+            target = source if work.in_place else torch.empty_like(source, memory_format=torch.contiguous_format)
+            work.results.append(target)
+            sources, targets = found.setdefault((source.dtype, source.device), ([], []))
+            sources.append(source)
+            targets.append(target)
+    return list(found.values())
+
+
+def _moved(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return target if target is source else target.copy_(source)
+
+
+def _stand_ins(request: Request, communicator: Communicator) -> Work:
+    """What a rank that has joined contributes: elements that change nothing, or no rows."""
+    device = torch.device("cuda", torch.cuda.current_device()) if request.device == "cuda" else torch.device("cpu")
+    tensors = []
+    for dtype, shape in zip(map(dtype_of, request.dtypes), request.shapes, strict=True):
+        if request.kind == "allgather":
+            tensors.append(torch.empty([0, *shape[1:]], dtype=dtype, device=device))
+        elif request.kind == "broadcast":
+            tensors.append(torch.empty(shape, dtype=dtype, device=device))
+        else:
+            tensors.append(torch.full(shape, identity_element(dtype, op_of(request)), dtype=dtype, device=device))
+    return Work(tensors, in_place=True, results=[])
+
+
+def unpack(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """Copy a flat tensor into the tensors it was made of."""
+    parts = torch.split(flat, [target.numel() for target in targets])
+    copy_all(list(targets), [part.view(target.shape) for part, target in zip(parts, targets, strict=True)])
+
+
+def scale_(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply in place; integers are truncated toward zero."""
+    if factor == 1.0:
+        return
+    for tensor in tensors:
+        if is_integer(tensor.dtype):
+            tensor.copy_((tensor.double() * factor).trunc_())
+        elif tensor.element_size() == 1:  # 8-bit floats cannot be multiplied
+            tensor.copy_(tensor.float() * factor)
+        else:
+            tensor.mul_(factor)

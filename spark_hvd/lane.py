@@ -1,0 +1,273 @@
+"""A rank's side of the named lane of one process set: takes calls, and runs what the coordinator decides.
+
+Calls come from the user's threads, decisions from the engine's. A lane knows no socket: what is to be told to the
+coordinator gathers in an outbox, which whoever is about to wait sends, else the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from spark_hvd.communicator import Communicator
+from spark_hvd.coordinator import bits
+from spark_hvd.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown, Tune
+from spark_hvd.errors import CollectiveError, DuplicateNameError, MismatchError, StalledError
+from spark_hvd.execution import Work
+from spark_hvd.fusion import plan_batches
+from spark_hvd.named_handle import NamedHandle
+from spark_hvd.request import AUTO, Entry, Request
+from spark_hvd.runs import Runs
+from spark_hvd.tracing import Tracing
+
+T = TypeVar("T")
+
+_PLANS = 256
+"""Sets of numbers whose division into batches is remembered."""
+_VERDICT_SECONDS = 3.0
+"""How long an error of the network waits for the coordinator's word on which rank has gone."""
+_ERRORS: dict[str, type[Exception]] = {"mismatch": MismatchError, "stall": StalledError}
+
+
+class Link(Protocol):
+    """How a lane reaches its coordinator. All methods may be called from any thread."""
+
+    def notify(self, lane: Lane) -> None:
+        """The outbox is no longer empty: take it soon."""
+        ...
+
+    def post(self, lane: Lane) -> None:
+        """Somebody is about to wait: take the outbox now."""
+        ...
+
+    def join(self, lane: Lane, counts: bool) -> None:
+        """This rank has no more data."""
+        ...
+
+    def failed(self, lane: Lane, text: str) -> None:
+        """This rank cannot run what all ranks run."""
+        ...
+
+    def doomed(self, lane: Lane) -> None:
+        """A rank has vanished: call :meth:`Lane.abandon` in a moment."""
+        ...
+
+
+class Lane:
+    """See the module's description.
+
+    Args:
+        ranks: The members of the process set, by rank in the world, ascending.
+        communicator: Over the members, on process groups that nobody else uses.
+        link: To the coordinator.
+        tracing: The process' timeline.
+        fusion_threshold: Bytes up to which collectives travel together.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], communicator: Communicator, link: Link, tracing: Tracing, fusion_threshold: int
+    ) -> None:
+        self.ranks = ranks
+        self.communicator = communicator
+        self.fusion_threshold = fusion_threshold
+        self._link = link
+        self._tracing = tracing
+        self._lock = threading.Lock()
+        self._handles: dict[str, NamedHandle[Any]] = {}
+        self._counters: dict[str, int] = {}
+        self._known: dict[str, tuple[Request, int]] = {}
+        self._ids = 0
+        self._fresh: list[tuple[str, Request]] = []
+        self._joining: NamedHandle[int] | None = None
+        self._broken: str | None = None
+        self._verdict = threading.Event()
+        # The engine's thread only.
+        self._entries: list[Entry] = []
+        self._plans: dict[int, list[list[Entry]]] = {}
+        self._runs = Runs(communicator, ranks, tracing, self._release, self._cannot_run)
+
+    # ---- the user's threads ---------------------------------------------------------------------------------------
+
+    def submit(
+        self, name: str | None, request: Request, work: Work, result: Callable[[Work], T], *, urgent: bool = False
+    ) -> NamedHandle[T]:
+        """Be ready for a collective.
+
+        Args:
+            name: None: the next of the made-up names, so that such calls match by their order.
+            request: What to tell of it.
+            work: My tensors.
+            result: Makes the handle's result.
+            urgent: Whether the caller is about to wait for it, which sends it at once.
+
+        Raises:
+            DuplicateNameError: The name is under way.
+            CollectiveError: A rank has gone.
+        """
+        with self._lock:
+            self._require_whole()
+            if name is None:
+                number = self._counters[request.kind] = self._counters.get(request.kind, 0) + 1
+                name = f"{request.kind}{AUTO}{number}"
+            other = self._handles.get(name)
+            if other is not None and not other.done:
+                raise DuplicateNameError(
+                    f"{request.kind} {name!r} was called while {other.request.kind} {name!r} is still under way on this "
+                    "rank; wait for its handle first, or use another name."
+                )
+            handle = NamedHandle(self, name, request, work, result)
+            self._handles[name] = handle
+            first = not (self._ids or self._fresh)
+            known = self._known.get(name)
+            if known is not None and known[0] == request:
+                self._ids |= known[1]
+            else:
+                self._fresh.append((name, request))
+        if self._tracing.recorder is not None:
+            self._tracing.called(handle)
+        if first and not urgent:
+            self._link.notify(self)
+        return handle
+
+    def join(self, counts: bool) -> NamedHandle[int]:
+        """Have no more data. The handle's result is the last rank to join, by its number in the world."""
+        with self._lock:
+            self._require_whole()
+            if self._joining is not None:
+                raise DuplicateNameError("join() was called while another join() of this rank is under way.")
+            last = Work([], in_place=True, results=[], received=[])
+            handle = self._joining = NamedHandle(self, "join", Request("join", [], [], ""), last, _last)
+        self.flush()
+        self._link.join(self, counts)
+        return handle
+
+    def flush(self) -> None:
+        """Tell the coordinator what this rank is ready for, if there is news."""
+        if self._ids or self._fresh:
+            self._link.post(self)
+
+    def take(self) -> tuple[int, list[tuple[str, Request]]]:
+        """Empty the outbox: the numbers of known names as bits, and the other names with their requests."""
+        with self._lock:
+            ids, fresh = self._ids, self._fresh
+            self._ids, self._fresh = 0, []
+        return ids, fresh
+
+    def explained(self, handle: NamedHandle[Any], error: CollectiveError) -> CollectiveError:
+        """A collective failed on the wire: the error to raise, with the coordinator's word on who has gone."""
+        self._verdict.wait(_VERDICT_SECONDS)
+        if self._broken is None:
+            return CollectiveError(f"{handle.request.kind} {handle.name!r}: {error}")
+        return CollectiveError(f"{handle.request.kind} {handle.name!r} failed: {self._broken}")
+
+    def _require_whole(self) -> None:
+        if self._broken is not None:
+            raise CollectiveError(self._broken)
+
+    # ---- the engine's thread --------------------------------------------------------------------------------------
+
+    def apply(self, decisions: Sequence[Decision]) -> None:
+        """Do what the coordinator has decided."""
+        for decision in decisions:
+            if isinstance(decision, RunKnown):
+                self._runs.start(self._plan(decision.ids), self._handles)
+            elif isinstance(decision, Run):
+                self._runs.start(plan_batches(decision.entries, self.fusion_threshold), self._handles)
+            elif isinstance(decision, Learn):
+                self._learn(decision)
+            elif isinstance(decision, Fail):
+                self._fail(decision)
+            elif isinstance(decision, Joined):
+                self._joined(decision.last)
+            elif isinstance(decision, Tune):
+                self.fusion_threshold = decision.fusion_threshold
+                self._plans.clear()
+            elif isinstance(decision, Gone):
+                self.gone(decision.text)
+                if not decision.left:  # one that has left has done its part
+                    self._link.doomed(self)
+
+    def resume(self) -> None:
+        """A collective of several rounds may be able to go on."""
+        self._runs.resume()
+
+    def gone(self, text: str) -> None:
+        """Nothing can start any more: a rank has gone, or this one leaves."""
+        with self._lock:
+            if self._broken is not None:
+                return
+            self._broken = text
+            joining, self._joining = self._joining, None
+        self._verdict.set()
+        for handle in [*self._handles.values(), *([joining] if joining else [])]:
+            if not self._runs.has(handle):
+                self._end(handle, text)
+
+    def vanished(self) -> None:
+        """The coordinator's connection has ended."""
+        if self._broken is None:
+            self.gone(
+                f"rank {self.ranks[0]}, which coordinates, has ended without a word, or cannot be reached any more. Its "
+                "own output and exit code say why."
+            )
+            self._link.doomed(self)
+
+    def abandon(self) -> None:
+        """Give up also what has started: it waits for a rank that is gone."""
+        assert self._broken is not None
+        for handle in list(self._handles.values()):
+            self._end(handle, self._broken)
+
+    def _end(self, handle: NamedHandle[Any], text: str) -> None:
+        handle.complete(error=CollectiveError(f"{handle.request.kind} {handle.name!r} failed: {text}"))
+
+    def _plan(self, ids: int) -> list[list[Entry]]:
+        plan = self._plans.get(ids)
+        if plan is None:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            plan = self._plans[ids] = plan_batches([self._entries[id] for id in bits(ids)], self.fusion_threshold)
+        return plan
+
+    def _learn(self, decision: Learn) -> None:
+        if decision.id == len(self._entries):
+            self._entries.append(decision.entry)
+        else:
+            self._entries[decision.id] = decision.entry
+            self._plans.clear()
+        name = decision.entry.name
+        with self._lock:
+            handle = self._handles.get(name)
+            if handle is not None:  # a rank that has joined has no request of its own
+                self._known[name] = handle.request, 1 << decision.id
+
+    def _fail(self, decision: Fail) -> None:
+        for name in decision.names:
+            handle = self._handles.get(name)
+            # A failure for want of ranks reaches those that were missing later, by a message for all.
+            if handle is not None and not handle.done and not self._runs.has(handle):
+                self._release([handle])
+                handle.complete(error=_ERRORS[decision.error](decision.text))
+
+    def _joined(self, last: int) -> None:
+        with self._lock:
+            joining, self._joining = self._joining, None
+        if joining is not None:
+            joining.work.received = [last]
+            joining.complete()
+
+    def _cannot_run(self, text: str) -> None:
+        self._link.failed(self, text)
+
+    def _release(self, handles: Sequence[NamedHandle[Any]]) -> None:
+        """Their names are free again."""
+        with self._lock:
+            for handle in handles:
+                if self._handles.get(handle.name) is handle:
+                    del self._handles[handle.name]
+
+
+def _last(work: Work) -> int:
+    assert work.received
+    return work.received[0]

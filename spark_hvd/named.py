@@ -1,0 +1,227 @@
+"""Named collectives on tensors: each function here describes one call, and leaves it to the lane of its process set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from spark_hvd.communicator import ReduceOp
+from spark_hvd.dtypes import check_op
+from spark_hvd.execution import Work
+from spark_hvd.named_handle import NamedHandle
+from spark_hvd.process_sets import ProcessSet, lane_of
+from spark_hvd.request import Request, dtype_text
+from spark_hvd.shapes import even_rows, require_dense, require_rows, split_fault_text
+
+T = TypeVar("T")
+Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Reducing:
+    """How an allreduce or a reducescatter computes."""
+
+    op: ReduceOp
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+    def check(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise a TypeError if these tensors cannot be reduced so."""
+        for tensor in tensors:
+            check_op(tensor.dtype, self.op)
+            if tensor.dtype == torch.bool and (self.prescale != 1.0 or self.postscale != 1.0):
+                raise TypeError(
+                    "prescale_factor and postscale_factor do not exist for torch.bool; convert the tensor first."
+                )
+
+
+def every(work: Work) -> Tensors:
+    """All results, for grouped calls."""
+    return list(work.tensors if work.in_place else work.results)
+
+
+def only(work: Work) -> torch.Tensor:
+    """The one result."""
+    return work.tensors[0] if work.in_place else work.results[0]
+
+
+def start_allreduce(
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    reducing: Reducing,
+    process_set: ProcessSet,
+    result: Callable[[Work], T],
+    *,
+    in_place: bool,
+    urgent: bool = False,
+) -> NamedHandle[T]:
+    """Reduce tensors over all ranks of a process set, as one unit.
+
+    Args:
+        tensors: At least one.
+        name: None: matched by the order of such calls.
+        reducing: How.
+        process_set: Whose ranks.
+        result: `every` or `only`.
+        in_place: Whether the results are `tensors` themselves.
+        urgent: Whether the caller is about to wait.
+
+    Raises:
+        TypeError: The dtype has no such reduction, or cannot be scaled.
+        ValueError: The process set is not this rank's, or the tensors are on several devices.
+    """
+    reducing.check(tensors)
+    request = _request("allreduce", tensors, reducing)
+    return lane_of(process_set).submit(name, request, Work(tensors, in_place, []), result, urgent=urgent)
+
+
+def start_allgather(
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    result: Callable[[Work], T],
+    *,
+    urgent: bool = False,
+) -> NamedHandle[T]:
+    """Concatenate tensors over all ranks of a process set; see :func:`start_allreduce`."""
+    request = _request("allgather", tensors)
+    return lane_of(process_set).submit(name, request, Work(tensors, False, []), result, urgent=urgent)
+
+
+def start_broadcast(
+    tensors: Sequence[torch.Tensor],
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    result: Callable[[Work], T],
+    *,
+    in_place: bool,
+    urgent: bool = False,
+) -> NamedHandle[T]:
+    """Give all ranks of a process set the tensors of one; `root_rank` counts in the world."""
+    process_set.require_root(root_rank)
+    request = _request("broadcast", tensors)._replace(root=int(root_rank))
+    return lane_of(process_set).submit(name, request, Work(tensors, in_place, []), result, urgent=urgent)
+
+
+def start_alltoall(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor | None,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    urgent: bool = False,
+) -> NamedHandle[tuple[torch.Tensor, torch.Tensor]]:
+    """Send a share of rows to each rank of a process set; the result has the received rows and how many from whom."""
+    lane = lane_of(process_set)
+    size = len(lane.ranks)
+    counts = _counts(splits)
+    fault = split_fault_text(tensor, counts, size)
+    if fault is not None:
+        counts = []
+    elif counts is None:
+        counts = even_rows(tensor.shape[0], size)
+    request = _request("alltoall", [tensor])._replace(splits=counts, fault=fault)
+    return lane.submit(name, request, Work([tensor], False, []), _with_splits, urgent=urgent)
+
+
+def start_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    reducing: Reducing,
+    process_set: ProcessSet,
+    result: Callable[[Work], T],
+    *,
+    urgent: bool = False,
+) -> NamedHandle[T]:
+    """Reduce tensors over all ranks of a process set and keep my share of rows; see :func:`start_allreduce`."""
+    if reducing.op is ReduceOp.ADASUM:
+        raise ValueError("reducescatter has no op=Adasum; pass Average, Sum, Min, Max or Product.")
+    for tensor in tensors:
+        require_rows(tensor, "reducescatter")
+    reducing.check(tensors)
+    request = _request("reducescatter", tensors, reducing)
+    return lane_of(process_set).submit(name, request, Work(tensors, False, []), result, urgent=urgent)
+
+
+def start_barrier(name: str | None, process_set: ProcessSet) -> NamedHandle[None]:
+    """End when all ranks of a process set have called it."""
+    return lane_of(process_set).submit(
+        name, Request("barrier", [], [], ""), Work([], True, []), lambda _: None, urgent=True
+    )
+
+
+def compressed_allreduce(
+    tensors: Sequence[torch.Tensor], name: str | None, reducing: Reducing, process_set: ProcessSet, compression: Any
+) -> Tensors:
+    """Reduce tensors into new ones, and wait for it."""
+    pairs = [compression.compress(tensor.detach()) for tensor in tensors]
+    wires = [wire for wire, _ in pairs]
+    # What the compressor has made anew may be reduced in place.
+    fresh = all(_storage(wire) != _storage(tensor) for wire, tensor in zip(wires, tensors, strict=True))
+    results = start_allreduce(wires, name, reducing, process_set, every, in_place=fresh, urgent=True).wait()
+    return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
+
+
+def compressed_reducescatter(
+    tensors: Sequence[torch.Tensor], name: str | None, reducing: Reducing, process_set: ProcessSet, compression: Any
+) -> Tensors:
+    """Reduce tensors, keep my share of the rows, and wait for it."""
+    pairs = [compression.compress(tensor.detach()) for tensor in tensors]
+    results = start_reducescatter([wire for wire, _ in pairs], name, reducing, process_set, every, urgent=True).wait()
+    return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
+
+
+def require_tensor(tensor: object) -> None:
+    """Raise a TypeError for anything but a dense tensor on a CPU or a GPU."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}; objects go by broadcast_object.")
+    require_dense(tensor)
+
+
+def require_tensors(tensors: object) -> None:
+    """Raise a TypeError for anything but a sequence of tensors."""
+    if not isinstance(tensors, Sequence):
+        raise TypeError(f"expected a list of tensors, got {type(tensors).__name__}.")
+    for tensor in tensors:
+        require_tensor(tensor)
+
+
+def _with_splits(work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+    return work.results[0], torch.tensor(work.received, dtype=torch.int32)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _request(kind: str, tensors: Sequence[torch.Tensor], reducing: Reducing | None = None) -> Request:
+    device = tensors[0].device
+    if len(tensors) > 1:
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) > 1:
+            raise ValueError(
+                f"the tensors of one group are on {', '.join(sorted(map(str, devices)))}; pass those of each device in "
+                "a call of their own."
+            )
+    dtypes = [dtype_text(tensor.dtype) for tensor in tensors]
+    shapes = [list(tensor.shape) for tensor in tensors]
+    if reducing is None:
+        return Request(kind, dtypes, shapes, device.type)
+    return Request(kind, dtypes, shapes, device.type, reducing.op.name, reducing.prescale, reducing.postscale)
+
+
+def _counts(splits: Sequence[int] | torch.Tensor | None) -> list[int] | None:
+    if splits is None:
+        return None
+    if isinstance(splits, torch.Tensor):
+        if splits.dim() != 1 or splits.is_floating_point() or splits.is_complex() or splits.dtype == torch.bool:
+            raise ValueError(
+                f"splits is a tensor of {splits.dtype} and shape {tuple(splits.shape)}; expected whole numbers of rows "
+                "in one dimension."
+            )
+        return [int(count) for count in splits.tolist()]
+    return [int(count) for count in splits]

@@ -1,0 +1,143 @@
+"""The handle of a named collective: what the user polls and waits for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from spark_hvd.errors import CollectiveError
+from spark_hvd.execution import Execution, Work
+from spark_hvd.request import Request
+
+if TYPE_CHECKING:
+    from spark_hvd.lane import Lane
+
+T = TypeVar("T")
+
+
+class NamedHandle(Generic[T]):
+    """A collective under way, as the ``_async`` functions return it."""
+
+    __slots__ = ("_baton", "_done", "_error", "_execution", "_lane", "_result", "name", "ready", "request", "work")
+
+    def __init__(self, lane: Lane | None, name: str, request: Request, work: Work, result: Callable[[Work], T]) -> None:
+        """Made by a lane.
+
+        Args:
+            lane: Which runs it.
+            name: Its name.
+            request: What this rank says of it.
+            work: This rank's tensors.
+            result: Makes what :meth:`wait` returns.
+        """
+        self.name = name
+        self.request = request
+        self.work = work
+        self.ready = Moment.now() if request.device == "cuda" else None
+        self._lane = lane
+        self._result = result
+        self._done = False
+        self._error: Exception | None = None
+        self._execution: Execution | Moment | None = None
+        # A plain lock is the quickest thing to wait for; it is held until the collective has ended.
+        self._baton = threading.Lock()
+        self._baton.acquire()
+
+    @classmethod
+    def ended(cls, value: T) -> NamedHandle[T]:
+        """A handle for what needed no collective."""
+        handle = cls(None, "", Request("nothing", [], [], ""), Work([], True, []), lambda _: value)
+        handle.complete()
+        return handle
+
+    def poll(self) -> bool:
+        """Whether :meth:`wait` would return or raise at once; on a GPU: without the device having to catch up."""
+        if not self._done:
+            self._owner.flush()
+            return self._done
+        return not isinstance(self._execution, Moment) or self._execution.passed()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Block until the collective has ended, and return its result; may be called again.
+
+        For tensors on a GPU the current stream waits, not the host.
+
+        Args:
+            timeout: Seconds; None: no limit but the stall timeout and that of the process group.
+
+        Raises:
+            MismatchError: The ranks' calls do not fit together. Raised on every rank; the world goes on.
+            StalledError: Some ranks did not call it within the stall timeout.
+            CollectiveError: A peer or the network failed.
+            TimeoutError: `timeout` is over; the collective is still under way, and may be waited for again.
+        """
+        if not self._done:
+            self._owner.flush()
+            if not self._baton.acquire(timeout=-1 if timeout is None else timeout):
+                raise TimeoutError(
+                    f"{self.request.kind} {self.name!r} has not ended within {timeout} s; it is still under way."
+                )
+            self._baton.release()
+        if self._error is not None:
+            raise type(self._error)(*self._error.args) from self._error
+        if isinstance(self._execution, Moment):
+            self._execution.wait(self.work.results)
+        elif self._execution is not None:
+            try:
+                self._execution.finish()
+            except CollectiveError as error:
+                raise self._owner.explained(self, error) from error
+        return self._result(self.work)
+
+    synchronize = wait
+
+    def __call__(self) -> T:
+        """The same as :meth:`wait`, as for Horovod's sparse_allreduce_async."""
+        return self.wait()
+
+    def complete(self, outcome: Execution | Moment | None = None, error: Exception | None = None) -> None:
+        """Called by the lane, once: the collective has ended."""
+        if self._done:
+            return
+        self._execution = outcome
+        self._error = error
+        self._done = True
+        self._baton.release()
+
+    @property
+    def _owner(self) -> Lane:
+        assert self._lane is not None
+        return self._lane
+
+    @property
+    def done(self) -> bool:
+        """Whether the lane has nothing more to do for it."""
+        return self._done
+
+
+class Moment:
+    """A moment on the current CUDA stream, for other streams to wait for."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    @classmethod
+    def now(cls) -> Moment:
+        """The current moment of the current stream of the current device."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return cls(event)
+
+    def passed(self) -> bool:
+        """Whether the device has come to it."""
+        return bool(self._event.query())
+
+    def wait(self, tensors: list[torch.Tensor]) -> None:
+        """Let the current stream wait for it, and tell the allocator that this stream uses `tensors`."""
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self._event)
+        for tensor in tensors:
+            tensor.record_stream(stream)

@@ -1,0 +1,155 @@
+"""Runs batches in the coordinator's order on one rank, without waiting for any; the engine's thread only.
+
+Tensors on a GPU are packed and unpacked on a stream of the lane's own, after what the caller's stream had queued before
+the call; a moment on that stream stands for the result, and no thread waits for the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from spark_hvd.communicator import Communicator
+from spark_hvd.errors import CollectiveError
+from spark_hvd.execution import Execution, Steps, rounds, run
+from spark_hvd.named_handle import Moment, NamedHandle
+from spark_hvd.request import Entry
+from spark_hvd.tracing import Tracing
+
+
+class _Started:
+    """A batch that has been started, and the handles of this rank in it."""
+
+    __slots__ = ("execution", "handles", "packed_ns", "started_ns")
+
+    def __init__(self, execution: Execution, handles: list[NamedHandle[Any]], started_ns: int) -> None:
+        self.execution = execution
+        self.handles = handles
+        self.started_ns = started_ns
+        self.packed_ns = time.monotonic_ns()
+
+
+class Runs:
+    """See the module's description.
+
+    Args:
+        communicator: The process set's.
+        ranks: Its members.
+        tracing: The process' timeline.
+        release: Told of handles whose collective has ended, before they are completed; from any thread.
+        cannot_run: Told why this rank cannot start what all the others start.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        ranks: Sequence[int],
+        tracing: Tracing,
+        release: Callable[[Sequence[NamedHandle[Any]]], None],
+        cannot_run: Callable[[str], None],
+    ) -> None:
+        self._communicator = communicator
+        self._ranks = ranks
+        self._tracing = tracing
+        self._release = release
+        self._cannot_run = cannot_run
+        self._queue: deque[tuple[list[Entry], list[NamedHandle[Any] | None]]] = deque()
+        self._active: _Started | None = None
+        self._under_way: set[NamedHandle[Any]] = set()
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    def start(self, batches: Sequence[list[Entry]], handles: Mapping[str, NamedHandle[Any]]) -> None:
+        """Run batches after all that came before; where there is no handle for an entry, this rank stands in."""
+        for batch in batches:
+            mine = [handles.get(entry.name) for entry in batch]
+            self._under_way.update(handle for handle in mine if handle is not None)
+            self._queue.append((batch, mine))
+        self._pump()
+
+    def has(self, handle: NamedHandle[Any]) -> bool:
+        """Whether it is queued or started, and has not ended."""
+        return handle in self._under_way
+
+    def resume(self) -> None:
+        """Take the batch of several rounds further, if its round has ended."""
+        active = self._active
+        if active is None:
+            return
+        waiting_for = active.execution.waiting_for
+        if waiting_for is not None and not waiting_for.done():
+            return
+        self._active = None
+        try:
+            active.execution.resume()
+        except Exception as error:
+            self._fail(active.handles, error)
+        else:
+            self._go_on(active)
+        self._pump()
+
+    def _pump(self) -> None:
+        while self._queue and self._active is None:
+            batch, mine = self._queue.popleft()
+            handles = [handle for handle in mine if handle is not None]
+            works = [None if handle is None else handle.work for handle in mine]
+            started_ns = time.monotonic_ns()
+            try:
+                steps = run(batch, works, self._communicator, self._ranks)
+                if batch[0].request.device == "cuda":
+                    self._run_on_gpu(steps, handles, started_ns)
+                    continue
+                started = _Started(Execution(steps), handles, started_ns)
+                if rounds(batch) or started.execution.waiting_for is None:
+                    self._go_on(started)
+                else:
+                    started.execution.waiting_for.when_done(partial(self._ended, started))
+            except Exception as error:
+                self._fail(handles, error)
+
+    def _go_on(self, started: _Started) -> None:
+        """A batch of several rounds has begun another, or has ended."""
+        if started.execution.waiting_for is None:
+            self._ended(started)
+        else:
+            self._active = started
+            started.execution.waiting_for.when_done(self._tracing.wake)
+
+    def _run_on_gpu(self, steps: Steps, handles: list[NamedHandle[Any]], started_ns: int) -> None:
+        device = torch.cuda.current_device()
+        if handles and handles[0].work.tensors:
+            device = handles[0].work.tensors[0].get_device()
+        with torch.cuda.device(device):
+            stream = self._streams.get(device)
+            if stream is None:
+                stream = self._streams[device] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                for handle in handles:
+                    assert handle.ready is not None
+                    handle.ready.wait([*handle.work.tensors])
+                execution = Execution(steps)
+                packed = _Started(execution, handles, started_ns)
+                execution.finish()  # orders the stream; the host does not wait
+                moment = Moment.now()
+        self._ended(packed, moment)
+
+    def _ended(self, started: _Started, moment: Moment | None = None) -> None:
+        """The collectives have ended, well or not: whoever waits for the result learns which. In any thread."""
+        if self._tracing.recorder is not None:
+            self._tracing.ran(started.handles, started.started_ns, started.packed_ns)
+        self._under_way.difference_update(started.handles)
+        self._release(started.handles)
+        for handle in started.handles:
+            handle.complete(moment or started.execution)
+
+    def _fail(self, handles: list[NamedHandle[Any]], error: Exception) -> None:
+        """This rank cannot do what the others are doing: they must not wait for it."""
+        self._cannot_run(f"{type(error).__name__}: {error}")
+        self._under_way.difference_update(handles)
+        self._release(handles)
+        for handle in handles:
+            handle.complete(error=error if isinstance(error, CollectiveError) else CollectiveError(str(error)))
