@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from spark_hvd.communicator import Communicator, Handle
-from spark_hvd.fusion import flatten, unflatten_into
+from spark_hvd.fusion import unflatten_into
 from spark_hvd.shapes import require_dense
 
 T = TypeVar("T")
@@ -91,8 +91,10 @@ def _require_like(tensor: torch.Tensor, first: torch.Tensor) -> None:
 def _steps(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> Steps[None]:
     lengths = [tensor.numel() for tensor in tensors]
     if communicator.size > 1 and sum(lengths) > 0:
-        reduced = yield from _Tree(communicator, lengths).reduce(flatten(tensors))
-        unflatten_into(reduced, tensors)
+        # Always a copy, also of a single tensor: `tensors` change in the last step only.
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        yield from _Tree(communicator, lengths, flat).reduce()
+        unflatten_into(flat, tensors)
 
 
 class _Tree:
@@ -102,60 +104,76 @@ class _Tree:
     a communicator demands, but with no elements.
     """
 
-    def __init__(self, communicator: Communicator, lengths: Sequence[int]) -> None:
-        """Plan the reduction of a flat tensor that consists of layers of these lengths."""
+    def __init__(self, communicator: Communicator, lengths: Sequence[int], flat: torch.Tensor) -> None:
+        """Plan to reduce `flat`, 1-dim, in place; it consists of layers of these lengths."""
         self._communicator = communicator
-        self._lengths = list(lengths)
-        self._ends = list(accumulate(lengths))
         self._rank, self._size = communicator.rank, communicator.size
         self._members = 1 << (self._size.bit_length() - 1)
+        self._extra = self._rank >= self._members
+        self._lengths = list(lengths)
+        self._ends = list(accumulate(lengths))
+        self._flat = flat
+        self._nothing = flat[:0]
+        self._held = _widened(self._nothing if self._extra else flat)
 
-    def reduce(self, flat: torch.Tensor) -> Steps[torch.Tensor]:
-        """Reduce a 1-dim tensor; its memory may be overwritten."""
-        if self._members == self._size:
-            return (yield from self._halve(_widened(flat), 0, 1, flat.dtype))
-        nothing, everything = flat[:0], flat.numel()
-        extra = self._rank >= self._members
-        buddy = self._rank - self._members if extra else self._rank + self._members
-        if buddy >= self._size:
-            buddy = self._rank
-        adopts = buddy > self._rank
-        theirs = yield from self._exchange(flat if extra else nothing, buddy, everything if adopts else 0)
-        held = _widened(nothing if extra else flat)
+    def reduce(self) -> Steps[None]:
+        """Take all steps."""
+        if self._members < self._size:
+            yield from self._hand_over()
+        yield from self._halve(0, self._held.numel(), 1)
+        if self._members < self._size:
+            yield from self._hand_back()
+
+    def _hand_over(self) -> Steps[None]:
+        """Extras give their vectors to members, who combine them with their own."""
+        buddy, adopts = self._buddy()
+        given = self._flat if self._extra else self._nothing
+        theirs = yield from self._exchange(given, buddy, self._flat.numel() if adopts else 0)
         if adopts:
-            theirs = _widened(theirs)
-            _combine(held, theirs, self._lengths, _dots(held, theirs, self._lengths))
-        result = yield from self._halve(held, 0, 1, flat.dtype)
-        received = yield from self._exchange(result if adopts else nothing, buddy, everything if extra else 0)
-        return received if extra else result
+            a, b = self._held, _widened(theirs)
+            _combine(a, b, self._lengths, _dots(a, b, self._lengths), into=a)
 
-    def _halve(self, piece: torch.Tensor, start: int, distance: int, dtype: torch.dtype) -> Steps[torch.Tensor]:
-        """Reduce what the ranks with my `rank % distance` hold in common.
+    def _hand_back(self) -> Steps[None]:
+        """Extras receive the result."""
+        buddy, adopts = self._buddy()
+        given = self._flat if adopts else self._nothing
+        result = yield from self._exchange(given, buddy, self._flat.numel() if self._extra else 0)
+        if self._extra:
+            self._flat.copy_(result)
+
+    def _buddy(self) -> tuple[int, bool]:
+        """An extra's member, or a member's extra, myself if I have none; and whether I am a member that has one."""
+        if self._extra:
+            return self._rank - self._members, False
+        extra = self._rank + self._members
+        return (extra, True) if extra < self._size else (self._rank, False)
+
+    def _halve(self, start: int, stop: int, distance: int) -> Steps[None]:
+        """Reduce the elements from `start` to `stop`, which the ranks with my `rank % distance` hold in common.
 
         Args:
-            piece: What my group of `distance` ranks has made of the elements from `start` on.
-            start: Where the piece begins in the flat tensor.
+            start: First of the elements that my group of `distance` ranks gave to me to reduce.
+            stop: Behind the last of them.
             distance: How far my partner is.
-            dtype: The result's.
         """
         if distance == self._members:
-            return piece.to(dtype)  # rounded before the way back, which is shorter thus
+            if self._held.dtype != self._flat.dtype:
+                self._flat[start:stop] = self._held[start:stop]  # rounded here, so that less travels on the way back
+            return
         upper = bool(self._rank & distance)
-        partner = self._rank ^ distance if self._rank < self._members else self._rank
-        middle = piece.numel() // 2
-        halves = piece[:middle], piece[middle:]
-        mine, given = halves[upper], halves[not upper]
-        if upper:
-            start += middle
-        theirs = yield from self._exchange(given, partner, mine.numel())
+        partner = self._rank if self._extra else self._rank ^ distance
+        middle = (start + stop) // 2
+        halves = slice(start, middle), slice(middle, stop)
+        kept, given = halves[upper], halves[not upper]
+        mine = self._held[kept]
+        theirs = yield from self._exchange(self._held[given], partner, mine.numel())
         # Both partners must agree on which of the two vectors is a.
         a, b = (theirs, mine) if upper else (mine, theirs)
-        lengths = self._lengths_within(start, start + mine.numel())
+        lengths = self._lengths_within(kept.start, kept.stop)
         dots = yield from self._summed(_dots(a, b, lengths), 2 * distance)
-        _combine(a, b, lengths, dots)
-        reduced = yield from self._halve(a, start, 2 * distance, dtype)
-        rest = yield from self._exchange(reduced, partner, given.numel())
-        return torch.cat((rest, reduced) if upper else (reduced, rest))
+        _combine(a, b, lengths, dots, into=mine)
+        yield from self._halve(kept.start, kept.stop, 2 * distance)
+        self._flat[given] = yield from self._exchange(self._flat[kept], partner, given.stop - given.start)
 
     def _exchange(self, given: torch.Tensor, partner: int, expected: int) -> Steps[torch.Tensor]:
         """Give a 1-dim tensor to a rank that gives me `expected` elements; myself, if both are none."""
@@ -188,33 +206,28 @@ def _widened(flat: torch.Tensor) -> torch.Tensor:
     return flat if flat.dtype == torch.float64 else flat.float()
 
 
-def _chunks(
-    a: torch.Tensor, b: torch.Tensor, lengths: list[int]
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Parts of two flat tensors, none of which spans two layers.
-
-    Yields:
-        The number of the layer; the part of a, a view; the parts of a and b in float64.
-    """
-    for layer, (a_layer, b_layer) in enumerate(zip(torch.split(a, lengths), torch.split(b, lengths), strict=True)):
-        if a_layer.numel():
-            for a_part, b_part in zip(torch.split(a_layer, CHUNK), torch.split(b_layer, CHUNK), strict=True):
-                yield layer, a_part, a_part.double(), b_part.double()
+def _chunks(*flats: torch.Tensor, lengths: list[int]) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
+    """Parts of flat tensors of one size, as views, none of which spans two layers; each with its layer's number."""
+    for layer, parts in enumerate(zip(*(torch.split(flat, lengths) for flat in flats), strict=True)):
+        if parts[0].numel():
+            for chunks in zip(*(torch.split(part, CHUNK) for part in parts), strict=True):
+                yield layer, chunks
 
 
 def _dots(a: torch.Tensor, b: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     """a.b, |a|^2 and |b|^2 of every layer: float64, (layers, 3)."""
     dots = torch.zeros(len(lengths), 3, dtype=torch.float64, device=a.device)
-    for layer, _, x, y in _chunks(a, b, lengths):
+    for layer, (a_part, b_part) in _chunks(a, b, lengths=lengths):
+        x, y = a_part.double(), b_part.double()
         dots[layer] += torch.stack((torch.dot(x, y), torch.dot(x, x), torch.dot(y, y)))
     return dots
 
 
-def _combine(a: torch.Tensor, b: torch.Tensor, lengths: list[int], dots: torch.Tensor) -> None:
-    """Overwrite a with the adaptive sum of a and b, given the :func:`_dots` of the whole layers."""
+def _combine(a: torch.Tensor, b: torch.Tensor, lengths: list[int], dots: torch.Tensor, into: torch.Tensor) -> None:
+    """Write the adaptive sum of a and b into one of them, given the :func:`_dots` of the whole layers."""
     product, squares = dots[:, :1], dots[:, 1:]
     # `<`, so that a NaN makes a NaN of the whole layer and does not go unnoticed.
     factors = torch.where(squares < _SMALLEST, 1.0, 1 - product / (2 * squares))
     # In float64, as a float32 could not hold the factor of a short vector beside a long one.
-    for layer, part, x, y in _chunks(a, b, lengths):
-        part.copy_(factors[layer, 0] * x + factors[layer, 1] * y)
+    for layer, (a_part, b_part, target) in _chunks(a, b, into, lengths=lengths):
+        target.copy_(factors[layer, 0] * a_part.double() + factors[layer, 1] * b_part.double())

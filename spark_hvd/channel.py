@@ -11,6 +11,7 @@ hash gives independent keys; https://rfc.zeromq.org/spec/26 what CURVE does with
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import socket
@@ -131,8 +132,9 @@ class MemberSockets:
         zmq.utils.monitor.recv_monitor_message(self.losses)
 
     def send(self, message: bytes) -> None:
-        """Tell the coordinator; one thread at a time."""
-        self.requests.send(message)
+        """Tell the coordinator; one thread at a time. Lost if the coordinator is gone."""
+        with contextlib.suppress(zmq.Again):
+            self.requests.send(message, zmq.NOBLOCK)
 
     def receive(self) -> list[Decision] | None:
         """The next decisions, if there are any."""

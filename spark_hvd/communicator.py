@@ -47,7 +47,7 @@ class Handle(Protocol[T_co]):
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, as soon as :meth:`wait` would return or raise at once; from whatever thread.
 
-        The callback must be short and must not call the communicator.
+        The callback must be short and must not call the communicator. :meth:`done` may lag behind it a little.
         """
         ...
 

@@ -20,7 +20,7 @@ class Config:
     stall_warning: float | None = 60.0
     """Seconds after which rank 0 logs which ranks a collective waits for; None: never."""
     stall_timeout: float | None = None
-    """Seconds after which such a collective fails; None: never."""
+    """Seconds after which such a collective fails; None: the world's timeout, by default half an hour."""
     timeline: str | None = None
     """A file to record a timeline to from the start, as start_timeline() does."""
     timeline_mark_cycles: bool = False

@@ -59,13 +59,15 @@ class Context:
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """For process sets; none is used twice, as keys of the key-value store must not be."""
 
-    def new_group(self, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
-        """A process group of some or all ranks; every rank of the world must call this."""
-        group = dist.new_group(None if ranks is None else list(ranks), timeout=timedelta(seconds=self.timeout))
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            self.groups.append(group)
-        made: dist.ProcessGroup = group
-        return made
+    def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A process group of some ranks; each of them must call this."""
+        # With local synchronisation the other ranks of the world need not know.
+        part = len(ranks) < self.world.me.size
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=timedelta(seconds=self.timeout), use_local_synchronization=part
+        )
+        self.groups.append(group)
+        return group
 
     def forget(self, lane: Lane) -> None:
         """Destroy the process group of a lane that is closed."""
@@ -145,8 +147,8 @@ def init(
             _join_part(comm, config)
     if process_sets is not None and process_sets != "dynamic":
         _register_all(process_sets)
-    if config.timeline is not None and "timeline" in settings:
-        current().engine.start_timeline(config.timeline, config.timeline_mark_cycles)
+    if "timeline" in settings and config.timeline is not None:
+        start_timeline(config.timeline, config.timeline_mark_cycles)
 
 
 def _join_as_launched(config: Config) -> None:
@@ -273,6 +275,8 @@ def _settle(
 ) -> None:
     """Open the named lane over the default process group's ranks; the world is then joined."""
     global _current
+    if config.stall_timeout is None:
+        config = replace(config, stall_timeout=timeout)
     engine = Engine(config, world.secret, lambda: own_address(world.endpoint))
     size = world.me.size
     groups: list[dist.ProcessGroup] = []
@@ -290,7 +294,38 @@ def _settle(
         raise
     _current = Context(world, layout, communicator, kv, owns_default_group, timeout, engine, lane, groups)
     if config.timeline is not None:
-        engine.start_timeline(config.timeline, config.timeline_mark_cycles)
+        start_timeline(config.timeline, config.timeline_mark_cycles)
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Record what all ranks do from now on, as a Chrome trace; see docs/timeline.md.
+
+    To be called on rank 0 at least; on other ranks it does nothing.
+
+    Args:
+        file_path: The file to write, on rank 0's host.
+        mark_cycles: Whether to mark when the engine wakes up.
+
+    Raises:
+        NotInitializedError: Before init().
+        ValueError: A timeline is being recorded already.
+        OSError: The file cannot be written.
+    """
+    here = current()
+    if here.world.me.rank == 0:
+        here.engine.start_timeline(file_path, mark_cycles, [info.host for info in here.layout.ranks])
+
+
+def stop_timeline() -> None:
+    """Stop recording, gather the events of all ranks, and complete the file; does nothing if none is recorded.
+
+    Raises:
+        NotInitializedError: Before init().
+        OSError: The file could not be written.
+    """
+    here = current()
+    if here.world.me.rank == 0:
+        here.engine.stop_timeline()
 
 
 def register(process_set: ProcessSet, ranks: Sequence[int]) -> None:
@@ -298,9 +333,8 @@ def register(process_set: ProcessSet, ranks: Sequence[int]) -> None:
     here = current()
     number = next(here.numbers)
     me = here.world.me.rank
-    group = here.new_group(ranks) if len(ranks) > 1 else None
     if me in ranks:
-        communicator = LocalCommunicator() if group is None else TorchCommunicator(group)
+        communicator = LocalCommunicator() if len(ranks) == 1 else TorchCommunicator(here.new_group(ranks))
         hosts = [here.layout.ranks[rank].host for rank in ranks]
         here.lanes[number] = here.engine.open_lane(
             ranks, list(ranks).index(me), communicator, hosts, PrefixStore(f"lane/{number}", here.kv)

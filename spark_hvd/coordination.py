@@ -11,7 +11,7 @@ from typing import Any
 from spark_hvd.agreement import ranks_text
 from spark_hvd.channel import CoordinatorSockets
 from spark_hvd.config import Config
-from spark_hvd.coordinator import Coordinator
+from spark_hvd.coordinator import Coordinator, bits
 from spark_hvd.decisions import Decision, Pong, Run, RunKnown, Tune
 from spark_hvd.lane import Lane
 from spark_hvd.request import Request
@@ -52,7 +52,7 @@ class Coordination:
         decisions: list[Decision] = []
         ids, fresh = self.lane.take()
         if ids or fresh:
-            decisions += self._coordinator.submitted(0, ids, fresh, time.monotonic())
+            decisions += self._submitted(0, ids, fresh)
         if self.sockets is not None:
             while (message := self.sockets.receive()) is not None:
                 decisions += self._heard(*json.loads(message))
@@ -68,7 +68,7 @@ class Coordination:
         if kind == "ready":
             ids, fresh = fields
             requests = [(name, Request(*request)) for name, request in fresh]
-            return self._coordinator.submitted(place, int(ids, 16), requests, time.monotonic())
+            return self._submitted(place, int(ids, 16), requests)
         if kind == "join":
             return self.joined(place, *fields)
         if kind == "left":
@@ -80,6 +80,12 @@ class Coordination:
             return [Pong(place, fields[0], time.monotonic_ns())]
         self.on_message(place, kind, fields)
         return []
+
+    def _submitted(self, place: int, ids: int, fresh: list[tuple[str, Request]]) -> list[Decision]:
+        if self.lane.tracing.recorder is not None:
+            names = [*map(self._coordinator.name_of, bits(ids)), *(name for name, _ in fresh)]
+            self.lane.tracing.ready(self.lane.ranks[place], names)
+        return self._coordinator.submitted(place, ids, fresh, time.monotonic())
 
     def joined(self, place: int, counts: bool) -> list[Decision]:
         """A member has no more data."""
@@ -116,7 +122,6 @@ class Coordination:
         due = min(self._vanished.values(), default=None)
         limits = [limit for limit in (self._stall_warning, self._coordinator.stall_timeout) if limit is not None]
         if limits and self._coordinator.has_waiting:
-            self._next_check = max(self._next_check, time.monotonic())
             due = self._next_check if due is None else min(due, self._next_check)
         return due
 

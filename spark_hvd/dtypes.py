@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -66,6 +67,7 @@ def is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
+@functools.cache
 def check_op(dtype: torch.dtype, op: ReduceOp) -> None:
     """Raise a TypeError if this reduction does not exist for this dtype."""
     if dtype not in _AS_THEY_ARE and dtype not in _WIDER:

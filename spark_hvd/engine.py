@@ -21,6 +21,7 @@ from typing import Any
 import zmq
 
 from spark_hvd.channel import CoordinatorSockets, Keys, MemberSockets
+from spark_hvd.collector import Collector
 from spark_hvd.communicator import Communicator
 from spark_hvd.config import Config
 from spark_hvd.coordination import Coordination
@@ -55,6 +56,7 @@ class Engine:
         self._members: list[_Member] = []
         self._coordinations: list[Coordination] = []
         self._abandon: list[tuple[float, Lane]] = []
+        self._collector: Collector | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
         self._awake = threading.Lock()
@@ -149,8 +151,50 @@ class Engine:
 
     # ---- the timeline ---------------------------------------------------------------------------------------------
 
-    def start_timeline(self, path: str, mark_cycles: bool) -> None:
-        """See :func:`spark_hvd.timeline_control.start_timeline`."""
+    def start_timeline(self, path: str, mark_cycles: bool, hosts: Sequence[str]) -> None:
+        """Record a timeline of all ranks; to be called on rank 0 of the world.
+
+        Raises:
+            ValueError: One is being recorded.
+            OSError: The file cannot be written.
+        """
+        if self._collector is not None:
+            raise ValueError(f"a timeline is being recorded to {self._collector.path}; call hvd.stop_timeline() first.")
+        collector = self._collector = Collector(path, hosts)
+
+        def start() -> None:
+            self._tell_all(Trace(True, mark_cycles))
+            self.tracing.start(partial(collector.add, 0), mark_cycles, on_rank0=True)
+
+        self._on_thread(start)
+
+    def stop_timeline(self) -> None:
+        """Write what all ranks have recorded; to be called on rank 0 of the world. Does nothing if nothing is recorded.
+
+        Raises:
+            OSError: The file could not be written.
+        """
+        collector = self._collector
+        if collector is None:
+            return
+
+        def stop() -> None:
+            self.tracing.stop()
+            self._tell_all(Trace(False))
+
+        self._on_thread(stop)
+        collector.close()
+        self._collector = None
+
+    def _tell_all(self, decision: Decision) -> None:
+        if self._coordinations:  # the first is the world's
+            self._coordinations[0].tell([decision])
+
+    def _on_thread(self, function: Callable[[], None]) -> None:
+        if self._thread is None:
+            function()
+        else:
+            self.ask(function)
 
     # ---- other threads --------------------------------------------------------------------------------------------
 
@@ -187,6 +231,8 @@ class Engine:
 
     def close(self, text: str) -> None:
         """Leave all lanes and end the thread; what is not done fails with this text."""
+        with contextlib.suppress(OSError):
+            self.stop_timeline()
         if self._thread is None:
             return
         for coordination in list(self._coordinations):
@@ -295,15 +341,19 @@ class Engine:
 
     def _heard(self, place: int, kind: str, fields: Sequence[Any]) -> None:
         """A member of the world has sent a part of the timeline."""
+        if self._collector is None:
+            return
+        if kind == "trace":
+            self._collector.add(place, *fields)
+        elif kind == "traced":
+            self._collector.done(place)
 
     def decided(self, member: _Member, decisions: Sequence[Decision]) -> None:
         """Decisions that are not a lane's business."""
         for decision in decisions:
             if isinstance(decision, Trace):
                 if decision.on:
-                    self.tracing.start(
-                        lambda events: member.send("trace", self.tracing.offset_ns, events), decision.mark_cycles
-                    )
+                    self.tracing.start(partial(member.send, "trace"), decision.mark_cycles, on_rank0=False)
                     member.send("ping", time.monotonic_ns())
                 else:
                     self.tracing.stop()

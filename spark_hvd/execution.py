@@ -1,8 +1,8 @@
 """Runs one batch of entries on a rank: packs tensors, starts the collectives, and gives the results to their owners.
 
 Every collective is started without waiting for it. What is left to do when it has ended, scaling and unpacking, is done
-by whoever waits for the result first, which spares a switch of threads. Adasum is the exception: it takes several rounds,
-so the engine takes it from round to round.
+by whoever waits for the result first, which spares a switch of threads. Adasum is the exception: it takes several
+rounds, so the engine takes it from round to round.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import torch
 from spark_hvd.adasum import adasum
 from spark_hvd.communicator import Communicator, Handle, ReduceOp
 from spark_hvd.dtypes import identity_element, is_integer
-from spark_hvd.fusion import flatten
+from spark_hvd.fusion import flatten, unflatten_into
 from spark_hvd.handles import Together
 from spark_hvd.request import Entry, Request, dtype_of, op_of
-from spark_hvd.torch_private import copy_all
 
 Steps = Generator[Handle[Any], None, None]
 
@@ -52,14 +51,15 @@ class Execution:
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._lock = threading.Lock()
-        self._finished = False
+        self.finished = False
         self._error: BaseException | None = None
         self.waiting_for: Handle[Any] | None = None
         self.resume()
 
     def resume(self) -> None:
         """Take the next step, which may raise."""
-        self.waiting_for = next(self._steps, None)
+        with torch.no_grad():
+            self.waiting_for = next(self._steps, None)
 
     def finish(self) -> None:
         """Wait for the last handle and do what is left; may be called from several threads, and does it once.
@@ -68,11 +68,12 @@ class Execution:
             CollectiveError: A peer or the network failed.
         """
         with self._lock:
-            if not self._finished:
-                self._finished = True
+            if not self.finished:
+                self.finished = True
                 try:
-                    for _ in self._steps:
-                        pass
+                    with torch.no_grad():
+                        for _ in self._steps:
+                            pass
                 except BaseException as error:
                     self._error = error
         if self._error is not None:
@@ -137,7 +138,7 @@ def _allreduce(entry: Entry, parts: Sequence[Work], communicator: Communicator) 
     for wire in (yield from _results(handles)):
         scale_([wire], after)
     for wire, targets in unpacks:
-        unpack(wire, targets)
+        unflatten_into(wire, targets)
 
 
 def _adasum(request: Request, parts: Sequence[Work], communicator: Communicator) -> Steps:
@@ -169,7 +170,7 @@ def _broadcast(parts: Sequence[Work], communicator: Communicator, root: int) -> 
         handles.append(communicator.broadcast(wire, root))
     yield from _results(handles)
     for wire, targets in unpacks:
-        unpack(wire, targets)
+        unflatten_into(wire, targets)
 
 
 def _results(handles: Sequence[Handle[Any]]) -> Generator[Handle[Any], None, list[Any]]:
@@ -182,7 +183,7 @@ def _allgather(entry: Entry, work: Work, communicator: Communicator) -> Steps:
     table = entry.table
     assert table is not None
     handles = [
-        communicator.allgather(tensor.detach(), rows=[rows[place] for rows in table])
+        communicator.allgather(tensor, rows=[rows[place] for rows in table])
         for place, tensor in enumerate(work.tensors)
     ]
     work.results.extend((yield from _results(handles)))
@@ -203,7 +204,7 @@ def _reducescatter(request: Request, work: Work, communicator: Communicator) -> 
         op, after = (ReduceOp.SUM, after / communicator.size) if integers else (op, after)
     handles = []
     for tensor in work.tensors:
-        mine = tensor.detach()
+        mine = tensor
         if request.prescale != 1.0:
             mine = mine.clone()
             scale_([mine], request.prescale)
@@ -215,17 +216,22 @@ def _reducescatter(request: Request, work: Work, communicator: Communicator) -> 
 
 def _by_dtype(parts: Sequence[Work]) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """What goes in and where results go, by dtype and device; in an order that all ranks find alike."""
-    found: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    sources = [tensor for work in parts for tensor in work.tensors]
+    targets: list[torch.Tensor] = []
     for work in parts:
-        for tensor in work.tensors:
-            source = tensor.detach()
-            # Made now and not by the call, so that a collective that waits for a rank takes no memory.
-            target = source if work.in_place else torch.empty_like(source, memory_format=torch.contiguous_format)
-            work.results.append(target)
-            sources, targets = found.setdefault((source.dtype, source.device), ([], []))
-            sources.append(source)
-            targets.append(target)
+        # Made now and not by the call, so that a collective that waits for a rank takes no memory.
+        work.results = list(work.tensors) if work.in_place else list(map(_empty_like, work.tensors))
+        targets += work.results
+    found: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for source, target in zip(sources, targets, strict=True):
+        ins, outs = found.setdefault((source.dtype, source.device), ([], []))
+        ins.append(source)
+        outs.append(target)
     return list(found.values())
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
 
 
 def _moved(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -244,12 +250,6 @@ def _stand_ins(request: Request, communicator: Communicator) -> Work:
         else:
             tensors.append(torch.full(shape, identity_element(dtype, op_of(request)), dtype=dtype, device=device))
     return Work(tensors, in_place=True, results=[])
-
-
-def unpack(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Copy a flat tensor into the tensors it was made of."""
-    parts = torch.split(flat, [target.numel() for target in targets])
-    copy_all(list(targets), [part.view(target.shape) for part, target in zip(parts, targets, strict=True)])
 
 
 def scale_(tensors: Sequence[torch.Tensor], factor: float) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from spark_hvd.request import Entry, bytes_of
+from spark_hvd.torch_private import cat_flat, copy_all, split_flat
 
 PIECE_BYTES = 64 << 20
 """Most bytes of a flat tensor; a single tensor larger than that travels alone."""
@@ -36,16 +37,18 @@ def batches(tensors: Sequence[torch.Tensor], limit: int = PIECE_BYTES) -> list[l
     return done + [members for members, _ in filling.values()]
 
 
+@torch.no_grad()
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The elements of tensors of one dtype and device in one new flat tensor."""
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    return cat_flat(list(tensors)) if len(tensors) > 1 else tensors[0].flatten().clone()
 
 
+@torch.no_grad()
 def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Copy the elements of a flat tensor back into the tensors it was made of."""
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.detach().copy_(part.view(tensor.shape))
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if filled:
+        copy_all(filled, split_flat(flat, filled))
 
 
 def plan_batches(entries: Sequence[Entry], threshold: int) -> list[list[Entry]]:

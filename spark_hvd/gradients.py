@@ -30,13 +30,16 @@ from spark_hvd.process_sets import ProcessSet, lane_of
 Forward = Callable[[Sequence[torch.Tensor]], Tensors]
 
 
+SUM = Reducing(ReduceOp.SUM)
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """What a collective was called with, tensors aside."""
 
     name: str | None
     process_set: ProcessSet
-    reducing: Reducing = Reducing(ReduceOp.SUM)
+    reducing: Reducing = SUM
     compression: Any = Compression.none
     root_rank: int = 0
     splits: Sequence[int] | torch.Tensor | None = None
@@ -106,7 +109,7 @@ class _Allreduce(torch.autograd.Function):
         call = ctx.call
         if call.reducing.op in (ReduceOp.SUM, ReduceOp.AVERAGE):
             return None, *_total(call, grads, call.reducing)
-        totals = _total(call, grads, Reducing(ReduceOp.SUM))
+        totals = _total(call, grads, SUM)
         return None, *_through_extremes(call, ctx.saved_tensors, totals)
 
 
@@ -150,7 +153,7 @@ class _Allgather(torch.autograd.Function):
             # Every rank sends each rank what belongs to its rows, half of what an all-reduce would move.
             name = call.name_of(f"gradient.{number}")
             parts, _ = start_alltoall(grad, rows, name, call.process_set, urgent=True).wait()
-            total = parts.view(len(rows), *([1, *shape] if not shape else shape)).sum(0).view(shape)
+            total = parts.view(len(rows), *(shape or [1])).sum(0).view(shape)
             results.append(total / len(rows) if call.reducing.op is ReduceOp.AVERAGE else total)
         return tuple(results)
 

@@ -7,6 +7,7 @@ coordinator gathers in an outbox, which whoever is about to wait sends, else the
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -14,7 +15,7 @@ from spark_hvd.communicator import Communicator
 from spark_hvd.coordinator import bits
 from spark_hvd.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown, Tune
 from spark_hvd.errors import CollectiveError, DuplicateNameError, MismatchError, StalledError
-from spark_hvd.execution import Work
+from spark_hvd.execution import Execution, Work
 from spark_hvd.fusion import plan_batches
 from spark_hvd.named_handle import NamedHandle
 from spark_hvd.request import AUTO, Entry, Request
@@ -72,7 +73,7 @@ class Lane:
         self.communicator = communicator
         self.fusion_threshold = fusion_threshold
         self._link = link
-        self._tracing = tracing
+        self.tracing = tracing
         self._lock = threading.Lock()
         self._handles: dict[str, NamedHandle[Any]] = {}
         self._counters: dict[str, int] = {}
@@ -124,8 +125,8 @@ class Lane:
                 self._ids |= known[1]
             else:
                 self._fresh.append((name, request))
-        if self._tracing.recorder is not None:
-            self._tracing.called(handle)
+        if self.tracing.recorder is not None:
+            self.tracing.called(handle)
         if first and not urgent:
             self._link.notify(self)
         return handle
@@ -153,6 +154,19 @@ class Lane:
             ids, fresh = self._ids, self._fresh
             self._ids, self._fresh = 0, []
         return ids, fresh
+
+    def finish(self, handle: NamedHandle[Any], execution: Execution) -> None:
+        """Do what is left to do for a handle whose collective has ended.
+
+        Raises:
+            CollectiveError: It has not ended well.
+        """
+        if self.tracing.recorder is None or execution.finished:
+            execution.finish()
+            return
+        started_ns = time.monotonic_ns()
+        execution.finish()
+        self.tracing.finished(handle, started_ns)
 
     def explained(self, handle: NamedHandle[Any], error: CollectiveError) -> CollectiveError:
         """A collective failed on the wire: the error to raise, with the coordinator's word on who has gone."""

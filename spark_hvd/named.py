@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -20,8 +19,7 @@ T = TypeVar("T")
 Tensors = list[torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Reducing:
+class Reducing(NamedTuple):
     """How an allreduce or a reducescatter computes."""
 
     op: ReduceOp

@@ -87,7 +87,7 @@ class NamedHandle(Generic[T]):
             self._execution.wait(self.work.results)
         elif self._execution is not None:
             try:
-                self._execution.finish()
+                self._owner.finish(self, self._execution)
             except CollectiveError as error:
                 raise self._owner.explained(self, error) from error
         return self._result(self.work)

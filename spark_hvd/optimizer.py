@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from spark_hvd.buckets import MEGABYTE, ParamSpec, split_evenly
+from spark_hvd.adasum_optimizer import AdasumOptimizer, take_over_with_adasum
+from spark_hvd.buckets import MEGABYTE
 from spark_hvd.communicator import ReduceOp
 from spark_hvd.compression import Compression
 from spark_hvd.context import current
 from spark_hvd.flat import Compressor, Reduction
+from spark_hvd.optimizer_arguments import check_passes, chosen_groups, exchange_device, group_indices, names_of, spec_of
 from spark_hvd.planned import PlannedLane
+from spark_hvd.process_sets import ProcessSet, global_process_set, lane_of
 
 # The last bucket has no backward left to hide behind: small enough to be all latency, it costs one round trip.
 TAIL_BYTES = MEGABYTE
@@ -55,7 +56,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: `passes` is not positive.
         """
-        _check_passes(passes)
+        check_passes(passes)
         if self._lane is not None:
             self._lane.set_passes(passes)
 
@@ -84,7 +85,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         if self._lane is not None:
             number = len(self.param_groups) - 1
             added = self.param_groups[number]["params"]
-            self._lane.extend(added, [_spec(f"group{number}.param{i}", param) for i, param in enumerate(added)])
+            self._lane.extend(added, [spec_of(f"group{number}.param{i}", param) for i, param in enumerate(added)])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See torch.optim.Optimizer.load_state_dict; the count of backward passes starts anew."""
@@ -100,12 +101,14 @@ def DistributedOptimizer(
     backward_passes_per_step: int = 1,
     op: ReduceOp = ReduceOp.AVERAGE,
     gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.nn.Parameter]] | None = None,
     sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
     *,
     bucket_cap_mb: float = 25.0,
     shared_memory: bool = True,
-) -> ReducedOptimizer:
+) -> ReducedOptimizer | AdasumOptimizer:
     """Make `optimizer` reduce gradients over all ranks; collective, every rank must call it.
 
     The same object is returned, now of a class of the same name that has the methods of ReducedOptimizer too: learning
@@ -118,10 +121,14 @@ def DistributedOptimizer(
         compression: `Compression.none`, `.fp16`, `.bf16` or an object with `compress` and `decompress`, which gets a
             one-dimensional bucket of gradients.
         backward_passes_per_step: calls of backward() whose gradients are summed (not averaged) before a step.
-        op: `Average` or `Sum`.
+        op: `Average`, `Sum` or `Adasum`. With Adasum each rank makes a step of its own, and the ranks' changes of the
+            weights are combined (Maleki et al., arXiv 2006.02924); the arguments below `compression` are of no
+            consequence then.
         gradient_predivide_factor: with Average, gradients are divided by it before the sum and by size / factor after.
+        num_groups: deprecated: use `groups`.
         groups: a number of groups, or lists of parameters, each of which is reduced in one piece.
         sparse_as_dense: reduce sparse gradients as dense ones; else indices and values of all ranks are gathered.
+        process_set: the ranks to reduce over; on other ranks the optimizer stays a local one.
         bucket_cap_mb: upper bound of a bucket in MiB.
         shared_memory: where all ranks are on one Linux host, reduce uncompressed buckets on the CPU in shared memory
             instead of over Gloo.
@@ -134,19 +141,23 @@ def DistributedOptimizer(
         ValueError: an argument does not fit, as its message says.
         PlanMismatchError: parameters or settings differ between ranks; raised on all of them.
     """
-    if isinstance(optimizer, ReducedOptimizer):
+    if isinstance(optimizer, ReducedOptimizer | AdasumOptimizer):
         raise ValueError("optimizer is already a DistributedOptimizer: wrap it once")
-    _check_passes(backward_passes_per_step)
-    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise ValueError(f"op={op!r}: DistributedOptimizer can reduce gradients with Average or Sum")
+    check_passes(backward_passes_per_step)
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM):
+        raise ValueError(f"op={op!r}: DistributedOptimizer can reduce gradients with Average, Sum or Adasum")
     if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
         raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average, got op={op!r}")
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    specs = [_spec(name, param) for name, param in zip(_names(optimizer, named_parameters), params, strict=True)]
-    grouped = _group_indices(groups, params)
+    specs = [spec_of(name, param) for name, param in zip(names_of(optimizer, named_parameters), params, strict=True)]
+    grouped = group_indices(chosen_groups(groups, num_groups), params)
 
     context = current()
-    size = context.world.me.size
+    included = process_set is global_process_set or process_set.included()
+    ranks = list(lane_of(process_set).ranks) if included else []
+    size = len(ranks)
+    if op is ReduceOp.ADASUM:
+        return take_over_with_adasum(optimizer, process_set if size > 1 else None, compression)
     lane = None
     if size > 1:
         settings = {
@@ -164,11 +175,11 @@ def DistributedOptimizer(
             scales = (1.0 / gradient_predivide_factor, gradient_predivide_factor / size)
         else:
             scales = (1.0 / size if average else 1.0, 1.0)
-        group = dist.new_group()
+        group = context.new_group(ranks)
         in_memory = (
             shared_memory
             and hasattr(os, "memfd_create")
-            and context.world.me.local_size == size
+            and len({context.layout.ranks[rank].host for rank in ranks}) == 1
             and compression is Compression.none
         )
         lane = PlannedLane(
@@ -176,9 +187,9 @@ def DistributedOptimizer(
             specs,
             grouped,
             group=group,
-            device=_exchange_device(group, params),
+            device=exchange_device(group, params),
             reduction=Reduction(*scales, compression, sparse_as_dense),
-            host_group=dist.new_group() if in_memory else None,
+            host_group=context.new_group(ranks) if in_memory else None,
             sparse_scale=1.0 / size if average else 1.0,
             passes=backward_passes_per_step,
             cap_bytes=int(bucket_cap_mb * MEGABYTE),
@@ -241,76 +252,3 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     assert isinstance(optimizer, ReducedOptimizer)
     if optimizer._lane is not None:
         optimizer._lane.reset()
-
-
-def _check_passes(passes: int) -> None:
-    if passes <= 0:
-        raise ValueError(f"backward_passes_per_step={passes}: must be 1 or more")
-
-
-def _names(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
-) -> list[str]:
-    if named_parameters is None:
-        return [
-            f"group{number}.param{i}"
-            for number, group in enumerate(optimizer.param_groups)
-            for i in range(len(group["params"]))
-        ]
-    pairs = list(named_parameters)
-    if any(not isinstance(pair, tuple) for pair in pairs):
-        raise ValueError(
-            "named_parameters must be a sequence of (name, parameter) tuples: pass model.named_parameters()"
-        )
-    twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-    if twice:
-        raise ValueError(
-            f"names in named_parameters must be unique, found more than once: {', '.join(twice)}. With several models, "
-            f"put a prefix before the names of each"
-        )
-    name_of = {id(param): name for name, param in pairs}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    unnamed = sum(id(param) not in name_of for param in params)
-    if unnamed:
-        raise ValueError(
-            f"named_parameters must cover all {len(params)} parameters of the optimizer, but lacks {unnamed} of them"
-        )
-    return [name_of[id(param)] for param in params]
-
-
-def _spec(name: str, param: torch.Tensor) -> ParamSpec:
-    return ParamSpec(
-        name, tuple(param.shape), tuple(param.stride()), param.dtype, str(param.device), param.requires_grad
-    )
-
-
-def _group_indices(
-    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None, params: Sequence[torch.nn.Parameter]
-) -> list[list[int]]:
-    if groups is None or isinstance(groups, int):
-        if groups is not None and groups < 0:
-            raise ValueError(f"groups={groups}: must be 0 or more, or lists of parameters")
-        return split_evenly(range(len(params)), groups or 0)
-    index_of = {id(param): index for index, param in enumerate(params)}
-    result: list[list[int]] = []
-    placed: set[int] = set()
-    for number, group in enumerate(groups):
-        if not isinstance(group, (list, tuple)) or not all(isinstance(param, torch.Tensor) for param in group):
-            raise ValueError(
-                f"groups must be a number or lists of parameters; entry {number} is {type(group).__name__}"
-            )
-        members = [index_of.get(id(param), -1) for param in group]
-        if -1 in members:
-            raise ValueError(
-                f"groups[{number}] has a tensor at place {members.index(-1)} that is no parameter of the optimizer"
-            )
-        if len(set(members)) < len(members) or placed & set(members):
-            raise ValueError(f"groups[{number}] has a parameter that is already in a group: each may be in one only")
-        placed.update(members)
-        result.append(members)
-    return result
-
-
-def _exchange_device(group: dist.ProcessGroup, params: Sequence[torch.nn.Parameter]) -> torch.device:
-    on_cpu = "cpu" in str(dist.get_backend_config(group))
-    return torch.device("cpu") if on_cpu else params[0].device

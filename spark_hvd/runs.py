@@ -25,13 +25,14 @@ from spark_hvd.tracing import Tracing
 class _Started:
     """A batch that has been started, and the handles of this rank in it."""
 
-    __slots__ = ("execution", "handles", "packed_ns", "started_ns")
+    __slots__ = ("execution", "handles", "packed_ns", "round_over", "started_ns")
 
     def __init__(self, execution: Execution, handles: list[NamedHandle[Any]], started_ns: int) -> None:
         self.execution = execution
         self.handles = handles
         self.started_ns = started_ns
         self.packed_ns = time.monotonic_ns()
+        self.round_over = False
 
 
 class Runs:
@@ -78,10 +79,7 @@ class Runs:
     def resume(self) -> None:
         """Take the batch of several rounds further, if its round has ended."""
         active = self._active
-        if active is None:
-            return
-        waiting_for = active.execution.waiting_for
-        if waiting_for is not None and not waiting_for.done():
+        if active is None or not active.round_over:
             return
         self._active = None
         try:
@@ -117,7 +115,13 @@ class Runs:
             self._ended(started)
         else:
             self._active = started
-            started.execution.waiting_for.when_done(self._tracing.wake)
+            started.round_over = False
+            started.execution.waiting_for.when_done(partial(self._round_is_over, started))
+
+    def _round_is_over(self, started: _Started) -> None:
+        # Gloo calls back a moment before it calls its work done, so the handle is not asked again.
+        started.round_over = True
+        self._tracing.wake()
 
     def _run_on_gpu(self, steps: Steps, handles: list[NamedHandle[Any]], started_ns: int) -> None:
         device = torch.cuda.current_device()

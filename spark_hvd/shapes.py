@@ -102,7 +102,7 @@ def require_dense(tensor: torch.Tensor) -> None:
     """Raise a TypeError for what has no memory to send: sparse tensors, and those on neither a CPU nor a GPU."""
     if tensor.layout is not torch.strided:
         raise TypeError(f"a tensor of layout {tensor.layout} cannot be sent; pass tensor.to_dense().")
-    if hasattr(tensor, "placements"):
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "placements"):
         raise TypeError("a DTensor holds another part on every rank; pass its to_local() or full_tensor().")
     if tensor.device.type not in ("cpu", "cuda"):
         raise TypeError(f"a tensor on device {tensor.device} cannot be sent; move it to the CPU or a CUDA device.")

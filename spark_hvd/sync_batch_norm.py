@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spark_hvd import basics
 from spark_hvd.communicator import ReduceOp
 from spark_hvd.ops import allreduce
+from spark_hvd.process_sets import ProcessSet, global_process_set, lane_of
 
 _numbers = itertools.count()
 
@@ -43,7 +44,7 @@ class SyncBatchNorm(_BatchNorm):
 
     Raises:
         ValueError: From calls: the input has other than 2 to 5 dimensions, or other than C channels, or the joined
-            batch has but one value a channel (on every rank).
+            batch has but one value a channel (on every rank), or the process set is not this rank's.
         TypeError: From calls: the input has another dtype.
         NotInitializedError: From calls in training mode before init().
         CollectiveError: From calls in training mode and their backward: a peer or the network failed.
@@ -57,7 +58,7 @@ class SyncBatchNorm(_BatchNorm):
         affine: bool = True,
         track_running_stats: bool = True,
         *,
-        process_set: Any = None,
+        process_set: ProcessSet | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
@@ -65,7 +66,7 @@ class SyncBatchNorm(_BatchNorm):
         self._number = next(_numbers)
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: torch.nn.Module, process_set: Any = None) -> torch.nn.Module:
+    def convert_sync_batchnorm(cls, module: torch.nn.Module, process_set: ProcessSet | None = None) -> torch.nn.Module:
         """Replace every batch normalization in a model, in place, as torch's function of this name does.
 
         The new modules share parameters and buffers with the old ones, so an optimizer made before stays valid. Hooks
@@ -93,7 +94,7 @@ class SyncBatchNorm(_BatchNorm):
         return module
 
     @classmethod
-    def _like(cls, norm: _BatchNorm, process_set: Any) -> SyncBatchNorm:
+    def _like(cls, norm: _BatchNorm, process_set: ProcessSet | None) -> SyncBatchNorm:
         if isinstance(norm, torch.nn.modules.lazy.LazyModuleMixin) and norm.has_uninitialized_params():
             raise ValueError(f"{type(norm).__name__} has no parameters yet; run the model once before converting it.")
         like = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
@@ -104,7 +105,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize this rank's part of the joined batch; shape, dtype and memory format stay."""
-        link = _Link(f"sync_batch_norm.{self._number}", self.process_set)
+        link = _Link(f"sync_batch_norm.{self._number}", self.process_set or global_process_set)
         if not self.training or link.size == 1:
             return super().forward(input)
         self._check_input_dim(input)
@@ -146,15 +147,11 @@ class _Link:
     """All that is sent, by the two methods below."""
 
     name: str
-    process_set: Any
+    process_set: ProcessSet
 
     @property
     def size(self) -> int:
-        return basics.size() if self.process_set is None else int(self.process_set.size())
-
-    @property
-    def rank(self) -> int:
-        return basics.rank() if self.process_set is None else int(self.process_set.rank())
+        return len(lane_of(self.process_set).ranks)
 
     def everyones(self, row: torch.Tensor) -> torch.Tensor:
         """Every rank's row, shape (ranks, len(row)).
@@ -163,7 +160,7 @@ class _Link:
         wait. A rank that has called join() leaves zeros, a count of zero among them.
         """
         table = row.new_zeros((self.size, len(row)))
-        table[self.rank] = row
+        table[lane_of(self.process_set).ranks.index(basics.rank())] = row
         return self._sum(table, "forward")
 
     def total(self, sums: torch.Tensor) -> torch.Tensor:
@@ -171,8 +168,7 @@ class _Link:
         return self._sum(sums, "backward")
 
     def _sum(self, tensor: torch.Tensor, moment: str) -> torch.Tensor:
-        options = {} if self.process_set is None else {"process_set": self.process_set}
-        return allreduce(tensor, op=ReduceOp.SUM, name=f"{self.name}.{moment}", **options)
+        return allreduce(tensor, op=ReduceOp.SUM, name=f"{self.name}.{moment}", process_set=self.process_set)
 
 
 class _Normalize(torch.autograd.Function):

@@ -24,7 +24,7 @@ from spark_hvd.basics import (
 from spark_hvd.communicator import ReduceOp
 from spark_hvd.compression import Compression, Compressor
 from spark_hvd.config import Config
-from spark_hvd.context import init, is_initialized, shutdown
+from spark_hvd.context import init, is_initialized, shutdown, start_timeline, stop_timeline
 from spark_hvd.errors import (
     CollectiveError,
     DuplicateNameError,
@@ -152,6 +152,8 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "sparse_allreduce_async",
     "synchronize",
 ]

@@ -6,9 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from spark_hvd.request import AUTO
 from spark_hvd.trace import (
     CYCLE_START,
     MEMCPY_IN_FUSION_BUFFER,
+    MEMCPY_OUT_FUSION_BUFFER,
+    RANK_READY,
     Event,
     Recorder,
     negotiate_phase,
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 
 _PINGS = 8
 """Questions for rank 0's time; the answer that came back the quickest tells the most."""
+_AUTO_ROWS = 16
+"""Rows for calls without a name, whose made-up names would be a row each."""
 
 
 class Tracing:
@@ -34,6 +39,9 @@ class Tracing:
         self.recorder: Recorder | None = None
         self._called: dict[str, int] = {}
         self._answers: list[tuple[int, int]] = []
+        self._send: Callable[[int, list[Event]], None] = lambda offset_ns, events: None
+        self._settled = False
+        self._held: list[Event] = []
 
     # ---- what happens to collectives ------------------------------------------------------------------------------
 
@@ -41,59 +49,87 @@ class Tracing:
         """A collective was called."""
         self._called[handle.name] = time.monotonic_ns()
 
+    def ready(self, rank: int, names: Sequence[str]) -> None:
+        """The coordinator has heard that a rank is ready."""
+        recorder, now = self.recorder, time.monotonic_ns()
+        if recorder is not None:
+            for name in names:
+                recorder.instant(_row(name), RANK_READY, now, rank=rank)
+
     def ran(self, handles: Sequence[NamedHandle[Any]], started_ns: int, packed_ns: int) -> None:
         """A batch has ended now."""
         recorder, now = self.recorder, time.monotonic_ns()
         if recorder is None:
             return
         for handle in handles:
-            kind = handle.request.kind
-            called = self._called.pop(handle.name, started_ns)
-            recorder.span(handle.name, negotiate_phase(kind), called, started_ns)
-            recorder.span(
-                handle.name,
-                kind.upper(),
-                started_ns,
-                now,
-                dtype=",".join(dict.fromkeys(handle.request.dtypes)),
-                shapes=handle.request.shapes,
-                fused=len(handles),
-            )
+            kind, row = handle.request.kind, _row(handle.name)
+            recorder.span(row, negotiate_phase(kind), self._called.pop(handle.name, started_ns), started_ns)
+            dtype = ",".join(dict.fromkeys(handle.request.dtypes))
+            facts = {"dtype": dtype, "shapes": handle.request.shapes, "fused": len(handles)}
+            recorder.span(row, kind.upper(), started_ns, now, **facts)
             if len(handles) > 1 or len(handle.request.shapes) > 1:
-                recorder.span(handle.name, MEMCPY_IN_FUSION_BUFFER, started_ns, packed_ns)
-            backend = "nccl" if handle.request.device == "cuda" else "gloo"
+                recorder.span(row, MEMCPY_IN_FUSION_BUFFER, started_ns, packed_ns)
             if handle.request.shapes:
-                recorder.span(handle.name, wire_phase(backend, kind), packed_ns, now)
+                backend = "nccl" if handle.request.device == "cuda" else "gloo"
+                recorder.span(row, wire_phase(backend, kind), packed_ns, now)
+
+    def finished(self, handle: NamedHandle[Any], started_ns: int) -> None:
+        """The one who waited for a batch has unpacked it."""
+        if self.recorder is not None:
+            self.recorder.span(_row(handle.name), MEMCPY_OUT_FUSION_BUFFER, started_ns, time.monotonic_ns())
 
     def cycle(self) -> None:
-        """Decisions have come."""
+        """The engine has woken up."""
         if self.recorder is not None and self.recorder.mark_cycles:
             self.recorder.instant("cycles", CYCLE_START, time.monotonic_ns())
 
     # ---- on and off -----------------------------------------------------------------------------------------------
 
-    def start(self, ship: Callable[[list[Event]], None], mark_cycles: bool) -> None:
-        """Record from now on."""
+    def start(self, send: Callable[[int, list[Event]], None], mark_cycles: bool, *, on_rank0: bool) -> None:
+        """Record from now on.
+
+        Args:
+            send: Takes nanoseconds to add to all times, the same in every call, and events.
+            mark_cycles: Whether to mark when the engine wakes up.
+            on_rank0: Whether this rank's clock is the one that counts.
+        """
         self._called.clear()
         self._answers.clear()
-        self.recorder = Recorder(ship, mark_cycles)
+        self._held.clear()
+        self._send = send
+        self._settled = on_rank0
+        self.recorder = Recorder(self._ship, mark_cycles)
 
     def stop(self) -> None:
-        """Record no more, and ship what there is."""
+        """Record no more, and send what there is."""
         recorder, self.recorder = self.recorder, None
         if recorder is not None:
+            self._settle()
             recorder.flush()
-
-    # ---- the clock of rank 0 --------------------------------------------------------------------------------------
 
     def answered(self, asked_ns: int, rank0_ns: int) -> bool:
         """Rank 0 has told its time; returns whether to ask again."""
         now = time.monotonic_ns()
         # As in NTP: the answer was given half-way, give or take half of the round trip.
         self._answers.append((now - asked_ns, rank0_ns - (asked_ns + now) // 2))
+        if len(self._answers) == _PINGS:
+            self._settle()
         return len(self._answers) < _PINGS
 
-    @property
-    def offset_ns(self) -> int:
-        """What to add to this rank's times to have rank 0's."""
-        return min(self._answers)[1] if self._answers else 0
+    def _ship(self, events: list[Event]) -> None:
+        if self._settled:
+            self._send(min(self._answers)[1] if self._answers else 0, events)
+        else:  # the offset may still change, and spans that nest must not come apart
+            self._held += events
+
+    def _settle(self) -> None:
+        if not self._settled:
+            self._settled = True
+            held, self._held = self._held, []
+            if held:
+                self._ship(held)
+
+
+def _row(name: str) -> str:
+    kind, auto, number = name.partition(AUTO)
+    return f"{kind}{AUTO}{int(number) % _AUTO_ROWS}" if auto and number.isdecimal() else name

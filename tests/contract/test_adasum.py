@@ -23,7 +23,7 @@ from tests.ranks import Ranks, ranks
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 # Of the largest element: the one rounding at the end, and for float32 and float64 those of every level.
-TOLERANCES = {torch.float16: 5e-4, torch.bfloat16: 2e-3, torch.float32: 1e-6, torch.float64: 1e-14}
+TOLERANCES = {torch.float16: 5e-4, torch.bfloat16: 4e-3, torch.float32: 1e-6, torch.float64: 1e-14}
 
 Layers = list[torch.Tensor]
 
@@ -232,8 +232,12 @@ class Watched:
 
 
 def steps_never_block(communicator: Communicator) -> list[str]:
-    watched = Watched(communicator)
-    mine = mixed(watched.rank, torch.float32)
+    several, one = mixed(communicator.rank, torch.float32), [draw(communicator.rank, 30)]
+    return driven(Watched(communicator), several) + driven(Watched(communicator), one)
+
+
+def driven(watched: Watched, mine: Layers) -> list[str]:
+    """Take each step when the one before has ended; the tensors must change in the last."""
     before = bits(mine)
     steps = adasum(watched, mine)  # type: ignore[arg-type]
     assert watched.calls == []
@@ -284,4 +288,4 @@ def test_adasum(world: Ranks, size: int, case: Callable[[Communicator], Any]) ->
 @pytest.mark.parametrize(("size", "levels", "extras"), [(1, 0, 0), (2, 1, 0), (3, 1, 1), (4, 2, 0), (5, 2, 1)])
 def test_number_of_collectives(world: Ranks, size: int, levels: int, extras: int) -> None:
     calls = world.run(among_first, size, steps_never_block)[0]
-    assert sorted(calls) == ["allgather"] * levels + ["alltoall"] * 2 * (levels + extras)
+    assert sorted(calls) == ["allgather"] * 2 * levels + ["alltoall"] * 4 * (levels + extras)  # of two reductions

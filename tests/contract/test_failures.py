@@ -1,4 +1,4 @@
-"""A peer that dies, hangs or aborts becomes a CollectiveError on the others, with the backend's own error as cause."""
+"""A peer that dies, hangs or aborts becomes a CollectiveError on the others, which names it."""
 
 from __future__ import annotations
 
@@ -33,17 +33,19 @@ def test_killed_peer(size: int, operation: str) -> None:
             "broadcast_object": lambda: hvd.broadcast_object(1, root_rank=1),
         }
         start = time.monotonic()
-        with pytest.raises(hvd.HorovodInternalError, match=f"failed on rank {hvd.rank()}") as caught:
+        with pytest.raises(hvd.HorovodInternalError, match=r"rank 1 \(on 127.0.0.1\) has ended without a word"):
             calls[operation]()
-        assert isinstance(caught.value.__cause__, RuntimeError)
-        return time.monotonic() - start
+        seconds = time.monotonic() - start
+        with pytest.raises(hvd.HorovodInternalError, match=r"rank 1 \(on 127.0.0.1\) has ended without a word"):
+            calls[operation]()
+        return seconds
 
     with ranks(size) as world:
         outcomes = world.outcomes(fn)
     assert outcomes[1] == (False, "ended with exit code -9")
     for ok, seconds in outcomes[:1] + outcomes[2:]:
         assert ok, seconds
-        assert seconds < 10
+        assert seconds < 5
 
 
 def test_hanging_peer() -> None:
@@ -52,8 +54,8 @@ def test_hanging_peer() -> None:
         if hvd.rank() == 1:
             time.sleep(4)
             return "slept"
-        with pytest.raises(hvd.CollectiveError, match="allreduce failed on rank 0"):
-            hvd.allreduce(torch.ones(1))
+        with pytest.raises(hvd.StalledError, match=r"'loss' has waited .* for rank 1 \(rank 1 last called"):
+            hvd.allreduce(torch.ones(1), name="loss")
         return "timed out"
 
     with ranks(2, timeout=2.0) as world:

@@ -84,26 +84,38 @@ def test_wrong_inputs(two: Ranks) -> None:
     two.run(fn)
 
 
-def test_process_set_goes_to_the_collectives(two: Ranks) -> None:
+def test_process_sets() -> None:
     def fn() -> None:
-        seen = []
-
-        def spy(tensor: torch.Tensor, *, process_set: Any, **options: Any) -> torch.Tensor:
-            seen.append(process_set)
-            return hvd.allreduce(tensor, **options)
-
-        everyone, myself = (
-            mock.Mock(**{"size.return_value": size, "rank.return_value": hvd.rank()}) for size in (2, 1)
-        )
+        pair_of_ranks, last = hvd.add_process_set([0, 1]), hvd.add_process_set([2])
+        mine_of_them = last if hvd.rank() == 2 else pair_of_ranks
+        counts = [2, 3] if hvd.rank() < 2 else [0, 0, 4]
         ours, theirs = pair(4)
-        ours.process_set = everyone
-        whole = joined_batch([2, 3], 4, 0).requires_grad_()
-        with mock.patch("spark_hvd.sync_batch_norm.allreduce", spy):
-            output = ours(mine(whole, [2, 3]))
-            output.sum().backward()
-            SyncBatchNorm(CHANNELS, process_set=myself).double()(whole)
-        torch.testing.assert_close(output, mine(theirs(whole), [2, 3]), **EXACT)
-        assert seen == [everyone, everyone]
+        ours.process_set = mine_of_them
+        whole, weights = joined_batch(counts, 4, 0).requires_grad_(), joined_batch(counts, 4, 1)
+        part = mine(whole, counts).detach().requires_grad_()
+        output, expected = ours(part), theirs(whole)
+        torch.testing.assert_close(output, mine(expected, counts), **EXACT)
+        (output * mine(weights, counts)).sum().backward()
+        (expected * weights).sum().backward()
+        torch.testing.assert_close(part.grad, mine(whole.grad, counts), **EXACT)
+        for buffer, other in zip(ours.buffers(), theirs.buffers(), strict=True):
+            torch.testing.assert_close(buffer, other, **EXACT)
+        with pytest.raises(ValueError, match="not a member"):
+            SyncBatchNorm(CHANNELS, process_set=pair_of_ranks if hvd.rank() == 2 else last)(torch.ones(2, CHANNELS))
+        with pytest.raises(ValueError, match="not registered"):
+            SyncBatchNorm(CHANNELS, process_set=hvd.ProcessSet([0]))(torch.ones(2, CHANNELS))
+
+    with ranks(3) as three:
+        three.run(fn)
+
+
+def test_beside_ranks_that_have_joined(two: Ranks) -> None:
+    def fn() -> None:
+        ours, theirs = pair(4)
+        whole = joined_batch([3], 4, 0)
+        if hvd.rank() == 0:
+            torch.testing.assert_close(ours(whole), theirs(whole), **EXACT)
+        hvd.join()
 
     two.run(fn)
 
@@ -119,7 +131,7 @@ def test_convert() -> None:
     )
     model[2].eval()
     before, parameters = model.state_dict(), list(model.parameters())
-    marker = object()
+    marker = hvd.ProcessSet([0])
     assert SyncBatchNorm.convert_sync_batchnorm(model, process_set=marker) is model
     assert isinstance(model[1], SyncBatchNorm)
     assert model[1] is model[0][1]

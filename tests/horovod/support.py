@@ -24,6 +24,9 @@ OPS = [hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product]
 
 _TOLERANCES = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-12}
 
+ROUNDING = {torch.float16: 0.3, torch.bfloat16: 0.3, torch.float32: 1e-5, torch.float64: 1e-13}
+"""By how much a scaled sum of a few numbers up to 50 may be off, also where the numbers nearly cancel out."""
+
 
 class LastingWorld:
     """Ranks that serve many tests. They start when first needed; a test that fails costs them their life."""

@@ -18,6 +18,7 @@ from tests.horovod.support import (
     INTEGERS,
     OPS,
     REDUCIBLE,
+    ROUNDING,
     LastingWorld,
     check,
     everyones,
@@ -244,8 +245,7 @@ def test_scales(three: LastingWorld, where: str) -> None:
                 expected = reduced(scaled, hvd.Sum)
             else:
                 expected = narrowed(wide(reduced(tensors, hvd.Sum)) * factor, dtype)
-            narrow = dtype in (torch.float16, torch.bfloat16)
-            check(result, expected, slack=0.3 if narrow else 1e-5 if dtype == torch.float32 else 0.0)
+            check(result, expected, slack=ROUNDING.get(dtype, 0.0))
 
     three.run(fn)
 

@@ -17,6 +17,7 @@ from tests.horovod.support import (
     INTEGERS,
     OPS,
     REDUCIBLE,
+    ROUNDING,
     LastingWorld,
     alive,
     check,
@@ -79,8 +80,7 @@ def test_scales(three: LastingWorld, where: str) -> None:
                 expected = reduced([narrowed(wide(tensor) * factor, dtype) for tensor in tensors], hvd.Sum)
             else:
                 expected = narrowed(wide(reduced(tensors, hvd.Sum)) * factor, dtype)
-            narrow = dtype in (torch.float16, torch.bfloat16)
-            check(result, expected[share], slack=0.3 if narrow else 1e-5 if dtype == torch.float32 else 0.0)
+            check(result, expected[share], slack=ROUNDING.get(dtype, 0.0))
 
     three.run(fn)
 

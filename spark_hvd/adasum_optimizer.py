@@ -1,0 +1,87 @@
+"""The Adasum optimizer: each rank makes a step of its own, and the ranks' changes of the weights are combined."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NoReturn
+
+import torch
+
+from spark_hvd.communicator import ReduceOp
+from spark_hvd.named import Reducing, compressed_allreduce
+from spark_hvd.process_sets import ProcessSet
+
+_numbers = itertools.count()
+
+
+class AdasumOptimizer(torch.optim.Optimizer):
+    """What DistributedOptimizer(op=Adasum) adds to the methods of the optimizer it is given."""
+
+    _deltas: _Deltas
+
+    def synchronize(self) -> None:
+        """Does nothing: gradients stay this rank's own, and may be read or changed (clipped) at any time."""
+
+    def skip_synchronize(self) -> NoReturn:
+        """There is no such thing.
+
+        Raises:
+            AssertionError: Always.
+        """
+        raise AssertionError(
+            "skip_synchronize() has no meaning with op=Adasum: gradients are not reduced, changes of the weights are. "
+            "Clip gradients right before step()."
+        )
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Does nothing: gradients add up until step() takes them."""
+
+
+class _Deltas:
+    """The changes of the weights that one step makes."""
+
+    def __init__(self, process_set: ProcessSet | None, compression: Any) -> None:
+        self._process_set = process_set
+        self._compression = compression
+        # Ranks make their optimizers in the same order, so the numbers agree.
+        self._name = f"DistributedOptimizer.adasum.{next(_numbers)}"
+        self._before: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+
+    @torch.no_grad()
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step is about to be made."""
+        if self._process_set is not None:
+            self._before = [
+                (param, param.clone())
+                for group in optimizer.param_groups
+                for param in group["params"]
+                if param.requires_grad
+            ]
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """A step has been made: combine what it changed with the other ranks' changes."""
+        before, self._before = self._before, []
+        if self._process_set is None or not before:
+            return
+        deltas = [param - start for param, start in before]
+        combined = compressed_allreduce(
+            deltas, self._name, Reducing(ReduceOp.ADASUM), self._process_set, self._compression
+        )
+        for (param, start), delta in zip(before, combined, strict=True):
+            param.copy_(start + delta)
+
+
+def take_over_with_adasum(
+    optimizer: torch.optim.Optimizer, process_set: ProcessSet | None, compression: Any
+) -> AdasumOptimizer:
+    """Make `optimizer` combine the ranks' steps; with no process set its steps stay its own."""
+    base = type(optimizer)
+    namespace = {"__doc__": base.__doc__, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    optimizer.__class__ = type(base.__name__, (AdasumOptimizer, base), namespace)
+    assert isinstance(optimizer, AdasumOptimizer)
+    deltas = optimizer._deltas = _Deltas(process_set, compression)
+    # Hooks, because a scheduler made before the swap has bound the old class's step to the instance.
+    optimizer.register_step_pre_hook(lambda own, args, kwargs: deltas.begin(own))
+    optimizer.register_step_post_hook(lambda own, args, kwargs: deltas.end())
+    return optimizer

@@ -1,0 +1,100 @@
+"""The arguments of DistributedOptimizer: what they mean, and what is wrong with them."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from spark_hvd.buckets import ParamSpec, split_evenly
+
+
+def check_passes(passes: int) -> None:
+    """Raise a ValueError unless this is a number of backward passes."""
+    if passes <= 0:
+        raise ValueError(f"backward_passes_per_step={passes}: must be 1 or more")
+
+
+def names_of(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
+) -> list[str]:
+    """A name for each parameter of the optimizer, in its order; ValueError if `named_parameters` does not give them."""
+    if named_parameters is None:
+        return [
+            f"group{number}.param{i}"
+            for number, group in enumerate(optimizer.param_groups)
+            for i in range(len(group["params"]))
+        ]
+    pairs = list(named_parameters)
+    if any(not isinstance(pair, tuple) for pair in pairs):
+        raise ValueError(
+            "named_parameters must be a sequence of (name, parameter) tuples: pass model.named_parameters()"
+        )
+    twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+    if twice:
+        raise ValueError(
+            f"names in named_parameters must be unique, found more than once: {', '.join(twice)}. With several models, "
+            f"put a prefix before the names of each"
+        )
+    name_of = {id(param): name for name, param in pairs}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    unnamed = sum(id(param) not in name_of for param in params)
+    if unnamed:
+        raise ValueError(
+            f"named_parameters must cover all {len(params)} parameters of the optimizer, but lacks {unnamed} of them"
+        )
+    return [name_of[id(param)] for param in params]
+
+
+def spec_of(name: str, param: torch.Tensor) -> ParamSpec:
+    """What ranks compare of a parameter."""
+    return ParamSpec(
+        name, tuple(param.shape), tuple(param.stride()), param.dtype, str(param.device), param.requires_grad
+    )
+
+
+def group_indices(
+    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None, params: Sequence[torch.nn.Parameter]
+) -> list[list[int]]:
+    """The indices of the parameters of each group; ValueError if `groups` is not understood."""
+    if groups is None or isinstance(groups, int):
+        if groups is not None and groups < 0:
+            raise ValueError(f"groups={groups}: must be 0 or more, or lists of parameters")
+        return split_evenly(range(len(params)), groups or 0)
+    index_of = {id(param): index for index, param in enumerate(params)}
+    result: list[list[int]] = []
+    placed: set[int] = set()
+    for number, group in enumerate(groups):
+        if not isinstance(group, (list, tuple)) or not all(isinstance(param, torch.Tensor) for param in group):
+            raise ValueError(
+                f"groups must be a number or lists of parameters; entry {number} is {type(group).__name__}"
+            )
+        members = [index_of.get(id(param), -1) for param in group]
+        if -1 in members:
+            raise ValueError(
+                f"groups[{number}] has a tensor at place {members.index(-1)} that is no parameter of the optimizer"
+            )
+        if len(set(members)) < len(members) or placed & set(members):
+            raise ValueError(f"groups[{number}] has a parameter that is already in a group: each may be in one only")
+        placed.update(members)
+        result.append(members)
+    return result
+
+
+def exchange_device(group: dist.ProcessGroup, params: Sequence[torch.nn.Parameter]) -> torch.device:
+    """A device on which small facts can travel over `group`."""
+    on_cpu = "cpu" in str(dist.get_backend_config(group))
+    return torch.device("cpu") if on_cpu else params[0].device
+
+
+def chosen_groups(
+    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None, num_groups: int
+) -> int | Sequence[Sequence[torch.nn.Parameter]] | None:
+    """`groups`, or what Horovod once called `num_groups`."""
+    if num_groups:
+        warnings.warn("num_groups= is deprecated; pass groups= instead.", DeprecationWarning, stacklevel=3)
+        return groups if groups is not None else num_groups
+    return groups

@@ -1,0 +1,205 @@
+"""The Bayesian tuner, fed with made-up throughputs."""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spark_hvd.autotune import Autotuner, Knob
+
+BYTES = Knob("bytes", 1 << 20, 1 << 28, log=True, integer=True)
+MILLISECONDS = Knob("milliseconds", 1.0, 100.0)
+START: dict[str, float] = {"bytes": 1 << 27, "milliseconds": 90.0}
+PEAK = 3e9
+
+
+def throughput(values: dict[str, float]) -> float:
+    """Bytes per second with a peak inside the range, at 16 MiB and 30 ms."""
+    off = math.log2(values["bytes"] / (1 << 24)) / 3
+    late = (values["milliseconds"] - 30) / 40
+    return PEAK * math.exp(-(off**2)) * (0.3 + 0.7 * math.exp(-(late**2)))
+
+
+def tuner(**options: Any) -> Autotuner:
+    return Autotuner([BYTES, MILLISECONDS], options.pop("start", START), **options)
+
+
+def tuned(tuner: Autotuner, seed: int = 0, noise: float = 0.0, unit: float = 1.0) -> list[dict[str, float]]:
+    """The values of every sample, until the tuner is done."""
+    generator, tried = random.Random(seed), []
+    while not tuner.done:
+        tried.append(tuner.current)
+        changed = tuner.record(unit * throughput(tuner.current) * math.exp(generator.gauss(0.0, noise)))
+        assert changed == (None if tuner.current == tried[-1] else tuner.current)
+    return tried
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_comes_near_the_peak_in_spite_of_noise(seed: int) -> None:
+    search = tuner(seed=seed)
+    assert throughput(search.current) < 0.4 * PEAK
+    tried = tuned(search, seed, noise=0.03)
+    assert len(tried) == 3 + 20 + 2
+    assert throughput(search.current) > 0.9 * PEAK
+    assert search.record(1.0) is None
+
+
+def test_same_seed_same_search_in_any_unit() -> None:
+    first, second = tuner(samples=5), tuner(samples=5)
+    tried = tuned(first)
+    assert tuned(second, unit=2.0**-30) == tried
+    assert first.current == second.current
+    assert tuned(tuner(samples=5, seed=1)) != tried
+
+
+def test_global_random_state_is_left_alone() -> None:
+    import numpy as np
+
+    np.random.seed(0)
+    expected = np.random.rand()
+    np.random.seed(0)
+    tuned(tuner(samples=3))
+    assert np.random.rand() == expected
+
+
+def test_values_are_in_range_and_of_their_kind() -> None:
+    for values in tuned(tuner(samples=8)):
+        assert list(values) == ["bytes", "milliseconds"]
+        assert isinstance(values["bytes"], int)
+        assert BYTES.low <= values["bytes"] <= BYTES.high
+        assert MILLISECONDS.low <= values["milliseconds"] <= MILLISECONDS.high
+
+
+def test_warm_up_is_thrown_away() -> None:
+    search = tuner(warmup_samples=2, samples=6)
+    for _ in range(2):
+        assert search.record(1e30) is None  # were it kept, the start would win
+        assert search.current == START
+    tuned(search)
+    assert search.current != START
+
+
+def test_the_two_best_are_checked() -> None:
+    search = tuner(warmup_samples=0, samples=4)
+    points = []
+    for score in (10.0, 40.0, 5.0, 30.0):
+        points.append(search.current)
+        search.record(score)
+    assert search.current == points[1]
+    search.record(8.0)  # a lucky one: now 24 in the median
+    assert search.current == points[3]
+    assert not search.done
+    assert search.record(26.0) is None  # 28
+    assert search.done
+    assert search.current == points[3]
+
+
+def test_repeats_count_by_their_median(capfd: pytest.CaptureFixture[str]) -> None:
+    search = Autotuner([Knob("on", 0, 1, integer=True)], {"on": 0}, warmup_samples=0, samples=9, seed=3)
+    zeros, ones = iter([100.0, *[1.0] * 11]), iter([2.0] * 12)
+    while not search.done:
+        search.record(next(ones) if search.current["on"] else next(zeros))
+    assert search.current == {"on": 1}
+    assert capfd.readouterr() == ("", "")
+
+
+def test_fixed_knobs_stay() -> None:
+    search = tuner(start={"milliseconds": 90.0}, fixed={"bytes": 7}, samples=4)  # outside its range
+    tried = tuned(search)
+    assert {values["bytes"] for values in [*tried, search.current]} == {7}
+    assert len({values["milliseconds"] for values in tried}) > 1
+
+
+def test_nothing_to_tune(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bayes_opt", None)
+    search = tuner(start={}, fixed=START)
+    assert search.done
+    assert search.current == START
+    assert search.record(1.0) is None
+
+
+def test_one_trial_keeps_the_start() -> None:
+    search = tuner(warmup_samples=0, samples=1)
+    assert search.record(5.0) is None
+    assert search.record(6.0) is None
+    assert search.done
+    assert search.current == START
+
+
+def test_log(tmp_path: Path) -> None:
+    log = tmp_path / "tune.csv"
+    log.write_text("of an earlier run\n" * 9)
+    search = tuner(warmup_samples=1, samples=3, log_path=log)
+    expected = []
+    for number, phase in enumerate(["warmup", "trial", "trial", "trial", "final", "final"], 1):
+        score = throughput(search.current)
+        expected.append([str(number), *map(str, search.current.values()), str(score), phase])
+        search.record(score)
+        assert len(log.read_text().splitlines()) == number + 1  # at once
+    assert search.done
+    with log.open(newline="") as file:
+        rows = list(csv.reader(file))
+    assert rows == [["sample", "bytes", "milliseconds", "score", "phase"], *expected]
+
+
+def test_log_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"cannot write the autotune log .*missing.*No such file.*folder"):
+        tuner(log_path=tmp_path / "missing" / "tune.csv")
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    search = tuner(log_path=folder / "tune.csv")
+    (folder / "tune.csv").unlink()
+    folder.rmdir()
+    with pytest.warns(UserWarning, match="ends here"):
+        search.record(1.0)
+    search.record(1.0)
+
+
+def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bayes_opt", None)
+    with pytest.raises(ImportError, match=r"pip install 'spark_hvd\[autotune\]'"):
+        tuner()
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, -1.0, 0.0])
+def test_bad_scores(score: float) -> None:
+    search = tuner()
+    with pytest.raises(ValueError, match=f"score={score}"):
+        search.record(score)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"start": {"bytes": 1 << 24}}, "no value for.*milliseconds"),
+        ({"start": START | {"seconds": 1}}, "start names.*seconds"),
+        ({"fixed": {"byte": 1}}, "fixed names.*byte"),
+        ({"start": START | {"bytes": 1}}, "bytes=1: expected a whole number from 1048576"),
+        ({"start": START | {"bytes": (1 << 24) + 0.5}}, "whole number"),
+        ({"start": START | {"milliseconds": math.nan}}, "milliseconds=nan"),
+        ({"samples": 0}, "samples=0"),
+        ({"warmup_samples": -1}, "warmup_samples=-1"),
+        ({"noise": 0.0}, "noise=0.0"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        tuner(**options)
+
+
+def test_bad_knobs() -> None:
+    for low, high in ((2.0, 1.0), (1.0, 1.0), (0.0, math.inf), (math.nan, 1.0)):
+        with pytest.raises(ValueError, match="no range"):
+            Knob("k", low, high)
+    with pytest.raises(ValueError, match="log scale"):
+        Knob("k", 0.0, 1.0, log=True)
+    with pytest.raises(ValueError, match="whole numbers"):
+        Knob("k", 0.5, 3, integer=True)
+    with pytest.raises(ValueError, match="twice"):
+        Autotuner([MILLISECONDS, MILLISECONDS], {"milliseconds": 2.0})
