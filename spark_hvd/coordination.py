@@ -47,22 +47,37 @@ class Coordination:
         self._warned: set[tuple[str, float]] = set()
         self._next_check = 0.0
 
-    def read(self) -> None:
-        """Take in all that has come, and tell everyone what follows from it."""
-        decisions: list[Decision] = []
+    def read_own(self) -> None:
+        """Take in what this rank is ready for."""
         ids, fresh = self.lane.take()
         if ids or fresh:
-            decisions += self._submitted(0, ids, fresh)
-        if self.sockets is not None:
-            while (message := self.sockets.receive()) is not None:
-                decisions += self._heard(*json.loads(message))
-            while (news := self.sockets.presence()) is not None:
-                place, come = news
-                if come:
-                    self._absent.discard(place)
-                else:
-                    self._vanished.setdefault(place, time.monotonic() + _FAREWELL_SECONDS)
+            self.tell(self._submitted(0, ids, fresh))
+
+    def read_requests(self) -> None:
+        """Take in what the members have sent, all of it before anything is decided, so that more is fused."""
+        assert self.sockets is not None
+        decisions: list[Decision] = []
+        while (message := self.sockets.receive()) is not None:
+            decisions += self._heard(*json.loads(message))
         self.tell(decisions)
+
+    def read_presence(self) -> None:
+        """Take in which members have come and gone."""
+        assert self.sockets is not None
+        while (news := self.sockets.presence()) is not None:
+            place, come = news
+            if come:
+                self._absent.discard(place)
+            else:
+                self._vanished.setdefault(place, time.monotonic() + _FAREWELL_SECONDS)
+        if not self._absent and self._held_back:
+            held, self._held_back = self._held_back, []
+            self.sockets.send(held)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is anything to look at the clock for."""
+        return bool(self._vanished) or self._coordinator.has_waiting
 
     def _heard(self, place: int, kind: str, *fields: Any) -> list[Decision]:
         if kind == "ready":
@@ -111,8 +126,7 @@ class Coordination:
             if self._absent:  # they would miss it; nothing but the fate of a member can be decided before all are here
                 self._held_back += decisions
             else:
-                self.sockets.send([*self._held_back, *decisions])
-                self._held_back.clear()
+                self.sockets.send(decisions)
         self.lane.apply(decisions)
 
     # ---- time -----------------------------------------------------------------------------------------------------

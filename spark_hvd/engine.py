@@ -34,6 +34,8 @@ from spark_hvd.tracing import Tracing
 _log = logging.getLogger("spark_hvd")
 
 _CONNECT_SECONDS = 30.0
+_GATHER_SECONDS = 0.001
+"""How long calls that nobody waits for are gathered, so that they are fused."""
 _GRACE_SECONDS = 1.0
 """How long what is under way may still succeed after a rank has vanished."""
 
@@ -56,6 +58,8 @@ class Engine:
         self._members: list[_Member] = []
         self._coordinations: list[Coordination] = []
         self._abandon: list[tuple[float, Lane]] = []
+        self._to_gather = False
+        self._gathered_at: float | None = None
         self._collector: Collector | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -107,8 +111,8 @@ class Engine:
             link.coordination = Coordination(lane, hosts, self.config, sockets)
             link.coordination.on_message = self._heard
             self._coordinations.append(link.coordination)
-            for each in (sockets.requests, sockets.decisions):
-                self._poller.register(each, zmq.POLLIN)
+            self._attend(sockets.requests, link.coordination.read_requests)
+            self._attend(sockets.decisions, link.coordination.read_presence)
             return sockets.endpoints
 
         endpoints = self.ask(listen)
@@ -130,8 +134,8 @@ class Engine:
 
         def attend() -> None:
             self._members.append(member)
-            for each in (sockets.decisions, sockets.losses):
-                self._poller.register(each, zmq.POLLIN)
+            self._attend(sockets.decisions, member.read)
+            self._attend(sockets.losses, member.read_losses)
 
         self.call(attend)
         return member.lane
@@ -205,6 +209,11 @@ class Engine:
             with contextlib.suppress(OSError):
                 os.write(self._wake_pipe[1], b"\0")
 
+    def gather(self) -> None:
+        """Calls have come that nobody waits for yet: send them in a moment, with those that follow; from any thread."""
+        self._to_gather = True
+        self.wake()
+
     def call(self, function: Callable[[], None]) -> None:
         """Run a function on the engine's thread, soon."""
         self._calls.append(function)
@@ -260,8 +269,9 @@ class Engine:
         self._doorman = Doorman(self._context)
         self._wake_pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poller = zmq.Poller()
-        self._poller.register(self._wake_pipe[0], zmq.POLLIN)
-        self._poller.register(self._doorman.questions, zmq.POLLIN)
+        self._handlers: dict[Any, Callable[[], None]] = {}
+        self._attend(self._wake_pipe[0], self._woken)
+        self._attend(self._doorman.questions, self._doorman.answer)
         self._thread = threading.Thread(target=self._serve, name="spark_hvd-engine", daemon=True)
         self._thread.start()
 
@@ -275,27 +285,53 @@ class Engine:
 
     def _turn(self) -> None:
         """Sleep until something comes, and deal with it."""
-        wake = self._wake_pipe[0]
-        ready = dict(self._poller.poll(self._milliseconds_left()))
-        if wake in ready:
-            os.read(wake, 16)
-            self._awake.release()
-        if self._doorman.questions in ready:
-            self._doorman.answer()
+        for ready, _ in self._poller.poll(self._milliseconds_left()):
+            handler = self._handlers.get(ready)
+            if handler is not None:  # closed by another handler of this turn
+                handler()
+        if self._gathered_at is not None and time.monotonic() >= self._gathered_at:
+            self._send_gathered()
+        if self._abandon or any(coordination.waits for coordination in self._coordinations):
+            self._look_at_the_clock()
+        self.tracing.cycle()
+
+    def _woken(self) -> None:
+        os.read(self._wake_pipe[0], 16)
+        self._awake.release()
         while self._calls:
             self._calls.popleft()()
         for member in self._members:
-            member.read()
+            member.lane.resume()
+        for coordination in self._coordinations:
+            coordination.lane.resume()
+        if self._to_gather and self._gathered_at is None:
+            self._to_gather = False
+            self._gathered_at = time.monotonic() + _GATHER_SECONDS
+
+    def _send_gathered(self) -> None:
+        """Nobody has waited for the calls of the last moment: they go now, together."""
+        self._gathered_at = None
+        for member in self._members:
+            member.lane.flush()
+        for coordination in self._coordinations:
+            coordination.read_own()
+
+    def _look_at_the_clock(self) -> None:
         now = time.monotonic()
         for coordination in self._coordinations:
-            coordination.read()
             due = coordination.next_check()
             if due is not None and now >= due:
                 coordination.check()
-        self._resume()
         while self._abandon and now >= self._abandon[0][0]:
             self._abandon.pop(0)[1].abandon()
-        self.tracing.cycle()
+
+    def _attend(self, ready: Any, handler: Callable[[], None]) -> None:
+        self._poller.register(ready, zmq.POLLIN)
+        self._handlers[ready] = handler
+
+    def _desert(self, ready: Any) -> None:
+        self._poller.unregister(ready)
+        del self._handlers[ready]
 
     def _give_up(self, text: str) -> None:
         for coordination in self._coordinations:
@@ -305,15 +341,14 @@ class Engine:
             member.lane.gone(text)
 
     def _milliseconds_left(self) -> int | None:
-        times = [due for coordination in self._coordinations if (due := coordination.next_check()) is not None]
-        times += [until for until, _ in self._abandon]
-        return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
-
-    def _resume(self) -> None:
+        times = [until for until, _ in self._abandon]
+        if self._gathered_at is not None:
+            times.append(self._gathered_at)
         for coordination in self._coordinations:
-            coordination.lane.resume()
-        for member in self._members:
-            member.lane.resume()
+            if coordination.waits:
+                due = coordination.next_check()
+                times += [] if due is None else [due]
+        return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
 
     def abandon_later(self, lane: Lane) -> None:
         """A rank of this lane has vanished: what is under way has a moment left to succeed."""
@@ -328,13 +363,13 @@ class Engine:
                 assert coordination.sockets is not None
                 coordination.tell(coordination.gone(0, coordination.farewell(0), left=True))
                 for each in (coordination.sockets.requests, coordination.sockets.decisions):
-                    self._poller.unregister(each)
+                    self._desert(each)
                 coordination.sockets.close()
         for member in self._members:
             if member.lane is lane:
                 member.send("left")
                 for each in (member.sockets.decisions, member.sockets.losses):
-                    self._poller.unregister(each)
+                    self._desert(each)
                 member.sockets.close()
         self._coordinations = [coordination for coordination in self._coordinations if coordination.lane is not lane]
         self._members = [member for member in self._members if member.lane is not lane]
@@ -378,7 +413,7 @@ class _Alone:
 
     def post(self, lane: Lane) -> None:
         with self._lock:
-            self.coordination.read()
+            self.coordination.read_own()
             lane.resume()
 
     def join(self, lane: Lane, counts: bool) -> None:
@@ -400,10 +435,10 @@ class _Here:
         self._engine = engine
 
     def notify(self, lane: Lane) -> None:
-        self._engine.wake()
+        self._engine.gather()
 
     def post(self, lane: Lane) -> None:
-        self._engine.wake()
+        self._engine.call(self.coordination.read_own)
 
     def join(self, lane: Lane, counts: bool) -> None:
         self._engine.call(lambda: self.coordination.tell(self.coordination.joined(0, counts)))
@@ -433,7 +468,7 @@ class _Member:
                 self.sockets.send(json.dumps([self.place, kind, *fields], separators=(",", ":")).encode())
 
     def notify(self, lane: Lane) -> None:
-        self._engine.wake()
+        self._engine.gather()
 
     def post(self, lane: Lane) -> None:
         ids, fresh = lane.take()
@@ -450,14 +485,13 @@ class _Member:
         self._engine.abandon_later(lane)
 
     def read(self) -> None:
-        """Send what has gathered, and take in what has come."""
-        self.lane.flush()
-        self._take_in()
-        if self.sockets.lost():
-            self._take_in()  # what was sent before the connection ended
-            self.lane.vanished()
-
-    def _take_in(self) -> None:
+        """Take in the decisions that have come."""
         while (decisions := self.sockets.receive()) is not None:
             self.lane.apply(decisions)
             self._engine.decided(self, decisions)
+
+    def read_losses(self) -> None:
+        """Take in that the connection has ended."""
+        if self.sockets.lost():
+            self.read()  # what was sent before it did
+            self.lane.vanished()

@@ -41,6 +41,16 @@ class Work:
     received: list[int] | None = None
 
 
+def every(work: Work) -> list[torch.Tensor]:
+    """All results, for grouped calls."""
+    return list(work.tensors if work.in_place else work.results)
+
+
+def only(work: Work) -> torch.Tensor:
+    """The one result."""
+    return work.tensors[0] if work.in_place else work.results[0]
+
+
 class Execution:
     """A batch under way.
 
@@ -68,16 +78,17 @@ class Execution:
             CollectiveError: A peer or the network failed.
         """
         with self._lock:
+            if self._error is not None:
+                raise self._error
             if not self.finished:
-                self.finished = True
                 try:
                     with torch.no_grad():
                         for _ in self._steps:
                             pass
                 except BaseException as error:
                     self._error = error
-        if self._error is not None:
-            raise self._error
+                    raise
+                self.finished = True
 
 
 def rounds(batch: Sequence[Entry]) -> bool:

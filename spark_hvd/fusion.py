@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from spark_hvd.request import Entry, bytes_of
-from spark_hvd.torch_private import cat_flat, copy_all, split_flat
 
 PIECE_BYTES = 64 << 20
 """Most bytes of a flat tensor; a single tensor larger than that travels alone."""
@@ -40,15 +39,20 @@ def batches(tensors: Sequence[torch.Tensor], limit: int = PIECE_BYTES) -> list[l
 @torch.no_grad()
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The elements of tensors of one dtype and device in one new flat tensor."""
-    return cat_flat(list(tensors)) if len(tensors) > 1 else tensors[0].flatten().clone()
+    return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
 
 
 @torch.no_grad()
 def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Copy the elements of a flat tensor back into the tensors it was made of."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    if filled:
-        copy_all(filled, split_flat(flat, filled))
+    sizes = [tensor.numel() for tensor in tensors]
+    if all(tensor.is_contiguous() for tensor in tensors):
+        # One call for all; a view costs as much as copying a small tensor.
+        rows = [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
+        torch.split_with_sizes_copy(flat, sizes, out=rows)
+    else:
+        for tensor, part in zip(tensors, torch.split(flat, sizes), strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def plan_batches(entries: Sequence[Entry], threshold: int) -> list[list[Entry]]:

@@ -15,12 +15,12 @@ from torch.autograd.function import once_differentiable
 
 from spark_hvd.communicator import ReduceOp
 from spark_hvd.compression import Compression
+from spark_hvd.execution import every
 from spark_hvd.named import (
     Reducing,
     Tensors,
     compressed_allreduce,
     compressed_reducescatter,
-    every,
     start_allgather,
     start_alltoall,
     start_broadcast,

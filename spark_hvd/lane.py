@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from spark_hvd.communicator import Communicator
 from spark_hvd.coordinator import bits
 from spark_hvd.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown, Tune
@@ -18,7 +20,7 @@ from spark_hvd.errors import CollectiveError, DuplicateNameError, MismatchError,
 from spark_hvd.execution import Execution, Work
 from spark_hvd.fusion import plan_batches
 from spark_hvd.named_handle import NamedHandle
-from spark_hvd.request import AUTO, Entry, Request
+from spark_hvd.request import AUTO, Entry, Request, op_of
 from spark_hvd.runs import Runs
 from spark_hvd.tracing import Tracing
 
@@ -35,7 +37,7 @@ class Link(Protocol):
     """How a lane reaches its coordinator. All methods may be called from any thread."""
 
     def notify(self, lane: Lane) -> None:
-        """The outbox is no longer empty: take it soon."""
+        """The outbox is no longer empty: take it in a moment."""
         ...
 
     def post(self, lane: Lane) -> None:
@@ -53,6 +55,22 @@ class Link(Protocol):
     def doomed(self, lane: Lane) -> None:
         """A rank has vanished: call :meth:`Lane.abandon` in a moment."""
         ...
+
+
+class _Known:
+    """A name with a number, and how this rank called it."""
+
+    __slots__ = ("bit", "device", "dtype", "reducing", "request", "shape")
+
+    def __init__(self, handle: NamedHandle[Any], bit: int) -> None:
+        request, tensors = handle.request, handle.work.tensors
+        self.request = request
+        self.bit = bit
+        # For the calls that come most often, so that they need not be described again to be recognised.
+        self.reducing: tuple[object, ...] | None = None
+        if request.kind == "allreduce" and len(tensors) == 1:
+            self.reducing = (op_of(request), request.prescale, request.postscale)
+            self.dtype, self.shape, self.device = tensors[0].dtype, tensors[0].shape, tensors[0].device
 
 
 class Lane:
@@ -77,7 +95,7 @@ class Lane:
         self._lock = threading.Lock()
         self._handles: dict[str, NamedHandle[Any]] = {}
         self._counters: dict[str, int] = {}
-        self._known: dict[str, tuple[Request, int]] = {}
+        self._known: dict[str, _Known] = {}
         self._ids = 0
         self._fresh: list[tuple[str, Request]] = []
         self._joining: NamedHandle[int] | None = None
@@ -111,20 +129,71 @@ class Lane:
             if name is None:
                 number = self._counters[request.kind] = self._counters.get(request.kind, 0) + 1
                 name = f"{request.kind}{AUTO}{number}"
-            other = self._handles.get(name)
-            if other is not None and not other.done:
-                raise DuplicateNameError(
-                    f"{request.kind} {name!r} was called while {other.request.kind} {name!r} is still under way on this "
-                    "rank; wait for its handle first, or use another name."
-                )
-            handle = NamedHandle(self, name, request, work, result)
-            self._handles[name] = handle
-            first = not (self._ids or self._fresh)
             known = self._known.get(name)
-            if known is not None and known[0] == request:
-                self._ids |= known[1]
-            else:
-                self._fresh.append((name, request))
+            known_as = known.bit if known is not None and known.request == request else 0
+            handle = NamedHandle(self, name, request, work, result)
+            first = self._put(handle, known_as)
+        return self._told(handle, first, urgent)
+
+    def again(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        reducing: tuple[object, ...],
+        result: Callable[[Work], T],
+        *,
+        in_place: bool,
+        urgent: bool,
+    ) -> NamedHandle[T] | None:
+        """:meth:`submit` for an allreduce of one tensor, quicker if it was called in just this way before.
+
+        Args:
+            name: Its name.
+            tensor: My tensor.
+            reducing: Operation and scales.
+            result: As for :meth:`submit`.
+            in_place: Whether the result is `tensor` itself.
+            urgent: As for :meth:`submit`.
+
+        Returns:
+            None if the name has no number, or the call is another than the number stands for.
+
+        Raises:
+            DuplicateNameError, CollectiveError: As for :meth:`submit`.
+        """
+        known = self._known.get(name)
+        if (
+            known is None
+            or known.reducing != reducing
+            or known.dtype is not tensor.dtype
+            or known.shape != tensor.shape
+            or known.device != tensor.device
+        ):
+            return None
+        with self._lock:
+            self._require_whole()
+            handle = NamedHandle(self, name, known.request, Work((tensor,), in_place, []), result)
+            first = self._put(handle, known.bit)
+        return self._told(handle, first, urgent)
+
+    def _put(self, handle: NamedHandle[Any], known_as: int) -> bool:
+        """Put a call into the outbox; returns whether it was empty."""
+        name = handle.name
+        other = self._handles.get(name)
+        if other is not None and not other.done:
+            raise DuplicateNameError(
+                f"{handle.request.kind} {name!r} was called while {other.request.kind} {name!r} is still under way on "
+                "this rank; wait for its handle first, or use another name."
+            )
+        self._handles[name] = handle
+        first = not (self._ids or self._fresh)
+        if known_as:
+            self._ids |= known_as
+        else:
+            self._fresh.append((name, handle.request))
+        return first
+
+    def _told(self, handle: NamedHandle[T], first: bool, urgent: bool) -> NamedHandle[T]:
         if self.tracing.recorder is not None:
             self.tracing.called(handle)
         if first and not urgent:
@@ -222,8 +291,8 @@ class Lane:
         """The coordinator's connection has ended."""
         if self._broken is None:
             self.gone(
-                f"rank {self.ranks[0]}, which coordinates, has ended without a word, or cannot be reached any more. Its "
-                "own output and exit code say why."
+                f"rank {self.ranks[0]}, which coordinates, has ended without a word, or cannot be reached any more. "
+                "Its own output and exit code say why."
             )
             self._link.doomed(self)
 
@@ -254,7 +323,7 @@ class Lane:
         with self._lock:
             handle = self._handles.get(name)
             if handle is not None:  # a rank that has joined has no request of its own
-                self._known[name] = handle.request, 1 << decision.id
+                self._known[name] = _Known(handle, 1 << decision.id)
 
     def _fail(self, decision: Fail) -> None:
         for name in decision.names:

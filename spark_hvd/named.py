@@ -9,7 +9,7 @@ import torch
 
 from spark_hvd.communicator import ReduceOp
 from spark_hvd.dtypes import check_op
-from spark_hvd.execution import Work
+from spark_hvd.execution import Work, every
 from spark_hvd.named_handle import NamedHandle
 from spark_hvd.process_sets import ProcessSet, lane_of
 from spark_hvd.request import Request, dtype_text
@@ -34,16 +34,6 @@ class Reducing(NamedTuple):
                 raise TypeError(
                     "prescale_factor and postscale_factor do not exist for torch.bool; convert the tensor first."
                 )
-
-
-def every(work: Work) -> Tensors:
-    """All results, for grouped calls."""
-    return list(work.tensors if work.in_place else work.results)
-
-
-def only(work: Work) -> torch.Tensor:
-    """The one result."""
-    return work.tensors[0] if work.in_place else work.results[0]
 
 
 def start_allreduce(
@@ -71,9 +61,14 @@ def start_allreduce(
         TypeError: The dtype has no such reduction, or cannot be scaled.
         ValueError: The process set is not this rank's, or the tensors are on several devices.
     """
+    lane = lane_of(process_set)
+    if name is not None and len(tensors) == 1:
+        handle = lane.again(name, tensors[0], reducing, result, in_place=in_place, urgent=urgent)
+        if handle is not None:
+            return handle
     reducing.check(tensors)
     request = _request("allreduce", tensors, reducing)
-    return lane_of(process_set).submit(name, request, Work(tensors, in_place, []), result, urgent=urgent)
+    return lane.submit(name, request, Work(tensors, in_place, []), result, urgent=urgent)
 
 
 def start_allgather(

@@ -81,16 +81,21 @@ class NamedHandle(Generic[T]):
                     f"{self.request.kind} {self.name!r} has not ended within {timeout} s; it is still under way."
                 )
             self._baton.release()
-        if self._error is not None:
+        execution = self._execution
+        if execution is not None and not execution.finished:
+            self._finish(execution)
+        elif self._error is not None:
             raise type(self._error)(*self._error.args) from self._error
-        if isinstance(self._execution, Moment):
-            self._execution.wait(self.work.results)
-        elif self._execution is not None:
-            try:
-                self._owner.finish(self, self._execution)
-            except CollectiveError as error:
-                raise self._owner.explained(self, error) from error
         return self._result(self.work)
+
+    def _finish(self, execution: Execution | Moment) -> None:
+        if isinstance(execution, Moment):
+            execution.wait(self.work.results)
+            return
+        try:
+            self._owner.finish(self, execution)
+        except CollectiveError as error:
+            raise self._owner.explained(self, error) from error
 
     synchronize = wait
 
@@ -120,6 +125,9 @@ class NamedHandle(Generic[T]):
 
 class Moment:
     """A moment on the current CUDA stream, for other streams to wait for."""
+
+    finished = False
+    """Every stream that uses the results has to wait for it."""
 
     def __init__(self, event: Any) -> None:
         self._event = event

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import cloudpickle
 import torch
 
-from spark_hvd.named import only, start_allgather, start_broadcast
+from spark_hvd.execution import only
+from spark_hvd.named import start_allgather, start_broadcast
 from spark_hvd.process_sets import ProcessSet, global_process_set, lane_of
 
 T = TypeVar("T")

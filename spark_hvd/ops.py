@@ -11,11 +11,10 @@ import torch
 from spark_hvd import gradients
 from spark_hvd.communicator import ReduceOp
 from spark_hvd.compression import Compression
+from spark_hvd.execution import every, only
 from spark_hvd.gradients import Call
 from spark_hvd.named import (
     Reducing,
-    every,
-    only,
     require_tensor,
     require_tensors,
     start_allreduce,

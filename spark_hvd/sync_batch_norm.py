@@ -26,7 +26,8 @@ class SyncBatchNorm(_BatchNorm):
 
     In training mode every rank must call it, and run backward through it, equally often and in the same order: forward
     and backward each cost one small all-reduce. Batches may differ in size and be empty on some ranks. In eval mode,
-    and in a world of one, nothing is sent and the module is torch's BatchNorm.
+    and in a world of one, nothing is sent and the module is torch's BatchNorm. Modules of different ranks belong
+    together by the order in which each rank made its SyncBatchNorms, those of all its models counted.
 
     As with torch's SyncBatchNorm, the input's gradient is that of the sum of all ranks' losses, and the gradients of
     weight and bias are this rank's share of it: DistributedOptimizer reduces them like those of any other parameter.

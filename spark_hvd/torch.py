@@ -152,8 +152,8 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
-    "sparse_allreduce_async",
     "synchronize",
 ]

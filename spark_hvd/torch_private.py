@@ -19,14 +19,3 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source into its target in one call, which spares Python a microsecond or two a tensor."""
     torch._foreach_copy_(targets, sources)
-
-
-def cat_flat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The elements of tensors of one dtype and device in one new flat tensor, in one call."""
-    flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
-    return flat
-
-
-def split_flat(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of a flat tensor with the shapes of `tensors`, none of which is empty, in one call."""
-    return list(torch._C._nn.unflatten_dense_tensors(flat, tensors))
