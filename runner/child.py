@@ -145,7 +145,7 @@ class _Rank:
         os.environ["MASTER_PORT"] = str(port)
         _use_gpu(me.local_rank, self._job["gpu_assigned"])
         context.join(
-            World(me, Endpoint(host, port)),
+            World(me, Endpoint(host, port), secret=bytes.fromhex(self._job["secret"])),
             self._kv,
             timeout=self._job["collective_timeout"],
             backend=self._job["backend"],

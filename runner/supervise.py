@@ -44,6 +44,7 @@ class RankJob:
         start_timeout: Seconds for the process to come up and to meet the others.
         collective_timeout: Seconds after which a collective that peers do not join fails.
         timeout: The run's ``timeout=``, for messages.
+        secret: The world's.
     """
 
     me: RankInfo
@@ -55,6 +56,7 @@ class RankJob:
     start_timeout: float
     collective_timeout: float
     timeout: float | None
+    secret: bytes = field(repr=False)
 
 
 def supervise(
@@ -128,6 +130,7 @@ class _Watch:
         header = {
             "type": "job",
             "rank_info": asdict(job.me),
+            "secret": job.secret.hex(),  # over the anonymous socket pair of this rank alone
             "store_host": job.store_host,
             "backend": job.backend,
             "gpu_assigned": job.gpu_assigned,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -42,6 +43,7 @@ class TaskSpec:
         start_timeout: Seconds for ranks to come up and meet.
         collective_timeout: Seconds after which a collective that peers do not join fails.
         timeout: Seconds that ranks may run, or None.
+        secret: The world's, from which the keys between ranks are derived. It travels in Spark's closure only.
         spool: A directory of the driver's for large values, where all tasks run on the driver's machine.
     """
 
@@ -52,6 +54,7 @@ class TaskSpec:
     start_timeout: float
     collective_timeout: float
     timeout: float | None
+    secret: bytes = field(repr=False)
     spool: str | None = None
 
     @classmethod
@@ -65,6 +68,7 @@ class TaskSpec:
             start_timeout=config.start_timeout,
             collective_timeout=config.collective_timeout,
             timeout=config.timeout,
+            secret=secrets.token_bytes(32),
             spool=spool,
         )
 
@@ -80,6 +84,7 @@ class TaskSpec:
             start_timeout=self.start_timeout,
             collective_timeout=self.collective_timeout,
             timeout=self.timeout,
+            secret=self.secret,
         )
 
 

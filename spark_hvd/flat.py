@@ -89,6 +89,26 @@ class FlatBucket:
         """Whether its all-reduce was started and not yet waited for."""
         return self._work is not None
 
+    @property
+    def shared(self) -> bool:
+        """Whether it is reduced in shared memory."""
+        return bool(self._everyones)
+
+    @property
+    def backend(self) -> str:
+        """What carries it otherwise."""
+        return "nccl" if self._flat.is_cuda else "gloo"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self._flat.numel() * self._flat.element_size()
+
+    def when_reduced(self, callback: Callable[[], None]) -> None:
+        """Call back when the all-reduce in flight has ended, if it can tell: one in shared memory cannot."""
+        if isinstance(self._work, dist.Work):
+            self._work.get_future().add_done_callback(lambda _: callback())
+
     def share(self, everyones: list[torch.Tensor], summed: dist.ProcessGroup) -> None:
         """From now on reduce in memory.
 

@@ -195,6 +195,7 @@ def DistributedOptimizer(
             cap_bytes=int(bucket_cap_mb * MEGABYTE),
             tail_bytes=min(TAIL_BYTES, int(bucket_cap_mb * MEGABYTE)),
             settings=settings,
+            tracing=context.engine.tracing,
         )
     return _take_over(optimizer, lane)
 
@@ -251,4 +252,4 @@ def _reducing(closure: Callable[[], Any], lane: PlannedLane) -> Callable[[], Any
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, ReducedOptimizer)
     if optimizer._lane is not None:
-        optimizer._lane.reset()
+        optimizer._lane.stepped()

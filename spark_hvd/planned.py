@@ -13,6 +13,7 @@ gradients are known to all ranks, in one exchange.
 from __future__ import annotations
 
 import enum
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +26,10 @@ from spark_hvd.buckets import ParamSpec, describe_mismatch, fingerprint, plan_bu
 from spark_hvd.errors import CollectiveError, PlanMismatchError
 from spark_hvd.exchange import exchange
 from spark_hvd.flat import FlatBucket, Reduction, make_buckets
+from spark_hvd.planned_trace import StepTrace
 from spark_hvd.sparse import reduce_sparse
 from spark_hvd.torch_private import at_end_of_backward
+from spark_hvd.tracing import Tracing
 
 
 class Phase(enum.Enum):
@@ -72,6 +75,7 @@ class PlannedLane:
         cap_bytes: upper bound of a bucket.
         tail_bytes: upper bound of the bucket that completes last.
         settings: what else must be equal on all ranks.
+        tracing: the process' timeline.
 
     Raises:
         PlanMismatchError: ranks have different parameters or settings; raised on every rank.
@@ -92,6 +96,7 @@ class PlannedLane:
         cap_bytes: int,
         tail_bytes: int,
         settings: dict[str, Any],
+        tracing: Tracing,
     ) -> None:
         self._params: list[torch.nn.Parameter] = []
         self._specs: list[ParamSpec] = []
@@ -104,6 +109,7 @@ class PlannedLane:
         self._passes = passes
         self._caps = {"cap_bytes": cap_bytes, "tail_bytes": tail_bytes}
         self._settings = settings
+        self._trace = StepTrace(tracing)
 
         self.phase = Phase.LEARNING
         self._progress = _Progress()
@@ -190,11 +196,17 @@ class PlannedLane:
         self._finished = False
         self._marks.clear()
 
+    def stepped(self) -> None:
+        """The optimizer has made its step."""
+        self._trace.stepped()
+        self.reset()
+
     # ---- moments of a backward ------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """The first gradient of a backward pass has come."""
         self._progress.idle = False
+        self._trace.backward_began()
         at_end_of_backward(self._end_backward)
 
     def advance(self) -> None:
@@ -220,6 +232,7 @@ class PlannedLane:
 
     def _end_backward(self) -> None:
         self._progress.idle = True
+        self._trace.backward_ended()
         self._backwards += 1
         if self._backwards == self._passes:
             if self.phase is Phase.LEARNING:
@@ -308,6 +321,7 @@ class PlannedLane:
         self._unplanned = [index for index in self._unplanned if index not in placed]
 
     def _finish(self) -> None:
+        started_ns = time.monotonic_ns()
         self._launch_rest()
         # Parameters added or unfrozen since the last plan: no hook has told of them, but their gradients are complete.
         newcomers = [index for index in self._unplanned if self._params[index].requires_grad]
@@ -329,6 +343,7 @@ class PlannedLane:
             with self._collective():
                 bucket.wait()
             bucket.complete()
+        self._trace.waited(self._buckets, started_ns)
         self._finished = True
         self._marks.clear()
 
@@ -338,9 +353,11 @@ class PlannedLane:
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._launched]
+        started_ns = time.monotonic_ns()
         bucket.fill()
         with self._collective():
             bucket.launch(self._group)
+            self._trace.launched(self._launched, bucket, started_ns)
             all(earlier.poll() for earlier in self._buckets[: self._launched])  # in order, up to the first not ready
         self._launched += 1
 

@@ -28,13 +28,15 @@ class Ranks:
     Functions travel by value if their module is registered with cloudpickle.register_pickle_by_value.
     """
 
-    def __init__(self, size: int, *, timeout: float = SECONDS, join: bool = True) -> None:
+    def __init__(self, size: int, *, timeout: float = SECONDS, join: bool = True, forked: bool = False) -> None:
         """Start the processes.
 
         Args:
             size: World size.
             timeout: Seconds until a collective fails, and until a call of run() does.
             join: Whether the ranks are in a world of spark_hvd from the start; else they have the environment only.
+            forked: Whether to fork them from a server that has torch loaded: in a tenth of a second instead of seconds,
+                but with the environment that the first such world found, and ending without their exit handlers.
         """
         self.size = size
         self._timeout = timeout
@@ -42,7 +44,9 @@ class Ranks:
         port = listener.getsockname()[1]
         if not join:
             listener.close()
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver" if forked else "spawn")
+        if forked:
+            context.set_forkserver_preload(["spark_hvd.torch", "tests.ranks"])
         self.processes = []
         self._pipes: list[Connection] = []
         for rank in range(size):

@@ -59,7 +59,7 @@ FOREIGN = nn.Parameter(torch.ones(1))
     ("options", "words"),
     [
         ({"backward_passes_per_step": 0}, "backward_passes_per_step=0"),
-        ({"op": ReduceOp.MAX}, "Average or Sum"),
+        ({"op": ReduceOp.MAX}, "Average, Sum or Adasum"),
         ({"op": ReduceOp.SUM, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor=2.0"),
         ({"named_parameters": [FOREIGN]}, "tuples"),
         ({"named_parameters": [("a", FOREIGN), ("a", FOREIGN)]}, "unique.*a"),

@@ -1,0 +1,390 @@
+"""The coordinator's decisions, without a socket or a clock."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from spark_hvd.coordinator import Coordinator, bits
+from spark_hvd.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown
+from spark_hvd.request import AUTO, Entry, Request
+
+USUAL = Request("allreduce", ["float32"], [[3]], "cpu", "SUM")
+OTHER = USUAL._replace(shapes=[[4]])
+
+
+def three(capacity: int = 1024, stall_timeout: float | None = None) -> Coordinator:
+    # Ranks of the world other than their places, so that texts can be told from places.
+    return Coordinator([1, 4, 6], capacity, stall_timeout)
+
+
+def fresh(to: Coordinator, place: int, *names: str, request: Request = USUAL, now: float = 0.0) -> list[Decision]:
+    return to.submitted(place, 0, [(name, request) for name in names], now)
+
+
+def by_number(to: Coordinator, place: int, *ids: int, now: float = 0.0) -> list[Decision]:
+    return to.submitted(place, sum(1 << id for id in ids), [], now)
+
+
+def round_of(to: Coordinator, *names: str, request: Request = USUAL) -> list[Decision]:
+    """All ranks are ready for these names, place 0 first."""
+    return [decision for place in range(3) for decision in fresh(to, place, *names, request=request)]
+
+
+def numbered(*names: str, request: Request = USUAL, stall_timeout: float | None = None) -> Coordinator:
+    """A coordinator that has numbered these names, from 0 on."""
+    to = three(stall_timeout=stall_timeout)
+    round_of(to, *names, request=request)
+    round_of(to, *names, request=request)
+    return to
+
+
+def works_by_number(to: Coordinator, id: int) -> bool:
+    return [by_number(to, place, id) for place in range(3)] == [[], [], [RunKnown(1 << id)]] and not to.has_waiting
+
+
+def run_names(decisions: Sequence[Decision]) -> list[str]:
+    return [entry.name for decision in decisions if isinstance(decision, Run) for entry in decision.entries]
+
+
+def failure(decisions: Sequence[Decision]) -> Fail:
+    (fail,) = decisions
+    assert isinstance(fail, Fail)
+    return fail
+
+
+# ---- names without a number -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_name_runs_when_the_last_rank_is_ready(order: tuple[int, ...]) -> None:
+    to = three()
+    for place in order[:2]:
+        assert fresh(to, place, "a") == []
+        assert to.has_waiting
+    assert fresh(to, order[2], "a") == [Run([Entry("a", USUAL)])]
+    assert not to.has_waiting
+
+
+def test_names_run_in_the_order_in_which_they_become_ready() -> None:
+    to = three()
+    fresh(to, 0, "a", "b", "c")
+    fresh(to, 1, "c", "b", "a")
+    assert run_names(fresh(to, 2, "b")) == ["b"]
+    assert run_names(fresh(to, 2, "c", "a")) == ["c", "a"]
+
+
+def test_what_is_ready_at_once_is_one_decision() -> None:
+    to = three()
+    fresh(to, 0, "a", "b", "c")
+    fresh(to, 1, "a", "b", "c")
+    assert fresh(to, 2, "c", "a", "b") == [Run([Entry(name, USUAL) for name in "cab"])]
+
+
+def test_a_world_of_one_is_always_ready() -> None:
+    assert fresh(Coordinator([0]), 0, "a", "b") == [Run([Entry("a", USUAL), Entry("b", USUAL)])]
+
+
+def test_a_mismatch_fails_the_name_and_the_world_goes_on() -> None:
+    to = three()
+    fresh(to, 0, "a", "b")
+    fresh(to, 1, "a", request=OTHER)
+    fresh(to, 1, "b")
+    fail, run = fresh(to, 2, "a", "b")
+    assert isinstance(fail, Fail)
+    assert (fail.names, fail.error, fail.places) == (["a"], "mismatch", None)
+    for words in ("allreduce 'a'", "ranks 1, 6 passed shape (3,)", "rank 4 passed shape (4,)"):
+        assert words in fail.text
+    assert run == Run([Entry("b", USUAL)])
+    assert round_of(to, "a") == [Run([Entry("a", USUAL)])]
+
+
+def test_rows_of_allgather_and_splits_of_alltoall_make_a_table() -> None:
+    to = three()
+    gather = Request("allgather", ["float32", "int64"], [[1, 2], [7]], "cpu")
+    fresh(to, 1, "g", request=gather._replace(shapes=[[0, 2], []]))  # a 0-dim tensor is one row
+    fresh(to, 2, "g", request=gather._replace(shapes=[[5, 2], [9]]))
+    assert fresh(to, 0, "g", request=gather) == [Run([Entry("g", gather, [[1, 7], [0, 1], [5, 9]])])]
+    exchange = Request("alltoall", ["float32"], [[3]], "cpu", splits=[1, 1, 1])
+    fresh(to, 0, "x", request=exchange)
+    fresh(to, 2, "x", request=exchange._replace(shapes=[[0]], splits=[0, 0, 0]))
+    last = fresh(to, 1, "x", request=exchange._replace(shapes=[[5]], splits=[0, 5, 0]))
+    assert last == [Run([Entry("x", exchange, [[1, 1, 1], [0, 5, 0], [0, 0, 0]])])]
+
+
+# ---- names with a number ----------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_numbered_when_it_comes_again() -> None:
+    to = three()
+    entry = Entry("a", USUAL)
+    assert round_of(to, "a") == [Run([entry])]
+    assert round_of(to, "a") == [Learn(0, entry), Run([entry])]
+    assert to.name_of(0) == "a"
+    assert works_by_number(to, 0)
+
+
+def test_numbers_run_together_in_any_order() -> None:
+    to = numbered(*"abcd")
+    assert by_number(to, 2, 3, 0) == []
+    assert by_number(to, 0, 0, 1, 2, 3) == []
+    assert by_number(to, 1, 1, 3) == [RunKnown(0b1000)]
+    assert by_number(to, 1, 0, 2) == [RunKnown(0b0001)]
+    assert by_number(to, 2, 2, 1) == [RunKnown(0b0110)]
+    assert not to.has_waiting
+
+
+def test_numbers_and_new_names_in_one_message() -> None:
+    to = numbered("a")
+    for place in range(2):
+        assert to.submitted(place, 1, [("new", USUAL)], 0.0) == []
+    assert to.submitted(2, 1, [("new", USUAL)], 0.0) == [RunKnown(1), Run([Entry("new", USUAL)])]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("odd", list(itertools.product([False, True], repeat=3)))
+def test_another_request_for_a_numbered_name(order: tuple[int, ...], odd: tuple[bool, ...]) -> None:
+    to = numbered("before", "a", "after")
+
+    def come(place: int) -> list[Decision]:
+        return fresh(to, place, "a", request=OTHER) if odd[place] else by_number(to, place, 1)
+
+    assert come(order[0]) == []
+    assert by_number(to, order[0], 0, 2) == []  # these go on beside it
+    assert come(order[1]) == []
+    last = come(order[2])
+    if not any(odd):
+        assert last == [RunKnown(0b010)]
+    elif all(odd):
+        assert last == [Run([Entry("a", OTHER)])]
+    else:
+        fail = failure(last)
+        assert (fail.names, fail.error) == (["a"], "mismatch")
+        assert "shape (3,)" in fail.text
+        assert "shape (4,)" in fail.text
+    assert by_number(to, order[1], 0, 2) == []
+    assert by_number(to, order[2], 0, 2) == [RunKnown(0b101)]
+    assert not to.has_waiting
+    assert works_by_number(to, 1)
+
+
+def test_the_usual_request_may_come_in_words() -> None:
+    to = numbered("a")
+    by_number(to, 0, 0)
+    fresh(to, 1, "a")
+    assert run_names(by_number(to, 2, 0)) == ["a"]
+    assert works_by_number(to, 0)
+
+
+def test_a_changed_entry_takes_over_the_number() -> None:
+    to = numbered("a", "b")
+    assert round_of(to, "a", request=OTHER) == [Run([Entry("a", OTHER)])]
+    assert round_of(to, "a", request=OTHER) == [Learn(0, Entry("a", OTHER)), Run([Entry("a", OTHER)])]
+    assert works_by_number(to, 0)
+    by_number(to, 0, 0)  # from now on this means the other request
+    fresh(to, 1, "a", request=OTHER)
+    assert run_names(by_number(to, 2, 0)) == ["a"]
+
+
+def test_what_alternates_gets_no_number() -> None:
+    to = three()
+    for request in (USUAL, OTHER) * 3:
+        assert round_of(to, "a", request=request) == [Run([Entry("a", request)])]
+
+
+@pytest.mark.parametrize("capacity", [0, 2])
+def test_numbers_are_limited(capacity: int) -> None:
+    to = three(capacity)
+    round_of(to, *"abc")
+    learned = [decision for decision in round_of(to, *"abc") if isinstance(decision, Learn)]
+    assert [decision.id for decision in learned] == list(range(capacity))
+    assert round_of(to, "c") == [Run([Entry("c", USUAL)])]
+    if capacity:
+        assert works_by_number(to, 1)
+
+
+def test_made_up_names_get_no_numbers() -> None:
+    to = three()
+    for _ in range(3):
+        assert round_of(to, f"allreduce{AUTO}1") == [Run([Entry(f"allreduce{AUTO}1", USUAL)])]
+
+
+def gather(*rows: int) -> Request:
+    return Request("allgather", ["float32"] * len(rows), [[count, 2] for count in rows], "cpu")
+
+
+def splits(*counts: int) -> Request:
+    return Request("alltoall", ["float32"], [[sum(counts), 2]], "cpu", splits=list(counts))
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd", "table"),
+    [
+        ([gather(1, 7), gather(2, 8), gather(3, 9)], gather(5, 0), [[1, 7], [5, 0], [3, 9]]),
+        ([splits(1, 0, 0), splits(0, 2, 2), splits(3, 3, 3)], splits(5, 0, 1), [[1, 0, 0], [5, 0, 1], [3, 3, 3]]),
+    ],
+    ids=["allgather", "alltoall"],
+)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_number_stands_for_each_ranks_own_rows(
+    usual: list[Request], odd: Request, table: list[list[int]], order: tuple[int, ...]
+) -> None:
+    to = three()
+    last = [fresh(to, place, "a", request=usual[place]) for place in (*range(3), *range(3))][-1]
+    assert isinstance(last[0], Learn)
+    assert works_by_number(to, 0)
+    for place in order:
+        last = fresh(to, place, "a", request=odd) if place == 1 else by_number(to, place, 0)
+    assert last == [Run([Entry("a", usual[0], table)])]
+    assert works_by_number(to, 0)
+
+
+# ---- ranks that have joined -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("when", range(3))
+@pytest.mark.parametrize("known", [False, True])
+def test_a_joined_rank_is_not_waited_for(when: int, counts: bool, known: bool) -> None:
+    to = numbered("a") if known else three()
+
+    def joins() -> list[Decision]:
+        return to.joined(1, counts)
+
+    events = [lambda place=place: by_number(to, place, 0) if known else fresh(to, place, "a") for place in (0, 2)]
+    events.insert(when, joins)
+    *early, last = [event() for event in events]
+    assert early == [[], []]
+    assert last == [Run([Entry("a", USUAL, None, [1], 3 if counts else 2)])]
+    assert not to.has_waiting
+
+
+def test_a_joined_rank_gives_no_rows() -> None:
+    to = three()
+    to.joined(0, False)
+    fresh(to, 1, "g", request=gather(2, 3))
+    last = fresh(to, 2, "g", request=gather(4, 5))
+    assert last == [Run([Entry("g", gather(2, 3), [[0, 0], [2, 3], [4, 5]], [0], 2)])]
+
+
+def test_what_a_rank_submitted_before_it_joined_counts() -> None:
+    to = numbered("known")
+    assert to.submitted(0, 1, [("new", USUAL)], 0.0) == []
+    to.joined(0, False)
+    to.submitted(1, 1, [("new", USUAL)], 0.0)
+    last = to.submitted(2, 1, [("new", USUAL)], 0.0)
+    entries = [entry for decision in last if isinstance(decision, Run) for entry in decision.entries]
+    assert entries == [Entry("known", USUAL), Entry("new", USUAL)]
+
+
+def test_all_joined() -> None:
+    to = numbered("a")
+    fresh(to, 1, "left over")
+    assert to.joined(1, False) == []
+    assert to.joined(0, True) == []
+    run, joined = to.joined(2, False)
+    assert run == Run([Entry("left over", USUAL, None, [0, 2], 2)])
+    assert joined == Joined(6)
+    assert not to.has_waiting
+    # the next epoch needs all of them again
+    assert works_by_number(to, 0)
+    assert round_of(to, "b") == [Run([Entry("b", USUAL)])]
+    assert [to.joined(place, False) for place in (2, 0, 1)] == [[], [], [Joined(4)]]
+
+
+def test_what_needs_all_ranks_fails_when_one_has_joined() -> None:
+    to = three()
+    to.joined(2, False)
+    fresh(to, 0, "x", request=splits(1, 1, 1))
+    fail = failure(fresh(to, 1, "x", request=splits(1, 1, 1)))
+    assert "rank 6 called join()" in fail.text
+    assert run_names([*fresh(to, 0, "x"), *fresh(to, 1, "x")]) == ["x"]
+
+
+# ---- ranks that do not come -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_what_waits_for_too_long_fails_and_the_late_rank_is_told_the_same(known: bool) -> None:
+    to = numbered("a", stall_timeout=10.0)
+
+    def come(place: int, now: float) -> list[Decision]:
+        return by_number(to, place, 0, now=now) if known else fresh(to, place, "a", request=OTHER, now=now)
+
+    come(2, 100.0)
+    come(0, 105.0)
+    assert to.overdue(109.9) == []
+    fail = failure(to.overdue(110.0))
+    assert (fail.names, fail.error, fail.places) == (["a"], "stall", [0, 2])
+    assert not to.has_waiting
+    assert to.overdue(200.0) == []
+    # The others may be trying again already: they are not told a second time.
+    come(0, 201.0)
+    assert come(1, 202.0) == [fail._replace(places=[1])]
+    come(1, 203.0)
+    assert run_names(come(2, 204.0)) == ["a"]
+    assert works_by_number(to, 0)
+
+
+def test_each_name_has_an_age_of_its_own() -> None:
+    to = numbered("slow", "quick", stall_timeout=10.0)
+    by_number(to, 0, 0, 1, now=0.0)
+    by_number(to, 1, 1, now=1.0)
+    by_number(to, 2, 1, now=1.0)
+    by_number(to, 0, 1, now=9.0)
+    assert list(to.waiting()) == [("slow", 0.0), ("quick", 9.0)]
+    assert [failure([decision]).names for decision in to.overdue(10.0)] == [["slow"]]
+    assert [failure([decision]).names for decision in to.overdue(30.0)] == [["quick"]]
+
+
+def test_a_failure_is_forgotten_when_all_have_joined() -> None:
+    to = three(stall_timeout=10.0)
+    fresh(to, 0, "a")
+    to.overdue(10.0)
+    for place in range(3):  # rank 4 has joined instead of coming to "a"
+        to.joined(place, False)
+    assert round_of(to, "a") == [Run([Entry("a", USUAL)])]
+
+
+def test_nothing_fails_without_a_timeout() -> None:
+    to = three()
+    fresh(to, 0, "a")
+    assert to.overdue(1e9) == []
+
+
+def test_a_stall_is_told_in_full() -> None:
+    to = numbered("a", "b")
+    fresh(to, 1, "c", now=3.0)
+    by_number(to, 0, 1, now=5.0)
+    text = to.stall_text("b", 7.5)
+    assert text == (
+        "allreduce 'b' has waited 2.5 s for ranks 4, 6 (rank 4 last called 'c', 4.5 s ago; rank 6 last called 'b', "
+        "7.5 s ago); ready: rank 1."
+    )
+    to.joined(0, False)  # after it had called b
+    assert to.missing("b") == {1, 2}
+    assert to.stall_text("b", 7.5) == text
+    many = Coordinator(range(100))
+    fresh(many, 50, "a")
+    assert "for ranks 0-49, 51-99 (rank 0 has called nothing yet; " in many.stall_text("a", 1.0)
+    assert "; and 93 more)" in many.stall_text("a", 1.0)
+
+
+def test_a_rank_that_is_gone_ends_everything() -> None:
+    to = numbered("a", stall_timeout=1.0)
+    by_number(to, 0, 0)
+    fresh(to, 0, "b")
+    assert to.gone(1, "rank 4 has left", left=True) == [Gone(4, "rank 4 has left", True)]
+    assert not to.has_waiting
+    assert list(to.waiting()) == []
+    assert to.gone(2, "and another", left=False) == []
+    for place in range(3):
+        assert by_number(to, place, 0) == fresh(to, place, "b") == to.joined(place, False) == []
+    assert to.overdue(100.0) == []
+
+
+def test_bits() -> None:
+    assert list(bits(0)) == []
+    assert list(bits(1 << 3000 | 0b101)) == [0, 2, 3000]
