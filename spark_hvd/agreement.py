@@ -8,7 +8,7 @@ from typing import Any
 from spark_hvd.request import Request
 
 _SHOWN = 16
-"""Ranks or shapes spelled out in a message before it becomes unreadable."""
+"""Ranks or values spelled out in a message before it becomes unreadable."""
 
 
 def disagreement(name: str, requests: Mapping[int, Request], joined: Sequence[int] = ()) -> str | None:
@@ -22,41 +22,69 @@ def disagreement(name: str, requests: Mapping[int, Request], joined: Sequence[in
     Returns:
         None if it can run.
     """
-    first = next(iter(requests.values()))
+    groups = _grouped(requests)
+    first = groups[0][0]
     title = f"{first.kind} {name!r}"
-    for rank, request in requests.items():
+    for request, ranks in groups:
         if request.fault is not None:
-            return f"{title} cannot run: on rank {rank} {request.fault}."
-    operations = _difference(requests, lambda request: request.kind)
-    if operations is not None:
-        return f"{operations} for the name {name!r}; every rank must call the same operation under one name."
-    for what, value in _CHECKS:
-        difference = _difference(requests, value)
-        if difference is not None:
-            return f"{title}: {difference}; every rank must pass the same {what}."
-    return _shape_fault(title, first.kind, requests) or _joined_fault(title, first, joined)
+            return f"{title} cannot run: on rank {ranks[0]} {request.fault}."
+    fault = _difference_fault(name, title, first.kind, groups) if len(groups) > 1 else None
+    return fault or _joined_fault(title, first, joined)
 
 
-_CHECKS: list[tuple[str, Callable[[Request], Any]]] = [
-    ("number of tensors", lambda request: f"{len(request.shapes)} tensors"),
-    ("dtype", lambda request: ", ".join(_shortened(request.dtypes))),
-    ("kind of device", lambda request: f"device {request.device}"),
-    ("reduction", lambda request: None if request.op is None else f"op={request.op.title()}"),
+_Groups = list[tuple[Request, list[int]]]
+"""Requests, and the ranks that made them."""
+
+
+def _grouped(requests: Mapping[int, Request]) -> _Groups:
+    """One for each object: where many ranks share one, they need not be compared one by one."""
+    groups: dict[int, tuple[Request, list[int]]] = {}
+    for rank, request in requests.items():
+        groups.setdefault(id(request), (request, []))[1].append(rank)
+    return list(groups.values())
+
+
+_CHECKS: list[tuple[str, Callable[[Request], object], Callable[[Any], str]]] = [
+    ("number of tensors", lambda request: len(request.shapes), lambda count: f"{count} tensor{'s' * (count != 1)}"),
+    ("kind of device", lambda request: request.device, "device {}".format),
+    ("reduction", lambda request: request.op, lambda op: f"op={op.title()}"),
     (
         "scales",
-        lambda request: f"prescale_factor={request.prescale} and postscale_factor={request.postscale}",
+        # As text: 1 is 1.0, and nan is nan.
+        lambda request: f"prescale_factor={float(request.prescale)} and postscale_factor={float(request.postscale)}",
+        str,
     ),
-    ("root_rank", lambda request: f"root_rank={request.root}"),
+    ("root_rank", lambda request: request.root, "root_rank={}".format),
 ]
 
 
-def _shape_fault(title: str, kind: str, requests: Mapping[int, Request]) -> str | None:
+def _difference_fault(name: str, title: str, kind: str, groups: _Groups) -> str | None:
+    operations = _difference(groups, lambda request: request.kind, str)
+    if operations is not None:
+        return f"{operations} for the name {name!r}; every rank must call the same operation under one name."
+    for what, value, text in _CHECKS:
+        difference = _difference(groups, value, text)
+        if difference is not None:
+            return f"{title}: {difference}; every rank must pass the same {what}."
+    count = len(groups[0][0].shapes)
+    for place in range(count):
+        fault = _tensor_fault(kind, groups, place)
+        if fault is not None:
+            return f"{title}{f', tensor {place + 1} of {count}' if count > 1 else ''}: {fault}."
+    return None
+
+
+def _tensor_fault(kind: str, groups: _Groups, place: int) -> str | None:
+    difference = _difference(groups, lambda request: request.dtypes[place], str)
+    if difference is not None:
+        return f"{difference}; every rank must pass the same dtype"
     if kind in ("allgather", "alltoall"):
-        what, value = "dimensions after the first", _without_rows
+        # A 0-dim tensor counts as one row.
+        what, rest = "dimensions after the first", lambda request: ("*", *request.shapes[place][1:])
     else:
-        what, value = "shape", _shapes
-    difference = _difference(requests, value)
-    return None if difference is None else f"{title}: {difference}; every rank must pass the same {what}."
+        what, rest = "shape", lambda request: tuple(request.shapes[place])
+    difference = _difference(groups, rest, _shape)
+    return None if difference is None else f"{difference}; every rank must pass the same {what}"
 
 
 def _joined_fault(title: str, request: Request, joined: Sequence[int]) -> str | None:
@@ -70,27 +98,18 @@ def _joined_fault(title: str, request: Request, joined: Sequence[int]) -> str | 
     return None
 
 
-def _difference(requests: Mapping[int, Request], value: Callable[[Request], Any]) -> str | None:
+def _difference(groups: _Groups, value: Callable[[Request], object], text: Callable[[Any], str]) -> str | None:
     """Who passed what, unless all passed the same."""
-    who: dict[Any, list[int]] = {}
-    for rank, request in requests.items():
-        who.setdefault(value(request), []).append(rank)
+    who: dict[object, list[int]] = {}
+    for request, ranks in groups:
+        who.setdefault(value(request), []).extend(ranks)
     if len(who) == 1:
         return None
-    return ", ".join(f"{ranks_text(sorted(ranks))} passed {text}" for text, ranks in who.items())
+    return ", ".join(_shortened(f"{ranks_text(ranks)} passed {text(passed)}" for passed, ranks in who.items()))
 
 
-def _shapes(request: Request) -> str:
-    return "shape " + ", ".join(_shortened(_tuple(shape) for shape in request.shapes))
-
-
-def _without_rows(request: Request) -> str:
-    # A 0-dim tensor counts as one row.
-    return "shape " + ", ".join(_shortened(_tuple(["*", *shape[1:]]) for shape in request.shapes))
-
-
-def _tuple(dims: Sequence[object]) -> str:
-    return f"({', '.join(map(str, dims))}{',' if len(dims) == 1 else ''})"
+def _shape(dims: Sequence[object]) -> str:
+    return f"shape ({', '.join(map(str, dims))}{',' if len(dims) == 1 else ''})"
 
 
 def _shortened(items: Iterable[str]) -> list[str]:

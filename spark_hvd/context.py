@@ -25,6 +25,7 @@ from spark_hvd.launch_env import read_config, read_launch_env
 from spark_hvd.layout import RankInfo, WorldLayout
 from spark_hvd.local import LocalCommunicator
 from spark_hvd.rendezvous import adopted_world, everyones, launched_world, meeting
+from spark_hvd.torch_private import gloo_group
 from spark_hvd.world import World
 
 if TYPE_CHECKING:
@@ -66,6 +67,13 @@ class Context:
         group: dist.ProcessGroup = dist.new_group(
             list(ranks), timeout=timedelta(seconds=self.timeout), use_local_synchronization=part
         )
+        self.groups.append(group)
+        return group
+
+    def new_gloo_group(self, ranks: Sequence[int], threads: int) -> dist.ProcessGroup:
+        """As :meth:`new_group`, for tensors on the CPU only, with a number of threads."""
+        part = len(ranks) < self.world.me.size
+        group = gloo_group(ranks, threads, timedelta(seconds=self.timeout), part)
         self.groups.append(group)
         return group
 

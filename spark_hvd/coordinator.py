@@ -12,7 +12,7 @@ rank lacks the new bits, no other rank is looked at.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -75,7 +75,7 @@ class Coordinator:
         self._ids: dict[str, int] = {}
         self._masks = [0] * len(ranks)
         self._anyone = 0
-        self._ages: deque[tuple[float, int]] = deque()
+        self._ages: list[tuple[float, int]] = []
         self._thawed = 0
         self._watched = 0
         # Ranks.
@@ -132,6 +132,7 @@ class Coordinator:
             decisions.append(Run(entries))
         if len(self._joined) == len(self._ranks):
             self._joined.clear()
+            self._failed.clear()  # who has joined instead of coming is not told any more
             decisions.append(Joined(self._ranks[place]))
         return decisions
 
@@ -149,15 +150,14 @@ class Coordinator:
         decisions: list[Decision] = []
         for name, since in list(self.waiting()):
             if now - since >= self.stall_timeout:
-                missing, text = self.missing(name), self.stall_text(name, now)
+                fail = Fail([name], "stall", self.stall_text(name, now), sorted(self._ready_for(name)))
+                _remember(self._failed, name, (self.missing(name), fail))
                 id = self._ids.get(name)
+                if id is not None:  # so that the number, when it comes late, is looked up in _failed
+                    self._thawed |= 1 << id
                 if self._pending.pop(name, None) is None:
                     assert id is not None
-                    self._thaw(id)
-                elif id is not None:
-                    self._thawed &= ~(1 << id)
-                fail = Fail([name], "stall", text)
-                _remember(self._failed, name, (missing, fail))
+                    self._clear(1 << id)
                 decisions.append(fail)
         return decisions
 
@@ -170,7 +170,7 @@ class Coordinator:
         for name, pending in self._pending.items():
             yield name, pending.since
         for since, ids in self._ages:
-            for id in bits(ids & self._anyone):
+            for id in bits(ids):
                 yield self._known[id].entry.name, since
 
     @property
@@ -180,25 +180,25 @@ class Coordinator:
 
     def missing(self, name: str) -> set[int]:
         """The places of the ranks that are not ready for a waiting name."""
-        here = set(self._joined)
-        if name in self._pending:
-            here |= self._pending[name].requests.keys()
-        else:
-            id = self._ids[name]
-            here |= {place for place, mask in enumerate(self._masks) if mask >> id & 1}
-        return set(range(len(self._ranks))) - here
+        return set(range(len(self._ranks))) - self._joined.keys() - self._ready_for(name)
 
     def stall_text(self, name: str, now: float) -> str:
         """One sentence on who is missing for a waiting name, and what they did last."""
         since = next(since for other, since in self.waiting() if other == name)
         missing = sorted(self.missing(name))
-        ready = [place for place in range(len(self._ranks)) if place not in missing and place not in self._joined]
+        ready = self._ready_for(name)
         lasts = "; ".join(f"rank {self._ranks[place]} {self._last_text(place, now)}" for place in missing[:6])
         more = f"; and {len(missing) - 6} more" if len(missing) > 6 else ""
         return (
             f"{self._title(name)} has waited {now - since:.1f} s for {ranks_text([self._ranks[p] for p in missing])}"
             f" ({lasts}{more}); ready: {ranks_text([self._ranks[place] for place in ready])}."
         )
+
+    def _ready_for(self, name: str) -> set[int]:
+        if name in self._pending:
+            return set(self._pending[name].requests)
+        id = self._ids[name]
+        return {place for place, mask in enumerate(self._masks) if mask >> id & 1}
 
     def name_of(self, id: int) -> str:
         """The name with this number."""
@@ -239,8 +239,7 @@ class Coordinator:
         others = ~ids
         self._masks = [mask & others for mask in self._masks]
         self._anyone &= others
-        while self._ages and not self._ages[0][1] & self._anyone:
-            self._ages.popleft()
+        self._ages = [(since, left) for since, ids in self._ages if (left := ids & others)]
 
     def _thaw(self, id: int) -> _Pending:
         """Take a number's state apart into the requests it stands for."""
@@ -248,7 +247,6 @@ class Coordinator:
         since = next(since for since, ids in self._ages if ids >> id & 1)
         places = [place for place, mask in enumerate(self._masks) if mask >> id & 1]
         self._clear(1 << id)
-        self._ages = deque((age, ids & ~(1 << id)) for age, ids in self._ages)
         return _Pending(since, {place: known.request_of(place) for place in places})
 
     # ---- names without a number, or with another request than usual -------------------------------------------------
@@ -261,7 +259,7 @@ class Coordinator:
             missing, fail = self._failed[name]
             if place in missing:  # the others have had their error already; this rank's comes now
                 missing.discard(place)
-                return [fail]
+                return [fail._replace(places=[place])]
         pending = self._pending.get(name)
         if pending is None:
             id = self._ids.get(name)
@@ -278,11 +276,10 @@ class Coordinator:
         return self._finish(name, pending, entries)
 
     def _complete(self, pending: _Pending) -> bool:
-        if len(pending.requests) == len(self._ranks):
-            return True
-        return bool(self._joined) and all(
-            place in pending.requests or place in self._joined for place in range(len(self._ranks))
-        )
+        here = len(pending.requests)
+        if here + len(self._joined) < len(self._ranks):
+            return False
+        return here == len(self._ranks) or len(pending.requests.keys() | self._joined.keys()) == len(self._ranks)
 
     def _finish(self, name: str, pending: _Pending, entries: list[Entry]) -> list[Decision]:
         """Every rank is ready: put an entry to run in `entries`, or fail it."""

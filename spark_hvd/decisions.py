@@ -29,12 +29,15 @@ class Run(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """These collectives fail, everywhere; the world goes on."""
+    """Calls of these collectives fail; the world goes on."""
 
     names: list[str]
     error: str
     """"mismatch" or "stall"."""
     text: str
+    places: list[int] | None = None
+    """In the process set, of the ranks whose calls these are; None: all. To others the names mean other calls, which
+    have not been heard of yet, or were made after the failure."""
 
 
 class Joined(NamedTuple):

@@ -18,9 +18,11 @@ from spark_hvd.flat import Compressor, Reduction
 from spark_hvd.optimizer_arguments import check_passes, chosen_groups, exchange_device, group_indices, names_of, spec_of
 from spark_hvd.planned import PlannedLane
 from spark_hvd.process_sets import ProcessSet, global_process_set, lane_of
+from spark_hvd.tuning import GLOO_THREADS, TAIL_MB, Groups, StepTuner
 
 # The last bucket has no backward left to hide behind: small enough to be all latency, it costs one round trip.
-TAIL_BYTES = MEGABYTE
+TAIL_BYTES = int(TAIL_MB * MEGABYTE)
+DEFAULT_CAP_MB = 25.0
 
 
 class ReducedOptimizer(torch.optim.Optimizer):
@@ -106,7 +108,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     *,
-    bucket_cap_mb: float = 25.0,
+    bucket_cap_mb: float | None = None,
     shared_memory: bool = True,
 ) -> ReducedOptimizer | AdasumOptimizer:
     """Make `optimizer` reduce gradients over all ranks; collective, every rank must call it.
@@ -129,7 +131,7 @@ def DistributedOptimizer(
         groups: a number of groups, or lists of parameters, each of which is reduced in one piece.
         sparse_as_dense: reduce sparse gradients as dense ones; else indices and values of all ranks are gathered.
         process_set: the ranks to reduce over; on other ranks the optimizer stays a local one.
-        bucket_cap_mb: upper bound of a bucket in MiB.
+        bucket_cap_mb: upper bound of a bucket in MiB, 25 by default. A given one is not changed by autotuning.
         shared_memory: where all ranks are on one Linux host, reduce uncompressed buckets on the CPU in shared memory
             instead of over Gloo.
 
@@ -160,6 +162,8 @@ def DistributedOptimizer(
         return take_over_with_adasum(optimizer, process_set if size > 1 else None, compression)
     lane = None
     if size > 1:
+        config = context.engine.config
+        cap_mb = DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
         settings = {
             "op": op.name,
             "gradient_predivide_factor": gradient_predivide_factor,
@@ -169,6 +173,7 @@ def DistributedOptimizer(
             "sparse_as_dense": sparse_as_dense,
             "bucket_cap_mb": bucket_cap_mb,
             "shared_memory": shared_memory,
+            "autotune": config.autotune,
         }
         average = op is ReduceOp.AVERAGE
         if gradient_predivide_factor != 1.0:
@@ -182,21 +187,27 @@ def DistributedOptimizer(
             and len({context.layout.ranks[rank].host for rank in ranks}) == 1
             and compression is Compression.none
         )
+        device = exchange_device(group, params)
         lane = PlannedLane(
             params,
             specs,
             grouped,
             group=group,
-            device=exchange_device(group, params),
+            device=device,
             reduction=Reduction(*scales, compression, sparse_as_dense),
             host_group=context.new_group(ranks) if in_memory else None,
             sparse_scale=1.0 / size if average else 1.0,
             passes=backward_passes_per_step,
-            cap_bytes=int(bucket_cap_mb * MEGABYTE),
-            tail_bytes=min(TAIL_BYTES, int(bucket_cap_mb * MEGABYTE)),
+            cap_bytes=int(cap_mb * MEGABYTE),
+            tail_bytes=min(TAIL_BYTES, int(cap_mb * MEGABYTE)),
             settings=settings,
             tracing=context.engine.tracing,
         )
+        if config.autotune:
+            on_gloo = all(param.device.type == "cpu" for param in params)
+            by_threads = [context.new_gloo_group(ranks, threads) for threads in GLOO_THREADS] if on_gloo else []
+            cap = cap_mb, bucket_cap_mb is not None
+            lane.tuner = StepTuner(lane, Groups(group, by_threads), device, context.engine, config, cap, in_memory)
     return _take_over(optimizer, lane)
 
 

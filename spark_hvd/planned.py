@@ -15,9 +15,9 @@ from __future__ import annotations
 import enum
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,14 @@ from spark_hvd.buckets import ParamSpec, describe_mismatch, fingerprint, plan_bu
 from spark_hvd.errors import CollectiveError, PlanMismatchError
 from spark_hvd.exchange import exchange
 from spark_hvd.flat import FlatBucket, Reduction, make_buckets
+from spark_hvd.gradient_hooks import Progress, Unplanned, make_hook, remove_all
 from spark_hvd.planned_trace import StepTrace
 from spark_hvd.sparse import reduce_sparse
 from spark_hvd.torch_private import at_end_of_backward
 from spark_hvd.tracing import Tracing
+
+if TYPE_CHECKING:
+    from spark_hvd.tuning import StepTuner
 
 
 class Phase(enum.Enum):
@@ -38,24 +42,6 @@ class Phase(enum.Enum):
     LEARNING = "learning"
     EAGER = "eager"
     LATE = "late"
-
-
-class _Unplanned:
-    """Stands where a parameter has no bucket; its count never comes to zero."""
-
-    pending = -1
-
-
-class _Progress:
-    """What the hooks write. It knows nothing of the lane: hooks live as long as the model, a lane as its optimizer."""
-
-    __slots__ = ("idle", "left", "order", "units")
-
-    def __init__(self) -> None:
-        self.idle = True  # no hook of the current backward has fired yet
-        self.left: list[int] = []  # backward passes still to come, by parameter
-        self.order: list[int] = []  # parameters in the order in which they became ready
-        self.units: list[FlatBucket | _Unplanned] = []  # each parameter's bucket
 
 
 class PlannedLane:
@@ -105,6 +91,7 @@ class PlannedLane:
         self._device = device
         self._reduction = reduction
         self._host_group = host_group
+        self._in_memory = host_group is not None
         self._sparse_scale = sparse_scale
         self._passes = passes
         self._caps = {"cap_bytes": cap_bytes, "tail_bytes": tail_bytes}
@@ -112,18 +99,25 @@ class PlannedLane:
         self._trace = StepTrace(tracing)
 
         self.phase = Phase.LEARNING
-        self._progress = _Progress()
+        self.tuner: StepTuner | None = None
+        self._progress = Progress()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._watched: set[int] = set()
         self._unplanned: list[int] = []
+        self._order: list[int] = []
         self._buckets: list[FlatBucket] = []
         self._sparse: list[int] = []
         self._launched = 0
         self._backwards = 0
         self._finished = False
         self._marks: list[tuple[int, torch.Tensor, int]] = []
-        weakref.finalize(self, _remove_all, self._handles)
+        weakref.finalize(self, remove_all, self._handles)
         self.extend(params, specs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buckets."""
+        return sum(bucket.nbytes for bucket in self._buckets)
 
     @property
     def launched(self) -> int:
@@ -154,7 +148,7 @@ class PlannedLane:
         self._params.extend(params)
         self._specs.extend(specs)
         self._progress.left.extend([self._passes] * len(params))
-        self._progress.units.extend([_Unplanned()] * len(params))
+        self._progress.units.extend([Unplanned()] * len(params))
         self._unplanned.extend(range(first, len(self._params)))
         for index in range(first, len(self._params)):
             if self._params[index].requires_grad:
@@ -176,7 +170,7 @@ class PlannedLane:
         if index in self._watched:
             return
         self._watched.add(index)
-        hook = _make_hook(index, self._progress, weakref.ref(self))
+        hook = make_hook(index, self._progress, weakref.ref(self))
         self._handles.append(self._params[index].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def set_passes(self, passes: int) -> None:
@@ -200,6 +194,8 @@ class PlannedLane:
         """The optimizer has made its step."""
         self._trace.stepped()
         self.reset()
+        if self.tuner is not None and self.phase is Phase.EAGER:
+            self.tuner.stepped()
 
     # ---- moments of a backward ------------------------------------------------------------------------------------
 
@@ -222,7 +218,7 @@ class PlannedLane:
             # The last step was not taken (GradScaler skips one on inf) and the model's gradients were set to None.
             self.reset()
             self._progress.idle = False  # the end of this backward is already announced
-            _make_hook(index, self._progress, weakref.ref(self))(self._params[index])
+            make_hook(index, self._progress, weakref.ref(self))(self._params[index])
             return
         raise AssertionError(
             f"parameter {self._specs[index].name!r} got a gradient more than backward_passes_per_step={self._passes} "
@@ -311,14 +307,36 @@ class PlannedLane:
         sparse = sorted({index for fact in facts for index in fact["sparse"]})
         dense = [index for index in order if index not in sparse]
         self._sparse.extend(sparse)
+        self._order += dense
+        self._make_buckets(dense)
+        placed = set(order)
+        self._unplanned = [index for index in self._unplanned if index not in placed]
+
+    def _make_buckets(self, dense: Sequence[int]) -> None:
         plans = plan_buckets(self._specs, dense, self._groups, **self._caps)
-        fresh = make_buckets(plans, self._params, self._specs, self._reduction, self._host_group, self._exchange)
+        host_group = self._host_group if self._in_memory else None
+        fresh = make_buckets(plans, self._params, self._specs, self._reduction, host_group, self._exchange)
         self._buckets.extend(fresh)
         for bucket in fresh:
             for index in bucket.members:
                 self._progress.units[index] = bucket
-        placed = set(order)
-        self._unplanned = [index for index in self._unplanned if index not in placed]
+
+    def replan(self, cap_bytes: int, tail_bytes: int, group: dist.ProcessGroup, *, in_memory: bool) -> None:
+        """Use other buckets from the next step on; to be called between steps, with the same arguments on every rank.
+
+        Args:
+            cap_bytes: upper bound of a bucket.
+            tail_bytes: upper bound of the bucket that completes last.
+            group: the process group to use; `in_memory` needs the one that the lane was made with besides.
+            in_memory: whether to reduce in shared memory, if the lane was made for that.
+        """
+        self._caps = {"cap_bytes": cap_bytes, "tail_bytes": tail_bytes}
+        self._group = group
+        self._in_memory = in_memory
+        if self._buckets:
+            self._buckets.clear()
+            self._make_buckets(self._order)
+            self.reset()
 
     def _finish(self) -> None:
         started_ns = time.monotonic_ns()
@@ -374,34 +392,3 @@ class PlannedLane:
                 bucket.abandon()
             self.reset()
             raise CollectiveError(f"reducing gradients failed because a peer or the network did: {error}") from error
-
-
-def _make_hook(index: int, progress: _Progress, lane_ref: weakref.ref[PlannedLane]) -> Callable[[torch.Tensor], None]:
-    """The hook that runs after each gradient: for small models its few bytecodes are most of what a step costs."""
-    left, order, units = progress.left, progress.order, progress.units
-
-    def hook(_: torch.Tensor) -> None:
-        if progress.idle:
-            _alive(lane_ref).begin_backward()
-        count = left[index] = left[index] - 1
-        if count == 0:
-            order.append(index)
-            unit = units[index]
-            unit.pending -= 1
-            if unit.pending == 0:
-                _alive(lane_ref).advance()
-        elif count < 0:
-            _alive(lane_ref).overrun(index)
-
-    return hook
-
-
-def _alive(lane_ref: weakref.ref[PlannedLane]) -> PlannedLane:
-    lane = lane_ref()
-    assert lane is not None, "hooks are removed with their lane"
-    return lane
-
-
-def _remove_all(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -69,6 +69,9 @@ class ProcessSet:
         if root_rank not in (self.ranks or []):
             raise ValueError(f"root_rank={root_rank} is no rank of {self}; root ranks count in the world.")
 
+    def __deepcopy__(self, memo: dict[int, object]) -> ProcessSet:
+        return self  # it stands for a part of this world, of which there is one; models that hold it are copied
+
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 

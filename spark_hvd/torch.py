@@ -69,6 +69,7 @@ from spark_hvd.optimizer import DistributedOptimizer
 from spark_hvd.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from spark_hvd.sparse_async import sparse_allreduce_async
 from spark_hvd.sync import broadcast_optimizer_state, broadcast_parameters
+from spark_hvd.sync_batch_norm import SyncBatchNorm
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -100,6 +101,7 @@ __all__ = [
     "Product",
     "StalledError",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",

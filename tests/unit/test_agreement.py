@@ -38,12 +38,14 @@ def test_rows_and_splits_may_differ() -> None:
     assert disagreement("a", {0: GATHER._replace(shapes=[[]]), 1: GATHER._replace(shapes=[[4]])}) is None
 
 
-def test_a_number_is_the_same_with_and_without_a_point() -> None:
+def test_scales_are_compared_as_they_are_written() -> None:
     assert disagreement("a", {0: REDUCE, 1: REDUCE._replace(prescale=1)}) is None
+    nans = REDUCE._replace(prescale=float("nan")), REDUCE._replace(prescale=float("nan"))
+    assert disagreement("a", dict(enumerate(nans))) is None
 
 
 DIFFERENCES: list[tuple[Request, dict[str, Any], str, str, str]] = [
-    (group(2), {"dtypes": ["float32"], "shapes": [[3, 5]]}, "2 tensors", "1 tensors", "number of tensors"),
+    (group(2), {"dtypes": ["float32"], "shapes": [[3, 5]]}, "2 tensors", "1 tensor", "number of tensors"),
     (REDUCE, {"dtypes": ["int64"]}, "float32", "int64", "dtype"),
     (REDUCE, {"device": "cuda"}, "device cpu", "device cuda", "kind of device"),
     (REDUCE, {"op": "MAX"}, "op=Sum", "op=Max", "reduction"),
@@ -94,7 +96,7 @@ def test_a_group_is_compared_to_its_last_tensor(count: int, kind: str) -> None:
     dtypes = usual._replace(dtypes=at(usual.dtypes, count - 1, "int8"))
     text = disagreement("g", {0: usual, 1: usual, 2: dtypes})
     assert text is not None
-    assert text.startswith(f"{kind} 'g', tensor {count} of {count}: ranks 0-1 passed float32, rank 2 passed int8")
+    assert text.startswith(f"{kind} 'g', tensor {count} of {count}: ranks 0, 1 passed float32, rank 2 passed int8")
 
 
 def test_a_fault_of_one_rank_is_told() -> None:
@@ -116,7 +118,8 @@ def test_joined_ranks() -> None:
         (REDUCE._replace(op="ADASUM"), "Adasum"),
     ):
         text = disagreement("a", {0: request}, [1, 2, 3])
-        assert text == f"{request.kind} 'a' cannot run: ranks 1-3 called join(), and {what} needs a tensor of every rank."
+        assert text is not None
+        assert text.endswith(f"cannot run: ranks 1-3 called join(), and {what} needs a tensor of every rank.")
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_rows_of_allgather_and_splits_of_alltoall_make_a_table() -> None:
     assert last == [Run([Entry("x", exchange, [[1, 1, 1], [0, 5, 0], [0, 0, 0]])])]
 
 
-# ---- names with a number ----------------------------------------------------------------------------------------------
+# ---- names with a number --------------------------------------------------------------------------------------------
 
 
 def test_a_name_is_numbered_when_it_comes_again() -> None:
@@ -250,12 +250,14 @@ def test_a_number_stands_for_each_ranks_own_rows(
 def test_a_joined_rank_is_not_waited_for(when: int, counts: bool, known: bool) -> None:
     to = numbered("a") if known else three()
 
-    def joins() -> list[Decision]:
-        return to.joined(1, counts)
+    def event(place: int) -> list[Decision]:
+        if place == 1:
+            return to.joined(1, counts)
+        return by_number(to, place, 0) if known else fresh(to, place, "a")
 
-    events = [lambda place=place: by_number(to, place, 0) if known else fresh(to, place, "a") for place in (0, 2)]
-    events.insert(when, joins)
-    *early, last = [event() for event in events]
+    places = [0, 2]
+    places.insert(when, 1)
+    *early, last = map(event, places)
     assert early == [[], []]
     assert last == [Run([Entry("a", USUAL, None, [1], 3 if counts else 2)])]
     assert not to.has_waiting
@@ -303,7 +305,7 @@ def test_what_needs_all_ranks_fails_when_one_has_joined() -> None:
     assert run_names([*fresh(to, 0, "x"), *fresh(to, 1, "x")]) == ["x"]
 
 
-# ---- ranks that do not come -------------------------------------------------------------------------------------------
+# ---- ranks that do not come -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("known", [False, True])

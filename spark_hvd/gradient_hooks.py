@@ -1,0 +1,64 @@
+"""The hooks that count gradients: what autograd runs after each of them, on the planned lane's behalf."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from spark_hvd.flat import FlatBucket
+
+if TYPE_CHECKING:
+    from spark_hvd.planned import PlannedLane
+
+
+class Unplanned:
+    """Stands where a parameter has no bucket; its count never comes to zero."""
+
+    pending = -1
+
+
+class Progress:
+    """What the hooks write. It knows nothing of the lane: hooks live as long as the model, a lane as its optimizer."""
+
+    __slots__ = ("idle", "left", "order", "units")
+
+    def __init__(self) -> None:
+        self.idle = True  # no hook of the current backward has fired yet
+        self.left: list[int] = []  # backward passes still to come, by parameter
+        self.order: list[int] = []  # parameters in the order in which they became ready
+        self.units: list[FlatBucket | Unplanned] = []  # each parameter's bucket
+
+
+def make_hook(index: int, progress: Progress, lane_ref: weakref.ref[PlannedLane]) -> Callable[[torch.Tensor], None]:
+    """The hook that runs after each gradient: for small models its few bytecodes are most of what a step costs."""
+    left, order, units = progress.left, progress.order, progress.units
+
+    def hook(_: torch.Tensor) -> None:
+        if progress.idle:
+            _alive(lane_ref).begin_backward()
+        count = left[index] = left[index] - 1
+        if count == 0:
+            order.append(index)
+            unit = units[index]
+            unit.pending -= 1
+            if unit.pending == 0:
+                _alive(lane_ref).advance()
+        elif count < 0:
+            _alive(lane_ref).overrun(index)
+
+    return hook
+
+
+def _alive(lane_ref: weakref.ref[PlannedLane]) -> PlannedLane:
+    lane = lane_ref()
+    assert lane is not None, "hooks are removed with their lane"
+    return lane
+
+
+def remove_all(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
+    """Take hooks away from their parameters."""
+    for handle in handles:
+        handle.remove()
