@@ -29,6 +29,7 @@ from spark_hvd.decisions import Decision, Pong, Trace
 from spark_hvd.doorman import Doorman
 from spark_hvd.kv import Store
 from spark_hvd.lane import Lane
+from spark_hvd.links import Alone, Here, Member
 from spark_hvd.tracing import Tracing
 
 _log = logging.getLogger("spark_hvd")
@@ -55,7 +56,7 @@ class Engine:
         self._secret = secret
         self._address = address
         self._calls: deque[Callable[[], None]] = deque()
-        self._members: list[_Member] = []
+        self._members: list[Member] = []
         self._coordinations: list[Coordination] = []
         self._abandon: list[tuple[float, Lane]] = []
         self._to_gather = False
@@ -92,7 +93,7 @@ class Engine:
         )
 
     def _open_alone(self, ranks: Sequence[int], communicator: Communicator, hosts: Sequence[str]) -> Lane:
-        link = _Alone()
+        link = Alone()
         lane = Lane(ranks, communicator, link, self.tracing, self.config.fusion_threshold)
         link.coordination = Coordination(lane, hosts, self.config, None)
         return lane
@@ -102,7 +103,7 @@ class Engine:
     ) -> Lane:
         secret = self._secret or secrets.token_bytes(32)
         keys = Keys.of(secret)
-        link = _Here(self)
+        link = Here(self)
         lane = Lane(ranks, communicator, link, self.tracing, self.config.fusion_threshold)
 
         def listen() -> list[str]:
@@ -129,7 +130,7 @@ class Engine:
         facts = json.loads(kv.get("coordinator"))
         keys = Keys.of(self._secret or bytes.fromhex(facts["secret"]))
         sockets = MemberSockets(self._context, facts["endpoints"], place, keys, _CONNECT_SECONDS)
-        member = _Member(self, sockets, place)
+        member = Member(self, sockets, place)
         member.lane = Lane(ranks, communicator, member, self.tracing, facts["fusion_threshold"])
 
         def attend() -> None:
@@ -383,7 +384,7 @@ class Engine:
         elif kind == "traced":
             self._collector.done(place)
 
-    def decided(self, member: _Member, decisions: Sequence[Decision]) -> None:
+    def decided(self, member: Member, decisions: Sequence[Decision]) -> None:
         """Decisions that are not a lane's business."""
         for decision in decisions:
             if isinstance(decision, Trace):
@@ -399,99 +400,3 @@ class Engine:
                 and self.tracing.answered(decision.asked, decision.answered)
             ):
                 member.send("ping", time.monotonic_ns())
-
-
-class _Alone:
-    """The link of a lane without other members: every call decides and runs at once, in the caller's thread."""
-
-    def __init__(self) -> None:
-        self.coordination: Coordination
-        self._lock = threading.RLock()
-
-    def notify(self, lane: Lane) -> None:
-        self.post(lane)
-
-    def post(self, lane: Lane) -> None:
-        with self._lock:
-            self.coordination.read_own()
-            lane.resume()
-
-    def join(self, lane: Lane, counts: bool) -> None:
-        with self._lock:
-            self.coordination.tell(self.coordination.joined(0, counts))
-
-    def failed(self, lane: Lane, text: str) -> None:
-        """Nobody waits for this rank."""
-
-    def doomed(self, lane: Lane) -> None:
-        """Nothing is ever under way."""
-
-
-class _Here:
-    """The link of the coordinator's own lane."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.coordination: Coordination
-        self._engine = engine
-
-    def notify(self, lane: Lane) -> None:
-        self._engine.gather()
-
-    def post(self, lane: Lane) -> None:
-        self._engine.call(self.coordination.read_own)
-
-    def join(self, lane: Lane, counts: bool) -> None:
-        self._engine.call(lambda: self.coordination.tell(self.coordination.joined(0, counts)))
-
-    def failed(self, lane: Lane, text: str) -> None:
-        text = f"rank {lane.ranks[0]} could not do its part: {text}"
-        self._engine.call(lambda: self.coordination.tell(self.coordination.gone(0, text, left=False)))
-
-    def doomed(self, lane: Lane) -> None:
-        self._engine.abandon_later(lane)
-
-
-class _Member:
-    """The link of a lane whose coordinator is another rank."""
-
-    def __init__(self, engine: Engine, sockets: MemberSockets, place: int) -> None:
-        self.lane: Lane
-        self.sockets = sockets
-        self.place = place
-        self._engine = engine
-        self._sending = threading.Lock()
-
-    def send(self, kind: str, *fields: Any) -> None:
-        """Tell the coordinator; from any thread."""
-        with self._sending:
-            if not self.sockets.requests.closed:
-                self.sockets.send(json.dumps([self.place, kind, *fields], separators=(",", ":")).encode())
-
-    def notify(self, lane: Lane) -> None:
-        self._engine.gather()
-
-    def post(self, lane: Lane) -> None:
-        ids, fresh = lane.take()
-        if ids or fresh:
-            self.send("ready", f"{ids:x}", fresh)
-
-    def join(self, lane: Lane, counts: bool) -> None:
-        self.send("join", counts)
-
-    def failed(self, lane: Lane, text: str) -> None:
-        self.send("failed", text)
-
-    def doomed(self, lane: Lane) -> None:
-        self._engine.abandon_later(lane)
-
-    def read(self) -> None:
-        """Take in the decisions that have come."""
-        while (decisions := self.sockets.receive()) is not None:
-            self.lane.apply(decisions)
-            self._engine.decided(self, decisions)
-
-    def read_losses(self) -> None:
-        """Take in that the connection has ended."""
-        if self.sockets.lost():
-            self.read()  # what was sent before it did
-            self.lane.vanished()

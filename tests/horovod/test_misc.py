@@ -198,8 +198,8 @@ def test_timeline(three: LastingWorld, tmp_path: Path) -> None:
         hvd.broadcast(torch.ones(1), 0, name="test_broadcast")
         time.sleep(0.2)
         hvd.stop_timeline()
+        hvd.barrier()  # rank 0 has stopped the recording, for all
         hvd.allreduce(torch.tensor([1.0]), name="after_the_end")
-        hvd.barrier()
 
     for turn, mark_cycles in enumerate((True, True, False, True)):  # started and stopped again and again
         path = tmp_path / f"{turn}.json"

@@ -98,7 +98,7 @@ def epochs(draw: st.DrawFn, size: int) -> Epoch:
     odd = st.integers(0, 7 * size).map(lambda number: number - 1 if 0 < number <= size else None)
     sections = [
         [Round(name, kind, int(draw(rarely)), draw(odd)) for name, kind in names.items() if not draw(rarely)]
-        for _ in range(draw(st.integers(1, 7)))
+        for _ in range(draw(st.integers(2, 8)))
     ]
 
     def each(values: st.SearchStrategy[Any]) -> Any:
@@ -305,7 +305,7 @@ class World:
                 assert name not in calls
 
 
-CAPACITIES = st.sampled_from([0, 1, 2, 1024])
+CAPACITIES = st.sampled_from([1024, 2, 1, 0])
 
 
 @settings(max_examples=250, deadline=None)
@@ -329,7 +329,7 @@ def test_every_call_ends_as_it_must(world: tuple[int, list[Epoch]], capacity: in
 
 
 @settings(max_examples=250, deadline=None)
-@given(worlds(), CAPACITIES, st.integers(1, 60), st.integers(0, 2**32))
+@given(worlds(), CAPACITIES, st.integers(1, 20), st.integers(0, 2**32))
 def test_every_call_ends_once_when_some_come_too_late(
     world: tuple[int, list[Epoch]], capacity: int, stall_timeout: float, seed: int
 ) -> None:

@@ -1,0 +1,123 @@
+"""How a lane reaches its coordinator: alone in its world, on the coordinator's own rank, or on another."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd.channel import MemberSockets
+from spark_hvd.coordination import Coordination
+from spark_hvd.lane import Lane
+
+if TYPE_CHECKING:
+    from spark_hvd.engine import Engine
+
+
+class Alone:
+    """The link of a lane without other members: every call decides and runs at once, in the caller's thread."""
+
+    def __init__(self) -> None:
+        self.coordination: Coordination
+        self._lock = threading.RLock()
+
+    def notify(self, lane: Lane) -> None:
+        """See base class."""
+        self.post(lane)
+
+    def post(self, lane: Lane) -> None:
+        """See base class."""
+        with self._lock:
+            self.coordination.read_own()
+            lane.resume()
+
+    def join(self, lane: Lane, counts: bool) -> None:
+        """See base class."""
+        with self._lock:
+            self.coordination.tell(self.coordination.joined(0, counts))
+
+    def failed(self, lane: Lane, text: str) -> None:
+        """Nobody waits for this rank."""
+
+    def doomed(self, lane: Lane) -> None:
+        """Nothing is ever under way."""
+
+
+class Here:
+    """The link of the coordinator's own lane."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.coordination: Coordination
+        self._engine = engine
+
+    def notify(self, lane: Lane) -> None:
+        """See base class."""
+        self._engine.gather()
+
+    def post(self, lane: Lane) -> None:
+        """See base class."""
+        self._engine.call(self.coordination.read_own)
+
+    def join(self, lane: Lane, counts: bool) -> None:
+        """See base class."""
+        self._engine.call(lambda: self.coordination.tell(self.coordination.joined(0, counts)))
+
+    def failed(self, lane: Lane, text: str) -> None:
+        """See base class."""
+        text = f"rank {lane.ranks[0]} could not do its part: {text}"
+        self._engine.call(lambda: self.coordination.tell(self.coordination.gone(0, text, left=False)))
+
+    def doomed(self, lane: Lane) -> None:
+        """See base class."""
+        self._engine.abandon_later(lane)
+
+
+class Member:
+    """The link of a lane whose coordinator is another rank."""
+
+    def __init__(self, engine: Engine, sockets: MemberSockets, place: int) -> None:
+        self.lane: Lane
+        self.sockets = sockets
+        self.place = place
+        self._engine = engine
+        self._sending = threading.Lock()
+
+    def send(self, kind: str, *fields: Any) -> None:
+        """Tell the coordinator; from any thread."""
+        with self._sending:
+            if not self.sockets.requests.closed:
+                self.sockets.send(json.dumps([self.place, kind, *fields], separators=(",", ":")).encode())
+
+    def notify(self, lane: Lane) -> None:
+        """See base class."""
+        self._engine.gather()
+
+    def post(self, lane: Lane) -> None:
+        """See base class."""
+        ids, fresh = lane.take()
+        if ids or fresh:
+            self.send("ready", f"{ids:x}", fresh)
+
+    def join(self, lane: Lane, counts: bool) -> None:
+        """See base class."""
+        self.send("join", counts)
+
+    def failed(self, lane: Lane, text: str) -> None:
+        """See base class."""
+        self.send("failed", text)
+
+    def doomed(self, lane: Lane) -> None:
+        """See base class."""
+        self._engine.abandon_later(lane)
+
+    def read(self) -> None:
+        """Take in the decisions that have come."""
+        while (decisions := self.sockets.receive()) is not None:
+            self.lane.apply(decisions)
+            self._engine.decided(self, decisions)
+
+    def read_losses(self) -> None:
+        """Take in that the connection has ended."""
+        if self.sockets.lost():
+            self.read()  # what was sent before it did
+            self.lane.vanished()
