@@ -17,6 +17,8 @@ class Config:
     """Bytes up to which collectives that are ready at the same time travel together; 0: never."""
     cache_capacity: int = 1024
     """Names that get a number, so that negotiating them again costs a bit; 0: none."""
+    shared_memory: bool = True
+    """Whether ranks on one host may reduce large tensors in shared memory; it takes the consent of all."""
     stall_warning: float | None = 60.0
     """Seconds after which rank 0 logs which ranks a collective waits for; None: never."""
     stall_timeout: float | None = None

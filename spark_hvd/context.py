@@ -24,7 +24,9 @@ from spark_hvd.lane import Lane
 from spark_hvd.launch_env import read_config, read_launch_env
 from spark_hvd.layout import RankInfo, WorldLayout
 from spark_hvd.local import LocalCommunicator
+from spark_hvd.members import Members
 from spark_hvd.rendezvous import adopted_world, everyones, launched_world, meeting
+from spark_hvd.staging import Staging
 from spark_hvd.torch_private import gloo_group
 from spark_hvd.world import World
 
@@ -289,20 +291,29 @@ def _settle(
     size = world.me.size
     groups: list[dist.ProcessGroup] = []
     try:
-        communicator: Communicator = LocalCommunicator()
-        named: Communicator = communicator
+        communicator: Communicator = LocalCommunicator() if size == 1 else TorchCommunicator()
         if size > 1:
-            communicator = TorchCommunicator()
             groups.append(dist.new_group(timeout=timedelta(seconds=timeout)))
-            named = TorchCommunicator(groups[0])
-        hosts = [info.host for info in layout.ranks]
-        lane = engine.open_lane(range(size), world.me.rank, named, hosts, PrefixStore("lane/0", kv))
+        lane = engine.open_lane(
+            _members(range(size), layout, world.me.rank, groups[0] if groups else None, config),
+            PrefixStore("lane/0", kv),
+        )
     except BaseException:
         engine.close("init() failed")
         raise
     _current = Context(world, layout, communicator, kv, owns_default_group, timeout, engine, lane, groups)
     if config.timeline is not None:
         start_timeline(config.timeline, config.timeline_mark_cycles)
+
+
+def _members(
+    ranks: Sequence[int], layout: WorldLayout, me: int, group: dist.ProcessGroup | None, config: Config
+) -> Members:
+    hosts = [layout.ranks[rank].host for rank in ranks]
+    place = list(ranks).index(me)
+    if group is None:
+        return Members(ranks, hosts, place, LocalCommunicator())
+    return Members(ranks, hosts, place, TorchCommunicator(group), Staging.open(group, hosts, config.shared_memory))
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -342,11 +353,9 @@ def register(process_set: ProcessSet, ranks: Sequence[int]) -> None:
     number = next(here.numbers)
     me = here.world.me.rank
     if me in ranks:
-        communicator = LocalCommunicator() if len(ranks) == 1 else TorchCommunicator(here.new_group(ranks))
-        hosts = [here.layout.ranks[rank].host for rank in ranks]
-        here.lanes[number] = here.engine.open_lane(
-            ranks, list(ranks).index(me), communicator, hosts, PrefixStore(f"lane/{number}", here.kv)
-        )
+        group = here.new_group(ranks) if len(ranks) > 1 else None
+        members = _members(ranks, here.layout, me, group, here.engine.config)
+        here.lanes[number] = here.engine.open_lane(members, PrefixStore(f"lane/{number}", here.kv))
     here.process_sets[number] = process_set
     process_set.registered_as(number)
 

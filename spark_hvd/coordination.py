@@ -29,16 +29,14 @@ class Coordination:
 
     Args:
         lane: The coordinator's own.
-        hosts: Of each member, for texts.
         config: Rank 0's.
         sockets: None where there are no other members.
     """
 
-    def __init__(self, lane: Lane, hosts: Sequence[str], config: Config, sockets: CoordinatorSockets | None) -> None:
+    def __init__(self, lane: Lane, config: Config, sockets: CoordinatorSockets | None) -> None:
         self.lane = lane
         self.sockets = sockets
         self.on_message: Callable[[int, str, Sequence[Any]], None] = lambda place, kind, fields: None
-        self._hosts = hosts
         self._coordinator = Coordinator(lane.ranks, config.cache_capacity, config.stall_timeout)
         self._stall_warning = config.stall_warning
         self._absent = set(range(1, len(lane.ranks)))
@@ -182,7 +180,7 @@ class Coordination:
         self.tell([Tune(config.fusion_threshold)])
 
     def _who(self, place: int) -> str:
-        return f"{ranks_text([self.lane.ranks[place]])} (on {self._hosts[place]})"
+        return f"{ranks_text([self.lane.ranks[place]])} (on {self.lane.members.hosts[place]})"
 
 
 def _coalesced(decisions: Sequence[Decision]) -> list[Decision]:

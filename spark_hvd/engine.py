@@ -22,7 +22,6 @@ import zmq
 
 from spark_hvd.channel import CoordinatorSockets, Keys, MemberSockets
 from spark_hvd.collector import Collector
-from spark_hvd.communicator import Communicator
 from spark_hvd.config import Config
 from spark_hvd.coordination import Coordination
 from spark_hvd.decisions import Decision, Pong, Trace
@@ -30,6 +29,7 @@ from spark_hvd.doorman import Doorman
 from spark_hvd.kv import Store
 from spark_hvd.lane import Lane
 from spark_hvd.links import Alone, Here, Member
+from spark_hvd.members import Members
 from spark_hvd.tracing import Tracing
 
 _log = logging.getLogger("spark_hvd")
@@ -68,48 +68,34 @@ class Engine:
 
     # ---- lanes ----------------------------------------------------------------------------------------------------
 
-    def open_lane(
-        self, ranks: Sequence[int], place: int, communicator: Communicator, hosts: Sequence[str], kv: Store
-    ) -> Lane:
+    def open_lane(self, members: Members, kv: Store) -> Lane:
         """Open a process set's lane; every member must.
 
         Args:
-            ranks: The members, ascending.
-            place: Mine among them.
-            communicator: Over the members.
-            hosts: Of each member.
+            members: Of the process set.
             kv: Keys that only this lane uses.
 
         Raises:
             CollectiveError: The coordinator cannot be reached.
         """
-        if len(ranks) == 1:
-            return self._open_alone(ranks, communicator, hosts)
+        if len(members.ranks) == 1:
+            alone = Alone()
+            lane = Lane(members, alone, self.tracing, self.config.fusion_threshold)
+            alone.coordination = Coordination(lane, self.config, None)
+            return lane
         self._start()
-        return (
-            self._open_coordinator(ranks, communicator, hosts, kv)
-            if place == 0
-            else self._open_member(ranks, place, communicator, kv)
-        )
+        return self._open_coordinator(members, kv) if members.place == 0 else self._open_member(members, kv)
 
-    def _open_alone(self, ranks: Sequence[int], communicator: Communicator, hosts: Sequence[str]) -> Lane:
-        link = Alone()
-        lane = Lane(ranks, communicator, link, self.tracing, self.config.fusion_threshold)
-        link.coordination = Coordination(lane, hosts, self.config, None)
-        return lane
-
-    def _open_coordinator(
-        self, ranks: Sequence[int], communicator: Communicator, hosts: Sequence[str], kv: Store
-    ) -> Lane:
+    def _open_coordinator(self, members: Members, kv: Store) -> Lane:
         secret = self._secret or secrets.token_bytes(32)
         keys = Keys.of(secret)
         link = Here(self)
-        lane = Lane(ranks, communicator, link, self.tracing, self.config.fusion_threshold)
+        lane = Lane(members, link, self.tracing, self.config.fusion_threshold)
 
         def listen() -> list[str]:
             self._doorman.welcome(keys.member_public)
             sockets = CoordinatorSockets(self._context, self._address(), keys)
-            link.coordination = Coordination(lane, hosts, self.config, sockets)
+            link.coordination = Coordination(lane, self.config, sockets)
             link.coordination.on_message = self._heard
             self._coordinations.append(link.coordination)
             self._attend(sockets.requests, link.coordination.read_requests)
@@ -126,12 +112,12 @@ class Engine:
         kv.set("coordinator", json.dumps(facts))
         return lane
 
-    def _open_member(self, ranks: Sequence[int], place: int, communicator: Communicator, kv: Store) -> Lane:
+    def _open_member(self, members: Members, kv: Store) -> Lane:
         facts = json.loads(kv.get("coordinator"))
         keys = Keys.of(self._secret or bytes.fromhex(facts["secret"]))
-        sockets = MemberSockets(self._context, facts["endpoints"], place, keys, _CONNECT_SECONDS)
-        member = Member(self, sockets, place)
-        member.lane = Lane(ranks, communicator, member, self.tracing, facts["fusion_threshold"])
+        sockets = MemberSockets(self._context, facts["endpoints"], members.place, keys, _CONNECT_SECONDS)
+        member = Member(self, sockets, members.place)
+        member.lane = Lane(members, member, self.tracing, facts["fusion_threshold"])
 
         def attend() -> None:
             self._members.append(member)

@@ -1,8 +1,8 @@
 """Runs one batch of entries on a rank: packs tensors, starts the collectives, and gives the results to their owners.
 
 Every collective is started without waiting for it. What is left to do when it has ended, scaling and unpacking, is done
-by whoever waits for the result first, which spares a switch of threads. Adasum is the exception: it takes several
-rounds, so the engine takes it from round to round.
+by whoever waits for the result first, which spares a switch of threads. Adasum and all-reduces through shared memory
+are the exception: they take several rounds, so the engine takes them from round to round.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import torch
 
 from spark_hvd.adasum import adasum
 from spark_hvd.communicator import Communicator, Handle, ReduceOp
-from spark_hvd.dtypes import identity_element, is_integer
-from spark_hvd.fusion import flatten, unflatten_into
+from spark_hvd.dtypes import divide, identity_element, is_integer
+from spark_hvd.errors import CollectiveError
+from spark_hvd.fusion import flatten, flatten_into, unflatten_into
 from spark_hvd.handles import Together
+from spark_hvd.members import Members
 from spark_hvd.request import Entry, Request, dtype_of, op_of
+from spark_hvd.staging import Staging
 
 Steps = Generator[Handle[Any], None, None]
 
@@ -71,6 +74,10 @@ class Execution:
         with torch.no_grad():
             self.waiting_for = next(self._steps, None)
 
+    def fail(self, error: CollectiveError) -> None:
+        """A step has failed, and there are no more."""
+        self._error = error
+
     def finish(self) -> None:
         """Wait for the last handle and do what is left; may be called from several threads, and does it once.
 
@@ -91,34 +98,34 @@ class Execution:
                 self.finished = True
 
 
-def rounds(batch: Sequence[Entry]) -> bool:
+def rounds(batch: Sequence[Entry], staging: Staging | None) -> bool:
     """Whether a batch takes several rounds, between which no other may run."""
-    return batch[0].request.op == ReduceOp.ADASUM.name
+    return batch[0].request.op == ReduceOp.ADASUM.name or (staging is not None and staging.serves(batch))
 
 
-def run(
-    batch: Sequence[Entry], works: Sequence[Work | None], communicator: Communicator, ranks: Sequence[int]
-) -> Steps:
+def run(batch: Sequence[Entry], works: Sequence[Work | None], members: Members) -> Steps:
     """The steps of a batch.
 
     Args:
         batch: Entries of one kind; several only if they may be fused.
         works: This rank's part of each; None where it has joined.
-        communicator: The process set's.
-        ranks: The members of the process set.
+        members: Of the process set.
     """
+    communicator, staging = members.communicator, members.staging
     first = batch[0].request
     parts = [
         _stand_ins(entry.request, communicator) if work is None else work
         for entry, work in zip(batch, works, strict=True)
     ]
-    if rounds(batch):
+    if first.op == ReduceOp.ADASUM.name:
         return _adasum(first, parts, communicator)
+    if staging is not None and staging.serves(batch):
+        return _staged_allreduce(batch[0], parts, communicator, staging)
     if first.kind == "allreduce":
         return _allreduce(batch[0], parts, communicator)
     if first.kind == "broadcast":
         assert first.root is not None
-        return _broadcast(parts, communicator, ranks.index(first.root))
+        return _broadcast(parts, communicator, members.ranks.index(first.root))
     (work,) = parts
     if first.kind == "allgather":
         return _allgather(batch[0], work, communicator)
@@ -150,6 +157,36 @@ def _allreduce(entry: Entry, parts: Sequence[Work], communicator: Communicator) 
         scale_([wire], after)
     for wire, targets in unpacks:
         unflatten_into(wire, targets)
+
+
+def _staged_allreduce(entry: Entry, parts: Sequence[Work], communicator: Communicator, staging: Staging) -> Steps:
+    op, after, _ = _wire(entry, communicator.size)
+    ((sources, targets),) = _by_dtype(parts)
+    dtype, numel = sources[0].dtype, sum(source.numel() for source in sources)
+    in_one_go = numel <= staging.room(dtype)
+    # What does not fit goes piece by piece, out of one flat tensor and back into it.
+    one = len(sources) == 1 and targets[0].is_contiguous()
+    flat = None if in_one_go else (_moved(sources[0], targets[0]).view(-1) if one else flatten(sources))
+    for low in range(0, numel, staging.room(dtype)):
+        high = min(low + staging.room(dtype), numel)
+        buffer = staging.mine(dtype, high - low)
+        if flat is None:
+            flatten_into(buffer, sources)
+        else:
+            buffer.copy_(flat[low:high])
+        scale_([buffer], entry.request.prescale)
+        yield communicator.barrier()
+        staging.sum_share(dtype, high - low)
+        yield communicator.barrier()
+        if op is ReduceOp.AVERAGE:
+            divide(buffer, communicator.size)
+        scale_([buffer], after)
+        if flat is None:
+            unflatten_into(buffer, targets)
+        else:
+            flat[low:high] = buffer
+    if flat is not None and not one:
+        unflatten_into(flat, targets)
 
 
 def _adasum(request: Request, parts: Sequence[Work], communicator: Communicator) -> Steps:

@@ -43,6 +43,15 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @torch.no_grad()
+def flatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy the elements of tensors into a flat tensor of as many elements."""
+    if len(tensors) == 1:
+        flat.view(tensors[0].shape).copy_(tensors[0])
+    else:
+        torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors], out=flat)
+
+
+@torch.no_grad()
 def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Copy the elements of a flat tensor back into the tensors it was made of."""
     sizes = [tensor.numel() for tensor in tensors]

@@ -13,12 +13,12 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from spark_hvd.communicator import Communicator
 from spark_hvd.coordinator import bits
 from spark_hvd.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown, Tune
 from spark_hvd.errors import CollectiveError, DuplicateNameError, MismatchError, StalledError
 from spark_hvd.execution import Execution, Work
 from spark_hvd.fusion import plan_batches
+from spark_hvd.members import Members
 from spark_hvd.named_handle import NamedHandle
 from spark_hvd.request import AUTO, Entry, Request, op_of
 from spark_hvd.runs import Runs
@@ -77,18 +77,16 @@ class Lane:
     """See the module's description.
 
     Args:
-        ranks: The members of the process set, by rank in the world, ascending.
-        communicator: Over the members, on process groups that nobody else uses.
+        members: Of the process set.
         link: To the coordinator.
         tracing: The process' timeline.
         fusion_threshold: Bytes up to which collectives travel together.
     """
 
-    def __init__(
-        self, ranks: Sequence[int], communicator: Communicator, link: Link, tracing: Tracing, fusion_threshold: int
-    ) -> None:
-        self.ranks = ranks
-        self.communicator = communicator
+    def __init__(self, members: Members, link: Link, tracing: Tracing, fusion_threshold: int) -> None:
+        self.members = members
+        self.ranks = members.ranks
+        self.communicator = members.communicator
         self.fusion_threshold = fusion_threshold
         self._link = link
         self.tracing = tracing
@@ -104,7 +102,7 @@ class Lane:
         # The engine's thread only.
         self._entries: list[Entry] = []
         self._plans: dict[int, list[list[Entry]]] = {}
-        self._runs = Runs(communicator, ranks, tracing, self._release, self._cannot_run)
+        self._runs = Runs(members, tracing, self._release, self._cannot_run)
 
     # ---- the user's threads ---------------------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from spark_hvd.communicator import Communicator
 from spark_hvd.errors import CollectiveError
 from spark_hvd.execution import Execution, Steps, rounds, run
+from spark_hvd.members import Members
 from spark_hvd.named_handle import Moment, NamedHandle
 from spark_hvd.request import Entry
 from spark_hvd.tracing import Tracing
@@ -39,8 +39,7 @@ class Runs:
     """See the module's description.
 
     Args:
-        communicator: The process set's.
-        ranks: Its members.
+        members: Of the process set.
         tracing: The process' timeline.
         release: Told of handles whose collective has ended, before they are completed; from any thread.
         cannot_run: Told why this rank cannot start what all the others start.
@@ -48,14 +47,12 @@ class Runs:
 
     def __init__(
         self,
-        communicator: Communicator,
-        ranks: Sequence[int],
+        members: Members,
         tracing: Tracing,
         release: Callable[[Sequence[NamedHandle[Any]]], None],
         cannot_run: Callable[[str], None],
     ) -> None:
-        self._communicator = communicator
-        self._ranks = ranks
+        self._members = members
         self._tracing = tracing
         self._release = release
         self._cannot_run = cannot_run
@@ -84,6 +81,9 @@ class Runs:
         self._active = None
         try:
             active.execution.resume()
+        except CollectiveError as error:  # a peer's fault, not this rank's: whoever waits learns whose
+            active.execution.fail(error)
+            self._ended(active)
         except Exception as error:
             self._fail(active.handles, error)
         else:
@@ -97,12 +97,12 @@ class Runs:
             works = [None if handle is None else handle.work for handle in mine]
             started_ns = time.monotonic_ns()
             try:
-                steps = run(batch, works, self._communicator, self._ranks)
+                steps = run(batch, works, self._members)
                 if batch[0].request.device == "cuda":
                     self._run_on_gpu(steps, handles, started_ns)
                     continue
                 started = _Started(Execution(steps), handles, started_ns)
-                if rounds(batch) or started.execution.waiting_for is None:
+                if rounds(batch, self._members.staging) or started.execution.waiting_for is None:
                     self._go_on(started)
                 else:
                     started.execution.waiting_for.when_done(partial(self._ended, started))
@@ -152,8 +152,9 @@ class Runs:
 
     def _fail(self, handles: list[NamedHandle[Any]], error: Exception) -> None:
         """This rank cannot do what the others are doing: they must not wait for it."""
-        self._cannot_run(f"{type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"
+        self._cannot_run(text)
         self._under_way.difference_update(handles)
         self._release(handles)
         for handle in handles:
-            handle.complete(error=error if isinstance(error, CollectiveError) else CollectiveError(str(error)))
+            handle.complete(error=error if isinstance(error, CollectiveError) else CollectiveError(text))

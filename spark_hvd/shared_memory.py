@@ -127,17 +127,26 @@ class SharedSum:
 
     def _sum(self) -> None:
         self._filled.wait()
-        rank, size = dist.get_rank(self._group), len(self._buffers)
-        numel = self._buffers[0].numel()
-        start, end = numel * rank // size, numel * (rank + 1) // size
-        with torch.no_grad():
-            for low in range(start, end, _CHUNK):
-                first, *others = [buffer[low : min(low + _CHUNK, end)] for buffer in self._buffers]
-                for other in others:
-                    first.add_(other)
-                for other in others:
-                    other.copy_(first)
+        sum_share(self._buffers, dist.get_rank(self._group))
         self._summed = _token(self._group)
+
+
+def sum_share(buffers: Sequence[torch.Tensor], place: int) -> None:
+    """Sum one rank's share of all ranks' buffers, in rank order, and write it into all of them.
+
+    Args:
+        buffers: Flat, of one dtype and length, in rank order.
+        place: Whose share.
+    """
+    numel, size = buffers[0].numel(), len(buffers)
+    start, end = numel * place // size, numel * (place + 1) // size
+    with torch.no_grad():
+        for low in range(start, end, _CHUNK):
+            first, *others = [buffer[low : min(low + _CHUNK, end)] for buffer in buffers]
+            for other in others:
+                first.add_(other)
+            for other in others:
+                other.copy_(first)
 
 
 def _token(group: dist.ProcessGroup) -> dist.Work:
