@@ -30,6 +30,7 @@ _HEARTBEAT_MS = 1000
 _SILENCE_MS = 3000
 """A peer that does not even answer ZeroMQ's heartbeats for this long counts as gone."""
 _LINGER_MS = 1000
+_NEVER_MS = 1 << 30
 _EVERYONE = b"a"
 
 
@@ -161,7 +162,8 @@ def _prepare(each: zmq.Socket[bytes], host: str) -> None:
     each.ipv6 = host.count(":") > 2
     each.sndhwm = each.rcvhwm = 0  # never drop, never block: what is outstanding is bounded by the names in flight
     each.heartbeat_ivl, each.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
-    each.reconnect_ivl = -1  # a connection that ended is a rank that is gone
+    # A connection that ended is a rank that is gone. Not -1: that would drop what had come and was not read yet.
+    each.reconnect_ivl = _NEVER_MS
 
 
 def _received(each: zmq.Socket[bytes]) -> bytes | None:

@@ -144,6 +144,7 @@ class Coordination:
         for place, until in list(self._vanished.items()):
             if now >= until:
                 del self._vanished[place]
+                self.on_message(place, "traced", ())
                 text = (
                     f"{self._who(place)} has ended without a word, or cannot be reached any more. Its own output and "
                     "exit code say why."

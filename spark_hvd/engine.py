@@ -62,6 +62,7 @@ class Engine:
         self._to_gather = False
         self._gathered_at: float | None = None
         self._collector: Collector | None = None
+        self._traced_for: Member | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
         self._awake = threading.Lock()
@@ -229,6 +230,8 @@ class Engine:
         """Leave all lanes and end the thread; what is not done fails with this text."""
         with contextlib.suppress(OSError):
             self.stop_timeline()
+        if self._traced_for is not None:
+            self.ask(self._send_last_events)
         if self._thread is None:
             return
         for coordination in list(self._coordinations):
@@ -337,6 +340,12 @@ class Engine:
                 times += [] if due is None else [due]
         return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
 
+    def _send_last_events(self) -> None:
+        member, self._traced_for = self._traced_for, None
+        self.tracing.stop()
+        if member is not None:
+            member.send("traced")
+
     def abandon_later(self, lane: Lane) -> None:
         """A rank of this lane has vanished: what is under way has a moment left to succeed."""
         self._abandon.append((time.monotonic() + _GRACE_SECONDS, lane))
@@ -377,9 +386,9 @@ class Engine:
                 if decision.on:
                     self.tracing.start(partial(member.send, "trace"), decision.mark_cycles, on_rank0=False)
                     member.send("ping", time.monotonic_ns())
+                    self._traced_for = member
                 else:
-                    self.tracing.stop()
-                    member.send("traced")
+                    self._send_last_events()
             elif (
                 isinstance(decision, Pong)
                 and decision.place == member.place

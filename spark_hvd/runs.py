@@ -25,11 +25,12 @@ from spark_hvd.tracing import Tracing
 class _Started:
     """A batch that has been started, and the handles of this rank in it."""
 
-    __slots__ = ("execution", "handles", "packed_ns", "round_over", "started_ns")
+    __slots__ = ("execution", "handles", "packed_ns", "queued_ns", "round_over", "started_ns")
 
-    def __init__(self, execution: Execution, handles: list[NamedHandle[Any]], started_ns: int) -> None:
+    def __init__(self, execution: Execution, handles: list[NamedHandle[Any]], queued_ns: int, started_ns: int) -> None:
         self.execution = execution
         self.handles = handles
+        self.queued_ns = queued_ns
         self.started_ns = started_ns
         self.packed_ns = time.monotonic_ns()
         self.round_over = False
@@ -56,17 +57,18 @@ class Runs:
         self._tracing = tracing
         self._release = release
         self._cannot_run = cannot_run
-        self._queue: deque[tuple[list[Entry], list[NamedHandle[Any] | None]]] = deque()
+        self._queue: deque[tuple[list[Entry], list[NamedHandle[Any] | None], int]] = deque()
         self._active: _Started | None = None
         self._under_way: set[NamedHandle[Any]] = set()
         self._streams: dict[int, torch.cuda.Stream] = {}
 
     def start(self, batches: Sequence[list[Entry]], handles: Mapping[str, NamedHandle[Any]]) -> None:
         """Run batches after all that came before; where there is no handle for an entry, this rank stands in."""
+        now = time.monotonic_ns()
         for batch in batches:
             mine = [handles.get(entry.name) for entry in batch]
             self._under_way.update(handle for handle in mine if handle is not None)
-            self._queue.append((batch, mine))
+            self._queue.append((batch, mine, now))
         self._pump()
 
     def has(self, handle: NamedHandle[Any]) -> bool:
@@ -92,16 +94,16 @@ class Runs:
 
     def _pump(self) -> None:
         while self._queue and self._active is None:
-            batch, mine = self._queue.popleft()
+            batch, mine, queued_ns = self._queue.popleft()
             handles = [handle for handle in mine if handle is not None]
             works = [None if handle is None else handle.work for handle in mine]
             started_ns = time.monotonic_ns()
             try:
                 steps = run(batch, works, self._members)
                 if batch[0].request.device == "cuda":
-                    self._run_on_gpu(steps, handles, started_ns)
+                    self._run_on_gpu(steps, handles, queued_ns)
                     continue
-                started = _Started(Execution(steps), handles, started_ns)
+                started = _Started(Execution(steps), handles, queued_ns, started_ns)
                 if rounds(batch, self._members.staging) or started.execution.waiting_for is None:
                     self._go_on(started)
                 else:
@@ -123,7 +125,8 @@ class Runs:
         started.round_over = True
         self._tracing.wake()
 
-    def _run_on_gpu(self, steps: Steps, handles: list[NamedHandle[Any]], started_ns: int) -> None:
+    def _run_on_gpu(self, steps: Steps, handles: list[NamedHandle[Any]], queued_ns: int) -> None:
+        started_ns = time.monotonic_ns()
         device = torch.cuda.current_device()
         if handles and handles[0].work.tensors:
             device = handles[0].work.tensors[0].get_device()
@@ -136,7 +139,7 @@ class Runs:
                     assert handle.ready is not None
                     handle.ready.wait([*handle.work.tensors])
                 execution = Execution(steps)
-                packed = _Started(execution, handles, started_ns)
+                packed = _Started(execution, handles, queued_ns, started_ns)
                 execution.finish()  # orders the stream; the host does not wait
                 moment = Moment.now()
         self._ended(packed, moment)
@@ -144,7 +147,7 @@ class Runs:
     def _ended(self, started: _Started, moment: Moment | None = None) -> None:
         """The collectives have ended, well or not: whoever waits for the result learns which. In any thread."""
         if self._tracing.recorder is not None:
-            self._tracing.ran(started.handles, started.started_ns, started.packed_ns)
+            self._tracing.ran(started.handles, started.queued_ns, started.started_ns, started.packed_ns)
         self._under_way.difference_update(started.handles)
         self._release(started.handles)
         for handle in started.handles:

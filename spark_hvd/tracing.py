@@ -11,6 +11,7 @@ from spark_hvd.trace import (
     CYCLE_START,
     MEMCPY_IN_FUSION_BUFFER,
     MEMCPY_OUT_FUSION_BUFFER,
+    QUEUE,
     RANK_READY,
     Event,
     Recorder,
@@ -56,17 +57,18 @@ class Tracing:
             for name in names:
                 recorder.instant(_row(name), RANK_READY, now, rank=rank)
 
-    def ran(self, handles: Sequence[NamedHandle[Any]], started_ns: int, packed_ns: int) -> None:
-        """A batch has ended now."""
+    def ran(self, handles: Sequence[NamedHandle[Any]], queued_ns: int, started_ns: int, packed_ns: int) -> None:
+        """A batch was decided on, started, packed, and has ended now."""
         recorder, now = self.recorder, time.monotonic_ns()
         if recorder is None:
             return
         for handle in handles:
             kind, row = handle.request.kind, _row(handle.name)
-            recorder.span(row, negotiate_phase(kind), self._called.pop(handle.name, started_ns), started_ns)
+            recorder.span(row, negotiate_phase(kind), self._called.pop(handle.name, queued_ns), queued_ns)
             dtype = ",".join(dict.fromkeys(handle.request.dtypes))
             facts = {"dtype": dtype, "shapes": handle.request.shapes, "fused": len(handles)}
-            recorder.span(row, kind.upper(), started_ns, now, **facts)
+            recorder.span(row, kind.upper(), queued_ns, now, **facts)
+            recorder.span(row, QUEUE, queued_ns, started_ns)
             if len(handles) > 1 or len(handle.request.shapes) > 1:
                 recorder.span(row, MEMCPY_IN_FUSION_BUFFER, started_ns, packed_ns)
             if handle.request.shapes:
