@@ -19,6 +19,7 @@ from spark_hvd.config import Config
 from spark_hvd.distributed import TorchCommunicator
 from spark_hvd.engine import Engine
 from spark_hvd.errors import NotInitializedError
+from spark_hvd.groups import Groups
 from spark_hvd.kv import HashStore, PrefixStore, Store
 from spark_hvd.lane import Lane
 from spark_hvd.launch_env import read_config, read_launch_env
@@ -27,7 +28,6 @@ from spark_hvd.local import LocalCommunicator
 from spark_hvd.members import Members
 from spark_hvd.rendezvous import adopted_world, everyones, launched_world, meeting
 from spark_hvd.staging import Staging
-from spark_hvd.torch_private import gloo_group
 from spark_hvd.world import World
 
 if TYPE_CHECKING:
@@ -48,13 +48,10 @@ class Context:
     """The ranks' key-value store, with a prefix of this world's own."""
     owns_default_group: bool
     """False if the user had initialised torch.distributed; it is then left alone."""
-    timeout: float
-    """Seconds until a collective gives up on its peers."""
     engine: Engine
     lane: Lane
     """The named lane of all ranks."""
-    groups: list[dist.ProcessGroup]
-    """Made for lanes, to be destroyed with the world."""
+    groups: Groups
     process_sets: dict[int, ProcessSet] = field(default_factory=dict)
     """Those registered, the global one aside, by number."""
     lanes: dict[int, Lane] = field(default_factory=dict)
@@ -62,30 +59,15 @@ class Context:
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """For process sets; none is used twice, as keys of the key-value store must not be."""
 
-    def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A process group of some ranks; each of them must call this."""
-        # With local synchronisation the other ranks of the world need not know.
-        part = len(ranks) < self.world.me.size
-        group: dist.ProcessGroup = dist.new_group(
-            list(ranks), timeout=timedelta(seconds=self.timeout), use_local_synchronization=part
-        )
-        self.groups.append(group)
-        return group
+    def new_group(self, process_set_id: int, gloo_threads: int | None = None) -> dist.ProcessGroup:
+        """A process group of the ranks of a process set; each of them must call this, in the same order.
 
-    def new_gloo_group(self, ranks: Sequence[int], threads: int) -> dist.ProcessGroup:
-        """As :meth:`new_group`, for tensors on the CPU only, with a number of threads."""
-        part = len(ranks) < self.world.me.size
-        group = gloo_group(ranks, threads, timedelta(seconds=self.timeout), part)
-        self.groups.append(group)
-        return group
-
-    def forget(self, lane: Lane) -> None:
-        """Destroy the process group of a lane that is closed."""
-        if isinstance(lane.communicator, TorchCommunicator):
-            group = lane.communicator.group
-            assert group is not None
-            self.groups.remove(group)
-            dist.destroy_process_group(group)
+        Args:
+            process_set_id: 0 for all ranks.
+            gloo_threads: None for the world's backends; else Gloo alone, with this number of threads.
+        """
+        lane = self.lanes[process_set_id] if process_set_id else self.lane
+        return self.groups.make(process_set_id, lane.ranks, gloo_threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,30 +271,27 @@ def _settle(
         config = replace(config, stall_timeout=timeout)
     engine = Engine(config, world.secret, lambda: own_address(world.endpoint))
     size = world.me.size
-    groups: list[dist.ProcessGroup] = []
+    groups = Groups(kv, timeout)
     try:
         communicator: Communicator = LocalCommunicator() if size == 1 else TorchCommunicator()
-        if size > 1:
-            groups.append(dist.new_group(timeout=timedelta(seconds=timeout)))
-        lane = engine.open_lane(
-            _members(range(size), layout, world.me.rank, groups[0] if groups else None, config),
-            PrefixStore("lane/0", kv),
-        )
+        members = _members(0, range(size), layout, world.me.rank, groups, config)
+        lane = engine.open_lane(members, PrefixStore("lane/0", kv))
     except BaseException:
         engine.close("init() failed")
         raise
-    _current = Context(world, layout, communicator, kv, owns_default_group, timeout, engine, lane, groups)
+    _current = Context(world, layout, communicator, kv, owns_default_group, engine, lane, groups)
     if config.timeline is not None:
         start_timeline(config.timeline, config.timeline_mark_cycles)
 
 
 def _members(
-    ranks: Sequence[int], layout: WorldLayout, me: int, group: dist.ProcessGroup | None, config: Config
+    process_set_id: int, ranks: Sequence[int], layout: WorldLayout, me: int, groups: Groups, config: Config
 ) -> Members:
     hosts = [layout.ranks[rank].host for rank in ranks]
     place = list(ranks).index(me)
-    if group is None:
+    if len(ranks) == 1:
         return Members(ranks, hosts, place, LocalCommunicator())
+    group = groups.make(process_set_id, ranks)
     return Members(ranks, hosts, place, TorchCommunicator(group), Staging.open(group, hosts, config.shared_memory))
 
 
@@ -353,8 +332,7 @@ def register(process_set: ProcessSet, ranks: Sequence[int]) -> None:
     number = next(here.numbers)
     me = here.world.me.rank
     if me in ranks:
-        group = here.new_group(ranks) if len(ranks) > 1 else None
-        members = _members(ranks, here.layout, me, group, here.engine.config)
+        members = _members(number, ranks, here.layout, me, here.groups, here.engine.config)
         here.lanes[number] = here.engine.open_lane(members, PrefixStore(f"lane/{number}", here.kv))
     here.process_sets[number] = process_set
     process_set.registered_as(number)
@@ -368,7 +346,7 @@ def unregister(process_set: ProcessSet) -> None:
     lane = here.lanes.pop(number, None)
     if lane is not None:
         here.engine.close_lane(lane, f"{process_set} was removed.")
-        here.forget(lane)
+        here.groups.destroy(number)
     del here.process_sets[number]
     process_set.registered_as(None)
 
@@ -393,8 +371,7 @@ def shutdown() -> None:
             if context.owns_default_group:
                 dist.destroy_process_group()
             else:
-                for group in context.groups:
-                    dist.destroy_process_group(group)
+                context.groups.destroy_all()
 
 
 atexit.register(shutdown)

@@ -85,7 +85,7 @@ class Coordination:
         if kind == "join":
             return self.joined(place, *fields)
         if kind == "left":
-            return self._coordinator.gone(place, self.farewell(place), left=True)
+            return self.left(place, *fields)
         if kind == "failed":
             text = f"rank {self.lane.ranks[place]} could not do its part: {fields[0]}"
             return self._coordinator.gone(place, text, left=False)
@@ -104,16 +104,17 @@ class Coordination:
         """A member has no more data."""
         return self._coordinator.joined(place, counts)
 
-    def farewell(self, place: int) -> str:
-        """What the others are told when a member leaves."""
-        return (
+    def left(self, place: int, done: int) -> list[Decision]:
+        """A member takes its leave, having done its part of so many batches."""
+        text = (
             f"{self._who(place)} has left the world (its program has ended, or it called hvd.shutdown()), so nothing "
             "that needs it can run any more."
         )
+        return self._coordinator.gone(place, text, left=True, done=done)
 
-    def gone(self, place: int, text: str, *, left: bool) -> list[Decision]:
-        """A member is no longer there."""
-        return self._coordinator.gone(place, text, left=left)
+    def failed(self, place: int, text: str) -> list[Decision]:
+        """A member is of no use any more."""
+        return self._coordinator.gone(place, text, left=False)
 
     def tell(self, decisions: Sequence[Decision]) -> None:
         """Tell all members, myself last."""

@@ -136,11 +136,11 @@ class Coordinator:
             decisions.append(Joined(self._ranks[place]))
         return decisions
 
-    def gone(self, place: int, text: str, *, left: bool) -> list[Decision]:
+    def gone(self, place: int, text: str, *, left: bool, done: int | None = None) -> list[Decision]:
         """A rank is no longer there; nothing runs any more that needs it, which is everything."""
         if self._gone is not None:
             return []
-        self._gone = Gone(self._ranks[place], text, left)
+        self._gone = Gone(self._ranks[place], text, left, done)
         return [self._gone]
 
     def overdue(self, now: float) -> list[Decision]:

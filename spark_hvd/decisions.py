@@ -52,7 +52,9 @@ class Gone(NamedTuple):
     rank: int
     text: str
     left: bool
-    """Whether it took its leave, and so has done its part in all that is under way."""
+    """Whether it took its leave."""
+    done: int | None = None
+    """If so: of how many batches it has done its part. What comes after those would wait for it in vain."""
 
 
 class Tune(NamedTuple):

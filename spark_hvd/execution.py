@@ -156,7 +156,7 @@ def _allreduce(entry: Entry, parts: Sequence[Work], communicator: Communicator) 
     for wire in (yield from _results(handles)):
         scale_([wire], after)
     for wire, targets in unpacks:
-        unflatten_into(wire, targets)
+        unflatten_into(wire.to(targets[0].dtype), targets)
 
 
 def _staged_allreduce(entry: Entry, parts: Sequence[Work], communicator: Communicator, staging: Staging) -> Steps:

@@ -93,9 +93,11 @@ class Lane:
         self._lock = threading.Lock()
         self._handles: dict[str, NamedHandle[Any]] = {}
         self._counters: dict[str, int] = {}
+        self._epoch = ""
         self._known: dict[str, _Known] = {}
         self._ids = 0
         self._fresh: list[tuple[str, Request]] = []
+        self._joins = 0
         self._joining: NamedHandle[int] | None = None
         self._broken: str | None = None
         self._verdict = threading.Event()
@@ -126,7 +128,7 @@ class Lane:
             self._require_whole()
             if name is None:
                 number = self._counters[request.kind] = self._counters.get(request.kind, 0) + 1
-                name = f"{request.kind}{AUTO}{number}"
+                name = f"{request.kind}{AUTO}{number}{self._epoch}"
             known = self._known.get(name)
             known_as = known.bit if known is not None and known.request == request else 0
             handle = NamedHandle(self, name, request, work, result)
@@ -334,6 +336,10 @@ class Lane:
     def _joined(self, last: int) -> None:
         with self._lock:
             joining, self._joining = self._joining, None
+            # Ranks have come to different numbers by now, and all of them read this between the same two decisions.
+            self._counters.clear()
+            self._joins += 1
+            self._epoch = f".{self._joins}"
         if joining is not None:
             joining.work.received = [last]
             joining.complete()

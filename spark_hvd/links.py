@@ -65,7 +65,7 @@ class Here:
     def failed(self, lane: Lane, text: str) -> None:
         """See base class."""
         text = f"rank {lane.ranks[0]} could not do its part: {text}"
-        self._engine.call(lambda: self.coordination.tell(self.coordination.gone(0, text, left=False)))
+        self._engine.call(lambda: self.coordination.tell(self.coordination.failed(0, text)))
 
     def doomed(self, lane: Lane) -> None:
         """See base class."""
@@ -87,6 +87,11 @@ class Member:
         with self._sending:
             if not self.sockets.requests.closed:
                 self.sockets.send(json.dumps([self.place, kind, *fields], separators=(",", ":")).encode())
+
+    def close(self) -> None:
+        """Close the sockets, when no other thread is sending."""
+        with self._sending:
+            self.sockets.close()
 
     def notify(self, lane: Lane) -> None:
         """See base class."""

@@ -180,7 +180,8 @@ def DistributedOptimizer(
             scales = (1.0 / gradient_predivide_factor, gradient_predivide_factor / size)
         else:
             scales = (1.0 / size if average else 1.0, 1.0)
-        group = context.new_group(ranks)
+        set_id = process_set.process_set_id or 0
+        group = context.new_group(set_id)
         in_memory = (
             shared_memory
             and hasattr(os, "memfd_create")
@@ -195,7 +196,7 @@ def DistributedOptimizer(
             group=group,
             device=device,
             reduction=Reduction(*scales, compression, sparse_as_dense),
-            host_group=context.new_group(ranks) if in_memory else None,
+            host_group=context.new_group(set_id) if in_memory else None,
             sparse_scale=1.0 / size if average else 1.0,
             passes=backward_passes_per_step,
             cap_bytes=int(cap_mb * MEGABYTE),
@@ -205,7 +206,7 @@ def DistributedOptimizer(
         )
         if config.autotune:
             on_gloo = all(param.device.type == "cpu" for param in params)
-            by_threads = [context.new_gloo_group(ranks, threads) for threads in GLOO_THREADS] if on_gloo else []
+            by_threads = [context.new_group(set_id, threads) for threads in GLOO_THREADS] if on_gloo else []
             cap = cap_mb, bucket_cap_mb is not None
             lane.tuner = StepTuner(lane, Groups(group, by_threads), device, context.engine, config, cap, in_memory)
     return _take_over(optimizer, lane)

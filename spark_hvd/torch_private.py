@@ -7,6 +7,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from spark_hvd.kv import Store
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -23,20 +26,33 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
-def gloo_group(ranks: Sequence[int], threads: int, timeout: timedelta, part: bool) -> dist.ProcessGroup:
-    """A Gloo process group with a number of threads, which torch has no public name for.
+def process_group(
+    name: str, ranks: Sequence[int], store: Store, timeout: timedelta, gloo_threads: int | None = None
+) -> dist.ProcessGroup:
+    """A process group that some ranks of the world make without the others.
+
+    ``dist.new_group(use_local_synchronization=True)`` is meant for that, but names the group after a count of groups
+    that ranks in different sets do not agree on, and then each waits at keys of its own.
 
     Args:
-        ranks: Its ranks.
-        threads: Collectives that run at the same time.
+        name: The same on all of them, and in use for no other group.
+        ranks: In the world; each of them must call this.
+        store: A key-value store that they all reach.
         timeout: Of its collectives.
-        part: Whether some ranks of the world are not in it, and do not call this.
+        gloo_threads: None for the backends of the default group; else Gloo alone, with this number of threads.
     """
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._threads = threads
-    options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_default_device()]
-    group: dist.ProcessGroup = dist.new_group(
-        list(ranks), timeout, "gloo", pg_options=options, use_local_synchronization=part
+    backend, _ = distributed_c10d._world.pg_map[distributed_c10d._get_default_group()]
+    options = None
+    if gloo_threads is not None:
+        backend, options = "gloo", dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._threads = gloo_threads
+        options._timeout = timeout
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    group: dist.ProcessGroup
+    group, _ = distributed_c10d._new_process_group_helper(
+        *(len(ranks), list(ranks).index(dist.get_rank()), list(ranks)),
+        *(distributed_c10d.Backend(backend), store, name, options),
+        timeout=timeout,
     )
+    distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group

@@ -1,0 +1,48 @@
+"""The process groups of process sets: made by their members alone, and destroyed with the set or the world."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from spark_hvd.kv import PrefixStore, Store
+from spark_hvd.torch_private import process_group
+
+
+class Groups:
+    """Those of one world.
+
+    Args:
+        kv: The world's key-value store.
+        timeout: Seconds until a collective gives up on its peers.
+    """
+
+    def __init__(self, kv: Store, timeout: float) -> None:
+        self._kv = PrefixStore("groups", kv)
+        self._timeout = timedelta(seconds=timeout)
+        self._made: dict[int, list[dist.ProcessGroup]] = {}
+
+    def make(self, process_set_id: int, ranks: Sequence[int], gloo_threads: int | None = None) -> dist.ProcessGroup:
+        """A process group of a process set; each of its ranks must call this, in the same order.
+
+        Args:
+            process_set_id: 0 for all ranks.
+            ranks: Its ranks in the world.
+            gloo_threads: None for the world's backends; else Gloo alone, with this number of threads.
+        """
+        made = self._made.setdefault(process_set_id, [])
+        name = f"spark_hvd.{process_set_id}.{len(made)}"
+        made.append(process_group(name, ranks, self._kv, self._timeout, gloo_threads))
+        return made[-1]
+
+    def destroy(self, process_set_id: int) -> None:
+        """Destroy those of a process set; its number is never used again."""
+        for group in self._made.pop(process_set_id, []):
+            dist.destroy_process_group(group)
+
+    def destroy_all(self) -> None:
+        """Destroy all."""
+        for process_set_id in list(self._made):
+            self.destroy(process_set_id)
