@@ -38,6 +38,8 @@ _Groups = list[tuple[Request, list[int]]]
 
 def _grouped(requests: Mapping[int, Request]) -> _Groups:
     """One for each object: where many ranks share one, they need not be compared one by one."""
+    if len(set(map(id, requests.values()))) == 1:  # as nearly always
+        return [(next(iter(requests.values())), list(requests))]
     groups: dict[int, tuple[Request, list[int]]] = {}
     for rank, request in requests.items():
         groups.setdefault(id(request), (request, []))[1].append(rank)

@@ -69,7 +69,7 @@ class CoordinatorSockets:
         for each in (self.requests, self.decisions):
             each.curve_server = True
             each.curve_secretkey, each.curve_publickey = keys.server_secret, keys.server_public
-            _prepare(each, host)
+            _prepare(each, url(Endpoint(host, 0)))
             each.bind(url(Endpoint(host, 0)))
             each_endpoint = each.getsockopt(zmq.LAST_ENDPOINT)
             assert isinstance(each_endpoint, bytes)
@@ -115,7 +115,9 @@ class MemberSockets:
     ) -> None:
         self.requests = context.socket(zmq.PUSH)
         self.decisions = context.socket(zmq.SUB)
-        self.losses = self.decisions.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self.losses = self.decisions.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+        )
         for each in (self.requests, self.decisions):
             each.curve_serverkey = keys.server_public
             each.curve_secretkey, each.curve_publickey = keys.member_secret, keys.member_public
@@ -124,13 +126,13 @@ class MemberSockets:
         self.decisions.subscribe(b"m%d" % place)
         for each, endpoint in zip((self.requests, self.decisions), endpoints, strict=True):
             each.connect(endpoint)
-        if not self.losses.poll(int(timeout * 1000)):
-            self.close()
-            raise CollectiveError(
-                f"the coordinator of the named collectives cannot be reached at {endpoints[1]} within {timeout:.0f} s: "
-                "a firewall between the hosts may block the port, or the ranks were started with different secrets."
-            )
-        zmq.utils.monitor.recv_monitor_message(self.losses)
+        fault = f"cannot be reached within {timeout:.0f} s: a firewall between the hosts may block the port"
+        if self.losses.poll(int(timeout * 1000)):
+            if zmq.utils.monitor.recv_monitor_message(self.losses)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                return
+            fault = "turns this rank away: it has ended, or the ranks were started with different secrets"
+        self.close()
+        raise CollectiveError(f"the coordinator of the named collectives, at {endpoints[1]}, {fault}.")
 
     def send(self, message: bytes) -> None:
         """Tell the coordinator; one thread at a time. Lost if the coordinator is gone."""
@@ -158,8 +160,8 @@ class MemberSockets:
         self.requests.close(_LINGER_MS)
 
 
-def _prepare(each: zmq.Socket[bytes], host: str) -> None:
-    each.ipv6 = host.count(":") > 2
+def _prepare(each: zmq.Socket[bytes], address: str) -> None:
+    each.ipv6 = "[" in address
     each.sndhwm = each.rcvhwm = 0  # never drop, never block: what is outstanding is bounded by the names in flight
     each.heartbeat_ivl, each.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
     # A connection that ended is a rank that is gone. Not -1: that would drop what had come and was not read yet.

@@ -19,7 +19,7 @@ from spark_hvd.config import Config
 from spark_hvd.distributed import TorchCommunicator
 from spark_hvd.engine import Engine
 from spark_hvd.errors import NotInitializedError
-from spark_hvd.groups import Groups
+from spark_hvd.groups import Groups, let_end
 from spark_hvd.kv import HashStore, PrefixStore, Store
 from spark_hvd.lane import Lane
 from spark_hvd.launch_env import read_config, read_launch_env
@@ -346,6 +346,7 @@ def unregister(process_set: ProcessSet) -> None:
     lane = here.lanes.pop(number, None)
     if lane is not None:
         here.engine.close_lane(lane, f"{process_set} was removed.")
+        let_end([lane])
         here.groups.destroy(number)
     del here.process_sets[number]
     process_set.registered_as(None)
@@ -365,6 +366,7 @@ def shutdown() -> None:
         for process_set in context.process_sets.values():
             process_set.registered_as(None)
         context.engine.close("hvd.shutdown() was called on this rank.")
+        let_end([context.lane, *context.lanes.values()])
         context.communicator.close()
         # The user may have destroyed the default group himself, and all others with it.
         if dist.is_initialized():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,6 +41,8 @@ class Coordination:
         self._coordinator = Coordinator(lane.ranks, config.cache_capacity, config.stall_timeout)
         self._stall_warning = config.stall_warning
         self._absent = set(range(1, len(lane.ranks)))
+        self.complete = threading.Event()
+        """Set when all members have connected."""
         self._held_back: list[Decision] = []
         self._vanished: dict[int, float] = {}
         self._warned: set[tuple[str, float]] = set()
@@ -68,9 +71,11 @@ class Coordination:
                 self._absent.discard(place)
             else:
                 self._vanished.setdefault(place, time.monotonic() + _FAREWELL_SECONDS)
-        if not self._absent and self._held_back:
+        if not self._absent and not self.complete.is_set():
             held, self._held_back = self._held_back, []
-            self.sockets.send(held)
+            if held:
+                self.sockets.send(held)
+            self.complete.set()
 
     @property
     def waits(self) -> bool:
@@ -180,6 +185,14 @@ class Coordination:
         """Other values from here on."""
         self._stall_warning, self._coordinator.stall_timeout = config.stall_warning, config.stall_timeout
         self.tell([Tune(config.fusion_threshold)])
+
+    def absent_text(self, seconds: float) -> str:
+        """What to say of the members that have not connected."""
+        ranks = [self.lane.ranks[place] for place in sorted(self._absent)]
+        return (
+            f"{ranks_text(ranks)} did not connect to the coordinator of the named collectives, rank "
+            f"{self.lane.ranks[0]}, within {seconds:.0f} s. Their own errors say why."
+        )
 
     def _who(self, place: int) -> str:
         return f"{ranks_text([self.lane.ranks[place]])} (on {self.lane.members.hosts[place]})"

@@ -285,7 +285,6 @@ class Coordinator:
         """Every rank is ready: put an entry to run in `entries`, or fail it."""
         if name in self._ids:
             self._thawed &= ~(1 << self._ids[name])
-        self._failed.pop(name, None)
         places = sorted(pending.requests)
         requests = {self._ranks[place]: pending.requests[place] for place in places}
         absent = [place for place in range(len(self._ranks)) if place not in pending.requests]

@@ -26,6 +26,7 @@ from spark_hvd.config import Config
 from spark_hvd.coordination import Coordination
 from spark_hvd.decisions import Decision, Pong, Trace
 from spark_hvd.doorman import Doorman
+from spark_hvd.errors import CollectiveError
 from spark_hvd.kv import Store
 from spark_hvd.lane import Lane
 from spark_hvd.links import Alone, Here, Member
@@ -111,6 +112,11 @@ class Engine:
             "secret": None if self._secret else secret.hex(),
         }
         kv.set("coordinator", json.dumps(facts))
+        # Were it to leave before they have come, they would look for it until their time is up.
+        if not link.coordination.complete.wait(_CONNECT_SECONDS):
+            text = link.coordination.absent_text(_CONNECT_SECONDS)
+            self.close_lane(lane, text)
+            raise CollectiveError(text)
         return lane
 
     def _open_member(self, members: Members, kv: Store) -> Lane:
@@ -247,6 +253,7 @@ class Engine:
         self._thread = None
         self._doorman.questions.close()
         self._context.term()
+        self._awake.acquire(blocking=False)  # a late callback must not write to what has the pipe's number next
         for fd in self._wake_pipe:
             os.close(fd)
 
@@ -325,7 +332,7 @@ class Engine:
 
     def _give_up(self, text: str) -> None:
         for coordination in self._coordinations:
-            coordination.tell(coordination.gone(0, f"rank {coordination.lane.ranks[0]} failed: {text}", left=False))
+            coordination.tell(coordination.failed(0, f"rank {coordination.lane.ranks[0]} failed: {text}"))
         for member in self._members:
             member.send("failed", text)
             member.lane.gone(text)
@@ -357,16 +364,16 @@ class Engine:
         for coordination in self._coordinations:
             if coordination.lane is lane:
                 assert coordination.sockets is not None
-                coordination.tell(coordination.gone(0, coordination.farewell(0), left=True))
+                coordination.tell(coordination.left(0, lane.done))
                 for each in (coordination.sockets.requests, coordination.sockets.decisions):
                     self._desert(each)
                 coordination.sockets.close()
         for member in self._members:
             if member.lane is lane:
-                member.send("left")
+                member.send("left", lane.done)
                 for each in (member.sockets.decisions, member.sockets.losses):
                     self._desert(each)
-                member.sockets.close()
+                member.close()
         self._coordinations = [coordination for coordination in self._coordinations if coordination.lane is not lane]
         self._members = [member for member in self._members if member.lane is not lane]
 

@@ -84,7 +84,7 @@ def plan_batches(entries: Sequence[Entry], threshold: int) -> list[list[Entry]]:
         )
         size = bytes_of(request)
         members, filled = filling.setdefault(key, ([], 0))
-        if members and filled + size > threshold:
+        if members and (filled + size > threshold or not threshold):
             done.append(members)
             members, filled = [], 0
         members.append(entry)

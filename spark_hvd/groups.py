@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from spark_hvd.kv import PrefixStore, Store
 from spark_hvd.torch_private import process_group
+
+if TYPE_CHECKING:
+    from spark_hvd.lane import Lane
+
+_LAST_SECONDS = 1.0
+"""How long shutting down waits for what is still on the wire."""
 
 
 class Groups:
@@ -46,3 +55,24 @@ class Groups:
         """Destroy all."""
         for process_set_id in list(self._made):
             self.destroy(process_set_id)
+
+
+def let_end(lanes: Sequence[Lane]) -> None:
+    """Keep the process groups of closed lanes for as long as something is on their wire, without waiting for it.
+
+    Gloo cannot be interrupted: a process group that loses its last user waits for what is under way, also where it waits
+    for a rank that is gone, and so for the group's timeout. A moment is given to what may still end well, as the peers
+    may need it.
+    """
+    until = time.monotonic() + _LAST_SECONDS
+    while any(lane.unfinished for lane in lanes) and time.monotonic() < until:
+        time.sleep(0.01)
+    for lane in lanes:
+        if lane.unfinished:
+            # A daemon: when the process ends, it neither waits for this thread nor for the group that it holds.
+            threading.Thread(target=_hold, args=[lane], name="spark_hvd-farewell", daemon=True).start()
+
+
+def _hold(lane: Lane) -> None:
+    while lane.unfinished:
+        time.sleep(1.0)

@@ -268,8 +268,10 @@ class Lane:
                 self._plans.clear()
             elif isinstance(decision, Gone):
                 self.gone(decision.text)
-                if not decision.left:  # one that has left has done its part
+                if decision.done is None:
                     self._link.doomed(self)
+                else:
+                    self.abandon(decision.done)
 
     def resume(self) -> None:
         """A collective of several rounds may be able to go on."""
@@ -296,11 +298,21 @@ class Lane:
             )
             self._link.doomed(self)
 
-    def abandon(self) -> None:
-        """Give up also what has started: it waits for a rank that is gone."""
+    def abandon(self, done: int = 0) -> None:
+        """Give up also what has started, the first `done` batches aside: it waits for a rank that is gone."""
         assert self._broken is not None
-        for handle in list(self._handles.values()):
+        for handle in self._runs.abandon(done):
             self._end(handle, self._broken)
+
+    @property
+    def done(self) -> int:
+        """Of how many batches this rank has done its part, so that the others can end them without it."""
+        return self._runs.done
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether collectives are under way on the wire; from any thread."""
+        return self._runs.unfinished
 
     def _end(self, handle: NamedHandle[Any], text: str) -> None:
         handle.complete(error=CollectiveError(f"{handle.request.kind} {handle.name!r} failed: {text}"))
@@ -326,9 +338,10 @@ class Lane:
                 self._known[name] = _Known(handle, 1 << decision.id)
 
     def _fail(self, decision: Fail) -> None:
+        if decision.places is not None and self.members.place not in decision.places:
+            return
         for name in decision.names:
             handle = self._handles.get(name)
-            # A failure for want of ranks reaches those that were missing later, by a message for all.
             if handle is not None and not handle.done and not self._runs.has(handle):
                 self._release([handle])
                 handle.complete(error=_ERRORS[decision.error](decision.text))

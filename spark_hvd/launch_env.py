@@ -56,7 +56,7 @@ def read_launch_env(env: Mapping[str, str] | None = None) -> LaunchEnv | None:
 def read_config(env: Mapping[str, str] | None = None) -> Config:
     """The values of Horovod's variables that have a meaning here; those that are not set have our defaults.
 
-    HOROVOD_CYCLE_TIME has none: nothing happens in cycles.
+    HOROVOD_CYCLE_TIME has none: nothing happens in cycles. SPARK_HVD_SHARED_MEMORY is ours.
 
     Args:
         env: The environment, ``os.environ`` by default.
@@ -70,6 +70,8 @@ def read_config(env: Mapping[str, str] | None = None) -> Config:
         text = env.get(f"HOROVOD_{variable}", "")
         if text:
             values[name] = _setting(f"HOROVOD_{variable}", text, kind)
+    if (text := env.get("SPARK_HVD_SHARED_MEMORY", "")) != "":
+        values["shared_memory"] = _truth(text)
     if _truth(env.get("HOROVOD_STALL_CHECK_DISABLE", "")):
         values["stall_warning"] = None
     # 0 is Horovod's word for never, DYNAMIC for "when start_timeline() is called", which is always possible here.

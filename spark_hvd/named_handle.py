@@ -80,7 +80,7 @@ class NamedHandle(Generic[T]):
                 raise TimeoutError(
                     f"{self.request.kind} {self.name!r} has not ended within {timeout} s; it is still under way."
                 )
-            self._baton.release()
+            self._let_go()
         execution = self._execution
         if execution is not None and not execution.finished:
             self._finish(execution)
@@ -110,7 +110,13 @@ class NamedHandle(Generic[T]):
         self._execution = outcome
         self._error = error
         self._done = True
-        self._baton.release()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        try:  # noqa: SIM105 (a context manager would cost more than the rest)
+            self._baton.release()
+        except RuntimeError:  # two threads have ended it at the same time
+            pass
 
     @property
     def _owner(self) -> Lane:

@@ -25,9 +25,12 @@ from spark_hvd.tracing import Tracing
 class _Started:
     """A batch that has been started, and the handles of this rank in it."""
 
-    __slots__ = ("execution", "handles", "packed_ns", "queued_ns", "round_over", "started_ns")
+    __slots__ = ("execution", "handles", "number", "packed_ns", "queued_ns", "round_over", "started_ns")
 
-    def __init__(self, execution: Execution, handles: list[NamedHandle[Any]], queued_ns: int, started_ns: int) -> None:
+    def __init__(
+        self, number: int, execution: Execution, handles: list[NamedHandle[Any]], queued_ns: int, started_ns: int
+    ) -> None:
+        self.number = number
         self.execution = execution
         self.handles = handles
         self.queued_ns = queued_ns
@@ -58,6 +61,8 @@ class Runs:
         self._release = release
         self._cannot_run = cannot_run
         self._queue: deque[tuple[list[Entry], list[NamedHandle[Any] | None], int]] = deque()
+        self._begun = 0
+        self._started: dict[int, _Started] = {}  # by number, in the order of all batches
         self._active: _Started | None = None
         self._under_way: set[NamedHandle[Any]] = set()
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -75,6 +80,26 @@ class Runs:
         """Whether it is queued or started, and has not ended."""
         return handle in self._under_way
 
+    @property
+    def done(self) -> int:
+        """Of how many batches this rank has done its part; all ranks count them alike."""
+        return self._begun - (self._active is not None)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether collectives are under way on the wire; from any thread."""
+        active = self._active
+        return any(not (started is active and started.round_over) for started in [*self._started.values()])
+
+    def abandon(self, done: int) -> list[NamedHandle[Any]]:
+        """Start nothing any more beyond the first `done` batches, and return the handles of what lies beyond."""
+        later = [started for number, started in [*self._started.items()] if number >= done]
+        handles = [handle for started in later for handle in started.handles]
+        while self._queue and self._begun + len(self._queue) > done:
+            _, mine, _ = self._queue.pop()
+            handles += [handle for handle in mine if handle is not None]
+        return handles
+
     def resume(self) -> None:
         """Take the batch of several rounds further, if its round has ended."""
         active = self._active
@@ -87,6 +112,7 @@ class Runs:
             active.execution.fail(error)
             self._ended(active)
         except Exception as error:
+            self._started.pop(active.number, None)
             self._fail(active.handles, error)
         else:
             self._go_on(active)
@@ -95,20 +121,23 @@ class Runs:
     def _pump(self) -> None:
         while self._queue and self._active is None:
             batch, mine, queued_ns = self._queue.popleft()
+            number, self._begun = self._begun, self._begun + 1
             handles = [handle for handle in mine if handle is not None]
             works = [None if handle is None else handle.work for handle in mine]
             started_ns = time.monotonic_ns()
             try:
                 steps = run(batch, works, self._members)
                 if batch[0].request.device == "cuda":
-                    self._run_on_gpu(steps, handles, queued_ns)
+                    self._run_on_gpu(number, steps, handles, queued_ns)
                     continue
-                started = _Started(Execution(steps), handles, queued_ns, started_ns)
+                started = _Started(number, Execution(steps), handles, queued_ns, started_ns)
+                self._started[number] = started
                 if rounds(batch, self._members.staging) or started.execution.waiting_for is None:
                     self._go_on(started)
                 else:
                     started.execution.waiting_for.when_done(partial(self._ended, started))
             except Exception as error:
+                self._started.pop(number, None)
                 self._fail(handles, error)
 
     def _go_on(self, started: _Started) -> None:
@@ -125,7 +154,7 @@ class Runs:
         started.round_over = True
         self._tracing.wake()
 
-    def _run_on_gpu(self, steps: Steps, handles: list[NamedHandle[Any]], queued_ns: int) -> None:
+    def _run_on_gpu(self, number: int, steps: Steps, handles: list[NamedHandle[Any]], queued_ns: int) -> None:
         started_ns = time.monotonic_ns()
         device = torch.cuda.current_device()
         if handles and handles[0].work.tensors:
@@ -139,7 +168,7 @@ class Runs:
                     assert handle.ready is not None
                     handle.ready.wait([*handle.work.tensors])
                 execution = Execution(steps)
-                packed = _Started(execution, handles, queued_ns, started_ns)
+                packed = _Started(number, execution, handles, queued_ns, started_ns)
                 execution.finish()  # orders the stream; the host does not wait
                 moment = Moment.now()
         self._ended(packed, moment)
@@ -148,6 +177,7 @@ class Runs:
         """The collectives have ended, well or not: whoever waits for the result learns which. In any thread."""
         if self._tracing.recorder is not None:
             self._tracing.ran(started.handles, started.queued_ns, started.started_ns, started.packed_ns)
+        self._started.pop(started.number, None)
         self._under_way.difference_update(started.handles)
         self._release(started.handles)
         for handle in started.handles:

@@ -49,9 +49,15 @@ def process_group(
         options._timeout = timeout
         options._devices = [dist.ProcessGroupGloo.create_default_device()]
     group: dist.ProcessGroup
+    place, named_backend = list(ranks).index(dist.get_rank()), distributed_c10d.Backend(backend)
     group, _ = distributed_c10d._new_process_group_helper(
-        *(len(ranks), list(ranks).index(dist.get_rank()), list(ranks)),
-        *(distributed_c10d.Backend(backend), store, name, options),
+        len(ranks),
+        place,
+        list(ranks),
+        named_backend,
+        store,
+        name,  # type: ignore[arg-type] # a NewType of str in new releases
+        options,
         timeout=timeout,
     )
     distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}

@@ -78,7 +78,10 @@ def leave_and_live() -> None:
 # What the victim does, and what the others are told of it.
 ENDS: dict[str, tuple[Callable[[], None], str]] = {
     "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "has ended without a word"),
-    "stopped": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "has ended without a word, or cannot be reached any more"),
+    "stopped": (
+        lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        "has ended without a word, or cannot be reached any more",
+    ),
     "exits": (exit_as_python_does, "has left the world"),
     "leaves": (leave_and_live, "has left the world"),
 }

@@ -1,0 +1,122 @@
+"""Large all-reduces of ranks on one host: through shared memory, piece by piece, with the results of the small ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+import spark_hvd.torch as hvd
+from spark_hvd.context import current
+from spark_hvd.staging import CAPACITY, LEAST
+from tests.ranks import Ranks, ranks
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def world(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with ranks(request.param) as started:
+        yield started
+
+
+def sample(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return ((torch.arange(numel) + rank) % 7 - 3).to(dtype)
+
+
+def expected(numel: int, dtype: torch.dtype, op: Any) -> torch.Tensor:
+    total = sum(sample(rank, numel, torch.float64) for rank in range(hvd.size()))
+    assert isinstance(total, torch.Tensor)
+    if op is hvd.Average:
+        total = total / hvd.size()
+        total = total if dtype.is_floating_point else total.trunc()
+    return total.to(dtype)
+
+
+def close(result: torch.Tensor, wanted: torch.Tensor) -> bool:
+    tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(wanted.dtype, 1e-6)
+    return result.dtype == wanted.dtype and torch.allclose(result.double(), wanted.double(), atol=tolerance)
+
+
+def spy() -> list[int]:
+    """The sizes, in elements, of the shares that are summed from now on."""
+    staging = current().lane.members.staging
+    assert staging is not None
+    seen: list[int] = []
+    original = type(staging).sum_share.__get__(staging)
+
+    class Watched(type(staging)):  # type: ignore[misc]
+        def sum_share(self, dtype: torch.dtype, numel: int) -> None:
+            seen.append(numel)
+            original(dtype, numel)
+
+    staging.__class__ = Watched
+    return seen
+
+
+def test_dtypes_and_pieces(world: Ranks) -> None:
+    def fn() -> list[int]:
+        seen = spy()
+        for dtype in DTYPES:
+            for numel in (LEAST // dtype.itemsize, CAPACITY // dtype.itemsize + 3):
+                for op in (hvd.Sum, hvd.Average):
+                    mine = sample(hvd.rank(), numel, dtype)
+                    result = hvd.allreduce(mine, op=op)
+                    assert close(result, expected(numel, dtype, op)), (dtype, numel, op)
+                    assert torch.equal(mine, sample(hvd.rank(), numel, dtype))
+        hvd.barrier()
+        return seen
+
+    (first, *_) = world.run(fn)
+    assert len(first) == len(DTYPES) * 2 * (1 + 2)
+    assert 3 in first
+
+
+def test_forms(world: Ranks) -> None:
+    def fn() -> None:
+        numel = LEAST // 4
+        seen = spy()
+        parts = [sample(hvd.rank(), numel // 64, torch.float32).view(-1, 16) for _ in range(70)]
+        handles = [hvd.allreduce_async(part, name=f"part.{k}", op=hvd.Sum) for k, part in enumerate(parts)]
+        for handle in reversed(handles):
+            assert close(handle.wait().reshape(-1), expected(numel // 64, torch.float32, hvd.Sum))
+        assert seen, "fused, they are large enough"
+        group = [sample(hvd.rank(), numel, torch.float64), torch.ones(0, dtype=torch.float64)]
+        assert close(hvd.grouped_allreduce_(group)[0], expected(numel, torch.float64, hvd.Average))
+        # in place on a tensor that is not contiguous, with scales
+        strided = sample(hvd.rank(), 2 * numel, torch.float32)[::2]
+        wanted = hvd.allreduce(strided.clone().double(), op=hvd.Sum).float() * 1.5
+        assert close(hvd.allreduce_(strided, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0), wanted)
+        whole = sample(hvd.rank(), 3 * CAPACITY // 4, torch.float32).view(3, -1)
+        transposed = whole.t()
+        wanted = expected(3 * CAPACITY // 4, torch.float32, hvd.Sum).view(3, -1).t()
+        assert close(hvd.allreduce_(transposed, op=hvd.Sum), wanted)
+        integers = torch.full((numel,), 5, dtype=torch.int32)
+        assert hvd.allreduce(integers, postscale_factor=0.5).unique().tolist() == [2]  # truncated once
+        # others go another way
+        seen.clear()
+        assert close(hvd.allreduce(sample(0, numel, torch.float32), op=hvd.Max), sample(0, numel, torch.float32))
+        hvd.allreduce(torch.ones(10))
+        assert not seen
+
+    world.run(fn)
+
+
+def test_all_must_agree() -> None:
+    def fn() -> bool:
+        import os
+
+        os.environ["SPARK_HVD_SHARED_MEMORY"] = "0" if hvd.rank() == 1 else "1"
+        hvd.shutdown()
+        hvd.init()
+        assert hvd.allreduce(torch.ones(LEAST))[0] == 1.0
+        return current().lane.members.staging is None
+
+    with ranks(2) as world:
+        assert world.run(fn) == [True, True]
