@@ -2,9 +2,9 @@
 
 `python -m benchmarks.named_lane [--tensors 500] [--elements 1000] [--rounds 30] [--ranks 2] [--idle 10] [--json]`
 
-Many tensors: `allreduce_async_` by name for each, then `synchronize` for each; beside it one `dist.all_reduce` of as many
-bytes, the same with packing and unpacking by hand, and one `dist.all_reduce` a tensor. All in the same processes, in
-turns. Idling: user and system seconds of a rank that is in a world and does nothing.
+Many tensors: `allreduce_async_` by name for each, then `synchronize` for each; beside it one `dist.all_reduce` of as
+many bytes, the same with packing and unpacking by hand, and one `dist.all_reduce` a tensor. All in the same processes,
+in turns. Idling: user and system seconds of a rank that is in a world and does nothing.
 """
 
 from __future__ import annotations

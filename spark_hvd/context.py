@@ -16,6 +16,7 @@ import torch.distributed as dist
 from spark_hvd.channel import own_address
 from spark_hvd.communicator import Communicator
 from spark_hvd.config import Config
+from spark_hvd.connections import Connections, sockets
 from spark_hvd.distributed import TorchCommunicator
 from spark_hvd.engine import Engine
 from spark_hvd.errors import NotInitializedError
@@ -291,8 +292,11 @@ def _members(
     place = list(ranks).index(me)
     if len(ranks) == 1:
         return Members(ranks, hosts, place, LocalCommunicator())
+    before = sockets()
     group = groups.make(process_set_id, ranks)
-    return Members(ranks, hosts, place, TorchCommunicator(group), Staging.open(group, hosts, config.shared_memory))
+    connections = Connections.since(before, group)
+    staging = Staging.open(group, hosts, config.shared_memory)
+    return Members(ranks, hosts, place, TorchCommunicator(group), staging, connections)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

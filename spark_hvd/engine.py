@@ -320,7 +320,9 @@ class Engine:
             if due is not None and now >= due:
                 coordination.check()
         while self._abandon and now >= self._abandon[0][0]:
-            self._abandon.pop(0)[1].abandon()
+            _, lane = self._abandon.pop(0)
+            lane.abandon()
+            lane.cut()
 
     def _attend(self, ready: Any, handler: Callable[[], None]) -> None:
         self._poller.register(ready, zmq.POLLIN)

@@ -175,9 +175,9 @@ def _staged_allreduce(entry: Entry, parts: Sequence[Work], communicator: Communi
         else:
             buffer.copy_(flat[low:high])
         scale_([buffer], entry.request.prescale)
-        yield communicator.barrier()
+        yield from _results([communicator.barrier()])
         staging.sum_share(dtype, high - low)
-        yield communicator.barrier()
+        yield from _results([communicator.barrier()])
         if op is ReduceOp.AVERAGE:
             divide(buffer, communicator.size)
         scale_([buffer], after)

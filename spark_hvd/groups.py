@@ -58,19 +58,26 @@ class Groups:
 
 
 def let_end(lanes: Sequence[Lane]) -> None:
-    """Keep the process groups of closed lanes for as long as something is on their wire, without waiting for it.
+    """Let what is on the wire of closed lanes end, well or not, so that their process groups can be destroyed.
 
-    Gloo cannot be interrupted: a process group that loses its last user waits for what is under way, also where it waits
-    for a rank that is gone, and so for the group's timeout. A moment is given to what may still end well, as the peers
-    may need it.
+    A process group waits for what is under way when it is destroyed, also where that waits for a rank that is gone.
     """
-    until = time.monotonic() + _LAST_SECONDS
-    while any(lane.unfinished for lane in lanes) and time.monotonic() < until:
-        time.sleep(0.01)
+    # It may still end well, and the peers may need it.
+    _wait(lanes, _LAST_SECONDS)
+    for lane in lanes:
+        if lane.unfinished:
+            lane.cut()
+    _wait(lanes, _LAST_SECONDS)
     for lane in lanes:
         if lane.unfinished:
             # A daemon: when the process ends, it neither waits for this thread nor for the group that it holds.
             threading.Thread(target=_hold, args=[lane], name="spark_hvd-farewell", daemon=True).start()
+
+
+def _wait(lanes: Sequence[Lane], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while any(lane.unfinished for lane in lanes) and time.monotonic() < until:
+        time.sleep(0.005)
 
 
 def _hold(lane: Lane) -> None:

@@ -123,7 +123,10 @@ class Lane:
         Raises:
             DuplicateNameError: The name is under way.
             CollectiveError: A rank has gone.
+            TypeError: The name is no string.
         """
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name={name!r}: expected a string or None, got {type(name).__name__}.")
         with self._lock:
             self._require_whole()
             if name is None:
@@ -303,6 +306,11 @@ class Lane:
         assert self._broken is not None
         for handle in self._runs.abandon(done):
             self._end(handle, self._broken)
+
+    def cut(self) -> None:
+        """End the connections to the other members: what is under way fails, here and there. From any thread."""
+        if self.members.connections is not None:
+            self.members.connections.cut()
 
     @property
     def done(self) -> int:

@@ -73,7 +73,7 @@ def read_config(env: Mapping[str, str] | None = None) -> Config:
     if (text := env.get("SPARK_HVD_SHARED_MEMORY", "")) != "":
         values["shared_memory"] = _truth(text)
     if _truth(env.get("HOROVOD_STALL_CHECK_DISABLE", "")):
-        values["stall_warning"] = None
+        values["stall_warning"] = values["stall_timeout"] = None
     # 0 is Horovod's word for never, DYNAMIC for "when start_timeline() is called", which is always possible here.
     if values.get("stall_timeout") == 0:
         values["stall_timeout"] = None

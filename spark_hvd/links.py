@@ -80,7 +80,7 @@ class Member:
         self.sockets = sockets
         self.place = place
         self._engine = engine
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()
 
     def send(self, kind: str, *fields: Any) -> None:
         """Tell the coordinator; from any thread."""
@@ -99,9 +99,10 @@ class Member:
 
     def post(self, lane: Lane) -> None:
         """See base class."""
-        ids, fresh = lane.take()
-        if ids or fresh:
-            self.send("ready", f"{ids:x}", fresh)
+        with self._sending:  # what is taken is sent before anything else, such as join
+            ids, fresh = lane.take()
+            if ids or fresh:
+                self.send("ready", f"{ids:x}", fresh)
 
     def join(self, lane: Lane, counts: bool) -> None:
         """See base class."""

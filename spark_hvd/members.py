@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spark_hvd.communicator import Communicator
+from spark_hvd.connections import Connections
 from spark_hvd.staging import Staging
 
 
@@ -23,3 +24,5 @@ class Members:
     """Over process groups that nobody else uses."""
     staging: Staging | None = None
     """Memory that they share, if they do."""
+    connections: Connections | None = None
+    """Of the communicator."""

@@ -1,0 +1,85 @@
+"""Cuts the connections of a Gloo process group, which Gloo cannot do itself: what is under way on it fails at once.
+
+Without that, a collective that waits for a rank which has stopped or left goes on waiting until the group's timeout,
+and so does whoever destroys the group. A connection is known by its two addresses: it is the group's if it has come up
+while the group was made, and another member has its other end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from spark_hvd.exchange import exchange
+
+Sockets = dict[int, int]
+"""The inode of each file descriptor that is a socket."""
+
+
+def sockets() -> Sockets:
+    """Those of this process."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            status = os.stat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[int(name)] = status.st_ino
+    return found
+
+
+class Connections:
+    """Those of one process group.
+
+    Args:
+        mine: Its sockets in this process.
+    """
+
+    def __init__(self, mine: Sockets) -> None:
+        self._mine = mine
+
+    @classmethod
+    def since(cls, before: Sockets, group: dist.ProcessGroup) -> Connections:
+        """Find those of a new group; collective over it. There are none if it has no Gloo.
+
+        Args:
+            before: What :func:`sockets` gave before the group was made.
+            group: The group.
+        """
+        if "cpu" not in str(dist.get_backend_config(group)):
+            return cls({})
+        ends = _ends(item for item in sockets().items() if item not in before.items())
+        place = dist.get_rank(group)
+        theirs = exchange([[*here, *there] for here, there in ends], group, torch.device("cpu"))
+        others = {tuple(end) for rank, known in enumerate(theirs) if rank != place for end in known}
+        return cls({fd: inode for (here, there), (fd, inode) in ends.items() if (*there, *here) in others})
+
+    def cut(self) -> None:
+        """End them, in both directions; their file descriptors stay Gloo's to close. From any thread."""
+        for fd, inode in self._mine.items():
+            with contextlib.suppress(OSError):
+                own = os.dup(fd)
+                if os.stat(own).st_ino != inode:  # Gloo has closed it, and the number is another's
+                    os.close(own)
+                    continue
+                with socket.socket(fileno=own) as end:
+                    end.shutdown(socket.SHUT_RDWR)
+
+
+Address = tuple[str, int]
+
+
+def _ends(candidates: Iterable[tuple[int, int]]) -> dict[tuple[Address, Address], tuple[int, int]]:
+    """The TCP connections among sockets: by their addresses, mine first."""
+    found = {}
+    for fd, inode in candidates:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as end:
+            if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
+                here, there = end.getsockname(), end.getpeername()
+                found[(here[0], here[1]), (there[0], there[1])] = fd, inode
+    return found
