@@ -38,7 +38,7 @@ _log = logging.getLogger("spark_hvd")
 _CONNECT_SECONDS = 30.0
 _GATHER_SECONDS = 0.001
 """How long calls that nobody waits for are gathered, so that they are fused."""
-_GRACE_SECONDS = 1.0
+_GRACE_SECONDS = 0.5
 """How long what is under way may still succeed after a rank has vanished."""
 
 

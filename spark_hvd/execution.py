@@ -270,6 +270,8 @@ def _by_dtype(parts: Sequence[Work]) -> list[tuple[list[torch.Tensor], list[torc
         # Made now and not by the call, so that a collective that waits for a rank takes no memory.
         work.results = list(work.tensors) if work.in_place else list(map(_empty_like, work.tensors))
         targets += work.results
+    if len(parts) > 1 and not sources[0].is_cuda:
+        return [(sources, targets)]  # only collectives of one dtype are fused
     found: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for source, target in zip(sources, targets, strict=True):
         ins, outs = found.setdefault((source.dtype, source.device), ([], []))

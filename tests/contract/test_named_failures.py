@@ -163,6 +163,7 @@ def play(end: str, size: int, victim: int, moment: str, folder: Path) -> None:
             assert ok, answers[rank]
             for text in answers[rank]["errors"]:
                 assert re.search(rf"rank {victim}\b.* {ENDS[end][1]}", text), text
+            print(end,size,victim,moment,rank,answers[rank])
             assert answers[rank]["told"] < SECONDS, answers[rank]
             assert answers[rank]["again"] < 0.2, answers[rank]
             assert answers[rank]["shutdown"] < SECONDS, answers[rank]
@@ -174,6 +175,14 @@ def play(end: str, size: int, victim: int, moment: str, folder: Path) -> None:
         for process in world.processes:
             process.kill()
         world.close()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_is_stopped(size: int, victim: int, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(len(MOMENTS)) as pool:  # they wait for most of the time
+        for done in [pool.submit(play, "stopped", size, victim, moment, tmp_path) for moment in MOMENTS]:
+            done.result()
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
