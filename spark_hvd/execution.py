@@ -18,7 +18,7 @@ from spark_hvd.adasum import adasum
 from spark_hvd.communicator import Communicator, Handle, ReduceOp
 from spark_hvd.dtypes import divide, identity_element, is_integer
 from spark_hvd.errors import CollectiveError
-from spark_hvd.fusion import flatten, flatten_into, unflatten_into
+from spark_hvd.fusion import Batch, flatten, flatten_into, unflatten_into
 from spark_hvd.handles import Together
 from spark_hvd.members import Members
 from spark_hvd.request import Entry, Request, dtype_of, op_of
@@ -98,12 +98,12 @@ class Execution:
                 self.finished = True
 
 
-def rounds(batch: Sequence[Entry], staging: Staging | None) -> bool:
+def rounds(batch: Batch, staging: Staging | None) -> bool:
     """Whether a batch takes several rounds, between which no other may run."""
     return batch[0].request.op == ReduceOp.ADASUM.name or (staging is not None and staging.serves(batch))
 
 
-def run(batch: Sequence[Entry], works: Sequence[Work | None], members: Members) -> Steps:
+def run(batch: Batch, works: Sequence[Work | None], members: Members) -> Steps:
     """The steps of a batch.
 
     Args:

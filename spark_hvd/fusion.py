@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -64,29 +64,42 @@ def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
             tensor.copy_(part.view(tensor.shape))
 
 
-def plan_batches(entries: Sequence[Entry], threshold: int) -> list[list[Entry]]:
+class Batch(list[Entry]):
+    """Entries that travel together."""
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        super().__init__(entries)
+        self.nbytes = sum(bytes_of(entry.request) for entry in self)
+        """Of all their tensors, on this rank."""
+
+    def add(self, entry: Entry, nbytes: int) -> None:
+        """Take one in."""
+        self.append(entry)
+        self.nbytes += nbytes
+
+
+def plan_batches(entries: Sequence[Entry], threshold: int) -> list[Batch]:
     """Divide entries into batches that travel together: the same operation in every respect, and of one dtype.
 
     Args:
         entries: In the order that the coordinator gave them.
         threshold: Bytes of a batch; an entry is never divided, so that groups stay whole; 0: no fusion.
     """
-    done: list[list[Entry]] = []
-    filling: dict[tuple[object, ...], tuple[list[Entry], int]] = {}
+    done: list[Batch] = []
+    filling: dict[tuple[object, ...], Batch] = {}
     for entry in entries:
         request = entry.request
         if request.kind not in ("allreduce", "broadcast") or len(set(request.dtypes)) != 1:
-            done.append([entry])
+            done.append(Batch([entry]))
             continue
         key = (
             *(request.kind, request.dtypes[0], request.device, request.op, request.prescale, request.postscale),
             *(request.root, entry.divisor, tuple(entry.absent or ())),
         )
-        size = bytes_of(request)
-        members, filled = filling.setdefault(key, ([], 0))
-        if members and (filled + size > threshold or not threshold):
-            done.append(members)
-            members, filled = [], 0
-        members.append(entry)
-        filling[key] = members, filled + size
-    return done + [members for members, _ in filling.values()]
+        nbytes = bytes_of(request)
+        batch = filling.setdefault(key, Batch())
+        if batch and (batch.nbytes + nbytes > threshold or not threshold):
+            done.append(batch)
+            batch = filling[key] = Batch()
+        batch.add(entry, nbytes)
+    return done + list(filling.values())

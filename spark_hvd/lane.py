@@ -17,7 +17,7 @@ from spark_hvd.coordinator import bits
 from spark_hvd.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown, Tune
 from spark_hvd.errors import CollectiveError, DuplicateNameError, MismatchError, StalledError
 from spark_hvd.execution import Execution, Work
-from spark_hvd.fusion import plan_batches
+from spark_hvd.fusion import Batch, plan_batches
 from spark_hvd.members import Members
 from spark_hvd.named_handle import NamedHandle
 from spark_hvd.request import AUTO, Entry, Request, op_of
@@ -103,7 +103,7 @@ class Lane:
         self._verdict = threading.Event()
         # The engine's thread only.
         self._entries: list[Entry] = []
-        self._plans: dict[int, list[list[Entry]]] = {}
+        self._plans: dict[int, list[Batch]] = {}
         self._runs = Runs(members, tracing, self._release, self._cannot_run)
 
     # ---- the user's threads ---------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ class Lane:
     def _end(self, handle: NamedHandle[Any], text: str) -> None:
         handle.complete(error=CollectiveError(f"{handle.request.kind} {handle.name!r} failed: {text}"))
 
-    def _plan(self, ids: int) -> list[list[Entry]]:
+    def _plan(self, ids: int) -> list[Batch]:
         plan = self._plans.get(ids)
         if plan is None:
             if len(self._plans) >= _PLANS:

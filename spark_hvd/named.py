@@ -204,7 +204,9 @@ def _request(kind: str, tensors: Sequence[torch.Tensor], reducing: Reducing | No
     shapes = [list(tensor.shape) for tensor in tensors]
     if reducing is None:
         return Request(kind, dtypes, shapes, device.type)
-    return Request(kind, dtypes, shapes, device.type, *(reducing.op.name, float(reducing.prescale), float(reducing.postscale)))
+    return Request(
+        kind, dtypes, shapes, device.type, *(reducing.op.name, float(reducing.prescale), float(reducing.postscale))
+    )
 
 
 def _counts(splits: Sequence[int] | torch.Tensor | None) -> list[int] | None:

@@ -16,9 +16,9 @@ import torch
 
 from spark_hvd.errors import CollectiveError
 from spark_hvd.execution import Execution, Steps, rounds, run
+from spark_hvd.fusion import Batch
 from spark_hvd.members import Members
 from spark_hvd.named_handle import Moment, NamedHandle
-from spark_hvd.request import Entry
 from spark_hvd.tracing import Tracing
 
 
@@ -60,14 +60,14 @@ class Runs:
         self._tracing = tracing
         self._release = release
         self._cannot_run = cannot_run
-        self._queue: deque[tuple[list[Entry], list[NamedHandle[Any] | None], int]] = deque()
+        self._queue: deque[tuple[Batch, list[NamedHandle[Any] | None], int]] = deque()
         self._begun = 0
         self._started: dict[int, _Started] = {}  # by number, in the order of all batches
         self._active: _Started | None = None
         self._under_way: set[NamedHandle[Any]] = set()
         self._streams: dict[int, torch.cuda.Stream] = {}
 
-    def start(self, batches: Sequence[list[Entry]], handles: Mapping[str, NamedHandle[Any]]) -> None:
+    def start(self, batches: Sequence[Batch], handles: Mapping[str, NamedHandle[Any]]) -> None:
         """Run batches after all that came before; where there is no handle for an entry, this rank stands in."""
         now = time.monotonic_ns()
         for batch in batches:
@@ -189,5 +189,10 @@ class Runs:
         self._cannot_run(text)
         self._under_way.difference_update(handles)
         self._release(handles)
+        me = self._members.ranks[self._members.place]
         for handle in handles:
-            handle.complete(error=error if isinstance(error, CollectiveError) else CollectiveError(text))
+            fault = CollectiveError(
+                f"{handle.request.kind} {handle.name!r} failed: rank {me} could not do its part: {text}"
+            )
+            fault.__cause__ = error
+            handle.complete(error=fault)

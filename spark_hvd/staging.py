@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from spark_hvd.communicator import ReduceOp
 from spark_hvd.exchange import exchange
-from spark_hvd.request import Entry, bytes_of
+from spark_hvd.fusion import Batch
 from spark_hvd.shared_memory import SharedArena, sum_share
 
 CAPACITY = 8 << 20
@@ -60,7 +60,7 @@ class Staging:
         everyones = arena.map_everyones(place, lambda fact: exchange(fact, group, cpu))
         return None if everyones is None else cls(everyones[0], place)
 
-    def serves(self, batch: Sequence[Entry]) -> bool:
+    def serves(self, batch: Batch) -> bool:
         """Whether a batch goes through here: the same answer on every rank."""
         request = batch[0].request
         return (
@@ -70,7 +70,7 @@ class Staging:
             and batch[0].absent is None
             and {getattr(torch, dtype) for dtype in request.dtypes} <= _DTYPES
             and len(set(request.dtypes)) == 1
-            and sum(bytes_of(entry.request) for entry in batch) >= LEAST
+            and batch.nbytes >= LEAST
         )
 
     def room(self, dtype: torch.dtype) -> int:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import logging
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,8 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from tests.ranks import Ranks
+from spark_hvd.context import current
+from tests.ranks import Ranks, ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -31,8 +35,8 @@ FEW, MANY = 1000, 8 << 20
 Handles = list[Any]
 
 
-def start(*names: str, elements: int = FEW) -> Handles:
-    return [hvd.allreduce_async_(torch.ones(elements), op=hvd.Sum, name=name) for name in names]
+def start(*names: str, elements: int = FEW, op: Any = hvd.Sum) -> Handles:
+    return [hvd.allreduce_async_(torch.ones(elements), op=op, name=name) for name in names]
 
 
 def nothing() -> Handles:
@@ -57,11 +61,19 @@ def several_large() -> Handles:
     return handles
 
 
+def adasum() -> Handles:
+    """Collectives of several rounds."""
+    handles = start(*(f"adasum {number}" for number in range(20)), elements=MANY // 100, op=hvd.Adasum)
+    handles[0].wait()
+    return handles
+
+
 MOMENTS: dict[str, Callable[[], Handles]] = {
     "before": nothing,
     "submitted": others_lack_it,
     "small in flight": many_small,
     "large in flight": several_large,
+    "adasum in flight": adasum,
 }
 
 
@@ -114,7 +126,8 @@ def scenario(end: str, victim: int, moment: str, clock: str) -> dict[str, Any]:
         except hvd.CollectiveError as error:
             errors.append(str(error))
         else:
-            assert bool((result == hvd.size()).all())
+            expected = 1 if handle.request.op == "ADASUM" else hvd.size()
+            assert bool((result == expected).all())
     while not errors:  # all that was under way may have succeeded
         try:
             hvd.allreduce(torch.ones(FEW), name="a")
@@ -163,11 +176,10 @@ def play(end: str, size: int, victim: int, moment: str, folder: Path) -> None:
             assert ok, answers[rank]
             for text in answers[rank]["errors"]:
                 assert re.search(rf"rank {victim}\b.* {ENDS[end][1]}", text), text
-            print(end,size,victim,moment,rank,answers[rank])
             assert answers[rank]["told"] < SECONDS, answers[rank]
             assert answers[rank]["again"] < 0.2, answers[rank]
             assert answers[rank]["shutdown"] < SECONDS, answers[rank]
-        for rank in survivors:
+        for rank in survivors if moment.endswith("in flight") else []:
             assert seconds_to_end(world, rank) < SECONDS
         if end == "leaves":
             assert world._outcome(victim) == (True, {})
@@ -177,17 +189,176 @@ def play(end: str, size: int, victim: int, moment: str, folder: Path) -> None:
         world.close()
 
 
+ALWAYS = {
+    "killed": (3, ["before", "small in flight", "large in flight"]),
+    "exits": (2, ["submitted", "small in flight"]),
+    "leaves": (3, ["small in flight", "large in flight", "adasum in flight"]),
+}
+"""The cases that are not slow: each takes a second or two."""
+
+
+def cases() -> Iterator[Any]:
+    for (end, (often, moments)), size, victim, moment in product(ALWAYS.items(), [2, 3], [0, 1], MOMENTS):
+        marks = () if size == often and moment in moments else pytest.mark.slow
+        yield pytest.param(end, size, victim, moment, marks=marks)
+
+
+@pytest.mark.parametrize(("end", "size", "victim", "moment"), cases())
+def test_a_rank_is_gone(end: str, size: int, victim: int, moment: str, tmp_path: Path) -> None:
+    play(end, size, victim, moment, tmp_path)
+
+
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_rank_is_stopped(size: int, victim: int, tmp_path: Path) -> None:
     with ThreadPoolExecutor(len(MOMENTS)) as pool:  # they wait for most of the time
         for done in [pool.submit(play, "stopped", size, victim, moment, tmp_path) for moment in MOMENTS]:
             done.result()
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("end", ["killed", "exits", "leaves"])
-def test_a_rank_is_gone(end: str, size: int, victim: int, moment: str, tmp_path: Path) -> None:
-    play(end, size, victim, moment, tmp_path)
+STALL = {"stall_warning": 0.3, "stall_timeout": 1.0}
+
+
+def stalls(late: int, numbered: bool) -> dict[str, Any]:
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("spark_hvd").addHandler(handler)
+    hvd.init(**STALL)
+    for _ in range(3 if numbered else 0):
+        hvd.allreduce(torch.ones(3), name="loss")
+    hvd.allreduce(torch.ones(3), name="what they did last")
+    if hvd.rank() == late:
+        time.sleep(1.8)
+    began = time.monotonic()
+    handle = hvd.allreduce_async(torch.ones(3), name="loss")
+    if hvd.rank() != late:
+        with pytest.raises(TimeoutError, match=r"allreduce 'loss' has not ended within 0\.1 s; it is still under way"):
+            handle.wait(0.1)
+    with pytest.raises(hvd.StalledError) as caught:
+        handle.wait()
+    seconds = time.monotonic() - began
+    for name in ("loss", "loss", "loss", "another"):
+        assert hvd.allreduce(torch.ones(3), op=hvd.Sum, name=name).tolist() == [hvd.size()] * 3
+    return {"text": str(caught.value), "seconds": seconds, "logged": logged}
+
+
+@pytest.mark.parametrize(("late", "numbered"), [(0, True), (2, False), (2, True)])
+def test_a_rank_is_late(late: int, numbered: bool) -> None:
+    with ranks(3, forked=True) as world:
+        answers = world.run(stalls, late, numbered)
+    assert len({answer["text"] for answer in answers}) == 1
+    said = rf"for rank {late} \(rank {late} last called 'what they did last', \d\.\d s ago\)"
+    ready = "ready: ranks 0, 1" if late == 2 else "ready: ranks 1, 2"
+    assert re.fullmatch(rf"allreduce 'loss' has waited 1\.\d s {said}; {ready}\.", answers[0]["text"])
+    assert answers[late]["seconds"] < 0.5
+    assert all(1 <= answer["seconds"] < 1.7 for rank, answer in enumerate(answers) if rank != late)
+    assert [bool(answer["logged"]) for answer in answers] == [True, False, False]
+    assert re.search(rf"Some ranks wait.*\n  allreduce 'loss' has waited 0\.\d s {said}", answers[0]["logged"][0])
+
+
+def test_others_try_again_before_the_late_rank_comes() -> None:
+    def fn() -> list[str]:
+        hvd.init(**STALL)
+        for _ in range(3):
+            hvd.allreduce(torch.ones(1), name="loss")
+        if hvd.rank() == 1:
+            time.sleep(1.5)
+        outcomes = []
+        while "[6.0]" not in outcomes:
+            try:
+                total = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum, name="loss")
+                outcomes.append(str(total.tolist()))
+            except hvd.StalledError as error:
+                outcomes.append(type(error).__name__)
+        return outcomes
+
+    with ranks(3, forked=True) as world:
+        assert world.run(fn) == [["StalledError", "[6.0]"]] * 3
+
+
+def test_what_goes_on_beside_what_waits_is_not_late() -> None:
+    def fn() -> str:
+        hvd.init(stall_warning=None, stall_timeout=0.5)
+        for _ in range(3):
+            for name in ("rare", "frequent"):
+                hvd.allreduce(torch.ones(1), name=name)
+        handle = hvd.allreduce_async(torch.ones(1), name="rare") if hvd.rank() == 0 else None
+        until = time.monotonic() + 1.5
+        on = torch.ones(1)
+        while on:
+            time.sleep(0.01 * hvd.rank())
+            on = hvd.allreduce(torch.tensor([time.monotonic() < until]), op=hvd.Min, name="frequent")
+        if handle is None:
+            handle = hvd.allreduce_async(torch.ones(1), name="rare")
+        with pytest.raises(hvd.StalledError, match=r"'rare' has waited .* for rank 1") as caught:
+            handle.wait()
+        return str(caught.value)
+
+    with ranks(2, forked=True) as world:
+        first, second = world.run(fn)
+        assert first == second
+
+
+def no_room(*_: Any, **__: Any) -> None:
+    raise MemoryError("no room")
+
+
+@pytest.mark.parametrize(
+    ("method", "victim"),
+    [("allreduce", 0), ("allreduce", 1), ("broadcast", 0), ("alltoall", 1), ("allgather", 0), ("barrier", 1)],
+)
+def test_one_rank_cannot_run_it(method: str, victim: int) -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        "allreduce": lambda: hvd.allreduce(torch.ones(3), name="it"),
+        "broadcast": lambda: hvd.broadcast(torch.ones(3), victim, name="it"),
+        "alltoall": lambda: hvd.alltoall(torch.ones(3), name="it"),
+        "allgather": lambda: hvd.allreduce(torch.ones(3), op=hvd.Adasum, name="it"),  # in one of its later rounds
+        "barrier": lambda: hvd.allreduce(torch.ones(MANY // 8), name="it"),  # through shared memory
+    }
+
+    def fn() -> tuple[str, float]:
+        for _ in range(3):
+            calls[method]()
+        if hvd.rank() == victim:
+            setattr(current().lane.communicator, method, no_room)
+        began = time.monotonic()
+        with pytest.raises(hvd.CollectiveError) as caught:
+            calls[method]()
+        seconds = time.monotonic() - began
+        with pytest.raises(hvd.CollectiveError, match=f"rank {victim} could not do its part"):
+            hvd.barrier()
+        hvd.shutdown()
+        return str(caught.value), seconds
+
+    with ranks(3, forked=True) as world:
+        for text, seconds in world.run(fn):
+            assert re.search(rf"'it' failed: rank {victim} could not do its part: MemoryError: no room", text)
+            assert seconds < 2
+
+
+PROGRAM = """
+import time, torch, spark_hvd.torch as hvd
+hvd.init()
+handles = [hvd.allreduce_async(torch.ones(100_000), name=str(number)) for number in range(20)]
+if hvd.rank() == {victim}:
+    {end}
+while True:
+    hvd.allreduce(torch.ones(3), name="step")
+"""
+
+
+@pytest.mark.parametrize(("end", "victim"), [("raise ValueError('mine')", 1), ("raise SystemExit(1)", 0)])
+def test_programs_that_end(end: str, victim: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    program = [sys.executable, "-c", PROGRAM.format(end=end, victim=victim)]
+    processes = [
+        subprocess.Popen(program, env={**env, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True) for rank in (0, 1)
+    ]
+    outputs = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1], outputs
+    assert ("ValueError: mine" in outputs[victim]) == ("mine" in end)
+    assert re.search(rf"CollectiveError: .*rank {victim} \(on .*\) has left the world", outputs[1 - victim])
+    assert not any("terminate called" in output for output in outputs)
