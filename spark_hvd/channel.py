@@ -113,6 +113,7 @@ class MemberSockets:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], endpoints: Sequence[str], place: int, keys: Keys, timeout: float
     ) -> None:
+        self._alone = False
         self.requests = context.socket(zmq.PUSH)
         self.decisions = context.socket(zmq.SUB)
         self.losses = self.decisions.get_monitor_socket(
@@ -150,6 +151,7 @@ class MemberSockets:
         while self.losses.poll(0):
             event = zmq.utils.monitor.recv_monitor_message(self.losses, zmq.NOBLOCK)
             lost |= event["event"] == zmq.EVENT_DISCONNECTED
+        self._alone |= lost
         return lost
 
     def close(self) -> None:
@@ -157,7 +159,7 @@ class MemberSockets:
         self.decisions.disable_monitor()
         self.losses.close(0)
         self.decisions.close(0)
-        self.requests.close(_LINGER_MS)
+        self.requests.close(0 if self._alone else _LINGER_MS)
 
 
 def _prepare(each: zmq.Socket[bytes], address: str) -> None:

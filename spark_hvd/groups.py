@@ -63,7 +63,7 @@ def let_end(lanes: Sequence[Lane]) -> None:
     A process group waits for what is under way when it is destroyed, also where that waits for a rank that is gone.
     """
     # It may still end well, and the peers may need it.
-    _wait(lanes, _LAST_SECONDS)
+    _wait([lane for lane in lanes if not lane.doomed], _LAST_SECONDS)
     for lane in lanes:
         if lane.unfinished:
             lane.cut()

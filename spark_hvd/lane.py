@@ -100,6 +100,8 @@ class Lane:
         self._joins = 0
         self._joining: NamedHandle[int] | None = None
         self._broken: str | None = None
+        self.doomed = False
+        """Whether a rank has vanished, so that what is under way will hardly end well."""
         self._verdict = threading.Event()
         # The engine's thread only.
         self._entries: list[Entry] = []
@@ -272,7 +274,7 @@ class Lane:
             elif isinstance(decision, Gone):
                 self.gone(decision.text)
                 if decision.done is None:
-                    self._link.doomed(self)
+                    self._doom()
                 else:
                     self.abandon(decision.done)
 
@@ -299,7 +301,11 @@ class Lane:
                 f"rank {self.ranks[0]}, which coordinates, has ended without a word, or cannot be reached any more. "
                 "Its own output and exit code say why."
             )
-            self._link.doomed(self)
+            self._doom()
+
+    def _doom(self) -> None:
+        self.doomed = True
+        self._link.doomed(self)
 
     def abandon(self, done: int = 0) -> None:
         """Give up also what has started, the first `done` batches aside: it waits for a rank that is gone."""

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -116,6 +116,7 @@ def scenario(end: str, victim: int, moment: str, clock: str) -> dict[str, Any]:
     except hvd.CollectiveError as error:  # it has happened already
         errors.append(str(error))
     if hvd.rank() == victim:
+        time.sleep(0.05)  # the others have heard that the barrier is over
         Path(clock).write_text(str(time.monotonic()))
         sys.kept = handles  # type: ignore[attr-defined]
         ENDS[end][0]()
@@ -189,21 +190,25 @@ def play(end: str, size: int, victim: int, moment: str, folder: Path) -> None:
         world.close()
 
 
-ALWAYS = {
-    "killed": (3, ["before", "small in flight", "large in flight"]),
-    "exits": (2, ["submitted", "small in flight"]),
-    "leaves": (3, ["small in flight", "large in flight", "adasum in flight"]),
-}
-"""The cases that are not slow: each takes a second or two."""
+OFTEN = [
+    ("killed", 3, 0, "before"),
+    ("killed", 3, 0, "large in flight"),
+    ("killed", 3, 1, "small in flight"),
+    ("killed", 3, 1, "large in flight"),
+    ("exits", 2, 0, "small in flight"),
+    ("exits", 2, 1, "submitted"),
+    ("leaves", 3, 0, "adasum in flight"),
+    ("leaves", 3, 1, "small in flight"),
+    ("leaves", 3, 1, "large in flight"),
+]
+"""Each case takes a second or two; the others are left to the slow tests."""
+CASES = [
+    pytest.param(*case, marks=() if case in OFTEN else pytest.mark.slow)
+    for case in product(["killed", "exits", "leaves"], [2, 3], [0, 1], MOMENTS)
+]
 
 
-def cases() -> Iterator[Any]:
-    for (end, (often, moments)), size, victim, moment in product(ALWAYS.items(), [2, 3], [0, 1], MOMENTS):
-        marks = () if size == often and moment in moments else pytest.mark.slow
-        yield pytest.param(end, size, victim, moment, marks=marks)
-
-
-@pytest.mark.parametrize(("end", "size", "victim", "moment"), cases())
+@pytest.mark.parametrize(("end", "size", "victim", "moment"), CASES)
 def test_a_rank_is_gone(end: str, size: int, victim: int, moment: str, tmp_path: Path) -> None:
     play(end, size, victim, moment, tmp_path)
 
@@ -243,7 +248,7 @@ def stalls(late: int, numbered: bool) -> dict[str, Any]:
     return {"text": str(caught.value), "seconds": seconds, "logged": logged}
 
 
-@pytest.mark.parametrize(("late", "numbered"), [(0, True), (2, False), (2, True)])
+@pytest.mark.parametrize(("late", "numbered"), [(0, True), (2, False), pytest.param(2, True, marks=pytest.mark.slow)])
 def test_a_rank_is_late(late: int, numbered: bool) -> None:
     with ranks(3, forked=True) as world:
         answers = world.run(stalls, late, numbered)
@@ -348,7 +353,10 @@ while True:
 """
 
 
-@pytest.mark.parametrize(("end", "victim"), [("raise ValueError('mine')", 1), ("raise SystemExit(1)", 0)])
+@pytest.mark.parametrize(
+    ("end", "victim"),
+    [("raise ValueError('mine')", 1), pytest.param("raise SystemExit(1)", 0, marks=pytest.mark.slow)],
+)
 def test_programs_that_end(end: str, victim: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

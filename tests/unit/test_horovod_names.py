@@ -86,16 +86,6 @@ OTHERS = [
     *("Average", "Sum", "Adasum", "Min", "Max", "Product"),
     *("Compression", "HorovodInternalError", "global_process_set"),
 ]
-    "Average",
-    "Sum",
-    "Adasum",
-    "Min",
-    "Max",
-    "Product",
-    "Compression",
-    "HorovodInternalError",
-    "global_process_set",
-]
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
