@@ -184,6 +184,7 @@ class Coordination:
     def tune(self, config: Config) -> None:
         """Other values from here on."""
         self._stall_warning, self._coordinator.stall_timeout = config.stall_warning, config.stall_timeout
+        self._next_check = 0.0
         self.tell([Tune(config.fusion_threshold)])
 
     def absent_text(self, seconds: float) -> str:

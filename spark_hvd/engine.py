@@ -68,8 +68,6 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._awake = threading.Lock()
 
-    # ---- lanes ----------------------------------------------------------------------------------------------------
-
     def open_lane(self, members: Members, kv: Store) -> Lane:
         """Open a process set's lane; every member must.
 
@@ -146,8 +144,6 @@ class Engine:
         self.config = config
         for coordination in list(self._coordinations):
             self.call(partial(coordination.tune, config))
-
-    # ---- the timeline ---------------------------------------------------------------------------------------------
 
     def start_timeline(self, path: str, mark_cycles: bool, hosts: Sequence[str]) -> None:
         """Record a timeline of all ranks; to be called on rank 0 of the world.
@@ -363,21 +359,19 @@ class Engine:
         lane.gone(text)
         lane.abandon()
         self._abandon = [(until, other) for until, other in self._abandon if other is not lane]
-        for coordination in self._coordinations:
-            if coordination.lane is lane:
-                assert coordination.sockets is not None
-                coordination.tell(coordination.left(0, lane.done))
-                for each in (coordination.sockets.requests, coordination.sockets.decisions):
-                    self._desert(each)
-                coordination.sockets.close()
-        for member in self._members:
-            if member.lane is lane:
-                member.send("left", lane.done)
-                for each in (member.sockets.decisions, member.sockets.losses):
-                    self._desert(each)
-                member.close()
-        self._coordinations = [coordination for coordination in self._coordinations if coordination.lane is not lane]
-        self._members = [member for member in self._members if member.lane is not lane]
+        for coordination in [each for each in self._coordinations if each.lane is lane]:
+            assert coordination.sockets is not None
+            coordination.tell(coordination.left(0, lane.done))
+            self._desert(coordination.sockets.requests)
+            self._desert(coordination.sockets.decisions)
+            coordination.sockets.close()
+            self._coordinations.remove(coordination)
+        for member in [each for each in self._members if each.lane is lane]:
+            member.send("left", lane.done)
+            self._desert(member.sockets.decisions)
+            self._desert(member.sockets.losses)
+            member.close()
+            self._members.remove(member)
 
     def _heard(self, place: int, kind: str, fields: Sequence[Any]) -> None:
         """A member of the world has sent a part of the timeline."""

@@ -25,12 +25,19 @@ from spark_hvd.tracing import Tracing
 class _Started:
     """A batch that has been started, and the handles of this rank in it."""
 
-    __slots__ = ("execution", "handles", "number", "packed_ns", "queued_ns", "round_over", "started_ns")
+    __slots__ = ("batch", "execution", "handles", "number", "packed_ns", "queued_ns", "round_over", "started_ns")
 
     def __init__(
-        self, number: int, execution: Execution, handles: list[NamedHandle[Any]], queued_ns: int, started_ns: int
+        self,
+        number: int,
+        batch: Batch,
+        execution: Execution,
+        handles: list[NamedHandle[Any]],
+        queued_ns: int,
+        started_ns: int,
     ) -> None:
         self.number = number
+        self.batch = batch
         self.execution = execution
         self.handles = handles
         self.queued_ns = queued_ns
@@ -128,9 +135,9 @@ class Runs:
             try:
                 steps = run(batch, works, self._members)
                 if batch[0].request.device == "cuda":
-                    self._run_on_gpu(number, steps, handles, queued_ns)
+                    self._run_on_gpu(number, batch, steps, handles, queued_ns)
                     continue
-                started = _Started(number, Execution(steps), handles, queued_ns, started_ns)
+                started = _Started(number, batch, Execution(steps), handles, queued_ns, started_ns)
                 self._started[number] = started
                 if rounds(batch, self._members.staging) or started.execution.waiting_for is None:
                     self._go_on(started)
@@ -154,7 +161,9 @@ class Runs:
         started.round_over = True
         self._tracing.wake()
 
-    def _run_on_gpu(self, number: int, steps: Steps, handles: list[NamedHandle[Any]], queued_ns: int) -> None:
+    def _run_on_gpu(
+        self, number: int, batch: Batch, steps: Steps, handles: list[NamedHandle[Any]], queued_ns: int
+    ) -> None:
         started_ns = time.monotonic_ns()
         device = torch.cuda.current_device()
         if handles and handles[0].work.tensors:
@@ -168,7 +177,7 @@ class Runs:
                     assert handle.ready is not None
                     handle.ready.wait([*handle.work.tensors])
                 execution = Execution(steps)
-                packed = _Started(number, execution, handles, queued_ns, started_ns)
+                packed = _Started(number, batch, execution, handles, queued_ns, started_ns)
                 execution.finish()  # orders the stream; the host does not wait
                 moment = Moment.now()
         self._ended(packed, moment)
@@ -176,7 +185,9 @@ class Runs:
     def _ended(self, started: _Started, moment: Moment | None = None) -> None:
         """The collectives have ended, well or not: whoever waits for the result learns which. In any thread."""
         if self._tracing.recorder is not None:
-            self._tracing.ran(started.handles, started.queued_ns, started.started_ns, started.packed_ns)
+            staging = self._members.staging
+            staged = staging is not None and staging.serves(started.batch)
+            self._tracing.ran(started.handles, started.queued_ns, started.started_ns, started.packed_ns, staged)
         self._started.pop(started.number, None)
         self._under_way.difference_update(started.handles)
         self._release(started.handles)

@@ -13,6 +13,7 @@ from spark_hvd.trace import (
     MEMCPY_OUT_FUSION_BUFFER,
     QUEUE,
     RANK_READY,
+    SHARED_MEMORY,
     Event,
     Recorder,
     negotiate_phase,
@@ -57,8 +58,10 @@ class Tracing:
             for name in names:
                 recorder.instant(_row(name), RANK_READY, now, rank=rank)
 
-    def ran(self, handles: Sequence[NamedHandle[Any]], queued_ns: int, started_ns: int, packed_ns: int) -> None:
-        """A batch was decided on, started, packed, and has ended now."""
+    def ran(
+        self, handles: Sequence[NamedHandle[Any]], queued_ns: int, started_ns: int, packed_ns: int, staged: bool
+    ) -> None:
+        """A batch was decided on, started, packed, and has ended now; `staged` says it went through shared memory."""
         recorder, now = self.recorder, time.monotonic_ns()
         if recorder is None:
             return
@@ -73,7 +76,7 @@ class Tracing:
                 recorder.span(row, MEMCPY_IN_FUSION_BUFFER, started_ns, packed_ns)
             if handle.request.shapes:
                 backend = "nccl" if handle.request.device == "cuda" else "gloo"
-                recorder.span(row, wire_phase(backend, kind), packed_ns, now)
+                recorder.span(row, SHARED_MEMORY if staged else wire_phase(backend, kind), packed_ns, now)
 
     def finished(self, handle: NamedHandle[Any], started_ns: int) -> None:
         """The one who waited for a batch has unpacked it."""
