@@ -113,7 +113,6 @@ class MemberSockets:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], endpoints: Sequence[str], place: int, keys: Keys, timeout: float
     ) -> None:
-        self._alone = False
         self.requests = context.socket(zmq.PUSH)
         self.decisions = context.socket(zmq.SUB)
         self.losses = self.decisions.get_monitor_socket(
@@ -123,6 +122,7 @@ class MemberSockets:
             each.curve_serverkey = keys.server_public
             each.curve_secretkey, each.curve_publickey = keys.member_secret, keys.member_public
             _prepare(each, endpoints[0])
+        self.requests.reconnect_ivl = -1  # here what is not sent when the connection ends is to be dropped
         self.decisions.subscribe(_EVERYONE)
         self.decisions.subscribe(b"m%d" % place)
         for each, endpoint in zip((self.requests, self.decisions), endpoints, strict=True):
@@ -151,7 +151,6 @@ class MemberSockets:
         while self.losses.poll(0):
             event = zmq.utils.monitor.recv_monitor_message(self.losses, zmq.NOBLOCK)
             lost |= event["event"] == zmq.EVENT_DISCONNECTED
-        self._alone |= lost
         return lost
 
     def close(self) -> None:
@@ -159,14 +158,14 @@ class MemberSockets:
         self.decisions.disable_monitor()
         self.losses.close(0)
         self.decisions.close(0)
-        self.requests.close(0 if self._alone else _LINGER_MS)
+        self.requests.close(_LINGER_MS)
 
 
 def _prepare(each: zmq.Socket[bytes], address: str) -> None:
     each.ipv6 = "[" in address
     each.sndhwm = each.rcvhwm = 0  # never drop, never block: what is outstanding is bounded by the names in flight
     each.heartbeat_ivl, each.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
-    # A connection that ended is a rank that is gone. Not -1: that would drop what had come and was not read yet.
+    # A connection that ended is a rank that is gone. Not -1, which drops also what has come and was not read yet.
     each.reconnect_ivl = _NEVER_MS
 
 

@@ -129,7 +129,7 @@ class Engine:
             self._attend(sockets.decisions, member.read)
             self._attend(sockets.losses, member.read_losses)
 
-        self.call(attend)
+        self.ask(attend)  # so that close() finds it
         return member.lane
 
     def close_lane(self, lane: Lane, text: str) -> None:
