@@ -30,6 +30,8 @@ _HEARTBEAT_MS = 1000
 _SILENCE_MS = 3000
 """A peer that does not even answer ZeroMQ's heartbeats for this long counts as gone."""
 _LINGER_MS = 1000
+_FAREWELL_MS = 300
+"""How long a member's last message may take: the coordinator would not wait longer for it."""
 _NEVER_MS = 1 << 30
 _EVERYONE = b"a"
 
@@ -64,7 +66,7 @@ class CoordinatorSockets:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, keys: Keys) -> None:
         self.requests = context.socket(zmq.PULL)
-        self.decisions = context.socket(zmq.XPUB)
+        self.decisions = _watched(context.socket(zmq.XPUB))
         self.endpoints: list[str] = []
         for each in (self.requests, self.decisions):
             each.curve_server = True
@@ -114,7 +116,7 @@ class MemberSockets:
         self, context: zmq.Context[zmq.Socket[bytes]], endpoints: Sequence[str], place: int, keys: Keys, timeout: float
     ) -> None:
         self.requests = context.socket(zmq.PUSH)
-        self.decisions = context.socket(zmq.SUB)
+        self.decisions = _watched(context.socket(zmq.SUB))
         self.losses = self.decisions.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
         )
@@ -154,19 +156,24 @@ class MemberSockets:
         return lost
 
     def close(self) -> None:
-        """Send what is queued, for a second at most, and close."""
+        """Send what is queued, for a moment at most, and close."""
         self.decisions.disable_monitor()
         self.losses.close(0)
         self.decisions.close(0)
-        self.requests.close(_LINGER_MS)
+        self.requests.close(_FAREWELL_MS)
 
 
 def _prepare(each: zmq.Socket[bytes], address: str) -> None:
     each.ipv6 = "[" in address
     each.sndhwm = each.rcvhwm = 0  # never drop, never block: what is outstanding is bounded by the names in flight
-    each.heartbeat_ivl, each.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
     # A connection that ended is a rank that is gone. Not -1, which drops also what has come and was not read yet.
     each.reconnect_ivl = _NEVER_MS
+
+
+def _watched(each: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """One of a member's two connections is enough to tell that it is gone, and heartbeats are not free."""
+    each.heartbeat_ivl, each.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
+    return each
 
 
 def _received(each: zmq.Socket[bytes]) -> bytes | None:

@@ -20,7 +20,7 @@ from spark_hvd.shared_memory import SharedArena, sum_share
 
 CAPACITY = 8 << 20
 """Bytes of each rank's buffer; larger all-reduces take several rounds."""
-LEAST = 1 << 20
+LEAST = 3 << 19
 """Bytes from which two barriers cost less than Gloo's way of moving that much."""
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64}
