@@ -132,15 +132,18 @@ def init(
     """
     with _lock:
         config = replace(read_config(), **settings)
+        starts_timeline = _current is not None and "timeline" in settings
         if _current is None:
             _join_as_launched(config)
         elif settings:
+            if settings.get("stall_timeout", 0.0) is None:
+                settings["stall_timeout"] = _current.groups.timeout
             _current.engine.tune(replace(_current.engine.config, **settings))
         if comm is not None:
             _join_part(comm, config)
     if process_sets is not None and process_sets != "dynamic":
         _register_all(process_sets)
-    if "timeline" in settings and config.timeline is not None:
+    if starts_timeline and comm is None and config.timeline is not None:
         start_timeline(config.timeline, config.timeline_mark_cycles)
 
 
@@ -282,7 +285,12 @@ def _settle(
         raise
     _current = Context(world, layout, communicator, kv, owns_default_group, engine, lane, groups)
     if config.timeline is not None:
-        start_timeline(config.timeline, config.timeline_mark_cycles)
+        try:
+            start_timeline(config.timeline, config.timeline_mark_cycles)
+        except OSError:
+            _current = None
+            engine.close("init() failed")
+            raise
 
 
 def _members(

@@ -30,7 +30,7 @@ class Groups:
 
     def __init__(self, kv: Store, timeout: float) -> None:
         self._kv = PrefixStore("groups", kv)
-        self._timeout = timedelta(seconds=timeout)
+        self.timeout = timeout
         self._made: dict[int, list[dist.ProcessGroup]] = {}
 
     def make(self, process_set_id: int, ranks: Sequence[int], gloo_threads: int | None = None) -> dist.ProcessGroup:
@@ -43,7 +43,7 @@ class Groups:
         """
         made = self._made.setdefault(process_set_id, [])
         name = f"spark_hvd.{process_set_id}.{len(made)}"
-        made.append(process_group(name, ranks, self._kv, self._timeout, gloo_threads))
+        made.append(process_group(name, ranks, self._kv, timedelta(seconds=self.timeout), gloo_threads))
         return made[-1]
 
     def destroy(self, process_set_id: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -219,4 +220,7 @@ def _counts(splits: Sequence[int] | torch.Tensor | None) -> list[int] | None:
                 "in one dimension."
             )
         return [int(count) for count in splits.tolist()]
-    return [int(count) for count in splits]
+    counts = list(splits)
+    if not all(isinstance(count, Integral) for count in counts):
+        raise ValueError(f"splits={counts}: expected whole numbers of rows.")
+    return [int(count) for count in counts]

@@ -89,11 +89,11 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
     everyones = start_allgather([led], name, process_set, only, urgent=True).wait().cpu()
     values: list[T] = []
     start = 0
-    for rank in lane.ranks:
+    while start < everyones.numel():  # ranks that have joined have no part
         end = start + _LENGTH_BYTES
         count = int(everyones[start:end].clone().view(torch.int64))
         if count == _FAILED:
-            raise _unpicklable("allgather_object", rank) from failure
+            raise _unpicklable("allgather_object", lane.ranks[len(values)]) from failure
         values.append(_loaded(everyones[end : end + count]))
         start = end + count
     return values

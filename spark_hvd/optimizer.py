@@ -173,7 +173,7 @@ def DistributedOptimizer(
             "sparse_as_dense": sparse_as_dense,
             "bucket_cap_mb": bucket_cap_mb,
             "shared_memory": shared_memory,
-            "autotune": config.autotune,
+            "autotune": config.autotune and [config.autotune_steps_per_sample, config.autotune_max_samples],
         }
         average = op is ReduceOp.AVERAGE
         if gradient_predivide_factor != 1.0:

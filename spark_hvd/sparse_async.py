@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from spark_hvd.communicator import ReduceOp
+from spark_hvd.errors import MismatchError
 from spark_hvd.execution import Work
 from spark_hvd.named import start_allgather
 from spark_hvd.named_handle import NamedHandle
-from spark_hvd.process_sets import ProcessSet, global_process_set, lane_of
+from spark_hvd.process_sets import ProcessSet, global_process_set
 
 
 def sparse_allreduce_async(
@@ -38,14 +39,18 @@ def sparse_allreduce_async(
         raise TypeError(f"expected a sparse COO tensor, got {kind}; dense tensors go by allreduce_async.")
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError(f"op={op!r}: sparse tensors can be reduced with Average or Sum.")
-    size = len(lane_of(process_set).ranks)
     mine = tensor.detach().coalesce()
+    shape = torch.tensor([mine.shape], device=mine.device)
 
     def result(work: Work) -> torch.Tensor:
-        indices, values = work.results
+        indices, values, shapes = work.results
+        if not bool((shapes == shape).all()):
+            raise MismatchError(
+                f"sparse_allreduce of tensors of different shapes: {sorted(map(tuple, shapes.tolist()))}."
+            )
         if op is ReduceOp.AVERAGE:
-            values = values / size
+            values = values / shapes.shape[0]  # the ranks that contributed
         # Coalescing adds up the elements that several ranks have.
         return torch.sparse_coo_tensor(indices.t(), values, mine.shape, check_invariants=False).coalesce()
 
-    return start_allgather([mine.indices().t().contiguous(), mine.values()], name, process_set, result)
+    return start_allgather([mine.indices().t().contiguous(), mine.values(), shape], name, process_set, result)
