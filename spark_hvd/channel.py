@@ -27,6 +27,7 @@ from spark_hvd.errors import CollectiveError
 from spark_hvd.world import Endpoint
 
 _HEARTBEAT_MS = 1000
+_HANDSHAKE_MS = 5000
 _SILENCE_MS = 3000
 """A peer that does not even answer ZeroMQ's heartbeats for this long counts as gone."""
 _LINGER_MS = 1000
@@ -165,6 +166,8 @@ class MemberSockets:
 
 def _prepare(each: zmq.Socket[bytes], address: str) -> None:
     each.ipv6 = "[" in address
+    # A world that ends in the middle of a handshake waits for it; ZeroMQ's own patience is 30 s.
+    each.handshake_ivl = _HANDSHAKE_MS
     each.sndhwm = each.rcvhwm = 0  # never drop, never block: what is outstanding is bounded by the names in flight
     # A connection that ended is a rank that is gone. Not -1, which drops also what has come and was not read yet.
     each.reconnect_ivl = _NEVER_MS
