@@ -1,0 +1,107 @@
+"""What is known of a materialised data set: columns, files, row groups. All that a rank is told of its data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from spark_hvd.estimators.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column as it lies in the Parquet files, and the tensor that a row of it becomes.
+
+    Attributes:
+        name: Its name in the DataFrame and in the files. Names with dots are taken as they are.
+        dtype: Name of the torch dtype that the reader yields ("float32", "int64", "bool", ...), or "object" for what
+            only a decoder or ``transformation_fn`` turns into tensors (binary).
+        shape: Shape of one row's value: ``()`` for a scalar, ``(20,)`` for a vector. None where it is not known
+            (binary before decoding; lists in Parquet that we did not write).
+        spark_type: The column's type in the DataFrame as Spark's ``simpleString`` ("double", "vector",
+            "array<float>"), from which the type of predictions for it follows; "" if it never was in a DataFrame.
+        encoding: "plain", or "sparse" for a struct<size: int32, indices: list<int32>, values: list<float>> a row.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] | None = ()
+    spark_type: str = ""
+    encoding: str = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """One row group of one Parquet file; the unit of reading and of shuffling across a data set."""
+
+    file: str
+    """URL or path, complete."""
+    index: int
+    """Its number in the file."""
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetMeta:
+    """A data set that lies in Parquet. Plain data: pickles, turns into JSON and back.
+
+    Attributes:
+        url: The directory of the files; names the data set in messages.
+        columns: In the order of the files.
+        row_groups: All of them, in the order of file names and row group numbers. None is empty.
+        bytes: Compressed size of the files.
+        unischema: Whether the data set carries a Petastorm Unischema, so that only Petastorm can decode it.
+    """
+
+    url: str
+    columns: tuple[Column, ...]
+    row_groups: tuple[RowGroup, ...]
+    bytes: int = 0
+    unischema: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return sum(group.rows for group in self.row_groups)
+
+    def column(self, name: str) -> Column:
+        """The column called ``name``.
+
+        Raises:
+            DataError: there is none; the text lists those there are.
+        """
+        for column in self.columns:
+            if column.name == name:
+                return column
+        raise DataError(f"column {name!r} is not in {self.url}, which has {listed(c.name for c in self.columns)}")
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-ready dicts and lists; a file name that repeats is written once."""
+        files = list(dict.fromkeys(group.file for group in self.row_groups))
+        number = {file: i for i, file in enumerate(files)}
+        return {
+            "url": self.url,
+            "columns": [asdict(column) for column in self.columns],
+            "files": files,
+            "row_groups": [[number[group.file], group.index, group.rows] for group in self.row_groups],
+            "bytes": self.bytes,
+            "unischema": self.unischema,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> DatasetMeta:
+        """The inverse of :meth:`to_json`."""
+        columns = tuple(
+            Column(**{**column, "shape": None if column["shape"] is None else tuple(column["shape"])})
+            for column in data["columns"]
+        )
+        groups = tuple(RowGroup(data["files"][file], index, rows) for file, index, rows in data["row_groups"])
+        return cls(data["url"], columns, groups, data["bytes"], data["unischema"])
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for an error message: quoted, and the first ten only if there are more."""
+    quoted = [repr(name) for name in names]
+    more = f" and {len(quoted) - 10} more" if len(quoted) > 10 else ""
+    return (", ".join(quoted[:10]) or "no columns") + more

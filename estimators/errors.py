@@ -1,0 +1,30 @@
+"""The exceptions of the estimators. Each survives pickling, because ranks and Spark tasks raise them too."""
+
+from __future__ import annotations
+
+
+class EstimatorError(RuntimeError):
+    """Base of what can go wrong with a fit or a transform once its parameters are accepted."""
+
+    def __reduce__(self) -> tuple[type[EstimatorError], tuple[str]]:
+        return type(self), (str(self),)
+
+
+class DataError(EstimatorError, ValueError):
+    """The data do not fit the parameters: a column missing or of a wrong type, nulls, ragged arrays, too few rows."""
+
+
+class ModelError(EstimatorError, ValueError):
+    """The model, its loss or its optimizer does not work on a batch of these data; found before any rank is started."""
+
+
+class NotFiniteLossError(EstimatorError):
+    """The loss became NaN or infinite; the text names rank, epoch and batch."""
+
+
+class StoreError(EstimatorError):
+    """The store cannot be reached, read, written, or holds something else than expected."""
+
+
+class CheckpointError(StoreError):
+    """A checkpoint or a saved model is damaged, of another model, or of a newer version of spark_hvd."""

@@ -1,0 +1,99 @@
+"""The contract of readers: what a rank asks for, and what it gets. Arrow and Petastorm fulfil it alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from spark_hvd.estimators.dataset import DatasetMeta
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import torch
+
+    from spark_hvd.estimators.store import Store
+
+Batch = dict[str, "torch.Tensor"]
+"""Column name -> tensor of shape (rows, *shape of the column); all of one length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReaderSpec:
+    """What one rank asks of a reader.
+
+    Attributes:
+        dataset: The data set.
+        columns: Names of the columns to read, those and no more.
+        store: Opens the files.
+        batch_size: Rows in a batch.
+        rank: Mine.
+        size: Number of ranks. Each gets ``rows // size`` rows of every pass, the first ``rows % size`` one more.
+        shuffle: Another order in every pass: row groups across the whole data set, and rows within a window.
+        seed: Of the order. Same seed, size and pass: same batches, to the bit.
+        window_rows: Rows that are shuffled together; None for as many as fit in 64 MiB. Bounds the memory.
+        drop_last: Leave out the batch at the end of a pass that is not full.
+        cache: Keep what was read in memory; later passes read no file (``inmemory_cache_all``).
+        workers: Threads that read ahead.
+        pool: Petastorm's ``reader_pool_type``: "thread", "process" or "dummy". The Arrow reader has threads only.
+        decoders: Column name -> function of the bytes of one value, returning an array; for binary columns.
+        transformation_fn: Function of a pandas DataFrame of some rows, returning one of as many rows.
+        edit_fields: (name, numpy dtype, shape, nullable) of what ``transformation_fn`` adds or changes.
+        removed_fields: Names of the columns that ``transformation_fn`` removes.
+    """
+
+    dataset: DatasetMeta
+    columns: tuple[str, ...]
+    store: Store
+    batch_size: int
+    rank: int = 0
+    size: int = 1
+    shuffle: bool = False
+    seed: int = 0
+    window_rows: int | None = None
+    drop_last: bool = False
+    cache: bool = False
+    workers: int = 2
+    pool: str = "thread"
+    decoders: Mapping[str, Callable[[bytes], Any]] = field(default_factory=dict)
+    transformation_fn: Callable[[pd.DataFrame], pd.DataFrame] | None = None
+    edit_fields: tuple[tuple[str, Any, tuple[int, ...], bool], ...] = ()
+    removed_fields: tuple[str, ...] = ()
+
+
+class Reader(Protocol):
+    """Reads a rank's shard of a data set, pass by pass."""
+
+    def batches(self, number: int) -> Iterator[Batch]:
+        """Yield the batches of pass ``number`` (from 0): exactly ``steps_of(dataset.rows, size, batch_size)`` of them.
+
+        Over all ranks every row comes once in a pass. All batches have ``batch_size`` rows but the last, which holds
+        what is left: on ranks that got a row more it may have ``batch_size + 1``. The iterator may be left early;
+        closing it stops the threads.
+
+        Raises:
+            DataError: nulls, ragged lists, a file that changed or vanished; naming file, column and row group.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop threads and processes, give memory back. Idempotent."""
+        ...
+
+
+def open_reader(spec: ReaderSpec, kind: str | None = None) -> Reader:
+    """Open the reader called ``kind``: "arrow", "petastorm", or None to choose by the data set.
+
+    Raises:
+        DataError: a column is missing, or the Arrow reader is asked for a data set with a Unischema.
+    """
+    for name in spec.columns:
+        if name not in {field[0] for field in spec.edit_fields}:
+            spec.dataset.column(name)
+    if kind == "petastorm" or (kind is None and spec.dataset.unischema):
+        from spark_hvd.estimators.petastorm_reader import PetastormReader
+
+        return PetastormReader(spec)
+    from spark_hvd.estimators.arrow_reader import ArrowReader
+
+    return ArrowReader(spec)

@@ -1,0 +1,80 @@
+"""Which rows each rank reads in a pass, and in how many steps. Pure functions of counts and a seed.
+
+The row groups of a data set, in the order of the pass, are laid end to end and cut into one piece a rank; a row group
+at a cut is read by both neighbours, each its part. So ranks have the same number of rows (but one) whatever the row
+groups are, also with fewer row groups than ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows ``start`` to ``stop`` (exclusive) of the row group numbered ``group`` in the data set."""
+
+    group: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.stop - self.start
+
+
+def rows_of(rows: int, rank: int, size: int) -> int:
+    """Number of rows that ``rank`` of ``size`` gets of ``rows``: the first ``rows % size`` ranks get one more."""
+    return rows // size + (rank < rows % size)
+
+
+def steps_of(rows: int, size: int, batch_size: int, drop_last: bool = False) -> int:
+    """Steps of a pass over ``rows`` rows: the same on every rank, at least 1 where every rank has a row.
+
+    Raises:
+        ValueError: fewer rows than ranks.
+    """
+    each = rows // size
+    if not each:
+        raise ValueError(f"{rows} rows for {size} ranks: expected at least one row for each")
+    return max(1, each // batch_size) if drop_last else -(-each // batch_size)
+
+
+def batch_rows(rows: int, rank: int, size: int, batch_size: int, drop_last: bool = False) -> list[int]:
+    """Rows in each batch of a pass; the last one holds all that is left, or is full where ``drop_last``."""
+    mine, steps = rows_of(rows, rank, size), steps_of(rows, size, batch_size, drop_last)
+    if drop_last:
+        return [min(batch_size, mine)] * steps
+    return [batch_size] * (steps - 1) + [mine - (steps - 1) * batch_size]
+
+
+def pieces_of(
+    group_rows: Sequence[int], rank: int, size: int, *, shuffle: bool = False, seed: int = 0, number: int = 0
+) -> list[Piece]:
+    """What ``rank`` reads in pass ``number``, in this order.
+
+    Args:
+        group_rows: Rows of each row group.
+        rank: Mine.
+        size: Number of ranks.
+        shuffle: Whether row groups come in an order drawn for this pass.
+        seed: Of the order; all ranks must give the same.
+        number: Of the pass, from 0.
+    """
+    order = np.arange(len(group_rows))
+    if shuffle:
+        np.random.default_rng((seed, number)).shuffle(order)
+    total = sum(group_rows)
+    start = rank * (total // size) + min(rank, total % size)
+    stop = start + rows_of(total, rank, size)
+    pieces, at = [], 0
+    for group in order.tolist():
+        low, high = max(start - at, 0), min(stop - at, group_rows[group])
+        if low < high:
+            pieces.append(Piece(group, low, high))
+        at += group_rows[group]
+    return pieces
