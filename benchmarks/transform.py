@@ -1,0 +1,181 @@
+"""Rows a second through a trained model: TorchModel.transform, one row per forward, and plain torch beside Spark.
+
+`python -m benchmarks.transform [--rows 1000000] [--rounds 3] [--kinds vector scalars]`
+
+All read the same Parquet file set with two processes and keep one number a row, which they add up. Workers are warm:
+a first pass over few rows starts them and loads torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from pyspark.ml.functions import array_to_vector
+from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+
+from spark_hvd.estimators.model import TorchModel
+from spark_hvd.estimators.modules import pack, unpack
+
+CORES, WIDTH, BATCH = 2, 20, 1024
+NAMES = [f"x{i}" for i in range(WIDTH)]
+
+
+class Stacked(nn.Module):
+    """The net for inputs of one number each."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, *columns: torch.Tensor) -> torch.Tensor:
+        """Each column (rows,) -> (rows, 1)."""
+        return self.net(torch.stack(columns, 1))  # type: ignore[no-any-return]
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
+    )  # fmt: skip
+
+
+def _session() -> SparkSession:
+    return (
+        SparkSession.builder.master(f"local[{CORES}]")
+        .config("spark.ui.enabled", "false")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.driver.memory", "2g")
+        .config("spark.log.level", "ERROR")
+        .config("spark.ui.showConsoleProgress", "false")
+        .getOrCreate()
+    )
+
+
+def _write(folder: Path, rows: int) -> None:
+    """Two Parquet files of 20 float columns, and of the same in one list."""
+    generator = np.random.default_rng(0)
+    for kind in ("vector", "scalars"):
+        (folder / kind).mkdir()
+    for part in range(CORES):
+        values = generator.standard_normal((rows // CORES, WIDTH), np.float32)
+        table = pa.table({name: values[:, i] for i, name in enumerate(NAMES)})
+        pq.write_table(table, folder / "scalars" / f"{part}.parquet")
+        offsets = np.arange(0, values.size + 1, WIDTH, dtype=np.int32)
+        lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.ravel()))
+        pq.write_table(pa.table({"features": lists}), folder / "vector" / f"{part}.parquet")
+
+
+def _timed(work: Callable[[], float]) -> tuple[float, float]:
+    start = time.perf_counter()
+    total = work()
+    return time.perf_counter() - start, total
+
+
+def _ours(frame: DataFrame, kind: str) -> float:
+    names = NAMES if kind == "scalars" else ["features"]
+    net = Stacked(_net()) if kind == "scalars" else _net()
+    model = TorchModel(model=net, feature_columns=names, label_columns=["y"], loss=nn.MSELoss(), batch_size=BATCH)
+    row = model.transform(frame).agg(F.sum("prediction")).first()
+    assert row is not None
+    return float(row[0])
+
+
+def _row_by_row(frame: DataFrame, kind: str) -> float:
+    """How Horovod's TorchModel does it."""
+    packed = pack(_net())
+
+    def predict(rows: Iterator[Row]) -> Iterator[float]:
+        torch.set_num_threads(1)
+        net = unpack(packed).eval()
+        for row in rows:
+            values = row["features"].toArray() if kind == "vector" else [row[name] for name in NAMES]
+            with torch.no_grad():
+                yield float(net(torch.tensor(np.array([values]), dtype=torch.float32)))
+
+    return float(frame.rdd.mapPartitions(predict).sum())
+
+
+def _plain_process(rank: int, folder: str, kind: str, results: Any, start: Any) -> None:
+    torch.set_num_threads(1)
+    net, total = _net().eval(), 0.0
+    start.wait()
+    began = time.perf_counter()
+    with torch.inference_mode():
+        for batch in pq.ParquetFile(f"{folder}/{kind}/{rank}.parquet").iter_batches(BATCH):
+            if kind == "vector":
+                rows = torch.from_numpy(batch.column(0).flatten().to_numpy()).view(-1, WIDTH)
+            else:
+                rows = torch.from_numpy(np.stack([column.to_numpy() for column in batch.columns], 1))
+            total += float(net(rows).double().sum())
+    results[2 * rank : 2 * rank + 2] = torch.tensor([time.perf_counter() - began, total], dtype=torch.float64)
+
+
+def _plain(folder: Path, kind: str) -> tuple[float, float]:
+    """Seconds without the start of the processes, and the sum."""
+    results = torch.zeros(2 * CORES, dtype=torch.float64).share_memory_()
+    barrier = torch.multiprocessing.get_context("spawn").Barrier(CORES)
+    spawn(_plain_process, args=(str(folder), kind, results, barrier), nprocs=CORES)  # type: ignore[no-untyped-call]
+    return float(results[0::2].max()), float(results[1::2].sum())
+
+
+def _measure(spark: SparkSession, folder: Path, kind: str, rows: int, rounds: int, fraction: float) -> None:
+    frame = spark.read.parquet(str(folder / kind))
+    if kind == "vector":
+        frame = frame.select(array_to_vector("features").alias("features"))
+    few = frame.limit(int(rows * fraction)).repartition(CORES).cache()
+    few.count()
+    _ours(frame.limit(5000), kind), _row_by_row(few.limit(100), kind)
+    times: dict[str, list[float]] = {"transform": [], "one row per forward": [], "plain torch": []}
+    for _ in range(rounds):
+        seconds, mine = _timed(lambda: _ours(frame, kind))
+        times["transform"].append(seconds)
+        times["one row per forward"].append(_timed(lambda: _row_by_row(few, kind))[0] / fraction)
+        seconds, theirs = _plain(folder, kind)
+        times["plain torch"].append(seconds)
+        assert abs(mine - theirs) < 1e-3 * rows, (mine, theirs)
+    few.unpersist()
+    print(
+        f"\n{rows:,} rows, {kind} ({WIDTH} float32)\n| | s | rows/s | transform is x times as fast |\n|---|---|---|---|"
+    )
+    for name, each in times.items():
+        ratio = statistics.median(other / mine for other, mine in zip(each, times["transform"], strict=True))
+        seconds = statistics.median(each)
+        note = f" (from {fraction:.0%} of the rows)" if name.startswith("one") else ""
+        print(f"| {name}{note} | {seconds:.2f} | {rows / seconds:,.0f} | {ratio:.2f} |", flush=True)
+
+
+def main() -> None:
+    """Measure and print one table a kind of column."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--fraction", type=float, default=0.02, help="of the rows for one row per forward")
+    parser.add_argument("--kinds", nargs="+", choices=("vector", "scalars"), default=["vector", "scalars"])
+    arguments = parser.parse_args()
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _write(folder, arguments.rows)
+        spark = _session()
+        for kind in arguments.kinds:
+            _measure(spark, folder, kind, arguments.rows, arguments.rounds, arguments.fraction)
+        spark.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Row groups of Parquet files as Arrow tables, for several threads; every error says which file and row group."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs
+import pyarrow.parquet as pq
+
+from spark_hvd.estimators.dataset import RowGroup, listed
+from spark_hvd.estimators.errors import DataError
+from spark_hvd.estimators.store import Store
+
+KEPT_OPEN = 16
+"""Files that stay open for the next row group."""
+
+
+class RowGroups:
+    """Reads row groups. Each thread uses a file alone: Arrow's reader of one file is not made for several.
+
+    Args:
+        store: Opens the files.
+        columns: Names of the columns to read.
+    """
+
+    def __init__(self, store: Store, columns: tuple[str, ...]) -> None:
+        self._filesystem = store.arrow_filesystem()
+        self._inner_path = store.inner_path
+        self._columns = list(columns)
+        # Reading ahead of the columns saves round trips of a network, and costs a copy on a disk.
+        self._pre_buffer = not isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
+        self._lock = threading.Lock()
+        self._idle: OrderedDict[str, list[Any]] = OrderedDict()
+
+    def read(self, group: RowGroup, start: int, stop: int) -> pa.Table:
+        """Rows ``start`` to ``stop`` of a row group, with the columns in the order asked for.
+
+        Raises:
+            DataError: the file vanished, changed or is damaged.
+        """
+        with _told(group), self._opened(group.file) as file:
+            _check(file, group, self._columns)
+            table = file.read_row_group(group.index, columns=self._columns, use_threads=False)
+        return table.select(self._columns).slice(start, stop - start)
+
+    def stream(self, group: RowGroup, chunk: int) -> Generator[pa.RecordBatch, None, None]:
+        """All rows of a row group in batches of ``chunk`` rows, for one that is too large to be in memory at once.
+
+        Raises:
+            DataError: as :meth:`read`.
+        """
+        with _told(group), self._opened(group.file) as file:
+            _check(file, group, self._columns)
+            # With threads for the columns: the parts of a row group are read one after the other.
+            yield from file.iter_batches(chunk, row_groups=[group.index], columns=self._columns, use_threads=True)
+
+    def close(self) -> None:
+        """Close the files that are open and unused."""
+        with self._lock:
+            files = [file for idle in self._idle.values() for file in idle]
+            self._idle.clear()
+        for file in files:
+            file.close()
+
+    @contextlib.contextmanager
+    def _opened(self, path: str) -> Any:
+        with self._lock:
+            idle = self._idle.get(path)
+            file = idle.pop() if idle else None
+        if file is None:
+            inner = self._inner_path(path)
+            file = pq.ParquetFile(inner, filesystem=self._filesystem, pre_buffer=self._pre_buffer)
+        try:
+            yield file
+        except BaseException:
+            file.close()
+            raise
+        with self._lock:
+            self._idle.setdefault(path, []).append(file)
+            self._idle.move_to_end(path)
+            surplus = self._idle.popitem(last=False)[1] if len(self._idle) > KEPT_OPEN else []
+        for each in surplus:
+            each.close()
+
+
+class Parts:
+    """Parts of one large row group, which several threads ask for: read in order, one after the other.
+
+    Args:
+        files: Reads.
+        group: The row group.
+        start: First row that will be asked for.
+        stop: End of the rows that will be asked for.
+        chunk: Rows to decode at once.
+    """
+
+    def __init__(self, files: RowGroups, group: RowGroup, start: int, stop: int, chunk: int) -> None:
+        self._batches = files.stream(group, chunk)
+        self._rest: pa.RecordBatch | None = None
+        self._row = 0  # where the stream is
+        self._next = start  # whose turn it is
+        self._stop = stop
+        self._turn = threading.Condition()
+
+    def read(self, start: int, stop: int, wanted: bool = True) -> pa.Table | None:
+        """Rows ``start`` to ``stop``, once the part before has been read; not ``wanted``: None, pass them over.
+
+        Raises:
+            DataError: as :meth:`RowGroups.read`, also where the part before failed.
+        """
+        with self._turn:
+            self._turn.wait_for(lambda: self._next in (start, _FAILED))
+            try:
+                if self._next == _FAILED:
+                    raise DataError("the part of the row group before this one could not be read")
+                table = self._take(start, stop) if wanted else None
+                self._next = stop
+                if stop == self._stop:
+                    self._rest = None
+                    self._batches.close()
+            except BaseException:
+                self._next = _FAILED
+                raise
+            finally:
+                self._turn.notify_all()
+            return table
+
+    def _take(self, start: int, stop: int) -> pa.Table:
+        taken = []
+        while self._row < stop:
+            batch = next(self._batches) if self._rest is None else self._rest
+            low, high = max(start - self._row, 0), min(stop - self._row, batch.num_rows)
+            if low < high:
+                taken.append(batch.slice(low, high - low))
+            self._row += high
+            self._rest = batch.slice(high) if high < batch.num_rows else None
+        return pa.Table.from_batches(taken).combine_chunks()
+
+
+_FAILED = -1
+
+
+@contextlib.contextmanager
+def _told(group: RowGroup) -> Iterator[None]:
+    """Whatever goes wrong becomes a DataError that names the row group."""
+    try:
+        yield
+    except (DataError, GeneratorExit):
+        raise
+    except FileNotFoundError as error:
+        raise DataError(f"{where(group)}: the file is gone since its rows were counted; call fit again") from error
+    except Exception as error:  # file systems of fsspec raise what they like
+        raise DataError(f"cannot read {where(group)}: {type(error).__name__}: {error}") from error
+
+
+def _check(file: Any, group: RowGroup, columns: list[str]) -> None:
+    metadata = file.metadata
+    rows = metadata.row_group(group.index).num_rows if group.index < metadata.num_row_groups else None
+    if rows != group.rows:
+        found = "is not there" if rows is None else f"has {rows} rows"
+        raise DataError(f"{where(group)} {found}, expected {group.rows}: the file changed; call fit again")
+    names = set(file.schema_arrow.names)
+    missing = [name for name in columns if name not in names]
+    if missing:
+        raise DataError(f"{where(group)} has no column {listed(missing)}: the file changed, or differs from the others")
+
+
+def where(group: RowGroup) -> str:
+    """A row group in an error message."""
+    return f"{group.file}, row group {group.index}"

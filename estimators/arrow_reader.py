@@ -1,0 +1,198 @@
+"""The reader of plain Parquet: threads read row groups ahead of the consumer, who gets slices of what they read."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from spark_hvd.estimators.arrow_files import Parts, RowGroups, where
+from spark_hvd.estimators.arrow_values import Values, columns_read, columns_yielded
+from spark_hvd.estimators.batches import Blocks, ColumnBatch, Layout, cut
+from spark_hvd.estimators.errors import DataError
+from spark_hvd.estimators.reader import ReaderSpec
+from spark_hvd.estimators.sharding import Piece, batch_rows, pieces_of
+from spark_hvd.estimators.windows import WINDOW_BYTES, Window, windows_of
+
+CHUNK = 16384
+"""Rows that are decoded at once of a row group that is too large for a window."""
+
+_Item = TypeVar("_Item")
+_Load = Callable[[Piece], Blocks]
+
+
+class ArrowReader:
+    """Reads a rank's shard of a data set, pass by pass, as :class:`~spark_hvd.estimators.reader.Reader` says.
+
+    Batches are :class:`~spark_hvd.estimators.batches.ColumnBatch`. Shuffled, two windows are in memory, one that is
+    read and one that is consumed; in the order of the files, ``workers`` + 2 row groups. A row group is read whole
+    unless it is larger than a window, then in parts. ``transformation_fn`` and ``decoders`` get as many rows as are
+    read at once, and are called by several threads.
+
+    With ``cache`` the rank keeps the shard of the first pass, and shuffles that: what later passes of other ranks read
+    is not in its memory.
+
+    Args:
+        spec: What to read.
+
+    Raises:
+        DataError: a column is not in the data set.
+    """
+
+    def __init__(self, spec: ReaderSpec) -> None:
+        self._spec = spec
+        columns = columns_yielded(spec)
+        self._layout = Layout(columns)
+        self._values = Values(spec, self._layout)
+        self._files = RowGroups(spec.store, tuple(column.name for column in columns_read(spec)))
+        self._kept: dict[Piece, Blocks] = {}
+        self._shapes: list[tuple[torch.dtype, torch.Size]] | None = None
+        self._lock = threading.Lock()
+        self._pools: weakref.WeakSet[ThreadPoolExecutor] = weakref.WeakSet()
+        self._closed = False
+
+    def batches(self, number: int) -> Iterator[ColumnBatch]:
+        """Yield the batches of pass ``number``; see :class:`~spark_hvd.estimators.reader.Reader`."""
+        spec = self._spec
+        sizes = batch_rows(spec.dataset.rows, spec.rank, spec.size, spec.batch_size, spec.drop_last)
+        if self._closed:
+            raise RuntimeError("the reader is closed: open another")
+        pieces = self._pieces(number)
+        rows = spec.window_rows or self._window_rows(pieces[0])
+        windows, load = windows_of(pieces, rows), self._loader(pieces, rows)
+        pool = ThreadPoolExecutor(max(1, spec.workers), "spark_hvd-reader")
+        self._pools.add(pool)
+        try:
+            parts = self._shuffled(pool, windows, load, number) if spec.shuffle else self._plain(pool, windows, load)
+            yield from cut(parts, self._layout, sizes)
+        except (CancelledError, RuntimeError) as error:  # a pool that is shut down raises either
+            if not self._closed:
+                raise
+            raise RuntimeError("the reader was closed while its batches were read") from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def close(self) -> None:
+        """Stop the threads, close the files, forget what was kept. Idempotent."""
+        self._closed = True
+        for pool in list(self._pools):
+            pool.shutdown(cancel_futures=True)
+        self._files.close()
+        self._kept.clear()
+
+    def _pieces(self, number: int) -> list[Piece]:
+        spec = self._spec
+        groups = [group.rows for group in spec.dataset.row_groups]
+        fixed = 0 if spec.cache else number
+        pieces = pieces_of(groups, spec.rank, spec.size, shuffle=spec.shuffle, seed=spec.seed, number=fixed)
+        if spec.shuffle and spec.cache:
+            order = np.random.default_rng((spec.seed, number, spec.rank)).permutation(len(pieces))
+            pieces = [pieces[at] for at in order]
+        return pieces
+
+    def _plain(self, pool: ThreadPoolExecutor, windows: Iterator[list[Piece]], load: _Load) -> Iterator[Blocks]:
+        def start(piece: Piece) -> Callable[[], Blocks]:
+            return pool.submit(load, piece).result
+
+        for blocks in _ahead(start, itertools.chain.from_iterable(windows), self._spec.workers):
+            # What is kept must not change with what the consumer does to his batches.
+            yield [block.clone() for block in blocks] if self._spec.cache else blocks
+            del blocks
+
+    def _shuffled(
+        self, pool: ThreadPoolExecutor, windows: Iterator[list[Piece]], load: _Load, number: int
+    ) -> Iterator[Blocks]:
+        def start(numbered: tuple[int, list[Piece]]) -> Callable[[], Blocks]:
+            at, pieces = numbered
+            window = Window(pieces, (self._spec.seed, number, self._spec.rank, at))
+            filling = [pool.submit(_fill, window, i, piece, load) for i, piece in enumerate(pieces)]
+            return lambda: _filled(window, filling)
+
+        return _ahead(start, enumerate(windows), 1)
+
+    def _loader(self, pieces: list[Piece], rows: int) -> _Load:
+        """What loads the rows of windows of ``rows`` rows, from memory or files, in the order of ``pieces``."""
+        groups, files, chunk = self._spec.dataset.row_groups, self._files, min(rows, CHUNK)
+        parts = {
+            piece.group: Parts(files, groups[piece.group], piece.start, piece.stop, chunk)
+            for piece in pieces
+            if groups[piece.group].rows > rows
+        }
+
+        def load(piece: Piece) -> Blocks:
+            kept = self._kept.get(piece)
+            if piece.group in parts:
+                table = parts[piece.group].read(piece.start, piece.stop, wanted=kept is None)
+            elif kept is None:
+                table = files.read(groups[piece.group], piece.start, piece.stop)
+            return self._converted(table, piece) if kept is None else kept
+
+        return load
+
+    def _converted(self, table: pa.Table, piece: Piece) -> Blocks:
+        at = where(self._spec.dataset.row_groups[piece.group])
+        blocks = self._values.blocks_of(table, at)
+        self._check_shapes(blocks, at)
+        if self._spec.cache:
+            self._kept[piece] = blocks
+        return blocks
+
+    def _window_rows(self, piece: Piece) -> int:
+        """Rows that fit in a window's memory."""
+        if any(column.shape is None or not hasattr(torch, column.dtype) for column in self._layout.columns):
+            # Only data tell the shape. The first row of the shard is read twice for it, once in the reader's life.
+            if self._shapes is None:
+                group = self._spec.dataset.row_groups[piece.group]
+                first = next(self._files.stream(group, 1))
+                self._check_shapes(self._values.blocks_of(pa.Table.from_batches([first]), where(group)), where(group))
+            assert self._shapes is not None
+            each = sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._shapes)
+        else:
+            shapes = [(getattr(torch, column.dtype), column.shape) for column in self._layout.columns]
+            each = sum(dtype.itemsize * math.prod(shape or ()) for dtype, shape in shapes)
+        return max(1, WINDOW_BYTES // max(1, each))
+
+    def _check_shapes(self, blocks: Blocks, at: str) -> None:
+        """Rows of all row groups must be alike; within one they are."""
+        shapes = [(block.dtype, block.shape[1:]) for block in blocks]
+        with self._lock:
+            if self._shapes is None:
+                self._shapes = shapes
+        if shapes != self._shapes:
+            for column, (block, _) in self._layout.places.items():
+                mine, first = shapes[block], self._shapes[block]
+                if mine != first:
+                    raise DataError(
+                        f"column {column!r} in {at} has rows of shape {tuple(mine[1])} and {mine[0]}, "
+                        f"where a row group before has {tuple(first[1])} and {first[0]}: make them alike before fit"
+                    )
+
+
+def _fill(window: Window, number: int, piece: Piece, load: _Load) -> None:
+    window.put(number, load(piece))
+
+
+def _filled(window: Window, filling: list[Future[None]]) -> Blocks:
+    for each in filling:
+        each.result()
+    return window.take()
+
+
+def _ahead(start: Callable[[_Item], Callable[[], Blocks]], plan: Iterable[_Item], ahead: int) -> Iterator[Blocks]:
+    """The results of ``plan`` in order; while one is used, the next ``ahead`` are under way."""
+    plan = iter(plan)
+    waiting = deque(start(item) for item in itertools.islice(plan, ahead))
+    while True:
+        waiting.extend(start(item) for item in itertools.islice(plan, 1))
+        if not waiting:
+            return
+        yield waiting.popleft()()

@@ -1,0 +1,164 @@
+"""Arrow columns become torch tensors: numbers without a copy, lists with their shape, sparse vectors dense."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+import torch.utils.dlpack
+
+from spark_hvd.estimators.dataset import Column
+from spark_hvd.estimators.errors import DataError
+
+_Where = tuple[Column, str]
+
+
+def to_tensor(array: pa.Array | pa.ChunkedArray, column: Column, where: str = "") -> torch.Tensor:
+    """The values of ``array`` as a tensor of shape (rows, then ``column.shape``) and dtype ``column.dtype``.
+
+    Shares memory with ``array`` where the type is the same and a single chunk holds it. Integers that do not fit
+    ``column.dtype`` are an error; floating point values are rounded to it.
+
+    Args:
+        array: Numbers, booleans, decimals; lists (also large, fixed size and nested) of such; or, where
+            ``column.encoding`` is "sparse", structs of size, indices and values. A null in the indices of a struct
+            says that its vector is dense, as Spark lays such vectors out.
+        column: What a row shall become. A list of all the numbers of a row in C order will do for any shape. Where
+            the shape is None the first value decides.
+        where: File and row group, for messages.
+
+    Raises:
+        DataError: nulls, lists of different lengths, another shape than the column's, or a type without a tensor.
+    """
+    dtype = getattr(torch, column.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise DataError(
+            f"{_at(column, where)} holds {array.type}, which has no tensor: give it a decoder (decoders={{"
+            f"{column.name!r}: function}}), convert it in transformation_fn, or leave it out"
+        )
+    if isinstance(array, pa.ChunkedArray):
+        array = array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()
+    if column.encoding == "sparse":
+        return _dense(array, column, dtype, where)
+    rows = len(array)
+    values, shape = _flatten(array, (column, where))
+    tensor = _numbers(values, dtype, (column, where))
+    if column.shape is not None and shape != column.shape:
+        fits = len(shape) <= 1 and math.prod(shape) == math.prod(column.shape)
+        if rows and not fits:
+            raise DataError(f"{_at(column, where)} has rows of shape {shape}, expected {column.shape}")
+        shape = column.shape
+    return tensor.view(rows, *shape)
+
+
+def _at(column: Column, where: str) -> str:
+    return f"column {column.name!r}" + (f" in {where}" if where else "")
+
+
+def _flatten(array: pa.Array, at: _Where) -> tuple[pa.Array, tuple[int, ...]]:
+    """The numbers of all rows one after another, and the shape that each row has."""
+    rows, shape = len(array), []
+    _check_nulls(array, rows, at)
+    while pa.types.is_nested(array.type):
+        if pa.types.is_fixed_size_list(array.type):
+            shape.append(array.type.list_size)
+        elif pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+            shape.append(_one_length(array, rows, len(shape), at))
+        else:
+            raise DataError(f"{_at(*at)} holds {array.type}: expected numbers, booleans or lists of them")
+        array = array.flatten()
+        _check_nulls(array, rows, at)
+    return array, tuple(shape)
+
+
+def _check_nulls(array: pa.Array, rows: int, at: _Where) -> None:
+    if array.null_count:
+        values = "rows" if len(array) == rows else "values"
+        raise DataError(
+            f"{_at(*at)} has {array.null_count} null(s) in {len(array)} {values}: fill or drop them before fit, "
+            f"e.g. df.na.fill(0, [{at[0].name!r}])"
+        )
+
+
+def _one_length(array: pa.Array, rows: int, depth: int, at: _Where) -> int:
+    """The length that all lists of ``array`` have; the first one's, or the column's where its shape is known."""
+    lengths = np.diff(array.offsets.to_numpy())
+    if not len(lengths):
+        return 0
+    expected = int(lengths[0])
+    wrong = np.flatnonzero(lengths != expected)
+    if len(wrong):
+        row = int(wrong[0]) * rows // len(lengths)
+        level = f" at depth {depth + 1}" if depth else ""
+        raise DataError(
+            f"{_at(*at)} has lists of different lengths{level}: row {row} has one of {lengths[wrong[0]]}, where the "
+            f"first has {expected} ({len(wrong)} of {len(lengths)} differ): pad or cut them to one length before fit"
+        )
+    return expected
+
+
+def _numbers(array: pa.Array, dtype: torch.dtype, at: _Where) -> torch.Tensor:
+    """A flat array without nulls as a tensor of ``dtype``."""
+    kind = array.type
+    if pa.types.is_decimal(kind):
+        array = pc.cast(array, pa.float64())
+    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        if not (pa.types.is_null(kind) and not len(array)):
+            raise DataError(f"{_at(*at)} holds {kind}: expected numbers, booleans or lists of them")
+        array = array.cast(pa.float32())
+    if not dtype.is_floating_point and str(array.type) != _arrow_name(dtype):
+        try:
+            array = pc.cast(array, _arrow_name(dtype))
+        except pa.ArrowInvalid as error:
+            raise DataError(f"{_at(*at)} does not fit {at[0].dtype}: {error}") from error
+    if pa.types.is_boolean(array.type):  # one bit a value in Arrow, one byte in torch
+        return torch.from_numpy(array.to_numpy(zero_copy_only=False)).to(dtype)
+    return torch.utils.dlpack.from_dlpack(array).to(dtype)
+
+
+def _arrow_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dense(array: pa.Array, column: Column, dtype: torch.dtype, where: str) -> torch.Tensor:
+    """Structs of size, indices and values as a tensor (rows, size)."""
+    at = (column, where)
+    _check_nulls(array, len(array), at)
+    sizes, indices, values = (array.field(name) for name in ("size", "indices", "values"))
+    _check_nulls(values, len(array), at)
+    counts = pc.list_value_length(values).to_numpy()
+    full = indices.is_null().to_numpy(zero_copy_only=False)
+    each_size = np.where(full, counts, sizes.fill_null(0).to_numpy())
+    given = pc.list_value_length(indices).fill_null(0).to_numpy()
+    size = _size(each_size, column, where)
+    where_to = np.empty(int(counts.sum()), np.int64)
+    from_full = np.repeat(full, counts)
+    if not np.array_equal(np.where(full, 0, counts), given):
+        raise DataError(f"{_at(*at)} has sparse vectors with another number of indices than of values")
+    where_to[~from_full] = indices.flatten().to_numpy()
+    where_to[from_full] = np.tile(np.arange(size), int(full.sum()))
+    if len(where_to) and (where_to.min() < 0 or where_to.max() >= size):
+        raise DataError(f"{_at(*at)} has a sparse vector with an index outside 0 to {size - 1}")
+    where_to += np.repeat(np.arange(len(array)) * size, counts)
+    numbers = values.flatten()
+    _check_nulls(numbers, len(array), at)
+    dense = torch.zeros(len(array) * size, dtype=dtype)
+    dense[torch.from_numpy(where_to)] = _numbers(numbers, dtype, at)
+    return dense.view(len(array), *(column.shape if column.shape is not None else (size,)))
+
+
+def _size(sizes: np.ndarray[Any, Any], column: Column, where: str) -> int:
+    """The one size of all sparse vectors."""
+    first = int(sizes[0]) if len(sizes) else 0
+    expected = first if column.shape is None else math.prod(column.shape)
+    wrong = np.flatnonzero(sizes != expected)
+    if len(wrong):
+        raise DataError(
+            f"{_at(column, where)} has {len(wrong)} of {len(sizes)} vectors of another size than {expected}: row "
+            f"{wrong[0]} has {sizes[wrong[0]]}"
+        )
+    return expected

@@ -1,0 +1,153 @@
+"""What the user's functions make of a table: decoders of binary columns and ``transformation_fn``, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import torch
+
+from spark_hvd.estimators.arrow_tensors import to_tensor
+from spark_hvd.estimators.batches import Blocks, Layout
+from spark_hvd.estimators.dataset import Column, listed
+from spark_hvd.estimators.errors import DataError
+from spark_hvd.estimators.reader import ReaderSpec
+
+
+def columns_read(spec: ReaderSpec) -> tuple[Column, ...]:
+    """What the files must have: all columns but those that only ``transformation_fn`` makes.
+
+    Raises:
+        DataError: a column is not in the data set.
+    """
+    added = {field[0] for field in spec.edit_fields} - {column.name for column in spec.dataset.columns}
+    return tuple(spec.dataset.column(name) for name in spec.columns if name not in added)
+
+
+def columns_yielded(spec: ReaderSpec) -> tuple[Column, ...]:
+    """What batches have: the columns read, less the removed, then those that ``transformation_fn`` adds.
+
+    Raises:
+        DataError: a column is not in the data set, or ``edit_fields`` gives one a dtype that is not of numbers.
+    """
+    for name, dtype, _, _ in spec.edit_fields:
+        if np.dtype(dtype).kind not in "biufO":
+            given = np.dtype(dtype)
+            raise DataError(f"edit_fields gives column {name!r} the dtype {given}, which has no tensor: use numbers")
+    edited = {
+        name: Column(name, np.dtype(dtype).name, None if shape is None or None in shape else tuple(shape))
+        for name, dtype, shape, _ in spec.edit_fields
+    }
+    names = [name for name in spec.columns if name not in spec.removed_fields]
+    names += [name for name in edited if name not in spec.columns]
+    return tuple(edited.get(name) or spec.dataset.column(name) for name in names)
+
+
+class Values:
+    """Turns tables into blocks; through the user's functions where there are any.
+
+    Args:
+        spec: Names columns and functions.
+        layout: Of the blocks.
+    """
+
+    def __init__(self, spec: ReaderSpec, layout: Layout) -> None:
+        self._spec = spec
+        self._layout = layout
+        self._read = columns_read(spec)
+
+    def blocks_of(self, table: pa.Table, where: str) -> Blocks:
+        """The blocks of ``table``; ``where`` names file and row group in errors.
+
+        Raises:
+            DataError: values do not fit their column, or a function failed or returned something else than expected.
+        """
+        spec = self._spec
+        if spec.transformation_fn is None and not spec.decoders:
+            return self._layout.blocks_of(table, where)
+        cells = {column.name: self._cells(table.column(column.name), column, where) for column in self._read}
+        if spec.transformation_fn is not None:
+            frame = pd.DataFrame({name: _series(values) for name, values in cells.items()})
+            cells = self._transformed(frame, spec.transformation_fn, where)
+        columns = self._layout.columns
+        return self._layout.blocks_of_tensors({each.name: _tensor(cells[each.name], each, where) for each in columns})
+
+    def _cells(self, array: pa.ChunkedArray, column: Column, where: str) -> Any:
+        """A tensor where the column has one; else what the decoder returns, bytes, or values with nulls among them."""
+        decoder = self._spec.decoders.get(column.name)
+        if decoder is None:
+            # Nulls are for the function to fill; what it leaves is found afterwards.
+            plain = column.dtype != "object" and not (array.null_count and self._spec.transformation_fn)
+            return to_tensor(array, column, where) if plain else array.to_pandas()
+        if array.null_count:
+            raise DataError(f"column {column.name!r} in {where} has {array.null_count} null(s): drop them before fit")
+        decoded = []
+        for row, value in enumerate(array.to_pylist()):
+            try:
+                decoded.append(decoder(value))
+            except Exception as error:
+                raise DataError(
+                    f"the decoder of column {column.name!r} failed on row {row} of {where}, {len(value)} bytes: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        return decoded
+
+    def _transformed(
+        self, frame: pd.DataFrame, function: Callable[[pd.DataFrame], pd.DataFrame], where: str
+    ) -> dict[str, Any]:
+        rows = len(frame)
+        try:
+            result = function(frame)
+        except Exception as error:
+            raise DataError(f"transformation_fn failed on {where}: {type(error).__name__}: {error}") from error
+        if not isinstance(result, pd.DataFrame):
+            raise DataError(f"transformation_fn returned {type(result).__name__}, expected a pandas DataFrame")
+        if len(result) != rows:
+            raise DataError(
+                f"transformation_fn returned {len(result)} rows for {rows} of {where}: it must keep their number, for "
+                f"the steps of an epoch are counted before; filter the DataFrame before fit instead"
+            )
+        missing = [column.name for column in self._layout.columns if column.name not in result.columns]
+        if missing:
+            raise DataError(
+                f"transformation_fn returned no column {listed(missing)}, but {listed(map(str, result.columns))}: name "
+                f"what it adds in edit_fields (transformation_edit_fields), what it drops in removed fields"
+            )
+        return {column.name: result[column.name] for column in self._layout.columns}
+
+
+def _series(values: Any) -> Any:
+    """Cells for a DataFrame: a row of several numbers becomes an array in one cell."""
+    if isinstance(values, torch.Tensor):
+        return values.numpy() if values.dim() == 1 else pd.Series(list(values.numpy()), dtype=object)
+    return pd.Series(values, dtype=object) if isinstance(values, list) else values
+
+
+def _tensor(values: Any, column: Column, where: str) -> torch.Tensor:
+    """Cells as the tensor that ``column`` asks for; a dtype "object" or a shape None takes what it finds."""
+    if isinstance(values, torch.Tensor):
+        return values
+    if isinstance(values, pd.Series) and values.dtype != object:
+        return to_tensor(pa.array(values.to_numpy(), from_pandas=False), column, where)
+    arrays = [np.asarray(value) for value in values]
+    name = f"column {column.name!r} in {where}"
+    for row, array in enumerate(arrays):
+        if array.dtype == object or array.dtype.kind in "SUV":
+            raise DataError(f"{name} has {_shown(values, row)} in row {row}: expected numbers or an array of them")
+        if array.shape != arrays[0].shape:
+            raise DataError(
+                f"{name} has shape {array.shape} in row {row}, and {arrays[0].shape} in row 0: make them one"
+            )
+    stacked = np.stack(arrays)
+    if column.shape is not None and stacked.shape[1:] != column.shape:
+        raise DataError(f"{name} has rows of shape {stacked.shape[1:]}, expected {column.shape}")
+    tensor = torch.from_numpy(stacked)
+    return tensor if column.dtype == "object" else tensor.to(getattr(torch, column.dtype))
+
+
+def _shown(values: Any, row: int) -> str:
+    text = repr(values[row] if isinstance(values, list) else values.iloc[row])
+    return text if len(text) <= 60 else text[:57] + "..."

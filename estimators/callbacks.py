@@ -1,0 +1,216 @@
+"""Callbacks: what may look on, log, and stop a training.
+
+They are pickled with the estimator and run in every rank, on copies of their own; ``state.rank`` tells which. What is
+to happen once belongs behind ``if state.rank == 0``. An exception in a callback fails the fit.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd.estimators.history import History, Row
+
+if TYPE_CHECKING:
+    import torch
+
+    from spark_hvd.estimators.store import Store
+
+
+@dataclass(slots=True)
+class TrainState:
+    """Where a training stands, as callbacks see it.
+
+    Attributes:
+        rank: This rank.
+        size: Number of ranks.
+        epoch: From 0.
+        epochs: How many there will be.
+        step: Batches done in this epoch.
+        steps: Batches in an epoch, the same on every rank.
+        global_step: Batches done since the first epoch, those of a resumed run included.
+        model: The model, on its device.
+        optimizer: The optimizer, its gradients averaged over ranks.
+        loss: Loss of this rank's last batch, shape (), on the model's device.
+        history: Rows of the epochs done; in ``on_epoch_end`` its last row is of this epoch.
+        store: Where the run lies.
+        run_id: Its name.
+        stop: Set it, on any rank, to end training on all ranks after this epoch.
+    """
+
+    rank: int
+    size: int
+    epochs: int
+    steps: int
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    store: Store
+    run_id: str
+    epoch: int = 0
+    step: int = 0
+    global_step: int = 0
+    loss: torch.Tensor | None = None
+    history: History = field(default_factory=History)
+    stop: bool = False
+
+
+class Callback:
+    """Base class; override what is of interest."""
+
+    def on_train_begin(self, state: TrainState) -> None:
+        """Once, when the ranks start from the same weights."""
+
+    def on_epoch_begin(self, state: TrainState) -> None:
+        """Before the first batch of an epoch."""
+
+    def on_batch_end(self, state: TrainState) -> None:
+        """After each batch; ``state.loss`` is its loss. Reading its value waits for a GPU."""
+
+    def on_epoch_end(self, state: TrainState) -> None:
+        """After validation; ``state.history[-1]`` is the epoch's row, the same on all ranks."""
+
+    def on_train_end(self, state: TrainState) -> None:
+        """Once, after the last epoch, also when training was stopped early. Not after an error."""
+
+
+class EarlyStopping(Callback):
+    """Stops when a value has not become better for some epochs.
+
+    Args:
+        monitor: A key of the history, "val_loss" or "loss" or a metric's; None for ``val_loss`` if there is one.
+        patience: Epochs to wait for something better.
+        min_delta: By how much it has to be better to count.
+        mode: "min" or "max": which is better.
+    """
+
+    def __init__(
+        self, monitor: str | None = None, patience: int = 3, min_delta: float = 0.0, mode: str = "min"
+    ) -> None:
+        if patience < 1:
+            raise ValueError(f"patience={patience}: expected at least 1 epoch")
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode={mode!r}: expected 'min' or 'max'")
+        self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
+
+    def on_epoch_end(self, state: TrainState) -> None:
+        """See base class. Looks at the whole history, so that a resumed run stops where an unbroken one would."""
+        monitor = self.monitor or ("val_loss" if "val_loss" in state.history[-1] else "loss")
+        if monitor not in state.history[-1]:
+            raise ValueError(f"monitor={monitor!r}: expected one of {sorted(state.history[-1])}")
+        sign = 1.0 if self.mode == "min" else -1.0
+        best, waited = float("inf"), 0
+        for row in state.history:
+            value = sign * row[monitor]
+            if value < best - self.min_delta:
+                best, waited = value, 0
+            else:
+                waited += 1
+        state.stop = state.stop or waited >= self.patience
+
+
+class CSVLogger(Callback):
+    """Writes the history as ``logs/history.csv`` of the run, after every epoch."""
+
+    def on_epoch_end(self, state: TrainState) -> None:
+        """See base class."""
+        if state.rank == 0:
+            keys = list(dict.fromkeys(key for row in state.history for key in row))
+            text = io.StringIO()
+            writer = csv.DictWriter(text, keys)
+            writer.writeheader()
+            writer.writerows(state.history)
+            path = f"{state.store.logs_path(state.run_id)}/history.csv"
+            state.store.write_bytes(path, text.getvalue().encode())
+
+
+class TensorBoard(Callback):
+    """Writes losses, metrics and the learning rate for TensorBoard into ``logs/`` of the run; needs tensorboard.
+
+    Read with ``tensorboard --logdir <store>/runs``. On stores that are no local directory, the event file is written
+    locally and copied after every epoch.
+    """
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+        self._folder = ""
+
+    def on_train_begin(self, state: TrainState) -> None:
+        """See base class."""
+        if state.rank == 0:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._folder = tempfile.mkdtemp(prefix="spark_hvd-tensorboard-")
+            self._writer = SummaryWriter(self._folder)
+
+    def on_epoch_end(self, state: TrainState) -> None:
+        """See base class."""
+        if self._writer is not None:
+            row = state.history[-1]
+            for key in row.keys() - {"epoch"}:
+                name = f"validation/{key.removeprefix('val_')}" if key.startswith("val_") else f"train/{key}"
+                self._writer.add_scalar(name, row[key], row["epoch"])
+            self._writer.flush()
+            self._copy(state)
+
+    def on_train_end(self, state: TrainState) -> None:
+        """See base class."""
+        if self._writer is not None:
+            self._writer.close()
+            self._copy(state)
+            shutil.rmtree(self._folder)
+            self._writer = None
+
+    def _copy(self, state: TrainState) -> None:
+        for name in os.listdir(self._folder):
+            with open(os.path.join(self._folder, name), "rb") as file:
+                state.store.write_bytes(f"{state.store.logs_path(state.run_id)}/{name}", file.read())
+
+
+class MLflow(Callback):
+    """Logs the history of the run to MLflow, step by epoch; needs mlflow where rank 0 runs.
+
+    The tracking URI, and the active run if there is one, are taken where the callback is made: on the driver.
+
+    Args:
+        run_name: Name of the MLflow run, where none is active; None for the run's id.
+    """
+
+    def __init__(self, run_name: str | None = None) -> None:
+        import mlflow
+
+        active = mlflow.active_run()
+        self._uri: str = mlflow.get_tracking_uri()
+        self._run: str = active.info.run_id if active else ""
+        self._ours = active is None
+        self._name = run_name
+
+    def on_train_begin(self, state: TrainState) -> None:
+        """See base class."""
+        if state.rank == 0:
+            from mlflow import MlflowClient
+
+            client = MlflowClient(self._uri)
+            if not self._run:
+                self._run = client.create_run("0", run_name=self._name or state.run_id).info.run_id
+            client.log_param(self._run, "num_proc", state.size)
+
+    def on_epoch_end(self, state: TrainState) -> None:
+        """See base class."""
+        if state.rank == 0:
+            from mlflow import MlflowClient
+
+            row: Row = state.history[-1]
+            for key in row.keys() - {"epoch"}:
+                MlflowClient(self._uri).log_metric(self._run, key, row[key], step=row["epoch"])
+
+    def on_train_end(self, state: TrainState) -> None:
+        """See base class."""
+        if state.rank == 0 and self._ours:
+            from mlflow import MlflowClient
+
+            MlflowClient(self._uri).set_terminated(self._run)

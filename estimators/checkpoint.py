@@ -1,0 +1,95 @@
+"""Checkpoints of a run: written whole or not at all, checked when read."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spark_hvd.estimators.errors import CheckpointError
+from spark_hvd.estimators.store import Store
+
+FORMAT = 1
+LAST = "last.ckpt"
+BEST = "best.ckpt"
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        store: Where they lie.
+        run_id: Of the run.
+    """
+
+    store: Store
+    run_id: str
+
+    def exists(self, name: str = LAST) -> bool:
+        """Whether there is one."""
+        return self.store.exists(self.store.checkpoint_path(self.run_id, name))
+
+    def save(self, state: Mapping[str, Any], name: str = LAST) -> None:
+        """Write ``state``: dicts, lists, numbers, text and tensors, nothing else.
+
+        Raises:
+            StoreError: it cannot be written; a former one is still there, whole.
+        """
+        data = io.BytesIO()
+        torch.save({"format": FORMAT, **state}, data)
+        self.store.write_bytes(self.store.checkpoint_path(self.run_id, name), data.getvalue())
+
+    def load(self, name: str = LAST) -> dict[str, Any]:
+        """Read one, onto the CPU. No code is run by it: only tensors and plain data are unpickled.
+
+        Raises:
+            StoreError: it cannot be read.
+            CheckpointError: it is damaged, or a newer version wrote it.
+        """
+        path = self.store.checkpoint_path(self.run_id, name)
+        data = self.store.read_bytes(path)
+        try:
+            state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            format_ = state["format"]
+        except Exception as error:
+            raise CheckpointError(
+                f"the checkpoint {path} ({len(data):,} bytes) is damaged: {type(error).__name__}: "
+                f"{str(error).splitlines()[0]}. Delete it to train run_id={self.run_id!r} from the start, or give "
+                "another run_id"
+            ) from error
+        if format_ > FORMAT:
+            raise CheckpointError(
+                f"the checkpoint {path} has format {format_}, written by a newer spark_hvd; this one reads formats up "
+                f"to {FORMAT}. Update spark_hvd, or give another run_id"
+            )
+        return state
+
+
+def check_fits(state: Mapping[str, Any], model: torch.nn.Module, run_id: str) -> None:
+    """Make sure that the weights in a checkpoint are of this model.
+
+    Raises:
+        CheckpointError: naming what differs.
+    """
+    there, here = shapes_of(state["model"]), shapes_of(model.state_dict())
+    if there == here:
+        return
+    differ = [name for name in {**here, **there} if there.get(name) != here.get(name)]
+    name = differ[0]
+    raise CheckpointError(
+        f"run_id={run_id!r} has a checkpoint of another model: {len(differ)} of {len(here)} weights differ, first "
+        f"{name!r}: {there.get(name, 'not there')} in the checkpoint, {here.get(name, 'not there')} in the model "
+        "given. Give the model that the run was started with, or another run_id"
+    )
+
+
+def shapes_of(weights: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> dtype and shape, as text."""
+    return {
+        name: f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" if hasattr(value, "dtype") else "plain"
+        for name, value in weights.items()
+    }

@@ -1,0 +1,229 @@
+"""What the values of parameters may be. Each check names the parameter, the value and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+Check = Callable[[str, Any], Any]
+"""(name, value) -> the value, perhaps in its plain form; raises ValueError or TypeError."""
+
+
+def nearest(wrong: str, right: Iterable[str]) -> str:
+    """A hint at the name that was meant, with a space before it; empty if none is near."""
+    names = list(right)
+    close = get_close_matches(wrong, names, n=1, cutoff=0.6)
+    close = close or [name for name in names if name.lower() == wrong.lower()]
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def anything(name: str, value: Any) -> Any:
+    """No check."""
+    return value
+
+
+def optional(check: Check) -> Check:
+    """None, or what ``check`` allows."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def whole(at_least: int) -> Check:
+    """A whole number from ``at_least`` on."""
+
+    def check(name: str, value: Any) -> int:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name}={value!r}: expected a whole number, at least {at_least}")
+        if value < at_least:
+            raise ValueError(f"{name}={value}: expected a whole number, at least {at_least}")
+        return int(value)
+
+    return check
+
+
+def number(above: float | None = None, at_least: float | None = None) -> Check:
+    """A number above or from a bound on."""
+    bound = f" above {above:g}" if above is not None else f", at least {at_least:g}" if at_least is not None else ""
+
+    def check(name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name}={value!r}: expected a number{bound}")
+        if not ((above is None or value > above) and (at_least is None or value >= at_least)):
+            raise ValueError(f"{name}={value!r}: expected a number{bound}")
+        return float(value)
+
+    return check
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: expected True or False")
+    return value
+
+
+def text(name: str, value: Any) -> str:
+    """Text that is not empty."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={value!r}: expected text")
+    if not value:
+        raise ValueError(f"{name}='': expected text that is not empty")
+    return value
+
+
+def maybe_empty_text(name: str, value: Any) -> str:
+    """Text; empty text turns something off."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={value!r}: expected text, or '' for none")
+    return value
+
+
+def one_of(*allowed: str) -> Check:
+    """One of some words."""
+
+    def check(name: str, value: Any) -> str:
+        if value not in allowed:
+            hint = nearest(value, allowed) if isinstance(value, str) else ""
+            raise ValueError(
+                f"{name}={value!r}: expected {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}.{hint}"
+            )
+        return str(value)
+
+    return check
+
+
+def names(name: str, value: Any) -> list[str]:
+    """Column names; one may be given as plain text."""
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, Sequence) or not all(isinstance(item, str) and item for item in found) or not found:
+        raise TypeError(f"{name}={value!r}: expected a list of column names")
+    twice = {item for item in found if list(found).count(item) > 1}
+    if twice:
+        raise ValueError(f"{name}={value!r}: {', '.join(sorted(twice))} is named more than once")
+    return list(found)
+
+
+def shapes(name: str, value: Any) -> list[tuple[int, ...] | None]:
+    """A list of shapes, each of whole numbers with one -1 for the rows; None leaves a tensor as it is."""
+    example = f"expected a list of shapes, one for each column, such as {name}=[[-1, 1, 28, 28]]"
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name}={value!r}: {example}")
+    for shape in value:
+        if shape is None:
+            continue
+        if not isinstance(shape, (list, tuple)) or not all(isinstance(n, int) for n in shape) or not shape:
+            raise TypeError(f"{name}={value!r}: {example}")
+        if any(n < 1 and n != -1 for n in shape) or list(shape).count(-1) > 1:
+            raise ValueError(f"{name}: the shape {shape!r} may have one -1 and else numbers above 0")
+    return [None if shape is None else tuple(shape) for shape in value]
+
+
+def dtypes(name: str, value: Any) -> list[str | None]:
+    """A list of torch dtypes, given as themselves or by name; None keeps what the column has."""
+    import torch
+
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name}={value!r}: expected a list of dtypes, one for each column, such as ['float32']")
+    result: list[str | None] = []
+    for item in value:
+        short = str(item).removeprefix("torch.")
+        if item is not None and not isinstance(getattr(torch, short, None), torch.dtype):
+            raise ValueError(f"{name}={value!r}: {item!r} is no torch dtype; expected for example 'float32' or 'int64'")
+        result.append(None if item is None else short)
+    return result
+
+
+def function(name: str, value: Any) -> Any:
+    """Something that can be called."""
+    if not callable(value):
+        raise TypeError(f"{name}={value!r}: expected a function")
+    return value
+
+
+def functions(name: str, value: Any) -> list[Any]:
+    """A list of functions; one may be given alone."""
+    found = list(value) if isinstance(value, (list, tuple)) else [value]
+    for item in found:
+        function(name, item)
+    return found
+
+
+def function_groups(name: str, value: Any) -> list[list[Any]]:
+    """Functions, or lists of them: one list for each label."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name}={value!r}: expected a list of functions, or one such list for each label")
+    groups = [value] if value and not isinstance(value[0], (list, tuple)) else value
+    return [functions(name, group) for group in groups]
+
+
+def numbers(name: str, value: Any) -> list[float]:
+    """A list of numbers."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name}={value!r}: expected a list of numbers")
+    return [number()(name, item) for item in value]
+
+
+def fraction_or_column(name: str, value: Any) -> float | str:
+    """A share of the rows between 0 and 1, or the name of a column."""
+    if isinstance(value, str):
+        return text(name, value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}={value!r}: expected a number between 0 and 1, or the name of a column")
+    if not 0 <= value < 1:
+        raise ValueError(f"{name}={value!r}: expected a share of the rows, at least 0 and below 1, or a column")
+    return float(value)
+
+
+def mapping_of_functions(name: str, value: Any) -> dict[str, Any]:
+    """Column name -> function."""
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise TypeError(f"{name}={value!r}: expected a dict of column name -> function")
+    return {key: function(f"{name}[{key!r}]", item) for key, item in value.items()}
+
+
+def instance(kind: str, *methods: str) -> Check:
+    """An object that has some methods; so that what is checked need not be imported."""
+
+    def check(name: str, value: Any) -> Any:
+        if isinstance(value, type) or not all(callable(getattr(value, method, None)) for method in methods):
+            raise TypeError(f"{name}={value!r}: expected {kind}")
+        return value
+
+    return check
+
+
+def callbacks(name: str, value: Any) -> list[Any]:
+    """A list of callbacks."""
+    if not isinstance(value, (list, tuple)) or any(isinstance(item, type) for item in value):
+        raise TypeError(f"{name}={value!r}: expected a list of callbacks (objects, not classes)")
+    return list(value)
+
+
+def edit_fields(name: str, value: Any) -> list[tuple[str, Any, tuple[int, ...], bool]]:
+    """Fields as Petastorm's TransformSpec takes them."""
+    if not isinstance(value, (list, tuple)) or not all(
+        isinstance(field, (list, tuple)) and len(field) == 4 and isinstance(field[0], str) for field in value
+    ):
+        raise TypeError(f"{name}={value!r}: expected a list of (name, numpy dtype, shape, nullable)")
+    return [(field[0], field[1], tuple(field[2]), bool(field[3])) for field in value]
+
+
+def optimizer(name: str, value: Any) -> Any:
+    """An optimizer, or a function that makes one."""
+    if not callable(value) and not (hasattr(value, "param_groups") and hasattr(value, "step")):
+        raise TypeError(f"{name}={value!r}: expected a torch optimizer, or a function of model.parameters()")
+    return value
+
+
+def scheduler(name: str, value: Any) -> Any:
+    """A scheduler, or a function that makes one."""
+    if not callable(value) and not hasattr(value, "step"):
+        raise TypeError(f"{name}={value!r}: expected a learning rate scheduler, or a function of the optimizer")
+    return value
+
+
+def compression(name: str, value: Any) -> Any:
+    """Something with ``compress`` and ``decompress``; classes too, as ``hvd.Compression.fp16`` is one."""
+    if not all(callable(getattr(value, method, None)) for method in ("compress", "decompress")):
+        raise TypeError(f"{name}={value!r}: expected hvd.Compression.fp16, or what has compress and decompress")
+    return value

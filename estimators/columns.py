@@ -1,0 +1,172 @@
+"""Columns of a DataFrame as models see them: which Spark types become which tensors, and how Spark hands them out.
+
+Floating point numbers, decimals and vectors become float32, integers and booleans keep their type. What no tensor can
+be made of (text, times, maps) is refused before any job runs, with what to do about it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    ByteType,
+    DataType,
+    DecimalType,
+    DoubleType,
+    FloatType,
+    IntegerType,
+    LongType,
+    ShortType,
+    StructType,
+    UserDefinedType,
+)
+
+from spark_hvd.estimators.dataset import Column, listed
+from spark_hvd.estimators.errors import DataError
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
+
+_EXACT: dict[type[DataType], str] = {
+    BooleanType: "bool",
+    ByteType: "int8",
+    ShortType: "int16",
+    IntegerType: "int32",
+    LongType: "int64",
+    FloatType: "float32",
+}
+_WIDE = (DoubleType, DecimalType)
+_SQL_TYPES = {"float32": "float", "float64": "double"}
+
+_REMEDIES = {
+    "string": "turn text into numbers first, for example with pyspark.ml.feature.StringIndexer",
+    "timestamp": "turn it into numbers first, for example F.unix_timestamp(c), F.hour(c), F.dayofweek(c)",
+    "date": "turn it into numbers first, for example F.unix_date(c), F.dayofyear(c), F.dayofweek(c)",
+    "map": "take the values that you need into columns of their own, for example F.element_at(c, 'key')",
+    "struct": "take its fields into columns of their own, for example df.withColumn('x', df['c']['x'])",
+    "binary": "give a function that decodes one value (bytes to array) for it, or decode it into an array first",
+    "matrix": "make an array of it first, for example with a function of pyspark.sql.functions.udf",
+    "": "cast it to a number or an array of numbers first",
+}
+_REMEDIES |= {"varchar": _REMEDIES["string"], "char": _REMEDIES["string"], "timestamp_ntz": _REMEDIES["timestamp"]}
+
+
+def check_columns(schema: StructType, names: Sequence[str], what: str) -> None:
+    """Check that a DataFrame has the columns that a parameter names, each once.
+
+    Args:
+        schema: Of the DataFrame.
+        names: Of the columns, exactly as in the schema: upper and lower case differ, dots are part of a name.
+        what: The parameter that names them, for the message ("feature_cols").
+
+    Raises:
+        DataError: a column is missing, with the name that is nearest to it; or the DataFrame has it twice.
+    """
+    there = schema.fieldNames()
+    for name in names:
+        if name not in there:
+            nearest = _nearest(name, there)
+            hint = f"; did you mean {nearest!r}?" if nearest else "."
+            raise DataError(f"{what} names {name!r}, which the DataFrame does not have{hint} It has {listed(there)}")
+        if there.count(name) > 1:
+            raise DataError(
+                f"{what} names {name!r}, which the DataFrame has {there.count(name)} times: expected once. "
+                "Drop or rename the others, for example after a join."
+            )
+
+
+def columns_of(
+    schema: StructType,
+    names: Sequence[str],
+    *,
+    decoders: Collection[str] = frozenset(),
+    compress_sparse: bool = False,
+    keep_double: bool = False,
+) -> tuple[Column, ...]:
+    """The columns called ``names`` as they will lie in the files.
+
+    Args:
+        schema: Of the DataFrame.
+        names: Of the columns, in the order wanted; a name that repeats counts once.
+        decoders: Names of the binary columns that a function will turn into tensors.
+        compress_sparse: Store vectors as size, indices and values; worth it where most of their entries are zero.
+        keep_double: double, decimal and vector become float64 instead of float32.
+
+    Returns:
+        One column for each name. The shape of vectors and arrays is None: only their values tell it.
+
+    Raises:
+        DataError: a column is missing, or of a type that no tensor is made of.
+    """
+    check_columns(schema, names, "columns")
+    wide = "float64" if keep_double else "float32"
+    return tuple(
+        _column(name, schema[name].dataType, wide, name in decoders, compress_sparse) for name in dict.fromkeys(names)
+    )
+
+
+def expression_of(column: Column) -> SparkColumn:
+    """What to select from the DataFrame for ``column``, named as it: Arrow receives numbers, lists and structs only.
+
+    A vector becomes a list of numbers, or with encoding "sparse" a struct of size, indices and values.
+    """
+    source = F.col(quoted(column.name))
+    if column.encoding == "sparse":
+        result = _sparse(source, _SQL_TYPES[column.dtype])
+    elif column.spark_type == "vector":
+        from pyspark.ml.functions import vector_to_array
+
+        # vector_to_array fails on null, which would hide the count of nulls that the writer reports
+        result = F.when(source.isNotNull(), vector_to_array(source, column.dtype))
+    elif column.dtype in _SQL_TYPES:
+        depth = column.spark_type.count("array<")
+        result = source.cast("array<" * depth + _SQL_TYPES[column.dtype] + ">" * depth)
+    else:
+        result = source
+    return result.alias(column.name)
+
+
+def quoted(name: str) -> str:
+    """``name`` for ``F.col``: one column, whatever dots, spaces and backticks the name has."""
+    return "`" + name.replace("`", "``") + "`"
+
+
+def _column(name: str, kind: DataType, wide: str, decoded: bool, compress_sparse: bool) -> Column:
+    text = kind.simpleString()
+    if isinstance(kind, UserDefinedType) and text == "vector":
+        return Column(name, wide, None, text, "sparse" if compress_sparse else "plain")
+    if isinstance(kind, BinaryType) and decoded:
+        return Column(name, "object", None, text)
+    inner: DataType = kind
+    while isinstance(inner, ArrayType):
+        inner = inner.elementType
+    dtype = wide if isinstance(inner, _WIDE) else _EXACT.get(type(inner))
+    if dtype is None:
+        family = re.split(r"[^a-z_]", inner.simpleString())[0]
+        remedy = _REMEDIES.get(family, _REMEDIES[""])
+        raise DataError(f"column {name!r} has the type {text}, of which no tensor can be made: {remedy}")
+    return Column(name, dtype, None if isinstance(kind, ArrayType) else (), text)
+
+
+def _sparse(source: SparkColumn, kind: str) -> SparkColumn:
+    raw: Any = F.unwrap_udt(source)  # struct<type, size, indices, values>; size and indices are null in dense vectors
+    values = raw["values"]
+    encoded = F.struct(
+        F.coalesce(raw["size"], F.size(values)).alias("size"),
+        F.coalesce(raw["indices"], F.transform(values, lambda _, i: i)).alias("indices"),
+        values.cast(f"array<{kind}>").alias("values"),
+    )
+    return F.when(source.isNotNull(), encoded)
+
+
+def _nearest(name: str, names: Sequence[str]) -> str | None:
+    folded = {other.casefold(): other for other in names}
+    found = difflib.get_close_matches(name.strip().casefold(), folded, n=1)
+    return folded[found[0]] if found else None

@@ -1,0 +1,331 @@
+"""What all estimators share: from a DataFrame and parameters to a trained Spark ML model."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from pyspark.ml import Estimator
+
+from spark_hvd.estimators.backend import Backend, LocalBackend, SparkBackend
+from spark_hvd.estimators.checkpoint import BEST, LAST, Checkpoints, check_fits
+from spark_hvd.estimators.columns import check_columns, columns_of, expression_of
+from spark_hvd.estimators.dataset import Column, DatasetMeta
+from spark_hvd.estimators.errors import DataError, EstimatorError, StoreError
+from spark_hvd.estimators.history import History
+from spark_hvd.estimators.materialize import materialize
+from spark_hvd.estimators.modules import pack
+from spark_hvd.estimators.params import TableParams
+from spark_hvd.estimators.parquet import dataset_of
+from spark_hvd.estimators.reader import Batch, ReaderSpec
+from spark_hvd.estimators.spec import Objects, TrainSpec
+from spark_hvd.estimators.store import Store
+from spark_hvd.estimators.tensors import TensorSpec
+from spark_hvd.estimators.training import Framework, train
+from spark_hvd.estimators.trial import ROWS, batch_of, first_batch, label_dtype, try_batch
+from spark_hvd.runner.errors import ExecutorLostError, RankFailedError
+from spark_hvd.runner.spark import active_session, is_local
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame
+
+    from spark_hvd.estimators.model import TorchModel
+
+Settings = Mapping[str, Any]
+
+
+class SparkEstimator(TableParams, Estimator):  # type: ignore[type-arg] # generic for type checkers only
+    """Base of the estimators. A subclass gives its table of parameters, its framework, and the model that comes out."""
+
+    _required: ClassVar[Mapping[str, str]] = {
+        "model": "the model to train",
+        "feature_cols": "the columns that the model gets",
+        "label_cols": "the columns that outputs are compared with",
+    }
+
+    def fit_on_parquet(
+        self, train_path: str | None = None, val_path: str | None = None, params: Mapping[Any, Any] | None = None
+    ) -> TorchModel:
+        """Train on Parquet that exists already: a file or a directory of files, also one that Petastorm wrote.
+
+        Args:
+            train_path: Of the training data; by default the store's ``train_path``.
+            val_path: Of validation data; by default the store's ``val_path``, and none if that is None too.
+            params: Parameters for this fit only, as in ``fit``.
+
+        Returns:
+            The trained model.
+
+        Raises:
+            ValueError, TypeError: a parameter is wrong.
+            DataError: there are no such data, or they do not fit the parameters.
+            ModelError: the model does not work on them.
+            RunError: ranks failed.
+        """
+        if params:
+            return self.copy(dict(params)).fit_on_parquet(train_path, val_path)
+        settings = self._settings()
+        if settings["validation"] is not None:
+            raise ValueError(
+                f"validation={settings['validation']!r}: fit_on_parquet takes validation data from val_path; "
+                "leave validation out"
+            )
+        store = self._store(settings)
+        train_path, val_path = train_path or store.train_path, val_path or store.val_path
+        if train_path is None:
+            raise ValueError("train_path is missing: give it, or Store.create(..., train_path=...)")
+        names = self._column_names(settings)
+        # A store reads below its own file system only; the data may lie elsewhere.
+        data = _store_of(train_path, store)
+        edited = {field[0] for field in settings["transformation_edit_fields"] or ()}
+        wanted = None if settings["transformation_fn"] else [name for name in names if name not in edited]
+        train_data = dataset_of(data, train_path, wanted)
+        val_data = dataset_of(data, val_path, wanted) if val_path else None
+        kind = settings["reader"]
+        fields = {**self._reader_fields(settings), **self._reader_functions(settings)}
+        del fields["kind"]
+        reader = ReaderSpec(dataset=train_data, columns=tuple(names), store=data, batch_size=ROWS, **fields)
+        batch = first_batch(reader, kind)
+        self._try(*self._spec(settings, store, batch, train_data, None), batch)
+        return self._train(settings, store, batch, train_data, val_data)
+
+    def _fit(self, dataset: DataFrame) -> TorchModel:
+        settings = self._settings()
+        store = self._store(settings)
+        names = self._column_names(settings)
+        for parameter in ("feature_cols", "label_cols"):
+            check_columns(dataset.schema, settings[parameter], parameter)
+        if settings["sample_weight_col"]:
+            check_columns(dataset.schema, [settings["sample_weight_col"]], "sample_weight_col")
+        columns = columns_of(
+            dataset.schema,
+            names,
+            decoders=set(settings["decoders"]),
+            compress_sparse=settings["compress_sparse_cols"],
+        )
+        table = _some_rows(dataset, columns)
+        fields = {**self._reader_fields(settings), **self._reader_functions(settings)}
+        del fields["kind"]
+        batch = batch_of(table, columns, names, fields)
+        self._try(*self._spec(settings, store, batch, DatasetMeta("the DataFrame", columns, ()), None), batch)
+        num_proc = self._backend(settings).num_processes()
+        train_data, val_data = materialize(
+            dataset,
+            columns,
+            store,
+            num_proc=num_proc,
+            validation=settings["validation"] or None,
+            seed=settings["random_seed"] or 0,
+            partitions_per_process=settings["partitions_per_process"],
+        )
+        return self._train(settings, store, batch, train_data, val_data)
+
+    def _train(
+        self, settings: Settings, store: Store, batch: Batch, train_data: DatasetMeta, val_data: DatasetMeta | None
+    ) -> TorchModel:
+        backend = self._backend(settings)
+        size = backend.num_processes()
+        for what, data in (("training", train_data), ("validation", val_data)):
+            if data is not None and data.rows < size:
+                raise DataError(
+                    f"{data.rows} rows for {what} and num_proc={size}: expected at least one row for each rank. "
+                    "Use fewer ranks or more rows"
+                )
+        spec, objects = self._spec(settings, store, batch, train_data, val_data)
+        store.check_writable()
+        checkpoints = Checkpoints(store, spec.run_id)
+        history = History()
+        if spec.resume:
+            state = checkpoints.load()
+            check_fits(state, objects.model, spec.run_id)
+            history = History(state["history"])
+        if len(history) < spec.epochs:
+            try:
+                values = backend.run(train, (spec, pack(objects, "the parameters"), self._framework()))
+            except RankFailedError as error:
+                if isinstance(error.__cause__, EstimatorError):
+                    raise type(error.__cause__)(str(error.__cause__)) from error
+                raise
+            except ExecutorLostError as error:
+                raise ExecutorLostError(
+                    f"{error} The checkpoint of the last whole epoch, if there was one, is kept: fit again with "
+                    f"run_id={spec.run_id!r} to go on from it."
+                ) from error
+            assert values[0] is not None
+            history = values[0]
+        best = settings["restore_best_weights"] and checkpoints.exists(BEST)
+        return self._model(settings, spec, objects, checkpoints.load(BEST if best else LAST), history)
+
+    # -- from parameters to what is trained
+
+    def _settings(self) -> Settings:
+        settings = {row.name: self.value_of(row.name) for row in self._table}
+        for name, meaning in self._required.items():
+            if settings[name] is None:
+                raise ValueError(f"{name} is missing: {type(self).__name__} needs {meaning}")
+        for name, columns in (("input_shapes", "feature_cols"), ("label_shapes", "label_cols")):
+            for parameter in (name, name.replace("shapes", "dtypes")):
+                if settings[parameter] is not None and len(settings[parameter]) != len(settings[columns]):
+                    raise ValueError(
+                        f"{parameter} has {len(settings[parameter])} entries for {len(settings[columns])} {columns}: "
+                        "expected one for each; None leaves one as it is"
+                    )
+        if settings["backend"] is not None and settings["num_proc"] is not None:
+            raise ValueError(
+                f"num_proc={settings['num_proc']} and backend are both given: give the number to the backend, "
+                "SparkBackend(num_proc=...)"
+            )
+        self._check(settings)
+        return settings
+
+    def _check(self, settings: Settings) -> None:
+        """Raise a ValueError for parameters that do not go together."""
+
+    def _column_names(self, settings: Settings) -> list[str]:
+        weight = [settings["sample_weight_col"]] if settings["sample_weight_col"] else []
+        return list(dict.fromkeys([*settings["feature_cols"], *settings["label_cols"], *weight]))
+
+    def _backend(self, settings: Settings) -> Backend:
+        backend: Backend = settings["backend"] or SparkBackend(
+            settings["num_proc"], verbose=min(settings["verbose"], 1)
+        )
+        return backend
+
+    def _store(self, settings: Settings) -> Store:
+        if settings["store"] is not None:
+            store: Store = settings["store"]
+        elif isinstance(settings["backend"], LocalBackend) or is_local(active_session(None)):
+            store = _temporary_store()
+        else:
+            raise ValueError(
+                "store is missing: executors on several hosts need a place that all of them reach, such as "
+                "store=Store.create('s3://bucket/folder') or a shared file system"
+            )
+        if not store.is_shared:
+            raise StoreError(f"store={store.url}: ranks are other processes and see nothing of it. Use a shared path")
+        return store
+
+    def _reader_fields(self, settings: Settings) -> dict[str, Any]:
+        return {
+            "kind": settings["reader"],
+            "window_rows": settings["shuffle_buffer_size"],
+            "drop_last": settings["drop_last"],
+            "cache": settings["inmemory_cache_all"],
+            "workers": settings["train_reader_num_workers"],
+            "pool": settings["reader_pool_type"],
+            "edit_fields": tuple(settings["transformation_edit_fields"] or ()),
+            "removed_fields": tuple(settings["transformation_removed_fields"] or ()),
+        }
+
+    def _reader_functions(self, settings: Settings) -> dict[str, Any]:
+        return {"decoders": settings["decoders"], "transformation_fn": settings["transformation_fn"]}
+
+    def _spec(
+        self,
+        settings: Settings,
+        store: Store,
+        batch: Batch,
+        train_data: DatasetMeta,
+        val_data: DatasetMeta | None,
+    ) -> tuple[TrainSpec, Objects]:
+        run_id = settings["run_id"] or f"{type(self).__name__}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+        objects = self._objects(settings)
+        inputs = self._tensors(settings, "feature_cols", "input", batch, train_data)
+        labels = self._tensors(settings, "label_cols", "label", batch, train_data)
+        if settings["label_dtypes"] is None:
+            labels = tuple(
+                TensorSpec(label.column, label_dtype(batch[label.column.name], objects.losses, i), label.shape)
+                for i, label in enumerate(labels)
+            )
+        seed = settings["random_seed"]
+        common: dict[str, Any] = {
+            "inputs": inputs,
+            "labels": labels,
+            "weight": settings["sample_weight_col"],
+            "train": train_data,
+            "validation": val_data,
+            "store": store,
+            "run_id": run_id,
+            "batch_size": settings["batch_size"],
+            "val_batch_size": settings["val_batch_size"] or settings["batch_size"],
+            "epochs": settings["epochs"],
+            "steps": settings["train_steps_per_epoch"],
+            "val_steps": settings["validation_steps_per_epoch"],
+            "seed": random.SystemRandom().randrange(2**31) if seed is None else seed,
+            "shuffle": settings["shuffle"],
+            "monitor": settings["monitor"],
+            "monitor_mode": settings["monitor_mode"],
+            "reshape_labels": settings["label_shapes"] is None,
+            "use_gpu": settings["use_gpu"],
+            "verbose": settings["verbose"],
+            "reader": self._reader_fields(settings),
+            "val_workers": settings["val_reader_num_workers"],
+            "resume": settings["run_id"] is not None and Checkpoints(store, run_id).exists(),
+        }
+        return TrainSpec(**{**common, **self._spec_fields(settings)}), objects
+
+    def _tensors(
+        self, settings: Settings, columns: str, what: str, batch: Batch, data: DatasetMeta
+    ) -> tuple[TensorSpec, ...]:
+        names = settings[columns]
+        shapes = settings[f"{what}_shapes"] or [None] * len(names)
+        dtypes = settings[f"{what}_dtypes"] or [None] * len(names)
+        known = {column.name: column for column in data.columns}
+        return tuple(
+            # What a decoder or transformation_fn makes of a column is known from the batch.
+            TensorSpec(_as_in(batch[name], known.get(name) or Column(name, "object")), dtype, shape)
+            for name, shape, dtype in zip(names, shapes, dtypes, strict=True)
+        )
+
+    # -- what a subclass adds
+
+    def _try(self, spec: TrainSpec, objects: Objects, batch: Batch) -> None:
+        try_batch(spec, objects, batch)
+
+    def _framework(self) -> Framework:
+        raise NotImplementedError
+
+    def _objects(self, settings: Settings) -> Objects:
+        raise NotImplementedError
+
+    def _spec_fields(self, settings: Settings) -> dict[str, Any]:
+        return {}
+
+    def _model(
+        self, settings: Settings, spec: TrainSpec, objects: Objects, state: Mapping[str, Any], history: History
+    ) -> TorchModel:
+        raise NotImplementedError
+
+
+def _some_rows(df: DataFrame, columns: tuple[Column, ...]) -> pa.Table:
+    import pyarrow as pa
+
+    few = df.select([expression_of(column) for column in columns]).limit(ROWS)
+    if hasattr(few, "toArrow"):  # Spark 4
+        return few.toArrow()
+    return pa.Table.from_pandas(few.toPandas(), preserve_index=False)
+
+
+def _as_in(tensor: torch.Tensor, column: Column) -> Column:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Column(column.name, dtype, tuple(tensor.shape[1:]), column.spark_type, column.encoding)
+
+
+def _store_of(path: str, store: Store) -> Store:
+    return Store.create(path, storage_options=store.storage_options)
+
+
+_temporary: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def _temporary_store() -> Store:
+    """One folder for all fits of this process that name no store; it goes with the process."""
+    if not _temporary:
+        _temporary.append(tempfile.TemporaryDirectory(prefix="spark_hvd-store-"))
+    return Store.create(_temporary[0].name)

@@ -1,0 +1,49 @@
+"""What a model's outputs are: scores of classes, or values; found from its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How an output becomes Spark ML's columns.
+
+    Attributes:
+        kind: "multiclass" (one score for each class), "binary" (one score a row), "regression" (a value), or "other".
+        scores: What the scores are: "logits", "log_probabilities", "probabilities"; "" where there are none.
+    """
+
+    kind: str
+    scores: str = ""
+
+
+_HEADS = {
+    "CrossEntropyLoss": Head("multiclass", "logits"),
+    "cross_entropy": Head("multiclass", "logits"),
+    "NLLLoss": Head("multiclass", "log_probabilities"),
+    "nll_loss": Head("multiclass", "log_probabilities"),
+    "BCEWithLogitsLoss": Head("binary", "logits"),
+    "binary_cross_entropy_with_logits": Head("binary", "logits"),
+    "BCELoss": Head("binary", "probabilities"),
+    "binary_cross_entropy": Head("binary", "probabilities"),
+    **dict.fromkeys(
+        ["MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLoss", "mse_loss", "l1_loss", "smooth_l1_loss"]
+        + ["huber_loss", "poisson_nll_loss"],
+        Head("regression"),
+    ),
+}
+INTEGER_LABELS = frozenset({"CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss", "MultiMarginLoss"})
+"""Losses whose labels are class numbers: int64 whatever the column's type."""
+
+
+def loss_name(loss: Any) -> str:
+    """The name of a loss function or of the class of a loss module."""
+    return getattr(loss, "__name__", None) or type(loss).__name__
+
+
+def head_of(losses: Sequence[Any]) -> Head:
+    """The head that follows from the losses; "other" if there is not exactly one, or it is not known."""
+    return _HEADS.get(loss_name(losses[0]), Head("other")) if len(losses) == 1 else Head("other")

@@ -1,0 +1,69 @@
+"""What training looked like, epoch by epoch: rows that turn into a pandas DataFrame and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+
+
+class History(list[Row]):
+    """One row an epoch, all plain numbers.
+
+    Keys: ``epoch`` (from 1), ``loss``, each metric, the same with ``val_`` before them where there is validation,
+    ``lr`` (of the first parameter group, during the epoch), ``seconds`` and ``rows_per_second`` (of training, over all
+    ranks). Losses and metrics are means over all rows of the epoch, on all ranks. ``skipped_steps`` counts steps left
+    out because gradients were not finite, where ``terminate_on_nan`` is off.
+    """
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A DataFrame with a row an epoch, indexed by it."""
+        import pandas as pd
+
+        frame = pd.DataFrame(list(self))
+        if len(frame):
+            frame.set_index("epoch", inplace=True)
+        return frame
+
+    def best(self, monitor: str, mode: str = "min") -> Row:
+        """The row of the best epoch.
+
+        Args:
+            monitor: A key of the rows.
+            mode: "min" or "max".
+
+        Raises:
+            KeyError: no row has it.
+        """
+        rows = [row for row in self if monitor in row]
+        if not rows:
+            raise KeyError(f"monitor={monitor!r}: the history has {sorted({key for row in self for key in row})}")
+        return (min if mode == "min" else max)(rows, key=lambda row: row[monitor])
+
+    def plot(self, keys: Iterable[str] = ("loss",)) -> Figure:
+        """Curves over the epochs, training and validation together, as a matplotlib figure.
+
+        Args:
+            keys: Names of losses and metrics; ``val_`` is added where there is such a row.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from matplotlib.figure import Figure
+
+        wanted = list(keys)
+        figure = Figure(figsize=(5 * len(wanted), 3.5), layout="constrained")
+        for axes, key in zip(figure.subplots(1, len(wanted), squeeze=False)[0], wanted, strict=True):
+            for name, label in ((key, "training"), (f"val_{key}", "validation")):
+                points = [(row["epoch"], row[name]) for row in self if name in row]
+                if points:
+                    axes.plot(*zip(*points, strict=True), marker="o", label=label)
+            axes.set(xlabel="epoch", title=key)
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.legend()
+        return figure

@@ -1,0 +1,80 @@
+"""Optimizers and learning rate schedulers: from what was given, in the rank, scaled with the number of ranks."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+Scheduler = LRScheduler | ReduceLROnPlateau
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr")
+"""What schedulers of torch keep in parameter groups as rates."""
+
+
+def make_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of ``model``: ``given`` itself, or what it returns.
+
+    Args:
+        given: An optimizer of the model's parameters, or a function of ``model.parameters()``; of the model itself, if
+            its first parameter is called ``model``.
+        model: The model.
+
+    Raises:
+        ValueError: it is no optimizer, or one of other parameters.
+    """
+    optimizer = given
+    if not isinstance(given, torch.optim.Optimizer):
+        try:
+            first = next(iter(inspect.signature(given).parameters), "")
+        except (TypeError, ValueError):
+            first = ""
+        optimizer = given(model if first == "model" else model.parameters())
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer={given!r} gave {type(optimizer).__name__}: expected a torch.optim.Optimizer")
+    own = {id(param) for param in model.parameters()}
+    strange = sum(id(param) not in own for group in optimizer.param_groups for param in group["params"])
+    if strange:
+        raise ValueError(
+            f"optimizer: {strange} of its parameters are not parameters of model. Make it from model.parameters(), or "
+            "give a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
+        )
+    return optimizer
+
+
+def make_scheduler(given: Any, optimizer: torch.optim.Optimizer, factor: float) -> Scheduler | None:
+    """The scheduler of ``optimizer``, whose rates become ``factor`` times what they were.
+
+    A function is called with the optimizer once its rates are scaled; a scheduler given has its own rates scaled.
+
+    Raises:
+        ValueError: it is no scheduler.
+    """
+    if given is None or isinstance(given, LRScheduler | ReduceLROnPlateau):
+        scale(optimizer, given, factor)
+        scheduler = given
+    else:
+        scale(optimizer, None, factor)
+        scheduler = given(optimizer)
+    if scheduler is not None and not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
+        raise ValueError(f"lr_scheduler={given!r} gave {type(scheduler).__name__}: expected a torch LRScheduler")
+    return scheduler
+
+
+def scale(optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, factor: float) -> None:
+    """Multiply learning rates by ``factor`` (Goyal et al., "Accurate, Large Minibatch SGD", arXiv 1706.02677)."""
+    if factor == 1.0:
+        return
+    for group in optimizer.param_groups:
+        for key in _RATES:
+            if isinstance(group.get(key), torch.Tensor):
+                group[key] = group[key] * factor
+            elif group.get(key) is not None:
+                group[key] *= factor
+    inner = [scheduler, *getattr(scheduler, "_schedulers", ())]
+    for one in inner:
+        for name in ("base_lrs", "_last_lr", "min_lrs", "max_lrs"):
+            rates = getattr(one, name, None)
+            if isinstance(rates, list):
+                setattr(one, name, [rate * factor for rate in rates])

@@ -1,0 +1,122 @@
+"""LightningEstimator: trains a ``LightningModule`` on a DataFrame."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from spark_hvd.estimators.estimator import Settings, SparkEstimator
+from spark_hvd.estimators.head import head_of
+from spark_hvd.estimators.history import History
+from spark_hvd.estimators.lightning_loop import LightningFramework
+from spark_hvd.estimators.lightning_parts import package_of
+from spark_hvd.estimators.lightning_tables import GONE, LIGHTNING
+from spark_hvd.estimators.lightning_trial import check_trainer_args, try_lightning
+from spark_hvd.estimators.model import TorchModel
+from spark_hvd.estimators.model_meta import ModelMeta
+from spark_hvd.estimators.reader import Batch
+from spark_hvd.estimators.spec import Objects, TrainSpec
+from spark_hvd.estimators.training import Framework
+
+_LOSSES = {
+    "multiclass": torch.nn.CrossEntropyLoss,
+    "binary": torch.nn.BCEWithLogitsLoss,
+    "regression": torch.nn.MSELoss,
+}
+"""The loss that stands for each task: dtypes of labels and columns of predictions follow from it."""
+
+
+class LightningModel(TorchModel):
+    """A trained LightningModule in Spark ML; see TorchModel. Its ``forward`` gets the features, one argument each."""
+
+
+class LightningEstimator(SparkEstimator):
+    """Trains a ``LightningModule`` on the rows of a DataFrame, on several ranks, and gives a LightningModel.
+
+    An ``Estimator`` of Spark ML as TorchEstimator is, with the same data, store, checkpoints and history; each rank
+    runs a Trainer of Lightning. Steps get a dict of column name -> tensor (rows, ...) on the rank's device::
+
+        class Net(L.LightningModule):
+            def training_step(self, batch, batch_idx):
+                loss = cross_entropy(self(batch["features"]), batch["label"])
+                self.log("train_loss", loss)
+                return loss
+
+    What is logged is in the history, as ``loss`` what training_step returns. Before ranks are started one batch is
+    tried on the driver, on a copy of the module. The module may be of ``lightning`` or of ``pytorch_lightning``.
+
+    Raises:
+        TypeError, ValueError: a parameter is unknown or its value is not allowed.
+    """
+
+    _table = LIGHTNING
+    _gone = GONE
+
+    def _check(self, settings: Settings) -> None:
+        module = settings["model"]
+        pl = package_of(module)
+        for callback in settings["callbacks"]:
+            if not isinstance(callback, pl.Callback):
+                raise TypeError(
+                    f"callbacks={settings['callbacks']!r}: {type(callback).__module__}.{type(callback).__qualname__} "
+                    f"is no {pl.__name__}.Callback, which a module of {pl.__name__} needs"
+                )
+        check_trainer_args(pl, settings["trainer_args"])
+        if settings["validation"] and type(module).validation_step is pl.LightningModule.validation_step:
+            raise ValueError(
+                f"validation={settings['validation']!r}: {type(module).__name__} has no validation_step(batch, "
+                "batch_idx), which is what validates"
+            )
+
+    def _try(self, spec: TrainSpec, objects: Objects, batch: Batch) -> None:
+        try_lightning(spec, objects, batch)
+
+    def _framework(self) -> Framework:
+        return LightningFramework()
+
+    def _objects(self, settings: Settings) -> Objects:
+        return Objects(
+            model=settings["model"],
+            optimizer=None,
+            losses=_losses(settings),
+            callbacks=settings["callbacks"],
+            reader=self._reader_functions(settings),
+        )
+
+    def _spec_fields(self, settings: Settings) -> dict[str, Any]:
+        names = ("logger", "log_every_n_steps", "profiler", "terminate_on_nan", "find_unused_parameters")
+        return {
+            "trainer": {
+                **{name: settings[name] for name in names},
+                "args": settings["trainer_args"],
+                "validate": bool(settings["validation"]),
+                "folder": os.getcwd(),
+            }
+        }
+
+    def _model(
+        self, settings: Settings, spec: TrainSpec, objects: Objects, state: Mapping[str, Any], history: History
+    ) -> LightningModel:
+        module = copy.deepcopy(objects.model)
+        module.load_state_dict(state["model"])
+        labels = tuple(label.column for label in spec.labels)
+        return LightningModel(
+            model=module.eval(),
+            metadata=ModelMeta(spec.inputs, labels, head_of(objects.losses)),
+            history=history,
+            run_id=spec.run_id,
+            feature_columns=settings["feature_cols"],
+            label_columns=settings["label_cols"],
+            input_shapes=settings["input_shapes"],
+            input_dtypes=settings["input_dtypes"],
+            decoders=settings["decoders"],
+            use_gpu=settings["use_gpu"],
+        )
+
+
+def _losses(settings: Settings) -> list[torch.nn.Module]:
+    return [_LOSSES[settings["task"]]()] if settings["task"] else []

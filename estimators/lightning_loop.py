@@ -1,0 +1,228 @@
+"""The training of LightningEstimator: Lightning's Trainer in each rank, between our data, checkpoints and history."""
+
+from __future__ import annotations
+
+import signal
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import spark_hvd.torch as hvd
+from spark_hvd.estimators.errors import EstimatorError
+from spark_hvd.estimators.history import History
+from spark_hvd.estimators.lightning_files import RunFiles
+from spark_hvd.estimators.lightning_parts import (
+    KEEP,
+    TrainLoader,
+    ValidationLoader,
+    be_quiet,
+    from_bytes,
+    make_checkpoint_io,
+    make_strategy,
+    package_of,
+    replaced,
+    to_bytes,
+)
+from spark_hvd.estimators.objective import Sums
+from spark_hvd.estimators.training import Job, not_finite
+
+_NAN_CHECK_EVERY = 16
+"""Batches between looks at the loss on a GPU, where each look waits for it."""
+
+
+class LightningFramework:
+    """Trains a LightningModule."""
+
+    def fit(self, job: Job) -> History:
+        """See base class."""
+        be_quiet()
+        files = RunFiles(job.spec.store, job.spec.run_id, resumed=job.resumed is not None)
+        try:
+            return _Fit(job, files).run()
+        finally:
+            files.close()
+
+
+class _Fit:
+    def __init__(self, job: Job, files: RunFiles) -> None:
+        self.job, self.files, self.asked = job, files, job.spec.trainer
+        self.module = job.objects.model
+        self.pl = package_of(self.module)
+        self.checkpoint_io = make_checkpoint_io(self.pl, self._resumed())
+        self.trainer = self._trainer()
+        self.sums, self.rows = Sums([], job.device), 0
+        self.began, self.validating, self.rate = 0.0, 0.0, 0.0
+
+    def run(self) -> History:
+        job = self.job
+        validation = ValidationLoader(job) if job.validation is not None else None
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            with warnings.catch_warnings():
+                # A module may have a validation_step and be trained without validation data.
+                warnings.filterwarnings("ignore", message="You defined a `validation_step` but have no")
+                self.trainer.fit(
+                    self.module,
+                    TrainLoader(job, len(job.history)),
+                    validation,
+                    ckpt_path=KEEP if job.resumed is not None else None,
+                )
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        self.files.copy()
+        if not job.history:
+            raise EstimatorError(f"no epoch was trained: trainer_args={self.asked['args']!r} left nothing to do")
+        return job.history
+
+    # -- the Trainer
+
+    def _trainer(self) -> Any:
+        spec, device, pl = self.job.spec, self.job.device, self.pl
+        folder, callbacks = self.asked["folder"], list(self.job.objects.callbacks)
+        loggers = self.asked["logger"]
+        if loggers is None:
+            loggers = [pl.loggers.CSVLogger(self.files.root, name="")]
+        for writer in (*callbacks, *(loggers if isinstance(loggers, list) else ())):
+            self.files.redirect(writer, folder)
+        unused = self.asked["find_unused_parameters"]
+        if unused is None:  # optimizers that take turns each leave the parameters of the others out
+            unused = not self.module.automatic_optimization
+        return pl.Trainer(
+            **{"num_sanity_val_steps": 0, "enable_model_summary": False, **self.asked["args"]},
+            accelerator="gpu" if device.type == "cuda" else "cpu",
+            devices=[device.index] if device.type == "cuda" else 1,
+            strategy=make_strategy(pl, device, self.checkpoint_io, unused),
+            use_distributed_sampler=False,
+            max_epochs=spec.epochs,
+            callbacks=[_first(self), *callbacks, _last(self)],
+            logger=loggers,
+            log_every_n_steps=min(self.asked["log_every_n_steps"], self.job.steps),
+            profiler=self.asked["profiler"],
+            enable_progress_bar=spec.verbose > 1,
+            default_root_dir=self.files.root,
+        )
+
+    def _resumed(self) -> dict[str, Any] | None:
+        resumed = self.job.resumed
+        if resumed is None:
+            return None
+        state = from_bytes(resumed["lightning"], self.job.spec.run_id)
+        # Files that callbacks remember are here now.
+        old, new = resumed["root"], self.files.root
+        state["callbacks"] = replaced(state.get("callbacks", {}), lambda text: text.replace(old, new))
+        return {**state, "state_dict": resumed["model"]}
+
+    # -- what the callbacks call
+
+    def start(self) -> None:
+        """Before the first epoch."""
+        # The checkpoint lies between two epochs: Lightning is not to look for the rest of one.
+        self.trainer.fit_loop.restarting = False
+        # Lightning's handler waits for the other ranks; a rank that is told to end has to end at once.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def start_epoch(self) -> None:
+        """Before everybody else's on_train_epoch_start; the epoch before this one is complete now, schedulers too."""
+        if self.trainer.current_epoch > len(self.job.history):
+            self.finish_epoch()
+        self.job.seed(self.trainer.current_epoch)
+        self.sums, self.rows = Sums([], self.job.device), 0
+        self.began, self.validating = time.monotonic(), 0.0
+        optimizers = self.trainer.optimizers
+        self.rate = float(optimizers[0].param_groups[0]["lr"]) if optimizers else 0.0
+
+    def finish_batch(self, outputs: Any, batch: Mapping[str, torch.Tensor], number: int) -> None:
+        """After a batch: what training_step returned goes into the mean loss of the epoch."""
+        rows = len(next(iter(batch.values())))
+        self.rows += rows
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if not isinstance(loss, torch.Tensor):
+            return
+        loss = loss.detach()
+        if self.module.automatic_optimization:  # Lightning divides it
+            loss = loss * self.trainer.accumulate_grad_batches
+        look = loss.device.type == "cpu" or number % _NAN_CHECK_EVERY == 0
+        if look and self.asked["terminate_on_nan"] and not torch.isfinite(loss):
+            raise not_finite(float(loss), self.trainer.current_epoch, number, self.job.steps)
+        self.sums.add(rows, loss, ())
+
+    def finish_epoch(self) -> None:
+        """Row of the history, checkpoint and files of an epoch that is over."""
+        job, trainer = self.job, self.trainer
+        seconds = time.monotonic() - self.began - self.validating
+        mine = (self.rows, self.sums.values.tolist(), _numbers(trainer.callback_metrics))
+        # The one exchange of an epoch. Ranks may log what others do not (rank_zero_only=True).
+        rows, sums, metrics = zip(*hvd.allgather_object(mine, name="spark_hvd.epoch"), strict=True)
+        rows_with_loss, loss = map(sum, zip(*sums, strict=True))
+        row: dict[str, Any] = {"epoch": len(job.history) + 1}
+        if rows_with_loss:
+            row["loss"] = loss / rows_with_loss
+        row.update(_means(metrics))
+        row.update(lr=self.rate, seconds=round(seconds, 3), rows_per_second=round(sum(rows) / max(seconds, 1e-9), 1))
+        job.history.append(row)
+        trainer.save_checkpoint(KEEP)
+        job.keep(self.module, self._rest)
+        job.report()
+        for logger in trainer.loggers:
+            logger.save()
+        self.files.copy()
+
+    def _rest(self) -> dict[str, Any]:
+        kept, self.checkpoint_io.kept = self.checkpoint_io.kept, None
+        return {"lightning": to_bytes(kept), "root": self.files.root}
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of an epoch; what was logged on step and on epoch too comes once, as the epoch's mean."""
+    twice = {
+        f"{name}_{when}"
+        for name in metrics
+        for when in ("step", "epoch")
+        if f"{name}_step" in metrics and f"{name}_epoch" in metrics
+    }
+    return {name: float(value) for name, value in metrics.items() if name not in twice}
+
+
+def _means(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean over those ranks that have a metric; what was logged with sync_dist is equal on all, and stays so."""
+    means = {}
+    for name in dict.fromkeys(name for metrics in ranks for name in metrics):
+        values = [metrics[name] for metrics in ranks if name in metrics]
+        means[name] = values[0] if len(set(values)) == 1 else sum(values) / len(values)
+    return means
+
+
+def _first(fit: _Fit) -> Any:
+    """The callback that runs before the user's."""
+
+    class First(fit.pl.callbacks.Callback):  # type: ignore[misc, name-defined] # Any
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            fit.start()
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            fit.start_epoch()
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            fit.finish_batch(outputs, batch, batch_idx)
+
+        def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+            fit.validating -= time.monotonic()
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            fit.validating += time.monotonic()
+
+    return First()
+
+
+def _last(fit: _Fit) -> Any:
+    """The callback that runs after the user's: what they do to the model at the end (averaging, say) is kept too."""
+
+    class Last(fit.pl.callbacks.Checkpoint):  # type: ignore[misc, name-defined] # Any. Lightning puts these last.
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch > len(fit.job.history):
+                fit.finish_epoch()
+
+    return Last()

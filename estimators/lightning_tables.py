@@ -1,0 +1,148 @@
+"""The parameters of LightningEstimator: what all estimators share, and what its Trainer is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from spark_hvd.estimators import checks as c
+from spark_hvd.estimators.params import rows
+from spark_hvd.estimators.tables import GONE as GONE_EVERYWHERE
+from spark_hvd.estimators.tables import SHARED
+
+TASKS = ("multiclass", "binary", "regression")
+
+
+def module(name: str, value: Any) -> Any:
+    """A LightningModule; of either package, so that neither need be imported."""
+    if isinstance(value, type) or not all(callable(getattr(value, m, None)) for m in ("forward", "parameters")):
+        raise TypeError(f"{name}={value!r}: expected a LightningModule (an object, not a class)")
+    if not any(base.__name__ == "LightningModule" for base in type(value).__mro__):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}, not a LightningModule: give it to TorchEstimator, or call it in the "
+            "training_step of a LightningModule"
+        )
+    return value
+
+
+def logger(name: str, value: Any) -> Any:
+    """True, False, a logger or a list of loggers."""
+    if isinstance(value, bool):
+        return value
+    found = list(value) if isinstance(value, (list, tuple)) else [value]
+    for item in found:
+        if isinstance(item, type) or not callable(getattr(item, "log_metrics", None)):
+            raise TypeError(f"{name}={value!r}: expected a logger of Lightning, a list of them, True or False")
+    return found
+
+
+def trainer_args(name: str, value: Any) -> dict[str, Any]:
+    """Keywords of the Trainer, without those that are decided elsewhere."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise TypeError(f"{name}={value!r}: expected a dict of keywords of lightning.Trainer")
+    for key in value:
+        if key in DECIDED:
+            raise ValueError(f"{name}[{key!r}] cannot be given: {DECIDED[key]}")
+    return dict(value)
+
+
+DECIDED = {
+    "accelerator": "use_gpu decides, where ranks have GPUs",
+    "barebones": "it would turn off what the history and checkpoints are made from",
+    "callbacks": "give callbacks= to the estimator",
+    "default_root_dir": "files go to the store, logs_path(run_id)",
+    "devices": "each rank has one device; num_proc is the number of ranks",
+    "enable_checkpointing": "each epoch is written to the store; a ModelCheckpoint in callbacks= writes further files",
+    "enable_progress_bar": "verbose=2 shows it",
+    "fast_dev_run": "fit tries one batch on the driver anyway; for little else: epochs=1, train_steps_per_epoch=1",
+    "log_every_n_steps": "give log_every_n_steps= to the estimator",
+    "logger": "give logger= to the estimator",
+    "max_epochs": "give epochs= to the estimator",
+    "num_nodes": "Spark places the ranks; num_proc is their number",
+    "overfit_batches": "limit the DataFrame, or give train_steps_per_epoch= to the estimator",
+    "profiler": "give profiler= to the estimator",
+    "reload_dataloaders_every_n_epochs": "the data are read anew in each epoch",
+    "strategy": "the ranks are there before the Trainer: it averages gradients over them as DDP does",
+    "use_distributed_sampler": "each rank reads its own share of the data",
+}
+"""Keywords of the Trainer that are not free -> what to do instead."""
+
+_ITSELF = "a LightningModule has its own: in training_step"
+_OPTIMIZERS = "a LightningModule has its own: in configure_optimizers"
+
+GONE = {
+    **GONE_EVERYWHERE,
+    "loss": f"{_ITSELF}. task= tells what outputs are, where transform is to give prediction and probability",
+    "loss_weights": _ITSELF,
+    "loss_constructors": _ITSELF,
+    "metrics": f"{_ITSELF} and validation_step, by self.log",
+    "train_minibatch_fn": f"{_ITSELF}; automatic_optimization=False gives it backward and step too",
+    "optimizer": _OPTIMIZERS,
+    "lr_scheduler": _OPTIMIZERS,
+    "lr_scheduler_interval": _OPTIMIZERS,
+    "scale_lr": f"{_OPTIMIZERS}, where self.trainer.world_size is the number of ranks",
+    "gradient_compression": "gradients are averaged by DDP",
+    "backward_passes_per_step": "give trainer_args={'accumulate_grad_batches': ...}",
+    "precision": "give trainer_args={'precision': 'bf16-mixed'}",
+    "gradient_clip_norm": "give trainer_args={'gradient_clip_val': ...}",
+    "gradient_clip_value": "give trainer_args={'gradient_clip_val': ..., 'gradient_clip_algorithm': 'value'}",
+    "num_gpus": "use_gpu=True gives each rank the GPU that Spark assigned to it",
+    "loader_num_epochs": "readers go on as long as epochs asks for",
+    "debug_data_loader": "there is nothing to turn on",
+    "train_async_data_loader_queue_size": "train_reader_num_workers threads read ahead",
+    "val_async_data_loader_queue_size": "val_reader_num_workers threads read ahead",
+}
+"""What Horovod or TorchEstimator have and LightningEstimator has not -> what to do."""
+
+_OTHER = {
+    "model": replace(
+        next(row for row in SHARED if row.name == "model"),
+        check=module,
+        doc="The LightningModule to train; it is not changed. Its steps get a dict of column name -> tensor of the "
+        "feature, label and weight columns; its `forward` gets the features, one argument each, in transform.",
+    ),
+    "callbacks": replace(
+        next(row for row in SHARED if row.name == "callbacks"),
+        doc="Callbacks of Lightning. Files that a ModelCheckpoint writes are copied to the store's logs.",
+    ),
+    "verbose": replace(
+        next(row for row in SHARED if row.name == "verbose"),
+        doc="0: print nothing; 1: a line an epoch; 2: Lightning's progress bar too.",
+    ),
+    "label_dtypes": replace(
+        next(row for row in SHARED if row.name == "label_dtypes"),
+        doc='Dtype of each label; by default int64 with task="multiclass", float32 with others, else the column\'s.',
+    ),
+    "label_shapes": replace(
+        next(row for row in SHARED if row.name == "label_shapes"), doc="The same for labels, such as `[[-1, 1]]`."
+    ),
+}
+
+LIGHTNING = tuple(_OTHER.get(row.name, row) for row in SHARED) + rows(
+    "Lightning",
+    (
+        "task",
+        None,
+        c.one_of(*TASKS),
+        "What `forward` returns: multiclass (a logit for each class), binary (a logit) or regression (a value); for "
+        "prediction and probability in transform. By default transform gives the outputs only.",
+    ),
+    (
+        "logger",
+        None,
+        logger,
+        "A logger of Lightning, or a list; by default CSVLogger. True: Lightning's default; False: none. Its files are "
+        "copied to the store's logs after every epoch.",
+    ),
+    ("log_every_n_steps", 50, c.whole(1), "Batches between two entries of the logger."),
+    ("profiler", None, c.anything, 'A profiler of Lightning, or its name: "simple", "advanced", "pytorch".'),
+    ("terminate_on_nan", True, c.flag, "Fail when what training_step returns is not finite."),
+    (
+        "find_unused_parameters",
+        None,
+        c.flag,
+        "Let backward leave out parameters that the loss does not depend on. By default only with manual optimization.",
+    ),
+    ("trainer_args", {}, trainer_args, "Further keywords of lightning.Trainer: precision, gradient_clip_val, ..."),
+)

@@ -1,0 +1,243 @@
+"""A DataFrame becomes Parquet in the store: one job of Spark, whose tasks write one file each and report on it.
+
+Nothing is shuffled and the DataFrame is computed once, whatever the split is. Task files have names of their own in
+each attempt, and only what is reported counts; the data exist from the moment the manifest is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
+from pyspark.sql.types import BooleanType, IntegralType
+
+from spark_hvd.estimators import reuse
+from spark_hvd.estimators.columns import check_columns, expression_of, quoted
+from spark_hvd.estimators.dataset import Column, DatasetMeta, RowGroup
+from spark_hvd.estimators.errors import DataError, EstimatorError, StoreError
+from spark_hvd.estimators.store import Store
+from spark_hvd.estimators.writing import TRAIN, VALIDATION, Report, WriteTask, ragged
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame
+
+_log = logging.getLogger(__name__)
+Datasets = tuple[DatasetMeta, DatasetMeta | None]
+"""Training data, validation data."""
+
+
+def materialize(
+    df: DataFrame,
+    columns: Sequence[Column],
+    store: Store,
+    *,
+    num_proc: int,
+    key_extra: Mapping[str, Any] | None = None,
+    validation: float | str | None = None,
+    seed: int = 0,
+    partitions_per_process: int = 10,
+    keep: bool = False,
+) -> Datasets:
+    """Write ``columns`` of ``df`` as Parquet, or find them already written.
+
+    Args:
+        df: The data. Computed once, or not at all where its data are found.
+        columns: What :func:`spark_hvd.estimators.columns.columns_of` returned.
+        store: Takes the files; must be seen by all hosts.
+        num_proc: Ranks that will read.
+        key_extra: More that decides what the files hold; the same data with another ``key_extra`` are written anew.
+        validation: Share of the rows for validation, above 0 and below 1, drawn row by row. Or the name of a
+            boolean or integer column: rows where it is true or above 0 are for validation. None for no validation.
+        seed: Of that draw. The same partitions with the same rows and the same seed are split alike.
+        partitions_per_process: Row groups that each rank shall find at least, where there are rows enough.
+        keep: Leave the files when this process ends, for this one and others to use again.
+
+    Returns:
+        The training data and the validation data, None for the latter where ``validation`` is. Shapes of vectors and
+        arrays are those of the values.
+
+    Raises:
+        ValueError: ``validation`` is not between 0 and 1.
+        DataError: nulls, lists of different lengths, no rows, or a validation column that does not fit.
+        StoreError: the store cannot be written.
+    """
+    if not store.is_shared:
+        raise StoreError(
+            f"cannot write data to {store.url}: Spark tasks do not see it. Use a path that all hosts share"
+        )
+    _check_validation(df, validation)
+    groups = num_proc * partitions_per_process
+    extra = {
+        **(key_extra or {}),
+        " columns": tuple(columns),
+        " split": (validation, seed),
+        " groups": groups,
+    }
+    key = reuse.key_of(reuse.fingerprint(df, across=keep), extra, keep)
+    reuse.delete_unused(store)
+    with reuse.using(store, key, keep):
+        manifest = reuse.read_manifest(store, key)
+        if manifest is None:
+            manifest = _write(df, columns, store, key, validation, seed, groups)
+            reuse.write_manifest(store, key, {**manifest, "keep": keep})
+        else:
+            _log.info("using data again that were written to %s", store.data_path(key))
+    train, held = (manifest[split] and DatasetMeta.from_json(manifest[split]) for split in (TRAIN, VALIDATION))
+    return train, held
+
+
+def _check_validation(df: DataFrame, validation: float | str | None) -> None:
+    if isinstance(validation, str):
+        check_columns(df.schema, [validation], "validation")
+        kind = df.schema[validation].dataType
+        if not isinstance(kind, (BooleanType, IntegralType)):
+            raise DataError(
+                f"validation={validation!r} is a column of type {kind.simpleString()}: expected boolean or integer, "
+                "true or above 0 in the rows for validation"
+            )
+    elif validation is not None and not 0 < validation < 1:
+        raise ValueError(
+            f"validation={validation!r}: expected a share of the rows above 0 and below 1, the name of a column, "
+            "or None for no validation"
+        )
+
+
+def _write(
+    df: DataFrame,
+    columns: Sequence[Column],
+    store: Store,
+    key: str,
+    validation: float | str | None,
+    seed: int,
+    groups: int,
+) -> dict[str, Any]:
+    """Run the job; return the manifest. Nothing is left of it on an error."""
+    directories = reuse.directories_of(store, key)
+    if validation is None:
+        del directories[VALIDATION]
+    share, marked_by = (None, validation) if isinstance(validation, str) else (validation, "")
+    task = WriteTask(store, directories, tuple(columns), share, marked_by, seed, groups)
+    sources = [expression_of(column) for column in columns]
+    if marked_by:
+        sources.append(F.col(quoted(marked_by)).cast("bigint") > 0)
+    # names without dots, which mapInArrow takes for fields of structs; tasks go by position
+    selected = df.select([source.alias(f"c{number}") for number, source in enumerate(sources)])
+    try:
+        rows = selected.mapInArrow(_writer(task), "report binary").collect()
+        reports = [Report.from_bytes(bytes(row["report"])) for row in rows]
+        _check(reports, task)
+        manifest = _manifest(reports, task)
+    except BaseException:
+        for directory in directories.values():
+            _delete_quietly(store, posixpath.dirname(directory))
+        raise
+    for directory in directories.values():  # of attempts that Spark ran twice or gave up
+        for path in store.list(directory):
+            if path not in manifest["sizes"]:
+                _delete_quietly(store, path)
+    return manifest
+
+
+def _writer(task: WriteTask) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    def write(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        from spark_hvd.estimators.writing import write_partition
+
+        context = TaskContext.get()
+        assert context is not None
+        yield from write_partition(task, batches, context.partitionId(), context.taskAttemptId())
+
+    return write
+
+
+def _check(reports: Sequence[Report], task: WriteTask) -> None:
+    """Raise what the tasks found wrong, taken together.
+
+    Raises:
+        EstimatorError: the error of a task; of its class.
+    """
+    for report in reports:
+        if report.error:
+            raise {"DataError": DataError, "StoreError": StoreError}.get(report.kind, EstimatorError)(report.error)
+    rows = sum(report.rows for report in reports)
+    for name, count in _sum(report.nulls for report in reports).items():
+        raise DataError(
+            f"column {name!r} has {count} null(s) in {rows} rows: fill them or drop these rows before fit, for "
+            f"example df.na.drop(subset=[{name!r}])"
+        )
+    for name, count in _sum(report.inner_nulls for report in reports).items():
+        raise DataError(
+            f"column {name!r} has {count} null(s) inside its lists: fill them or drop these rows before fit"
+        )
+    if not rows:
+        raise DataError("the DataFrame has no rows: expected at least one. Check filters and joins that lead to it")
+    written = _sum({file["split"]: sum(file["groups"])} for report in reports for file in report.files)
+    for split, purpose in ((TRAIN, "training"), (VALIDATION, "validation")):
+        if split in task.directories and not written[split]:
+            asked = repr(task.marked_by or task.validation)
+            remedy = (
+                "Check that column: it shall be true or above 0 in some of the rows, those for validation"
+                if task.marked_by
+                else "Take another share, more rows or another seed"
+            )
+            raise DataError(f"no rows for {purpose}: validation={asked} leaves none of {rows}. {remedy}")
+
+
+def _manifest(reports: Sequence[Report], task: WriteTask) -> dict[str, Any]:
+    columns = tuple(_measured(column, reports) for column in task.columns)
+    manifest: dict[str, Any] = {"sizes": {}, TRAIN: None, VALIDATION: None}
+    files = sorted((file for report in reports for file in report.files), key=lambda file: str(file["name"]))
+    for split, directory in task.directories.items():
+        groups: list[RowGroup] = []
+        sizes: dict[str, int] = {}
+        for file in files:
+            if file["split"] == split:
+                path = f"{directory}/{file['name']}"
+                groups += [RowGroup(path, index, rows) for index, rows in enumerate(file["groups"])]
+                sizes[path] = file["bytes"]
+        meta = DatasetMeta(directory, columns, tuple(groups), sum(sizes.values()))
+        _log.info(
+            "%s: wrote %d rows (%.1f MiB) to %s: %d files, %d row groups",
+            split,
+            meta.rows,
+            meta.bytes / 2**20,
+            directory,
+            len(sizes),
+            len(groups),
+        )
+        manifest["sizes"].update(sizes)
+        manifest[split] = meta.to_json()
+    return manifest
+
+
+def _measured(column: Column, reports: Sequence[Report]) -> Column:
+    """``column`` with the shape that all tasks found.
+
+    Raises:
+        DataError: they found different ones.
+    """
+    shapes = sorted({report.shapes[column.name] for report in reports if column.name in report.shapes})
+    if len(shapes) > 1:
+        raise DataError(ragged(column.name, shapes[0], shapes[1]))
+    return replace(column, shape=shapes[0]) if shapes else column
+
+
+def _sum(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for count in counts:
+        total.update(count)
+    return total
+
+
+def _delete_quietly(store: Store, path: str) -> None:
+    try:
+        store.delete(path)
+    except StoreError as error:
+        _log.warning("%s; it is not needed any more", error)

@@ -1,0 +1,210 @@
+"""``TorchModel``: a trained torch model as a Spark ML model; transform sends Arrow batches of features through it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from pyspark.ml import Model
+from pyspark.ml.util import MLReadable, MLWritable
+from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
+
+from spark_hvd.estimators import checks
+from spark_hvd.estimators.columns import expression_of
+from spark_hvd.estimators.dataset import listed
+from spark_hvd.estimators.errors import DataError, ModelError
+from spark_hvd.estimators.head import Head, head_of
+from spark_hvd.estimators.model_meta import ModelMeta, inputs_as_trained, inputs_of, probed_shapes
+from spark_hvd.estimators.modules import pack
+from spark_hvd.estimators.outputs import Output, Shape, head_outputs, label_output
+from spark_hvd.estimators.params import TableParams, rows
+from spark_hvd.estimators.persistence import ParamsReader, ParamsWriter
+from spark_hvd.estimators.predict import Prediction, arrow_function, pandas_function
+from spark_hvd.runner.spark import is_connect
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
+    from pyspark.sql import DataFrame
+
+TABLE = (
+    *rows(
+        "Model",
+        ("model", None, checks.instance("a torch.nn.Module", "parameters", "eval", "state_dict"), "The trained model."),
+        ("history", None, checks.anything, "What fit recorded of each epoch."),
+        ("run_id", None, checks.text, "The run that trained it."),
+        ("optimizer", None, checks.anything, "The optimizer after training."),
+        ("loss", None, checks.functions, "The loss of each output; one tells what the output is (classes, a value)."),
+        ("loss_constructors", None, checks.functions, "Functions that make the losses, in place of `loss`."),
+        ("metadata", None, checks.instance("a ModelMeta", "to_json"), "What fit learned of inputs and outputs."),
+    ),
+    *rows(
+        "Inputs",
+        ("feature_columns", None, checks.names, "One for each input of the model, in its order."),
+        ("input_shapes", None, checks.shapes, "Shape of a batch for each input, with -1 for the rows."),
+        ("input_dtypes", None, checks.dtypes, "Dtype of each input; float32 where none is given."),
+        (
+            "decoders",
+            None,
+            checks.mapping_of_functions,
+            "Binary column -> function of a value's bytes, to an array.",
+        ),
+        ("batch_size", 1024, checks.whole(1), "Rows that go through the model at once."),
+        ("use_gpu", True, checks.flag, "Use the GPU that Spark assigned to the task, or any there; else the CPU."),
+    ),
+    *rows(
+        "Outputs",
+        ("label_columns", None, checks.names, "One for each output of the model, in its order."),
+        ("output_cols", None, checks.names, "Names of the columns for the outputs; `<label>__output` if not given."),
+        ("prediction_col", "prediction", checks.maybe_empty_text, "Class or value as double; '' to leave it out."),
+        ("probability_col", "probability", checks.maybe_empty_text, "Probabilities as a vector; '' to leave it out."),
+        ("raw_prediction_col", "rawPrediction", checks.maybe_empty_text, "Scores as a vector; '' to leave it out."),
+    ),
+)
+
+
+class TorchModel(TableParams, Model, MLWritable, MLReadable["TorchModel"]):
+    """A trained torch model in Spark ML: made by an estimator, or by you of any ``torch.nn.Module``.
+
+        model = TorchModel(model=net, feature_columns=["features"], label_columns=["label"], loss=nn.MSELoss())
+        model.transform(df)
+
+    transform keeps the columns of the DataFrame and appends
+
+    - for each output ``<label>__output`` in the type of the label: integers rounded, booleans from a threshold, vectors
+      and arrays as such. An output of several numbers for a scalar label is a vector. Labels of an unknown type (not in
+      the DataFrame either) give double or vector.
+    - for one output with a classification loss ``rawPrediction``, ``probability`` and ``prediction``, for one with a
+      regression loss ``prediction``, as Spark's evaluators expect them.
+
+    Only the feature columns travel to Python, where each worker process loads the model once. It computes with as many
+    threads as ``spark.task.cpus`` (1), so that tasks side by side do not share cores.
+
+    A saved model holds a pickle of the model's code: only load models that you trust.
+    """
+
+    _table: ClassVar = TABLE
+    _from_json: ClassVar = {"metadata": ModelMeta.from_json}
+
+    def setLabelColoumns(self, value: Sequence[str]) -> TorchModel:  # noqa: N802
+        """Set ``label_columns``; Horovod's spelling."""
+        return self.setParams(label_columns=value)
+
+    def write(self) -> ParamsWriter:
+        """A writer: ``model.write().overwrite().save(path)``."""
+        return ParamsWriter(self)
+
+    @classmethod
+    def read(cls) -> ParamsReader[TorchModel]:
+        """A reader: ``TorchModel.read().load(path)``."""
+        return ParamsReader(cls)
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        model, names = self.value_of("model"), self.value_of("feature_columns")
+        for name, value in (("model", model), ("feature_columns", names)):
+            if value is None:
+                raise ValueError(f"transform needs {name}: give it to the constructor, or set it")
+        decoders, meta = self.value_of("decoders") or {}, self.value_of("metadata")
+        if meta is not None:
+            specs = inputs_as_trained(dataset.schema, names, decoders, meta.inputs)
+        else:
+            shapes, dtypes = self.value_of("input_shapes"), self.value_of("input_dtypes")
+            specs = inputs_of(dataset.schema, names, decoders, shapes, dtypes)
+        packed = pack(model)
+        known = meta.shapes if meta is not None and meta.shapes else None
+        shapes = known or probed_shapes(dataset, packed, specs, decoders) or self._assumed_shapes()
+        plan = self._plan(dataset, shapes)
+        session = dataset.sparkSession
+        used = {name: decoder for name, decoder in decoders.items() if name in names}
+        job = Prediction(
+            packed=packed if is_connect(session) else session.sparkContext.broadcast(packed),
+            digest=packed.digest(),
+            inputs=specs,
+            decoders=used,
+            shapes=shapes,
+            plan=plan,
+            head=self._head(),
+            batch_size=self.value_of("batch_size"),
+            use_gpu=self.value_of("use_gpu"),
+        )
+        # one expression for all columns: Spark runs it once, and only where one of them is used
+        result = _predicted(job)
+        return dataset.select("*", *(_taken_out(result[f"c{i}"], output) for i, output in enumerate(plan)))
+
+    def _head(self) -> Head:
+        meta: ModelMeta | None = self.value_of("metadata")
+        return meta.head if meta is not None else head_of(self.value_of("loss") or [])
+
+    def _outputs(self) -> int:
+        """How many outputs there are to name."""
+        named = self.value_of("output_cols") or self.value_of("label_columns")
+        if not named:
+            raise ValueError("transform needs label_columns (or output_cols): one for each output of the model")
+        return len(named)
+
+    def _assumed_shapes(self) -> tuple[Shape, ...]:
+        """The shapes of the outputs where there is no row to tell: they decide types only."""
+        return ((2,) if self._head().kind == "multiclass" else (),) * self._outputs()
+
+    def _plan(self, dataset: DataFrame, shapes: Sequence[Shape]) -> tuple[Output, ...]:
+        """The columns to append.
+
+        Raises:
+            ModelError: there are not as many outputs as labels.
+            DataError: the DataFrame has a column of such a name.
+        """
+        labels = self.value_of("label_columns") or []
+        names = self.value_of("output_cols") or [f"{label}__output" for label in labels]
+        if self._outputs() != len(shapes):
+            raise ModelError(f"the model returns {len(shapes)} outputs, expected one for each of {listed(names)}")
+        if labels and len(names) != len(labels):
+            raise ValueError(f"output_cols={names!r}: expected {len(labels)}, one for each of {listed(labels)}")
+        types = self._label_types(dataset)
+        plan = [label_output(name, i, types[i], shapes[i]) for i, name in enumerate(names)]
+        if len(shapes) == 1:
+            columns = (self.value_of(f"{name}_col") for name in ("raw_prediction", "probability", "prediction"))
+            plan += head_outputs(self._head(), shapes[0], *columns)
+        _check_new(dataset, [output.name for output in plan])
+        return tuple(plan)
+
+    def _label_types(self, dataset: DataFrame) -> list[str]:
+        """The Spark types of the labels: from training, or from the DataFrame; "" where neither has them."""
+        labels, meta = self.value_of("label_columns") or [""] * self._outputs(), self.value_of("metadata")
+        if meta is not None and len(meta.labels) == len(labels):
+            return [label.spark_type for label in meta.labels]
+        there = {field.name: field.dataType.simpleString() for field in dataset.schema.fields}
+        return [there.get(label, "") for label in labels]
+
+
+def _check_new(dataset: DataFrame, names: Sequence[str]) -> None:
+    exact = dataset.sparkSession.conf.get("spark.sql.caseSensitive", "false") == "true"
+    fold = str if exact else str.casefold
+    taken = {fold(column) for column in dataset.columns}
+    for name in names:
+        if fold(name) in taken:
+            raise DataError(
+                f"the DataFrame has a column {name!r} already, which transform would append: drop it, or choose other "
+                "names with output_cols, prediction_col, probability_col and raw_prediction_col ('' leaves one out)"
+            )
+        taken.add(fold(name))
+
+
+def _predicted(job: Prediction) -> SparkColumn:
+    """The struct of all outputs."""
+    ddl = ", ".join(f"c{i} {output.arrow_ddl}" for i, output in enumerate(job.plan))
+    columns = [expression_of(spec.column).alias(f"c{i}") for i, spec in enumerate(job.inputs)]
+    if hasattr(F, "arrow_udf"):  # from Spark 4.1 on
+        return F.arrow_udf(arrow_function(job), ddl)(F.struct(*columns))  # type: ignore[no-any-return]
+    for i, spec in enumerate(job.inputs):  # pandas would make NaN of null
+        message = f"column {spec.column.name!r} has nulls: fill or drop them before transform"
+        columns[i] = F.coalesce(columns[i], F.raise_error(F.lit(message))).alias(f"c{i}")
+    return F.pandas_udf(pandas_function(job), ddl)(F.struct(*columns))  # type: ignore[attr-defined, no-any-return]
+
+
+def _taken_out(field: SparkColumn, output: Output) -> SparkColumn:
+    """One output as a column of its type."""
+    if output.spark_type == "vector":
+        from pyspark.ml.functions import array_to_vector
+
+        return array_to_vector(field).alias(output.name)
+    same = output.spark_type == output.arrow_ddl
+    return (field if same else field.cast(output.spark_type)).alias(output.name)

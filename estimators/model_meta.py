@@ -1,0 +1,190 @@
+"""What a model takes and gives: as fit learned it, or found out from a DataFrame and two rows of zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from spark_hvd.estimators.columns import check_columns, columns_of, quoted
+from spark_hvd.estimators.dataset import Column, listed
+from spark_hvd.estimators.errors import DataError, ModelError
+from spark_hvd.estimators.head import Head
+from spark_hvd.estimators.modules import PackedModule, unpack
+from spark_hvd.estimators.outputs import Shape
+from spark_hvd.estimators.predict import run
+from spark_hvd.estimators.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import StructType
+
+Decoders = Mapping[str, Callable[[bytes], Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMeta:
+    """What fit learned about a model's inputs and outputs.
+
+    Attributes:
+        inputs: What the model takes; their columns as they were in training, with their shapes.
+        labels: The columns of the labels, in the order of the outputs.
+        head: What the output is.
+        shapes: Of each output for one row; None to find out with two rows of zeros when transform is called.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    labels: tuple[Column, ...]
+    head: Head
+    shapes: tuple[Shape, ...] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-ready dicts and lists."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ModelMeta:
+        """The inverse of :meth:`to_json`."""
+
+        def column(data: Mapping[str, Any]) -> Column:
+            return Column(**{**data, "shape": _tuple(data["shape"])})
+
+        return cls(
+            tuple(TensorSpec(column(i["column"]), i["dtype"], _tuple(i["shape"])) for i in data["inputs"]),
+            tuple(column(label) for label in data["labels"]),
+            Head(**data["head"]),
+            None if data["shapes"] is None else tuple(tuple(shape) for shape in data["shapes"]),
+        )
+
+
+def _tuple(value: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if value is None else tuple(value)
+
+
+def inputs_of(
+    schema: StructType,
+    names: Sequence[str],
+    decoders: Decoders,
+    shapes: Sequence[tuple[int, ...] | None] | None = None,
+    dtypes: Sequence[str | None] | None = None,
+) -> tuple[TensorSpec, ...]:
+    """What a model takes of a DataFrame's columns; float32 where no dtype is given, as Horovod does.
+
+    Raises:
+        ValueError: not one shape or dtype for each column.
+        DataError: a column is missing, or no tensor can be made of it.
+    """
+    check_columns(schema, names, "feature_columns")
+    for name, given in (("input_shapes", shapes), ("input_dtypes", dtypes)):
+        if given is not None and len(given) != len(names):
+            raise ValueError(f"{name}={list(given)!r}: expected {len(names)}, one for each of {listed(names)}")
+    columns = columns_of(schema, names, decoders=decoders)
+    return tuple(
+        TensorSpec(column, dtypes[i] if dtypes and dtypes[i] else "float32", shapes[i] if shapes else None)
+        for i, column in enumerate(columns)
+    )
+
+
+def inputs_as_trained(
+    schema: StructType, names: Sequence[str], decoders: Decoders, trained: Sequence[TensorSpec]
+) -> tuple[TensorSpec, ...]:
+    """What a model takes of a DataFrame's columns, where it is known from training.
+
+    Numbers may be wider or narrower than they were, vectors and arrays of numbers may stand for one another.
+
+    Args:
+        schema: Of the DataFrame.
+        names: Of its columns, one for each of ``trained``.
+        decoders: Functions that make arrays of binary columns.
+        trained: What the model took.
+
+    Raises:
+        ValueError: another number of columns than in training.
+        DataError: a column is missing, or of another type than in training.
+    """
+    if len(names) != len(trained):
+        was = listed(spec.column.name for spec in trained)
+        raise ValueError(f"feature_columns={list(names)!r}: the model was trained with {was}, expected as many")
+    check_columns(schema, names, "feature_columns")
+    specs = []
+    for column, spec in zip(columns_of(schema, names, decoders=decoders), trained, strict=True):
+        before = spec.column
+        if before.spark_type and _family(column) != _family(before):
+            raise DataError(
+                f"column {column.name!r} is of type {column.spark_type}, but the model was trained with "
+                f"{before.spark_type}: cast it, or give the column that was meant in feature_columns"
+            )
+        encoding = before.encoding if column.spark_type == "vector" else "plain"
+        specs.append(replace(spec, column=replace(column, dtype=before.dtype, shape=before.shape, encoding=encoding)))
+    return tuple(specs)
+
+
+def _family(column: Column) -> tuple[str, int]:
+    kind = column.dtype.rstrip("0123456789")
+    return kind, 1 if column.spark_type == "vector" else column.spark_type.count("array<")
+
+
+def probed_shapes(
+    dataset: DataFrame, packed: PackedModule, specs: Sequence[TensorSpec], decoders: Decoders
+) -> tuple[Shape, ...] | None:
+    """Shapes of the outputs for one row, from two rows of zeros through a copy of the model; None if there are no rows.
+
+    Asks Spark for a row only where neither ``specs`` nor the metadata of a column tell its shape.
+
+    Raises:
+        ModelError: the model does not take them.
+    """
+    shapes = [_batch_shape(dataset, spec, decoders) for spec in specs]
+    if any(shape is None for shape in shapes):
+        return None
+    zeros = [
+        torch.zeros(shape, dtype=getattr(torch, spec.dtype or _own_dtype(spec)))
+        for shape, spec in zip(shapes, specs, strict=True)
+        if shape is not None
+    ]
+    try:
+        outputs = run(unpack(packed).eval(), zeros)
+    except Exception as error:
+        took = ", ".join(
+            f"{spec.column.name!r}: {zero.dtype} {tuple(zero.shape)}" for spec, zero in zip(specs, zeros, strict=True)
+        )
+        raise ModelError(
+            f"the model does not run on two rows of zeros ({took}): {error}\nIt is called with one tensor for each of "
+            "feature_columns. If they have another shape or dtype than it takes, give input_shapes or input_dtypes."
+        ) from error
+    return tuple(tuple(output.shape[1:]) for output in outputs)
+
+
+def _own_dtype(spec: TensorSpec) -> str:
+    return "float32" if spec.column.dtype == "object" else spec.column.dtype
+
+
+def _batch_shape(dataset: DataFrame, spec: TensorSpec, decoders: Decoders) -> tuple[int, ...] | None:
+    """The shape of two rows of an input; None if that takes a row and there is none."""
+    column = spec.column
+    if spec.shape is not None:
+        each = spec.shape[1:] if spec.shape[0] == -1 else spec.shape
+        if -1 not in each:
+            return (2, *each)
+    shape = column.shape if column.shape is not None else _measured(dataset, column, decoders)
+    if shape is None or spec.shape is None:
+        return None if shape is None else (2, *shape)
+    return tuple(torch.empty(2, *shape).reshape(spec.shape).shape)
+
+
+def _measured(dataset: DataFrame, column: Column, decoders: Decoders) -> tuple[int, ...] | None:
+    declared = dataset.schema[column.name].metadata.get("ml_attr", {}).get("num_attrs")
+    if declared:
+        return (int(declared),)
+    if dataset.isStreaming:
+        return None
+    row = dataset.select(quoted(column.name)).where(f"{quoted(column.name)} is not null").head()
+    if row is None:
+        return None
+    value = decoders[column.name](bytes(row[0])) if column.name in decoders else row[0]
+    if column.spark_type == "vector":
+        return (int(value.size),)
+    return tuple(np.shape(value))

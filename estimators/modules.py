@@ -1,0 +1,219 @@
+"""A module in two parts: its weights as safetensors, everything else (code, structure, plain attributes) as a pickle.
+
+Both parts are bytes, so a module travels in a broadcast or lies in two files. Loading the pickle runs code: only unpack
+what you trust. The weights alone are plain data, under the names of ``state_dict`` where they have one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+import safetensors.torch
+import torch
+from torch import nn
+
+from spark_hvd.runner.payload import UnpicklableError, _explain
+
+# What safetensors holds; tensors of other dtypes (complex, quantised) stay in the pickle.
+_DTYPES = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+    | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+)
+_INNER = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedModule:
+    """A module as :func:`pack` made it.
+
+    Attributes:
+        structure: Pickle of everything but the weights.
+        weights: Their values in the safetensors format.
+    """
+
+    structure: bytes = field(repr=False)
+    weights: bytes = field(repr=False)
+
+    def digest(self) -> str:
+        """SHA-256 of the content, in hex: equal for equal bytes."""
+        content = hashlib.sha256(len(self.structure).to_bytes(8, "little"))
+        content.update(self.structure)
+        content.update(self.weights)
+        return content.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where a tensor's values lie: the whole of ``key``, or a part of it that other tensors see too."""
+
+    key: str
+    kind: str
+    requires_grad: bool
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    offset: int | None
+    """First element in the storage ``key``, which other tensors share; None if the values are its own."""
+
+
+def pack(obj: Any, what: str = "model") -> PackedModule:
+    """Take ``obj`` apart, without changing it.
+
+    Tied weights and views of one storage stay tied among each other; ``requires_grad``, buffers (persistent or not) and
+    tensors in plain attributes are kept, gradients are not. Tensors on a device are copied to the CPU.
+
+    Args:
+        obj: A ``torch.nn.Module`` (a LightningModule, a loss), a TorchScript module, an optimizer, or anything that
+            holds such; what belongs together (a model and its optimizer) goes together, in a dict.
+        what: The name of ``obj`` for messages.
+
+    Raises:
+        UnpicklableError: naming the attribute that cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    try:
+        pickler.dump(obj)
+    except Exception as error:
+        reason = _INNER.sub(r".\1", _explain([(what, obj)], error))
+        raise UnpicklableError(
+            f"cannot pickle {what}: {reason}\nMake it where it is used, for example in forward, or leave it out of the "
+            "pickle with __getstate__."
+        ) from error
+    entries, values = _entries(pickler.tensors, _names(obj))
+    structure = pickle.dumps((entries, buffer.getvalue()), protocol=pickle.HIGHEST_PROTOCOL)
+    return PackedModule(structure, safetensors.torch.save(values))
+
+
+def unpack(packed: PackedModule) -> Any:
+    """Put the parts together: the object that was packed, on the CPU.
+
+    Raises:
+        ModuleNotFoundError, AttributeError: its code is not here, or is another version.
+        Exception: the bytes are damaged (pickle's and safetensors' own errors).
+    """
+    entries, body = pickle.loads(packed.structure)
+    return _Unpickler(io.BytesIO(body), entries, safetensors.torch.load(packed.weights)).load()
+
+
+class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc] # cloudpickle has no types
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[torch.Tensor] = []  # kept alive, so that no id is used twice
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> tuple[int, dict[str, Any]] | None:
+        if type(obj) not in (torch.Tensor, nn.Parameter) or obj.layout is not torch.strided:
+            return None
+        if obj.dtype not in _DTYPES or obj.device.type == "meta":
+            return None
+        if id(obj) not in self._numbers:
+            self._numbers[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)
+        return self._numbers[id(obj)], vars(obj)  # some mark their tensors with attributes, nn.Buffer does
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+            buffer = io.BytesIO()
+            with _deprecated_allowed():
+                torch.jit.save(obj, buffer)
+            return _load_script, (buffer.getvalue(), getattr(obj, "training", True))
+        return super().reducer_override(obj)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, entries: list[_Entry], values: dict[str, torch.Tensor]) -> None:
+        super().__init__(file)
+        self._entries, self._values = entries, values
+        self._made: dict[int, torch.Tensor] = {}
+
+    def persistent_load(self, pid: tuple[int, dict[str, Any]]) -> torch.Tensor:
+        number, attributes = pid
+        if number not in self._made:
+            entry = self._entries[number]
+            tensor = _tensor(entry, self._values[entry.key])
+            if entry.kind == "parameter":
+                tensor = nn.Parameter(tensor, entry.requires_grad)
+            else:
+                tensor.requires_grad_(entry.requires_grad)
+            vars(tensor).update(attributes)
+            self._made[number] = tensor
+        return self._made[number]
+
+
+def _entries(tensors: list[torch.Tensor], names: Mapping[int, str]) -> tuple[list[_Entry], dict[str, torch.Tensor]]:
+    """Where each tensor's values go, and the values by key; a storage that several tensors see is kept once."""
+    seen_by: dict[int, int] = {}
+    for tensor in tensors:
+        seen_by[_storage(tensor)] = seen_by.get(_storage(tensor), 0) + 1
+    entries, values, shared = [], {}, dict[int, str]()
+    for number, tensor in enumerate(tensors):
+        storage, plain = _storage(tensor), tensor.detach()
+        if own := seen_by[storage] == 1:
+            key = names.get(id(tensor), f"tensor.{number}")
+            values[key] = plain.cpu().contiguous()
+        else:
+            key = shared.setdefault(storage, f"storage.{len(shared)}")
+            # as bytes: tensors of several dtypes may see it
+            values[key] = torch.empty(0, dtype=torch.uint8, device=plain.device).set_(plain.untyped_storage()).cpu()
+        entries.append(
+            _Entry(
+                key,
+                "parameter" if isinstance(tensor, nn.Parameter) else "tensor",
+                tensor.requires_grad,
+                tuple(tensor.shape),
+                tensor.stride(),
+                str(tensor.dtype).removeprefix("torch."),
+                None if own else int(tensor.storage_offset()),
+            )
+        )
+    return entries, values
+
+
+def _tensor(entry: _Entry, value: torch.Tensor) -> torch.Tensor:
+    dtype = getattr(torch, entry.dtype)
+    if entry.offset is not None:
+        storage = value.untyped_storage()
+        return torch.empty(0, dtype=dtype).set_(storage, entry.offset, entry.shape, entry.stride)
+    if value.stride() == entry.stride or 0 in entry.stride:  # an expanded tensor becomes a whole one
+        return value
+    return torch.empty_strided(entry.shape, entry.stride, dtype=dtype).copy_(value)  # such as channels_last
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _names(obj: Any) -> dict[int, str]:
+    """Names in a state_dict by the id of the tensor; those of a dict's values with their key before it."""
+    parts = obj.items() if isinstance(obj, Mapping) else [("", obj)]
+    found: dict[int, str] = {}
+    for prefix, part in parts:
+        if isinstance(part, nn.Module):
+            prefix = f"{prefix}." if prefix else ""
+            for name, tensor in (*part.named_parameters(), *part.named_buffers()):
+                found.setdefault(id(tensor), f"{prefix}{name}")
+    return found
+
+
+def _load_script(data: bytes, training: bool) -> Any:
+    with _deprecated_allowed():
+        loaded = torch.jit.load(io.BytesIO(data), map_location="cpu")  # type: ignore[no-untyped-call]
+    return loaded.train(training) if isinstance(loaded, torch.jit.ScriptModule) else loaded
+
+
+@contextmanager
+def _deprecated_allowed() -> Iterator[None]:
+    """Silence: torch advises against TorchScript where one is made; that is enough."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield

@@ -1,0 +1,166 @@
+"""The loss of a batch: one loss for each label, weighted; and the metrics beside it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from spark_hvd.estimators.head import loss_name
+
+Loss = Callable[..., torch.Tensor]
+
+
+def match(outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Labels in the shape of their outputs, where both have equally many elements: (n,) becomes (n, 1).
+
+    Without this, an output (n, 1) and labels (n,) would silently be compared each with each.
+    """
+    return [
+        label.reshape(output.shape) if label.shape != output.shape and label.numel() == output.numel() else label
+        for output, label in zip(outputs, labels, strict=True)
+    ]
+
+
+class Objective:
+    """``sum(weight[i] * loss[i](output[i], label[i]))``, a mean over the rows of a batch.
+
+    Args:
+        losses: One for all labels, or one for each.
+        weights: One for each label; None for ``1 / labels`` each.
+        labels: Number of labels.
+        reshape_labels: Give labels the shape of outputs; off where shapes were asked for.
+
+    Raises:
+        ValueError: the numbers of losses, weights and labels do not fit.
+    """
+
+    def __init__(
+        self, losses: Sequence[Loss], weights: Sequence[float] | None, labels: int, reshape_labels: bool = True
+    ) -> None:
+        if len(losses) not in (1, labels):
+            raise ValueError(f"loss has {len(losses)} entries for {labels} label_cols: expected one, or one for each")
+        if weights is not None and len(weights) != labels:
+            raise ValueError(f"loss_weights={list(weights)}: expected {labels} numbers, one for each of label_cols")
+        self.losses = list(losses) * (labels if len(losses) == 1 else 1)
+        self.weights = [1.0 / labels] * labels if weights is None else list(weights)
+        self.reshape_labels = reshape_labels
+        self._by_row: list[Loss] = []
+
+    def transform_outputs(
+        self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs and labels as losses and metrics get them.
+
+        Raises:
+            ValueError: there are not as many outputs as labels.
+        """
+        if len(outputs) != len(labels):
+            raise ValueError(
+                f"the model gave {len(outputs)} outputs for {len(labels)} label_cols: expected one for each label"
+            )
+        return list(outputs), match(outputs, labels) if self.reshape_labels else list(labels)
+
+    def __call__(
+        self,
+        outputs: Sequence[torch.Tensor],
+        labels: Sequence[torch.Tensor],
+        sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The loss, of shape (); of outputs and labels that went through :meth:`transform_outputs`.
+
+        Args:
+            outputs: One for each label.
+            labels: Of (rows, ...) each.
+            sample_weights: Of (rows,); the loss is then the mean of ``weight * loss`` over rows.
+        """
+        if sample_weights is None:
+            parts = [loss(output, label) for loss, output, label in zip(self.losses, outputs, labels, strict=True)]
+        else:
+            self._by_row = self._by_row or [_by_row(loss) for loss in self.losses]
+            parts = [
+                (loss(output, label).reshape(len(sample_weights), -1).mean(1) * sample_weights).mean()
+                for loss, output, label in zip(self._by_row, outputs, labels, strict=True)
+            ]
+        total = parts[0] * self.weights[0]
+        for part, weight in zip(parts[1:], self.weights[1:], strict=True):
+            total = total + part * weight
+        return total
+
+
+def _by_row(loss: Loss) -> Loss:
+    """The same loss without the mean over rows."""
+    if isinstance(loss, torch.nn.Module):
+        if not hasattr(loss, "reduction"):
+            raise ValueError(
+                f"sample_weight_col needs losses of single rows, and {loss_name(loss)} has no attribute `reduction`: "
+                "give it one that 'none' turns the mean off with, as torch's losses have"
+            )
+        loss = copy.copy(loss)
+        loss.reduction = "none"  # type: ignore[assignment]
+        return loss
+    return lambda output, label: loss(output, label, reduction="none")
+
+
+class Metrics:
+    """Functions of (output, label), each giving a number for a batch; means over rows are reported.
+
+    Args:
+        groups: One list for all labels, or one for each label.
+        labels: Names of the labels.
+
+    Raises:
+        ValueError: neither one group, nor one for each label.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Callable[..., Any]]], labels: Sequence[str]) -> None:
+        if len(groups) not in (0, 1, len(labels)):
+            raise ValueError(
+                f"metrics has {len(groups)} groups for {len(labels)} label_cols: expected one list of functions, "
+                "or one for each label"
+            )
+        by_label = list(groups) * (len(labels) if len(groups) == 1 else 1)
+        self.names: list[str] = []
+        self._functions: list[tuple[int, Callable[..., Any]]] = []
+        for number, group in enumerate(by_label):
+            for function in group:
+                name = loss_name(function)
+                name = name if len(labels) == 1 else f"{labels[number]}_{name}"
+                same = sum(other == name or other.startswith(f"{name}_") for other in self.names)
+                self.names.append(f"{name}_{same + 1}" if same else name)
+                self._functions.append((number, function))
+
+    def __call__(self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """One number of shape () for each of :attr:`names`."""
+        with torch.no_grad():
+            return [
+                torch.as_tensor(function(outputs[number], labels[number])).detach().double().mean()
+                for number, function in self._functions
+            ]
+
+
+class Sums:
+    """Sums over the rows of an epoch on this rank, kept on the device so that no batch waits for it.
+
+    Args:
+        names: Of the metrics.
+        device: Of the model.
+    """
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self.names = ["loss", *names]
+        # MPS has no float64; nothing else is without.
+        self.values = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=device)
+
+    def add(self, rows: int, loss: torch.Tensor, metrics: Sequence[torch.Tensor]) -> None:
+        """Take in a batch."""
+        self.values[1:] += torch.stack([loss.detach().double(), *(m.to(loss.device) for m in metrics)]) * rows
+        self.values[0] += rows
+
+    @staticmethod
+    def means(names: Sequence[str], values: Sequence[float], prefix: str = "") -> dict[str, float]:
+        """From sums over all ranks to means by name."""
+        rows = values[0]
+        return {f"{prefix}{name}": value / rows for name, value in zip(names, values[1:], strict=True)}

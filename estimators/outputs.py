@@ -1,0 +1,174 @@
+"""What transform appends to a DataFrame: planned from the labels' types, then made of a model's outputs in Arrow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from spark_hvd.estimators.errors import ModelError
+from spark_hvd.estimators.head import Head
+
+_ELEMENTS = {
+    "tinyint": torch.int8,
+    "smallint": torch.int16,
+    "int": torch.int32,
+    "bigint": torch.int64,
+    "float": torch.float32,
+    "double": torch.float64,
+    "boolean": torch.bool,
+}
+_ODD = Head("other")
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One column that transform appends.
+
+    Attributes:
+        name: Of the column.
+        index: Of the model's output that it is made of.
+        role: "value" (the output itself, in the label's type), "raw", "probability" or "prediction".
+        spark_type: The column's type: "vector", or one that Spark parses.
+        element: Of which numbers Python hands it to Spark: "double", "bigint", "boolean" ...
+        depth: How many lists are around a number: 0 for scalars.
+    """
+
+    name: str
+    index: int
+    role: str
+    spark_type: str
+    element: str = "double"
+    depth: int = 0
+
+    @property
+    def arrow_ddl(self) -> str:
+        """The type in which Python hands it over."""
+        return "array<" * self.depth + self.element + ">" * self.depth
+
+
+def label_output(name: str, index: int, label_type: str, shape: Shape) -> Output:
+    """The column of output ``index`` in the type of its label.
+
+    Args:
+        name: Of the column.
+        index: Of the output.
+        label_type: The label's Spark type; "" where it is not known.
+        shape: Of the output for one row.
+
+    Returns:
+        A scalar label gives a scalar of its type, or a vector where the output has several numbers; vectors and arrays
+        stay what they are. Of an unknown type: double or vector.
+    """
+    depth = label_type.count("array<")
+    inner = label_type.removeprefix("array<" * depth).removesuffix(">" * depth)
+    element = inner if inner in _ELEMENTS else "double"
+    if depth:
+        depth = depth if depth == len(shape) else 1
+        known = inner in _ELEMENTS or inner.startswith("decimal")
+        return Output(
+            name, index, "value", "array<" * depth + (inner if known else "double") + ">" * depth, element, depth
+        )
+    if label_type == "vector" or math.prod(shape) != 1:
+        return Output(name, index, "value", "vector", depth=1)
+    known = inner in _ELEMENTS or inner.startswith("decimal")
+    return Output(name, index, "value", inner if known else "double", element)
+
+
+def head_outputs(head: Head, shape: Shape, raw: str, probability: str, prediction: str) -> tuple[Output, ...]:
+    """Spark ML's columns for a model with one output.
+
+    Args:
+        head: What the output is.
+        shape: Of the output for one row.
+        raw: Name of the column of scores, "" to leave it out; so for the other two.
+        probability: Of the column of probabilities.
+        prediction: Of the column of predictions.
+
+    Returns:
+        Nothing where the head is "other" or ``shape`` is not that of its kind: (classes,) or one number.
+    """
+    classes = head.kind == "multiclass" and len(shape) == 1 and shape[0] > 1
+    single = head.kind in ("binary", "regression") and math.prod(shape) == 1
+    if not (classes or single):
+        return ()
+    found = [Output(prediction, 0, "prediction", "double")] if prediction else []
+    if head.kind != "regression":
+        vectors = (("raw", raw), ("probability", probability))
+        found = [Output(name, 0, role, "vector", depth=1) for role, name in vectors if name] + found
+    return tuple(found)
+
+
+def to_arrow(outputs: Sequence[torch.Tensor], plan: Sequence[Output], head: Head = _ODD) -> pa.StructArray:
+    """The columns of some rows.
+
+    Args:
+        outputs: The model's, each (rows, *shape of a row), on the CPU.
+        plan: What to make of them.
+        head: What the output is, for the columns of Spark ML and for boolean labels.
+
+    Returns:
+        A struct with the fields "c0", "c1" ... of ``plan``. Values that an integer cannot be (NaN) are null.
+
+    Raises:
+        ModelError: an output has several numbers a row where one was expected.
+    """
+    scored: dict[str, torch.Tensor] = {}
+    if any(output.role != "value" for output in plan):
+        scored = _scores(outputs[0].double().flatten(1), head)
+    arrays = [
+        _array(outputs[output.index] if output.role == "value" else scored[output.role], output, head)
+        for output in plan
+    ]
+    return pa.StructArray.from_arrays(arrays, names=[f"c{i}" for i in range(len(plan))])
+
+
+def _scores(scores: torch.Tensor, head: Head) -> dict[str, torch.Tensor]:
+    """Scores (rows, classes or 1) -> raw (rows, classes), probability (rows, classes), prediction (rows,)."""
+    if head.kind == "regression":
+        return {"prediction": scores}
+    if head.kind == "binary":
+        positive = torch.logit(scores) if head.scores == "probabilities" else scores
+        scores = torch.cat((-positive, positive), 1)
+        probability = torch.sigmoid(scores)
+    else:
+        probability = torch.softmax(scores, 1)
+    # of equal scores the first class wins, as in Spark ML
+    return {"raw": scores, "probability": probability, "prediction": scores.argmax(1)}
+
+
+def _array(tensor: torch.Tensor, output: Output, head: Head) -> pa.Array:
+    rows, shape = len(tensor), tuple(tensor.shape[1:])
+    if not output.depth and rows and math.prod(shape) != 1:
+        raise ModelError(
+            f"the model gives {math.prod(shape)} numbers a row for {output.name!r}, where one was expected. Its "
+            "output's shape was not known when transform was called (no rows then): call transform again."
+        )
+    array = _numbers(tensor.reshape(-1), output.element, head)
+    lists = (math.prod(shape),) if output.depth == 1 else shape[: output.depth]
+    for level in range(len(lists) if output.depth else 0, 0, -1):
+        count = rows * math.prod(lists[: level - 1])
+        array = pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32) * lists[level - 1]), array)
+    return array
+
+
+def _numbers(flat: torch.Tensor, element: str, head: Head) -> pa.Array:
+    dtype = _ELEMENTS[element]
+    if flat.dtype == dtype or dtype.is_floating_point:
+        return pa.array(flat.to(dtype).numpy())
+    if dtype == torch.bool:
+        return pa.array((flat > (0.0 if head == Head("binary", "logits") else 0.5)).numpy())
+    if not flat.dtype.is_floating_point:
+        return pa.array(flat.to(dtype).numpy())
+    limits = torch.iinfo(dtype)
+    # the largest double below 2**63 is 2**63 - 1024
+    high = limits.max if dtype != torch.int64 else limits.max - 1023
+    rounded = flat.double().round()
+    missing = rounded.isnan()
+    whole = rounded.nan_to_num(0.0).clamp(limits.min, high).to(dtype)
+    return pa.array(whole.numpy(), mask=missing.numpy())

@@ -1,0 +1,135 @@
+"""Parameters declared once, in a table: Spark ML Params, getters, setters, defaults, checks and documentation.
+
+A class that inherits from TableParams names its table; each row becomes a ``Param`` of that name, ``getBatchSize()``,
+``setBatchSize(value)`` and a keyword of the constructor, for ``batch_size``. Values are checked whenever they are set,
+in a ParamGridBuilder's grid too (there when ``fit`` starts).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pyspark.ml.param import Param, Params
+
+from spark_hvd.estimators.checks import Check, nearest
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One parameter.
+
+    Attributes:
+        name: As in Python and in Spark.
+        default: Its value where none is given.
+        check: What values may be.
+        doc: What it means; a sentence or two.
+        group: The heading under which the documentation lists it.
+    """
+
+    name: str
+    default: Any
+    check: Check
+    doc: str
+    group: str = ""
+
+
+class TableParams(Params):
+    """Base of everything whose parameters come from a table."""
+
+    _table: ClassVar[tuple[Row, ...]] = ()
+    _gone: ClassVar[Mapping[str, str]] = {}
+    """Names that Horovod's users may still give -> what to do instead."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+        for row in cls._table:
+            if not isinstance(getattr(cls, row.name, None), Param):
+                setattr(cls, row.name, Param(Params._dummy(), row.name, row.doc))
+                camel = "".join(word[:1].upper() + word[1:] for word in row.name.split("_"))
+                _define(cls, f"get{camel}", _getter(row))
+                _define(cls, f"set{camel}", _setter(row))
+            parameters.append(inspect.Parameter(row.name, inspect.Parameter.KEYWORD_ONLY, default=row.default))
+        cls.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # what help() and IDEs show
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__()
+        self._setDefault(**{row.name: row.default for row in self._table})
+        self.setParams(**values)
+
+    def setParams(self, **values: Any) -> Self:  # noqa: N802 - Spark's name
+        """Set parameters by name.
+
+        Raises:
+            TypeError: there is no parameter of that name, or its value is of a wrong type.
+            ValueError: a value is not allowed.
+        """
+        rows = {row.name: row for row in self._table}
+        for name, value in values.items():
+            if name not in rows:
+                raise TypeError(self._unknown(name, rows))
+            if value is not None or row_allows_none(rows[name]):
+                self._set(**{name: rows[name].check(name, value) if value is not None else None})
+        return self
+
+    def value_of(self, name: str) -> Any:
+        """The value of a parameter, given or default, checked again: grids and copies set values unchecked."""
+        row = next(row for row in self._table if row.name == name)
+        value = self.getOrDefault(name)
+        return None if value is None else row.check(name, value)
+
+    def _unknown(self, name: str, rows: Mapping[str, Row]) -> str:
+        if name in self._gone:
+            return f"{type(self).__name__} has no parameter {name!r}: {self._gone[name]}"
+        return f"{type(self).__name__} has no parameter {name!r}.{nearest(name, rows)}"
+
+
+def row_allows_none(row: Row) -> bool:
+    """Whether None is a value of this parameter; for the others, None given means the default (as in Horovod)."""
+    return row.default is None
+
+
+def rows(group: str, *entries: tuple[Any, ...]) -> tuple[Row, ...]:
+    """Rows of one group of a table, from (name, default, check, doc)."""
+    return tuple(Row(name, default, check, doc, group) for name, default, check, doc in entries)
+
+
+def table_markdown(table: Sequence[Row]) -> str:
+    """The table as documentation shows it."""
+    lines, group = [], None
+    for row in table:
+        if row.group != group:
+            group = row.group
+            lines += ["", f"**{group}**", "", "| parameter | default | meaning |", "|---|---|---|"]
+        default = "" if row.default is None else f"`{row.default!r}`"
+        lines.append(f"| `{row.name}` | {default} | {row.doc} |")
+    return "\n".join(lines).strip()
+
+
+def _define(cls: type, name: str, method: Any) -> None:
+    if name not in cls.__dict__:
+        method.__name__ = name
+        method.__qualname__ = f"{cls.__qualname__}.{name}"
+        setattr(cls, name, method)
+
+
+def _getter(row: Row) -> Any:
+    def get(self: TableParams) -> Any:
+        return self.getOrDefault(row.name)
+
+    get.__doc__ = f"Return ``{row.name}``: {row.doc}"
+    return get
+
+
+def _setter(row: Row) -> Any:
+    def set(self: TableParams, value: Any) -> TableParams:
+        return self.setParams(**{row.name: value})
+
+    set.__doc__ = f"Set ``{row.name}``: {row.doc}"
+    return set

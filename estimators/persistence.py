@@ -1,0 +1,226 @@
+"""Saving and loading whatever has a table of parameters: plain values as JSON, objects as a pickle and safetensors.
+
+    <path>/metadata              one line of JSON, written by Spark: class, uid, versions, plain parameters
+    <path>/structure.pkl         the objects without their weights (code: only load what you trust)
+    <path>/weights.safetensors   the weights, readable without Spark and without this package
+
+The metadata is written last and holds the other files' digests, so that what is cut or mixed up is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import time
+from collections.abc import Collection, Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+from pyspark.ml.util import MLReader, MLWriter
+from pyspark.sql import SparkSession
+
+import spark_hvd
+from spark_hvd.estimators.errors import CheckpointError, StoreError
+from spark_hvd.estimators.modules import PackedModule, pack, unpack
+from spark_hvd.estimators.params import TableParams
+from spark_hvd.estimators.store import Store
+from spark_hvd.runner.spark import is_connect
+
+FORMAT_VERSION = 1
+STRUCTURE, WEIGHTS = "structure.pkl", "weights.safetensors"
+T = TypeVar("T", bound=TableParams)
+
+
+class ParamsWriter(MLWriter):
+    """What ``write()`` returns.
+
+    Args:
+        instance: What to save.
+        skip: Names of parameters that are not saved.
+    """
+
+    def __init__(self, instance: TableParams, skip: Collection[str] = ()) -> None:
+        super().__init__()
+        self._instance, self._skip = instance, skip
+
+    def save(self, path: str) -> None:
+        """Save to ``path``: a local path, or a URL that both Spark and fsspec know.
+
+        Raises:
+            StoreError: there is something already and ``overwrite()`` was not called, or it cannot be written.
+            UnpicklableError: naming the attribute that cannot be saved.
+        """
+        write_params(self._instance, path, self.sparkSession, skip=self._skip, overwrite=self.shouldOverwrite)
+
+
+class ParamsReader(MLReader[Any], Generic[T]):
+    """What ``read()`` returns.
+
+    Args:
+        cls: The class to load.
+    """
+
+    def __init__(self, cls: type[T]) -> None:
+        super().__init__()
+        self._cls = cls
+
+    def load(self, path: str) -> T:
+        """Load from ``path``.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, of a newer version, or needs code that is not here.
+        """
+        return read_params(self._cls, path, self.sparkSession)
+
+
+def write_params(
+    instance: TableParams, path: str, spark: SparkSession, *, skip: Collection[str] = (), overwrite: bool = False
+) -> None:
+    """Save the parameters of ``instance`` that are set, and its defaults.
+
+    Parameters for which the class has a function in ``_from_json`` are saved as what their ``to_json()`` returns.
+
+    Args:
+        instance: What to save.
+        path: A directory.
+        spark: The session that writes the metadata.
+        skip: Names of parameters to leave out.
+        overwrite: Delete what is at ``path``.
+
+    Raises:
+        StoreError: there is something at ``path`` already, or it cannot be written.
+        UnpicklableError: naming the attribute that cannot be saved.
+    """
+    values = {param.name: value for param, value in instance._paramMap.items() if param.name not in skip}
+    defaults = {param.name: value for param, value in instance._defaultParamMap.items() if param.name not in skip}
+    plain = {name: _to_json(instance, name, value) for name, value in values.items()}
+    objects = {name: value for name, value in values.items() if not _is_plain(plain[name])}
+    packed = pack(objects, type(instance).__name__)
+    store = Store.create(_qualified(path, spark))
+    if overwrite:
+        store.delete(store.url)
+    elif store.exists(store.url):
+        raise StoreError(f"cannot save to {path}: there is something already; replace it with write().overwrite()")
+    store.write_bytes(store.join(WEIGHTS), packed.weights)
+    store.write_bytes(store.join(STRUCTURE), packed.structure)
+    metadata = {
+        "class": f"{type(instance).__module__}.{type(instance).__name__}",
+        "timestamp": round(time.time() * 1000),
+        "sparkVersion": spark.version,
+        "uid": instance.uid,
+        "paramMap": {name: value for name, value in plain.items() if name not in objects},
+        "defaultParamMap": {name: value for name, value in defaults.items() if _is_plain(value)},
+        "format_version": FORMAT_VERSION,
+        "spark_hvd": spark_hvd.__version__,
+        "torch": torch.__version__,
+        "sha256": {STRUCTURE: _sha256(packed.structure), WEIGHTS: _sha256(packed.weights)},
+    }
+    line = json.dumps(metadata, separators=(",", ":"))
+    spark.createDataFrame([(line,)], ["value"]).coalesce(1).write.text(f"{path.rstrip('/')}/metadata")
+
+
+def read_params(cls: type[T], path: str, spark: SparkSession) -> T:
+    """A new ``cls`` with the parameters that :func:`write_params` saved.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, of a newer version, or needs code that is not here.
+    """
+    metadata = _metadata(cls, path, spark)
+    store = Store.create(_qualified(path, spark))
+    packed = PackedModule(*(_file(store, name, metadata["sha256"][name]) for name in (STRUCTURE, WEIGHTS)))
+    instance = cls()
+    instance._resetUid(metadata["uid"])
+    from_json: Mapping[str, Any] = getattr(cls, "_from_json", {})
+    plain = {name: from_json.get(name, _same)(value) for name, value in metadata["paramMap"].items()}
+    instance._setDefault(**{name: value for name, value in metadata["defaultParamMap"].items() if _has(cls, name)})
+    instance.setParams(**plain, **_unpacked(packed, store.join(STRUCTURE), metadata))
+    return instance
+
+
+def _has(cls: type[TableParams], name: str) -> bool:
+    """Whether ``cls`` has a parameter called ``name``; those of other versions may be gone."""
+    return any(row.name == name for row in cls._table)
+
+
+def _metadata(cls: type[TableParams], path: str, spark: SparkSession) -> dict[str, Any]:
+    from pyspark.errors import PySparkException
+
+    at = f"{path.rstrip('/')}/metadata"
+    try:
+        row = spark.read.text(at).head()
+        metadata: dict[str, Any] = json.loads(row[0] if row else "")
+        found, version = metadata["class"], metadata["format_version"]
+    except PySparkException as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"cannot read {at}: {reason}. Expected a saved {cls.__name__} at {path}.") from error
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{at} is cut, or not written by spark_hvd ({type(error).__name__}: {error}): save the {cls.__name__} again"
+        ) from error
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {version}, written by spark_hvd {metadata.get('spark_hvd')}; this is spark_hvd "
+            f"{spark_hvd.__version__}, which reads up to {FORMAT_VERSION}: install a newer spark_hvd"
+        )
+    if found.rpartition(".")[2] != cls.__name__:
+        raise CheckpointError(f"{path} holds a {found}, not a {cls.__name__}: load it with that class")
+    return metadata
+
+
+def _file(store: Store, name: str, sha256: str) -> bytes:
+    path = store.join(name)
+    try:
+        content = store.read_bytes(path)
+    except StoreError as error:
+        raise CheckpointError(f"{path} is missing or cannot be read ({error}): copy or save the model again") from error
+    if _sha256(content) != sha256:
+        raise CheckpointError(f"{path} is damaged: its {len(content)} bytes are not those saved; copy or save it again")
+    return content
+
+
+def _unpacked(packed: PackedModule, path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    wrote = f"saved with torch {metadata.get('torch')}, spark_hvd {metadata.get('spark_hvd')}"
+    try:
+        objects: dict[str, Any] = unpack(packed)
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            f"{path} needs the module {error.name!r}, which is not installed here ({wrote})"
+        ) from error
+    except (AttributeError, ImportError, pickle.UnpicklingError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} does not fit the code that is installed here ({wrote}): {error}. Install the version of that "
+            "module with which it was saved."
+        ) from error
+    return objects
+
+
+def _qualified(path: str, spark: SparkSession) -> str:
+    """``path`` with the file system that Spark takes it for: "/models" may be on HDFS."""
+    if is_connect(spark):
+        return path
+    context = spark.sparkContext
+    jvm: Any = context._jvm
+    hadoop = jvm.org.apache.hadoop.fs.Path(path)
+    return str(hadoop.getFileSystem(context._jsc.hadoopConfiguration()).makeQualified(hadoop).toString())
+
+
+def _to_json(instance: TableParams, name: str, value: Any) -> Any:
+    return value.to_json() if value is not None and name in getattr(instance, "_from_json", {}) else value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON holds it; tuples become lists, which checks take as well."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(type(key) is str and _is_plain(item) for key, item in value.items())
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

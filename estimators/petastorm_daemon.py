@@ -1,0 +1,12 @@
+"""Spark's Python daemon with the Petastorm bridge in place, for sessions whose workers unpickle Petastorm's objects.
+
+Set ``spark.python.daemon.module`` to this module's name when the session starts.
+"""
+
+from pyspark.daemon import manager
+
+from spark_hvd.estimators.petastorm_bridge import install
+
+if __name__ == "__main__":
+    install()
+    manager()

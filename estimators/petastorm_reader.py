@@ -1,0 +1,208 @@
+"""The reader of Petastorm data sets: its workers decode pieces of row groups, which come out in the order asked for.
+
+Petastorm gives row groups whole to shards and yields them as they get ready. Here a rank asks for the pieces that are
+its share, a few at a time, and puts what comes back in order: same seed, same batches, whatever the pool. The price is
+that a slow row group holds up those behind it, of which at most ``workers + 2`` wait in memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import torch
+
+from spark_hvd.estimators.arrow_files import where
+from spark_hvd.estimators.arrow_values import columns_yielded
+from spark_hvd.estimators.batches import Blocks, ColumnBatch, Layout, cut
+from spark_hvd.estimators.errors import DataError, StoreError
+from spark_hvd.estimators.petastorm_bridge import install
+from spark_hvd.estimators.petastorm_schema import decoded_spec
+from spark_hvd.estimators.reader import ReaderSpec
+from spark_hvd.estimators.sharding import Piece, batch_rows, pieces_of
+from spark_hvd.estimators.windows import WINDOW_BYTES, Window, windows_of
+
+POOLS = ("thread", "process", "dummy")
+
+
+class PetastormReader:
+    """Reads a rank's shard of a data set, pass by pass, as :class:`~spark_hvd.estimators.reader.Reader` says.
+
+    Data sets with a Unischema are decoded by its codecs, which also say what dtype and shape a column has; plain
+    Parquet is read as the Arrow reader does. ``transformation_fn`` and ``decoders`` run in Petastorm's workers: threads
+    of this process, processes of their own (``pool="process"``, kept between passes), or the caller ("dummy", which
+    reads nothing ahead). With the same spec all pools, and the Arrow reader, yield the same batches.
+
+    A window of ``window_rows`` rows, ``workers + 2`` row groups read ahead, and batches not yet used are in memory.
+    With ``cache`` the rank keeps the shard of the first pass and shuffles that.
+
+    Args:
+        spec: What to read.
+
+    Raises:
+        DataError: a column is not in the data set, or its Unischema cannot be read.
+        EstimatorError: Petastorm is missing or does not fit.
+        StoreError: processes are to read a store that only this process sees.
+        ValueError: the pool is none of Petastorm's, or has no workers.
+    """
+
+    def __init__(self, spec: ReaderSpec) -> None:
+        if spec.pool not in POOLS:
+            raise ValueError(f"pool={spec.pool!r}: expected one of {', '.join(map(repr, POOLS))}")
+        if spec.workers < 1:
+            raise ValueError(f"workers={spec.workers}: expected at least 1")
+        if spec.pool == "process" and not spec.store.is_shared:
+            raise StoreError(f"{spec.store.url} is seen by this process alone: use pool='thread' or a store on disk")
+        install()
+        self._spec = spec = decoded_spec(spec)
+        self._layout = Layout(columns_yielded(spec))
+        self._kept: dict[Piece, Blocks] = {}
+        self._idle: Any = None
+        self._busy: list[Any] = []
+        self._shapes: dict[str, tuple[torch.dtype, torch.Size]] = {}
+        self._lock = threading.Lock()  # held while waiting for results: sockets must not be closed meanwhile
+        self._closed = False
+
+    def batches(self, number: int) -> Iterator[ColumnBatch]:
+        """Yield the batches of pass ``number``; see :class:`~spark_hvd.estimators.reader.Reader`."""
+        spec = self._spec
+        if self._closed:
+            raise RuntimeError("the reader is closed: open another")
+        sizes = batch_rows(spec.dataset.rows, spec.rank, spec.size, spec.batch_size, spec.drop_last)
+        pieces = self._pieces(number)
+        with closing(self._loaded(pieces)) as loaded:
+            yield from cut(self._shuffled(loaded, pieces, number) if spec.shuffle else loaded, self._layout, sizes)
+            for _ in loaded:  # what drop_last leaves; a pool can be kept only with nothing under way
+                pass
+
+    def close(self) -> None:
+        """Stop threads and processes, forget what was kept. Idempotent."""
+        self._closed = True
+        for pool in self._busy:
+            pool.interrupt()
+        with self._lock:
+            for pool in [*self._busy, *([self._idle] if self._idle else [])]:
+                _stop(pool)
+            self._idle = None
+            self._busy.clear()
+        self._kept.clear()
+
+    def _pieces(self, number: int) -> list[Piece]:
+        spec = self._spec
+        groups = [group.rows for group in spec.dataset.row_groups]
+        fixed = 0 if spec.cache else number
+        pieces = pieces_of(groups, spec.rank, spec.size, shuffle=spec.shuffle, seed=spec.seed, number=fixed)
+        if spec.shuffle and spec.cache:
+            order = np.random.default_rng((spec.seed, number, spec.rank)).permutation(len(pieces))
+            pieces = [pieces[at] for at in order]
+        return pieces
+
+    def _shuffled(self, loaded: Iterator[Blocks], pieces: Sequence[Piece], number: int) -> Iterator[Blocks]:
+        """The rows of all pieces, shuffled in windows; a piece longer than a window is read once all the same."""
+        rows = self._spec.window_rows
+        if rows is None:
+            first = next(loaded)
+            rows = max(1, WINDOW_BYTES // sum(block[:1].nbytes for block in first))
+            loaded = itertools.chain([first], loaded)
+            del first
+        whole = iter(pieces)
+        piece, blocks, at = next(whole), next(loaded), 0
+        for count, window in enumerate(windows_of(pieces, rows)):
+            filling = Window(window, (self._spec.seed, number, self._spec.rank, count))
+            for i, part in enumerate(window):
+                if at == piece.rows:
+                    del blocks
+                    piece, blocks, at = next(whole), next(loaded), 0
+                filling.put(i, [block[at : at + part.rows] for block in blocks])
+                at += part.rows
+            yield filling.take()
+
+    def _loaded(self, pieces: Sequence[Piece]) -> Generator[Blocks, None, None]:
+        """The rows of each piece, in order, from memory or from the pool."""
+        missing = [piece for piece in pieces if piece not in self._kept]
+        with closing(self._read(missing)) as read:
+            for piece in pieces:
+                blocks = self._kept.get(piece) or next(read)
+                if self._spec.cache:
+                    self._kept[piece] = blocks
+                    if not self._spec.shuffle:  # what is kept must not change with what is done to a batch
+                        blocks = [block.clone() for block in blocks]
+                yield blocks
+                del blocks
+            next(read, None)  # let it end, and not be closed, so that its pool is kept
+
+    def _read(self, pieces: Sequence[Piece]) -> Generator[Blocks, None, None]:
+        """The rows of each piece, in order, with some more asked for ahead."""
+        if not pieces:
+            return
+        pool = self._take_pool()
+        ahead = 1 if self._spec.pool == "dummy" else self._spec.workers + 2
+        asked, whole = 0, False
+        early: dict[int, list[np.ndarray[Any, Any]] | Exception] = {}
+        try:
+            for wanted in range(len(pieces)):
+                while asked < min(wanted + ahead, len(pieces)):
+                    pool.ventilate(number=asked, piece=pieces[asked])
+                    asked += 1
+                while wanted not in early:
+                    number, result = self._result(pool)
+                    early[number] = result
+                arrays = early.pop(wanted)
+                if isinstance(arrays, Exception):  # only now: of several errors always the same is raised
+                    raise arrays
+                blocks = [torch.from_numpy(array) for array in arrays]
+                del arrays
+                self._check_shapes(blocks, where(self._spec.dataset.row_groups[pieces[wanted].group]))
+                yield blocks
+                del blocks
+            whole = True
+        finally:
+            self._give_back(pool, whole)
+
+    def _take_pool(self) -> Any:
+        from spark_hvd.estimators.petastorm_workers import start_pool
+
+        pool, self._idle = self._idle or start_pool(self._spec), None
+        self._busy.append(pool)
+        return pool
+
+    def _give_back(self, pool: Any, whole: bool) -> None:
+        if pool not in self._busy:  # closed meanwhile
+            return
+        self._busy.remove(pool)
+        if whole and self._spec.pool == "process" and self._idle is None:
+            self._idle = pool  # processes take seconds to start
+        else:
+            _stop(pool)
+
+    def _result(self, pool: Any) -> tuple[int, list[np.ndarray[Any, Any]] | Exception]:
+        with self._lock:
+            try:
+                if self._closed:
+                    raise RuntimeError("closed")
+                result: tuple[int, list[np.ndarray[Any, Any]] | Exception] = pool.get_results()
+            except RuntimeError as error:
+                if self._closed:
+                    raise RuntimeError("the reader was closed while its batches were read") from None
+                raise error
+        return result
+
+    def _check_shapes(self, blocks: Blocks, at: str) -> None:
+        """Rows of all row groups must be alike; within one they are."""
+        for name, (block, _) in self._layout.places.items():
+            mine = (blocks[block].dtype, blocks[block].shape[1:])
+            first = self._shapes.setdefault(name, mine)
+            if mine != first:
+                raise DataError(
+                    f"column {name!r} in {at} has rows of shape {tuple(mine[1])} and {mine[0]}, where a row group "
+                    f"before has {tuple(first[1])} and {first[0]}: make them alike before fit"
+                )
+
+
+def _stop(pool: Any) -> None:
+    pool.stop()
+    pool.join()

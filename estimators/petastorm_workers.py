@@ -1,0 +1,168 @@
+"""Petastorm's pools and worker, given pieces of row groups to read in place of an epoch to shuffle."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from spark_hvd.estimators.arrow_files import where
+from spark_hvd.estimators.dataset import listed
+from spark_hvd.estimators.errors import DataError, EstimatorError
+from spark_hvd.estimators.petastorm_bridge import install
+from spark_hvd.estimators.petastorm_parquet import ParquetDatasetPiece
+from spark_hvd.estimators.reader import ReaderSpec
+from spark_hvd.estimators.sharding import Piece
+
+install()
+
+from petastorm.arrow_reader_worker import ArrowReaderWorker  # noqa: E402
+from petastorm.cache import NullCache  # noqa: E402
+from petastorm.reader_impl.pickle_serializer import PickleSerializer  # noqa: E402
+from petastorm.unischema import Unischema, UnischemaField  # noqa: E402
+from petastorm.workers_pool.dummy_pool import DummyPool  # noqa: E402
+from petastorm.workers_pool.process_pool import ProcessPool  # noqa: E402
+from petastorm.workers_pool.thread_pool import ThreadPool  # noqa: E402
+
+START_SECONDS = 300
+
+Arrays = list[np.ndarray[Any, Any]]
+
+
+class PieceWorker(ArrowReaderWorker):  # type: ignore[misc]
+    """Reads pieces as Petastorm reads row groups, and makes the arrays of a batch's blocks of them.
+
+    What goes wrong is published in place of the arrays: an exception raised here would end the worker, and print.
+    """
+
+    def __init__(self, worker_id: int, publish: Any, arguments: tuple[Any, ...]) -> None:
+        *petastorms, spec = arguments
+        super().__init__(worker_id, publish, petastorms)
+        self._spec: ReaderSpec = spec
+        self._dataset = _NoPartitions()  # else every worker would list the directory
+        self._values: Any = None
+
+    def process(self, number: int, piece: Piece) -> None:
+        """Publish (number, arrays or exception)."""
+        try:
+            result: Arrays | Exception = self._arrays(piece)
+        except EstimatorError as error:
+            result = error
+        except Exception as error:
+            group = self._spec.dataset.row_groups[piece.group]
+            result = DataError(f"cannot read {where(group)}: {type(error).__name__}: {error}")
+        self.publish_func((number, result))
+
+    def _arrays(self, piece: Piece) -> Arrays:
+        if self._values is None:  # here, not above: torch takes its time, and the pool waits for its processes
+            from spark_hvd.estimators.arrow_values import Values, columns_yielded
+            from spark_hvd.estimators.batches import Layout
+
+            self._values = Values(self._spec, Layout(columns_yielded(self._spec)))
+        group = self._spec.dataset.row_groups[piece.group]
+        source = ParquetDatasetPiece(self._spec.store.inner_path(group.file), self._filesystem.open, group.index)
+        table = self._load_rows(None, source, (0, 1))
+        if table.num_rows != group.rows:
+            raise DataError(
+                f"{where(group)} has {table.num_rows} rows, expected {group.rows}: the file changed; call fit again"
+            )
+        missing = set(self._schema.fields) - set(table.column_names)
+        if missing:
+            raise DataError(f"{where(group)} has no column {listed(sorted(missing))}: it differs from the other files")
+        blocks = self._values.blocks_of(table.slice(piece.start, piece.rows), where(group))
+        return [block.numpy() for block in blocks]
+
+
+class _NoPartitions:
+    partitions = None
+
+
+class InterruptibleThreadPool(ThreadPool):  # type: ignore[misc]
+    """Petastorm's, whose ``get_results`` can be ended from another thread."""
+
+    def interrupt(self) -> None:
+        """Let ``get_results`` raise."""
+        self._results_queue.put(RuntimeError("interrupted"))
+
+
+class CallersPool(DummyPool):  # type: ignore[misc]
+    """Petastorm's, which works in the caller, where there is nothing to interrupt."""
+
+    def interrupt(self) -> None:
+        """Do nothing."""
+
+
+class WatchedProcessPool(ProcessPool):  # type: ignore[misc]
+    """Petastorm's, which would wait for ever for a process that was killed, and 20 seconds for one to start."""
+
+    def _wait_for_workers_to_start(self) -> None:
+        self._watch = _Watch(self._results_receiver_poller, self._workers)
+        self._results_receiver_poller: Any = self._watch
+        deadline = time.monotonic() + START_SECONDS
+        try:
+            for _ in self._workers:
+                while not self._watch.poll(100):
+                    if time.monotonic() > deadline:
+                        raise EstimatorError(
+                            f"Petastorm's {self.workers_count} reader processes did not start in {START_SECONDS} s: "
+                            "use fewer reader workers, or reader_pool_type='thread'"
+                        )
+                self._results_receiver.recv_pyobj()
+        except BaseException:
+            for process in self._workers:
+                process.kill()
+            self.join()
+            raise
+
+    def interrupt(self) -> None:
+        """Let ``get_results`` raise, within a tenth of a second."""
+        self._watch.interrupted = True
+
+
+class _Watch:
+    def __init__(self, poller: Any, processes: list[Any]) -> None:
+        self._poller, self._processes = poller, processes
+        self.interrupted = False
+
+    def poll(self, timeout: float) -> Any:
+        if self.interrupted:
+            raise RuntimeError("interrupted")
+        found = self._poller.poll(timeout)
+        codes = [process.returncode for process in self._processes if process.poll() is not None]
+        if not found and codes:
+            raise EstimatorError(
+                f"a reader process ended with exit code {codes[0]} (-9: killed, most often for lack of memory; else "
+                "its error is above): use fewer reader workers, smaller row groups, or reader_pool_type='thread'"
+            )
+        return found
+
+
+def start_pool(spec: ReaderSpec) -> Any:
+    """A pool of ``spec.workers`` that takes ``ventilate(number=..., piece=...)``; ``get_results()`` is in any order."""
+    from spark_hvd.estimators.arrow_values import columns_read
+
+    pools: dict[str, Callable[[], Any]] = {
+        "thread": lambda: InterruptibleThreadPool(spec.workers),
+        "process": lambda: WatchedProcessPool(spec.workers, PickleSerializer()),
+        "dummy": lambda: CallersPool(),
+    }
+    pool = pools[spec.pool]()
+    schema = Unischema("read", [UnischemaField(column.name, None, ()) for column in columns_read(spec)])
+    # in the order that Petastorm's worker takes them; behind them what ours does
+    arguments: tuple[Any, ...] = (
+        spec.store.filesystem,
+        spec.dataset.url,
+        schema,
+        None,
+        [],
+        NullCache(),
+        None,
+        schema,
+        None,
+        False,
+        0,
+    )
+    pool.start(PieceWorker, (*arguments, spec))
+    return pool

@@ -1,0 +1,267 @@
+"""Whether data were materialised before: what a DataFrame reads, as a fingerprint, and the life of what was written.
+
+A fingerprint is of the plan and of what the plan reads, not of the DataFrame object. Files count with their present
+length and time of modification. What is not understood for certain has no fingerprint, and is written anew each time.
+
+What lies in ``<store>/intermediate_data``:
+
+* data that this process wrote are found again by this process only, and deleted when it ends normally;
+* with ``keep=True`` they stay, and later processes find them too if they read the same files in the same way;
+* data of processes that were killed are deleted by the next fit with the same store, once unused for 7 days;
+* ``clear_materialized_data(store)`` deletes all of it at once.
+
+The only module of the estimators that uses private parts of pyspark and of Spark's JVM.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import posixpath
+import re
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd.estimators.errors import StoreError
+from spark_hvd.estimators.store import Store
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+FORMAT = 1
+"""Version of the files and of the manifest; another one is never read."""
+MANIFEST = "_spark_hvd.json"
+_USED = "_used"
+_DAYS = 7.0
+_MAX_DIRECTORIES = 500  # of files in one plan; listing more takes longer than writing anew
+
+_log = logging.getLogger(__name__)
+_process = uuid.uuid4().hex
+_locks: dict[str, threading.Lock] = {}
+_mine: dict[tuple[str, str], tuple[Store, int]] = {}
+_guard = threading.Lock()
+
+
+# -- what a DataFrame reads
+
+
+def fingerprint(df: DataFrame, across: bool = False) -> str | None:
+    """What ``df`` computes and from which data; None where that is not known for certain.
+
+    Two DataFrames with one fingerprint have the same rows. The other way round nothing follows: what was made by
+    ``createDataFrame`` or is cached has the same fingerprint only as long as it is the same object.
+
+    Args:
+        df: The DataFrame. Nothing is computed of it; the directories of its files are listed.
+        across: Whether the fingerprint shall be the same in another process, where the plan allows that: it reads
+            files only and calls no functions of users. Spark's hash of the plan, which holds addresses of objects of
+            the JVM, is left out then; the plan as text and as JSON remains.
+    """
+    if getattr(df, "_jdf", None) is None:  # Spark Connect: the plan is on the server
+        return None
+    try:
+        parts = _parts_of(df, across)
+    except Exception as error:  # whatever a plan that Spark or a plugin made in another way answers
+        _log.debug("no fingerprint of the DataFrame: %s", error)
+        return None
+    return None if parts is None else _digest(parts)
+
+
+def key_of(found: str | None, extra: Mapping[str, Any], keep: bool) -> str:
+    """Name of the directory for data: the same for the same data written in the same way, else never the same.
+
+    Args:
+        found: The DataFrame's fingerprint.
+        extra: All else that decides what the files hold. Its values must have a repr that tells them apart.
+        keep: Whether other processes may find them.
+    """
+    owner = None if keep else _process
+    return _digest([FORMAT, found or uuid.uuid4().hex, owner, sorted((name, repr(extra[name])) for name in extra)])
+
+
+def _parts_of(df: DataFrame, across: bool) -> list[Any] | None:
+    spark: Any = df.sparkSession
+    jvm, context = spark._jvm, spark.sparkContext
+    execution = df.select("*")._jdf.queryExecution()  # a new one: what is cached is looked up once for each
+    plan = execution.analyzed()
+    patterns = jvm.org.apache.spark.sql.catalyst.trees.TreePattern
+    # a subquery hides what it reads; the present time is not in the plan; what is not deterministic may be anything
+    hidden = plan.containsPattern(patterns.PLAN_EXPRESSION()) or plan.containsPattern(patterns.CURRENT_LIKE())
+    if hidden or not plan.deterministic():
+        return None
+    # canonical plans have no names, so that the schema has to tell which column is which
+    text = re.sub(r'"jvmId":"[^"]*"', "", plan.canonicalized().toJSON()) + re.sub(r"#\d+", "", plan.toString())
+    settings = spark._jsparkSession.conf().getAll().mkString("\0").split("\0")  # time zone, ANSI, case of names ...
+    settings = sorted(setting for setting in settings if setting.startswith("spark.sql."))
+    parts: list[Any] = [context.version, settings, df.schema.json(), text]
+    bound = plan.containsPattern(patterns.PYTHON_UDF()) or plan.containsPattern(patterns.SCALA_UDF())
+    for leaf in [*_each(plan.collectLeaves()), *_cached(execution)]:
+        part = _leaf(spark, leaf)
+        if part is None:
+            return None
+        parts.append(part)
+        bound = bound or part[0] not in ("files", "range")
+    if bound or not across:
+        parts.append([context.applicationId, _process, plan.semanticHash()])
+    return parts
+
+
+def _leaf(spark: Any, leaf: Any) -> list[Any] | None:
+    """What a leaf of a plan reads. None if it is of an unknown kind."""
+    identity = spark._jvm.java.lang.System.identityHashCode
+    kind = leaf.getClass().getSimpleName()
+    if kind in ("Range", "OneRowRelation"):
+        return ["range", leaf.toString()]
+    if kind == "LocalRelation":  # the plan's hash covers its rows, but with 32 bits only
+        return [kind, identity(leaf.data())]
+    if kind == "LogicalRDD":
+        return [kind, leaf.rdd().id()]
+    if kind == "InMemoryRelation":
+        return [kind, identity(leaf.cacheBuilder())]
+    if kind == "LogicalRelation" and leaf.relation().getClass().getSimpleName() == "HadoopFsRelation":
+        relation = leaf.relation()
+        files = _files(spark, relation.location())
+        options = relation.options().toString()
+        return None if files is None else ["files", relation.fileFormat().getClass().getName(), options, files]
+    return None
+
+
+def _files(spark: Any, location: Any) -> list[tuple[str, int, int]] | None:
+    """Path, bytes and time of the files that were found when the DataFrame was made, as they are now."""
+    paths = set(re.findall(r"[{]path=(.*?); isDirectory=", location.allFiles().mkString("\n")))
+    if len(paths) != location.allFiles().size():
+        return None
+    directories = sorted({posixpath.dirname(path) for path in paths})
+    if len(directories) > _MAX_DIRECTORIES:
+        return None
+    configuration = spark._jsparkSession.sessionState().newHadoopConf()
+    files = []
+    for directory in directories:
+        path = spark._jvm.org.apache.hadoop.fs.Path(directory)
+        for status in path.getFileSystem(configuration).listStatus(path):
+            name = status.getPath().toString()
+            if name in paths:
+                files.append((name, status.getLen(), status.getModificationTime()))
+    return sorted(files) if len(files) == len(paths) else None
+
+
+def _cached(execution: Any) -> list[Any]:
+    leaves = _each(execution.withCachedData().collectLeaves())
+    return [leaf for leaf in leaves if leaf.getClass().getSimpleName() == "InMemoryRelation"]
+
+
+def _each(sequence: Any) -> list[Any]:
+    return [sequence.apply(index) for index in range(sequence.size())]
+
+
+def _digest(parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+# -- what was written, and for how long it stays
+
+
+def directories_of(store: Store, key: str) -> dict[str, str]:
+    """Where the files of a new writing of ``key`` go, by split; another place at each call."""
+    roots = {"train": store.train_path, "validation": store.val_path}
+    name = uuid.uuid4().hex[:8]
+    return {
+        split: f"{f'{root}/{key}' if root else store.data_path(key)}/{name}/{split}" for split, root in roots.items()
+    }
+
+
+@contextlib.contextmanager
+def using(store: Store, key: str, keep: bool) -> Iterator[None]:
+    """Hold the data of ``key`` for looking or writing: one thread at a time. Marks them as in use today.
+
+    Raises:
+        StoreError: the store cannot be written.
+    """
+    path = store.data_path(key)
+    with _guard:
+        lock = _locks.setdefault(path, threading.Lock())
+        if not keep:
+            if not _mine:
+                atexit.register(_delete_mine)
+            _mine[store.url, key] = (store, os.getpid())
+    with lock:
+        store.write_bytes(f"{path}/{_USED}", repr(time.time()).encode())
+        yield
+
+
+def read_manifest(store: Store, key: str) -> dict[str, Any] | None:
+    """The manifest of the data under ``key`` if it is there and all its files are, with the sizes they had.
+
+    Its keys: format, keep, sizes (path -> bytes), train, validation (``DatasetMeta`` as JSON, or None).
+    """
+    try:
+        manifest = json.loads(store.read_bytes(f"{store.data_path(key)}/{MANIFEST}"))
+        if manifest["format"] == FORMAT and _sizes(store, manifest["sizes"]) == manifest["sizes"]:
+            return dict(manifest)
+    except (StoreError, ValueError, KeyError, TypeError) as error:
+        _log.debug("no data to use again under %s: %s", key, error)
+    return None
+
+
+def write_manifest(store: Store, key: str, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest; from here on the data exist.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    content = json.dumps({"format": FORMAT, **manifest}).encode()
+    store.write_bytes(f"{store.data_path(key)}/{MANIFEST}", content)
+
+
+def delete_unused(store: Store, days: float = _DAYS) -> None:
+    """Delete what processes left that were killed, if nothing has used it for ``days``. Errors are logged only."""
+    for path in store.list(store.join("intermediate_data")):
+        key = posixpath.basename(path)
+        try:
+            unused = time.time() - float(store.read_bytes(f"{path}/{_USED}"))
+            kept = store.exists(f"{path}/{MANIFEST}") and json.loads(store.read_bytes(f"{path}/{MANIFEST}"))["keep"]
+            if unused > days * 86400 and not kept:
+                _delete(store, key)
+        except (StoreError, ValueError, KeyError, TypeError) as error:  # not ours, or another process deletes it too
+            _log.debug("%s is left as it is: %s", path, error)
+
+
+def clear_materialized_data(store: Store) -> None:
+    """Delete all data that fits have materialised in ``store``, also what was to be kept.
+
+    No fit may be running that reads them. Checkpoints, logs and data that you put there yourself stay.
+
+    Raises:
+        StoreError: something cannot be deleted.
+    """
+    for path in store.list(store.join("intermediate_data")):
+        if store.exists(f"{path}/{_USED}"):
+            _delete(store, posixpath.basename(path))
+
+
+def _delete(store: Store, key: str) -> None:
+    for root in (store.train_path, store.val_path):
+        if root:
+            store.delete(f"{root}/{key}")
+    store.delete(store.data_path(key))
+
+
+def _delete_mine() -> None:
+    for (_, key), (store, process) in _mine.items():
+        if process == os.getpid():  # a fork has the list too, but its end is not ours
+            with contextlib.suppress(Exception):
+                _delete(store, key)
+
+
+def _sizes(store: Store, paths: Iterable[str]) -> dict[str, int]:
+    names = list(paths)
+    with ThreadPoolExecutor(16) as pool:
+        return dict(zip(names, pool.map(store.size, names), strict=True))

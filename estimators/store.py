@@ -1,0 +1,320 @@
+"""The store: where data, checkpoints and logs of a fit lie. One class over fsspec, for every kind of file system."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import os
+import posixpath
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import IO, Any, BinaryIO, cast
+
+import fsspec
+import pyarrow.fs
+
+from spark_hvd.estimators.errors import StoreError
+from spark_hvd.estimators.store_errors import explaining, staged
+from spark_hvd.estimators.store_paths import (
+    OBJECT_STORES,
+    check_protocol,
+    complete,
+    is_temporary,
+    join,
+    one_name,
+    protocol_of,
+    temporary_name,
+)
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where the data, checkpoints and logs of a fit lie. Make one with :meth:`create`.
+
+    Pickles as URL and options only, and opens its connections anew in each process. Paths that methods take and
+    return are complete: "/data/x/y" or "s3://bucket/prefix/y".
+
+    A file that :meth:`writing` or :meth:`write_bytes` writes has its name only when it is complete; until then, and
+    after a failure, the name has its old content or none. On HDFS, which does not rename onto a file, replacing one
+    leaves the name without content for a moment.
+
+    Attributes:
+        url: The root of the store, complete, with no slash at the end; a plain absolute path on local file systems.
+        storage_options: Options of the fsspec file system (``endpoint_url``, ``key``, ``secret``, ``anon`` ...).
+            They hold secrets, so the repr leaves them out.
+        runs_path: Directory of the runs; None for ``<url>/runs``.
+        train_path: Directory of the training data; None for one below ``<url>/intermediate_data``.
+        val_path: Directory of the validation data; None likewise.
+    """
+
+    url: str
+    storage_options: dict[str, Any] = field(default_factory=dict, repr=False, hash=False)
+    runs_path: str | None = None
+    train_path: str | None = None
+    val_path: str | None = None
+
+    @classmethod
+    def create(
+        cls,
+        prefix_path: str | os.PathLike[str],
+        *,
+        runs_path: str | os.PathLike[str] | None = None,
+        train_path: str | os.PathLike[str] | None = None,
+        val_path: str | os.PathLike[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Store:
+        """A store at ``prefix_path``. Nothing is created or contacted; see :meth:`check_writable`.
+
+        Args:
+            prefix_path: A path, or a URL that fsspec knows: ``file://``, ``s3://`` (also as s3a, s3n), ``gs://``,
+                ``abfs://``, ``hdfs://``, ``dbfs:/``, ``memory://``. Paths are made absolute and must be on a file
+                system that all hosts share. ``dbfs:/x`` is ``/dbfs/x`` where Databricks mounts that.
+            runs_path: Directory of the runs (checkpoints, logs) if not ``<prefix_path>/runs``.
+            train_path: Directory of the training data if not one below ``<prefix_path>/intermediate_data``.
+            val_path: Directory of the validation data, likewise.
+            storage_options: Options of the fsspec file system.
+
+        Raises:
+            TypeError: an argument is of a wrong type.
+            ValueError: a path is empty, has no bucket, or is on another file system than ``prefix_path``.
+            StoreError: the protocol is not known, or its package is not installed.
+        """
+        if storage_options is not None and not isinstance(storage_options, Mapping):
+            raise TypeError(f"storage_options={storage_options!r}: expected a mapping of option names to values")
+        url = complete("prefix_path", prefix_path)
+        paths = {"runs_path": runs_path, "train_path": train_path, "val_path": val_path}
+        completed = {name: None if path is None else complete(name, path) for name, path in paths.items()}
+        for name, path in completed.items():
+            if path is not None and protocol_of(path) != protocol_of(url):
+                raise ValueError(f"{name}={path!r} is on another file system than the store ({url}): expected the same")
+        check_protocol(url)
+        return cls(url, dict(storage_options or {}), **completed)
+
+    # -- file systems
+
+    @property
+    def filesystem(self) -> Any:
+        """The ``fsspec.AbstractFileSystem``. One per process and options: fsspec caches it and drops it after a fork.
+
+        Raises:
+            StoreError: it cannot be made of ``storage_options``.
+        """
+        with explaining("open", self.url):
+            # other processes write to the store too: cached listings would hide that
+            options = {"use_listings_cache": False} if protocol_of(self.url) in OBJECT_STORES else {}
+            options |= self.storage_options
+            return fsspec.core.url_to_fs(self.url, **options)[0]
+
+    def arrow_filesystem(self) -> pyarrow.fs.FileSystem:
+        """The same as a pyarrow file system; native for local paths. It takes what :meth:`inner_path` returns.
+
+        For Parquet better than :meth:`open`, which reads an object ahead: of row groups and columns not asked for too.
+        """
+        if self._is_local:
+            return pyarrow.fs.LocalFileSystem()
+        handler = _Exact if protocol_of(self.url) in OBJECT_STORES else pyarrow.fs.FSSpecHandler
+        return pyarrow.fs.PyFileSystem(handler(self.filesystem))
+
+    def inner_path(self, path: str) -> str:
+        """``path`` as the file systems want it: without the protocol."""
+        return path if self._is_local else str(self.filesystem._strip_protocol(path))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes see what is in it; False for ``memory://``."""
+        return protocol_of(self.url) != "memory"
+
+    @property
+    def _is_local(self) -> bool:
+        return protocol_of(self.url) == "file"
+
+    # -- layout
+
+    def join(self, *parts: str) -> str:
+        """The path of ``parts`` below :attr:`url`."""
+        return join(self.url, *parts)
+
+    def run_path(self, run_id: str) -> str:
+        """Directory of a run."""
+        return join(self.runs_path or self.join("runs"), one_name("run_id", run_id))
+
+    def checkpoint_path(self, run_id: str, name: str = "last.ckpt") -> str:
+        """File of a run's checkpoint."""
+        return join(self.run_path(run_id), one_name("name", name))
+
+    def logs_path(self, run_id: str) -> str:
+        """Directory of a run's logs."""
+        return join(self.run_path(run_id), "logs")
+
+    def data_path(self, key: str) -> str:
+        """Directory of materialised data."""
+        return self.join("intermediate_data", one_name("key", key))
+
+    # -- reading
+
+    def open(self, path: str, mode: str = "rb") -> IO[Any]:
+        """Open a file as fsspec does. To write a file that others read use :meth:`writing`.
+
+        Raises:
+            StoreError: it cannot be opened. What the file raises later is the file system's own.
+        """
+        with explaining(f"open ({mode})", path):
+            if self._is_local and "r" not in mode:
+                os.makedirs(posixpath.dirname(path), exist_ok=True)
+            return cast(IO[Any], self.filesystem.open(self.inner_path(path), mode))
+
+    def read_bytes(self, path: str) -> bytes:
+        """The whole content of a file.
+
+        Raises:
+            StoreError: it does not exist or cannot be read.
+        """
+        with explaining("read", path):
+            return bytes(self.filesystem.cat_file(self.inner_path(path)))
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file or a directory.
+
+        Raises:
+            StoreError: that cannot be told, because the store is out of reach or forbids it.
+        """
+        return self._info(path) is not None
+
+    def size(self, path: str) -> int:
+        """Bytes of a file.
+
+        Raises:
+            StoreError: it does not exist or is a directory.
+        """
+        info = self._info(path)
+        with explaining("take the size of", path):
+            if info is None:
+                raise FileNotFoundError("no such file")
+            if info["type"] == "directory":
+                raise IsADirectoryError("is a directory")
+        return int(info["size"])
+
+    def list(self, path: str) -> builtins.list[str]:
+        """Paths of the files and directories right in a directory, sorted; none where it does not exist.
+
+        Files that are being written are left out.
+        """
+        inner = self.inner_path(path).rstrip("/")
+        with explaining("list", path):
+            try:
+                found = self.filesystem.ls(inner, detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        inside = (entry.rstrip("/") for entry in found)
+        names = {posixpath.basename(entry) for entry in inside if posixpath.dirname(entry) == inner}
+        return [join(path, name) for name in sorted(names) if not is_temporary(name)]
+
+    def _info(self, path: str) -> dict[str, Any] | None:
+        # not fsspec's exists(), which takes every error for "no"
+        with explaining("look at", path):
+            try:
+                return dict(self.filesystem.info(self.inner_path(path)))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    # -- writing
+
+    @contextmanager
+    def writing(self, path: str) -> Iterator[BinaryIO]:
+        """A binary file, on a local disk, that becomes ``path`` at the end of the block; directories are made.
+
+        Where the block raises, ``path`` stays what it was and nothing is left. On remote stores the file is written
+        to the temporary directory of this host and uploaded at the end, so that needs room for it.
+
+        Raises:
+            StoreError: it cannot be written, or not uploaded; also in place of what the block made of that.
+        """
+        if self._is_local:
+            directory, name = posixpath.split(path)
+            with explaining("write", path):
+                os.makedirs(directory, exist_ok=True)
+            temporary = posixpath.join(directory, temporary_name(name))
+            with staged(temporary, path, lambda: _rename(temporary, path)) as file:
+                yield file
+        else:
+            with explaining("write", path):
+                scratch = tempfile.TemporaryDirectory(prefix="spark_hvd-", ignore_cleanup_errors=True)
+            with scratch as directory:
+                local = os.path.join(directory, "file")
+                with staged(local, f"{path}, staged in {directory}", lambda: self._upload(local, path)) as file:
+                    yield file
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        """Write a whole file, as :meth:`writing` does.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        with self.writing(path) as file:
+            file.write(data)
+
+    def delete(self, path: str) -> None:
+        """Delete a file, or a directory with all that is in it. No error where there is none.
+
+        Raises:
+            ValueError: the path is not in this store.
+            StoreError: it cannot be deleted.
+        """
+        roots = [root for root in (self.url, self.runs_path, self.train_path, self.val_path) if root]
+        if ".." in path.split("/") or not any(path == root or path.startswith(f"{root}/") for root in roots):
+            raise ValueError(f"delete({path!r}): expected a path in the store, below {' or '.join(roots)}")
+        with explaining("delete", path), contextlib.suppress(FileNotFoundError):
+            self.filesystem.rm(self.inner_path(path), recursive=True)
+
+    def check_writable(self) -> None:
+        """Write, read and delete a tiny file, so that a fit fails before it starts and not after an epoch.
+
+        Raises:
+            StoreError: one of that failed, or other bytes came back.
+        """
+        for root in dict.fromkeys((self.url, self.runs_path or self.url)):
+            path, data = join(root, f"writable-{uuid.uuid4().hex}"), uuid.uuid4().bytes
+            self.write_bytes(path, data)
+            if self.read_bytes(path) != data:
+                raise StoreError(f"cannot use {root}: a file read back has other bytes than were written to it")
+            self.delete(path)
+
+    def _upload(self, local: str, path: str) -> None:
+        filesystem, target = self.filesystem, self.inner_path(path)
+        if protocol_of(self.url) in OBJECT_STORES:
+            with explaining("write", path):
+                filesystem.put_file(local, target)
+            return
+        directory, name = posixpath.split(target)
+        temporary = posixpath.join(directory, temporary_name(name))
+        try:
+            with explaining("write", path):
+                filesystem.put_file(local, temporary)
+                filesystem.mv(temporary, target)
+                if filesystem.exists(temporary):  # WebHDFS renames nothing onto a file, and says nothing
+                    filesystem.rm_file(target)
+                    filesystem.mv(temporary, target)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                filesystem.rm_file(temporary)
+            raise
+
+
+class _Exact(pyarrow.fs.FSSpecHandler):  # type: ignore[misc]
+    """Requests the ranges that Arrow asks for and no more; fsspec's default reads up to 50 MiB ahead of each."""
+
+    def open_input_file(self, path: str) -> pyarrow.PythonFile:
+        return pyarrow.PythonFile(self.fs.open(path, mode="rb", cache_type="none"), mode="r")
+
+
+def _rename(temporary: str, path: str) -> None:
+    with explaining("write", path):
+        descriptor = os.open(temporary, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # else a crash of the host can leave the new name with no content
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)

@@ -1,0 +1,105 @@
+"""Errors of file systems as StoreError: what was tried, on which path, why it failed, and the next step."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+
+from spark_hvd.estimators.errors import StoreError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LONGEST = 500
+_UNREACHABLE = ("connect", "timeout", "timed out", "resolve", "unreachable")
+
+
+@contextmanager
+def explaining(tried: str, path: str) -> Iterator[None]:
+    """Turn whatever a file system raises in the block into a StoreError; ``tried`` is a verb such as "write"."""
+    try:
+        yield
+    except StoreError:
+        raise
+    # not only OSError: the clients of object stores have exceptions of their own (no credentials, no connection)
+    except Exception as error:
+        raise store_error(tried, path, error) from error
+
+
+@contextmanager
+def staged(temporary: str, path: str, commit: Callable[[], None]) -> Iterator[BinaryIO]:
+    """A new local file ``temporary``; at the end of the block it is closed, and ``commit`` brings it to its place.
+
+    The file is gone afterwards, whatever happens. Errors name ``path``. An error of the disk is raised as StoreError
+    also where the block made another exception of it, as torch.save does.
+    """
+    with explaining("write", path):
+        raw = _CheckedFile(temporary, path)
+    try:
+        try:
+            with io.BufferedWriter(raw) as file:
+                yield file
+        except Exception as error:
+            if raw.failure is not None and error is not raw.failure:
+                raise raw.failure from error
+            raise
+        commit()
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+class _CheckedFile(io.FileIO):
+    """A new file that remembers why a write to it failed."""
+
+    def __init__(self, name: str, path: str) -> None:
+        super().__init__(name, "x")
+        self.path = path
+        self.failure: StoreError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failure = store_error("write", self.path, error)
+            raise self.failure from error
+
+
+def store_error(tried: str, path: str, cause: Exception) -> StoreError:
+    """The StoreError that says that ``tried`` failed on ``path`` because of ``cause``, and what to do."""
+    text = " ".join(str(cause).split()) or "no details"
+    if len(text) > _LONGEST:  # libhdfs lists every place where it looked for Java
+        text = text[:_LONGEST] + " ..."
+    return StoreError(f"cannot {tried} {path}: {type(cause).__name__}: {text}. {_next_step(path, cause)}")
+
+
+def _next_step(path: str, cause: Exception) -> str:
+    remote = "://" in path
+    code = cause.errno if isinstance(cause, OSError) else None
+    kind = type(cause).__name__
+    if any(word in str(cause) for word in ("libjvm", "libhdfs")):
+        return "HDFS needs Java and Hadoop on every host: set JAVA_HOME, HADOOP_HOME and CLASSPATH there"
+    if code in _FULL:
+        return "Free space there, or choose another store"
+    if code == errno.EROFS:
+        return "The file system is mounted read-only: choose another store"
+    if "Credential" in kind or "Auth" in kind:
+        return "Pass credentials in storage_options, or set them up on every host of the cluster"
+    if isinstance(cause, PermissionError):
+        if remote:
+            return "Check the credentials in storage_options and what they are allowed to do there"
+        return "Check owner and mode of the directory for the user that Spark's processes run as"
+    if isinstance(cause, FileNotFoundError):
+        if remote:
+            return "Check the name, and that the bucket, container or directory exists: it is not created for you"
+        return "Check the path, and that it is on a file system that all hosts share"
+    if isinstance(cause, (NotADirectoryError, FileExistsError)):
+        return "A part of the path is a file where a directory is expected: choose another path"
+    if isinstance(cause, IsADirectoryError):
+        return "It is a directory where a file is expected"
+    if any(word in f"{kind} {cause}".lower() for word in _UNREACHABLE):
+        return "Check the address (endpoint_url in storage_options) and the network of this host"
+    return "Check the path and storage_options"

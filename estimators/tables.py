@@ -1,0 +1,157 @@
+"""The parameters of the estimators. Names and meanings are Horovod's where it has them."""
+
+from __future__ import annotations
+
+from spark_hvd.estimators import checks as c
+from spark_hvd.estimators.params import rows
+from spark_hvd.estimators.spec import PRECISIONS
+
+_MODEL = rows(
+    "Model and columns",
+    ("model", None, c.instance("a torch.nn.Module", "forward", "parameters"), "The model to train; it is not changed."),
+    ("feature_cols", None, c.names, "Columns that the model gets, one for each argument."),
+    ("label_cols", None, c.names, "Columns that outputs are compared with, one for each output."),
+    ("sample_weight_col", None, c.text, "Column of numbers that the loss of each row is multiplied by."),
+    ("input_shapes", None, c.shapes, "Shape of each input with -1 for the rows, such as `[[-1, 1, 28, 28]]`."),
+    (
+        "label_shapes",
+        None,
+        c.shapes,
+        "The same for labels. By default a label gets the shape of its output, where the number of elements is equal.",
+    ),
+    ("input_dtypes", None, c.dtypes, "Dtype of each input; by default floating-point columns come as float32."),
+    (
+        "label_dtypes",
+        None,
+        c.dtypes,
+        "Dtype of each label; by default int64 for losses of class numbers such as CrossEntropyLoss, else float32.",
+    ),
+    (
+        "decoders",
+        {},
+        c.mapping_of_functions,
+        "Binary column -> function that makes an array of one value's bytes, such as an image decoder.",
+    ),
+)
+
+_WHERE = rows(
+    "Where it runs",
+    ("num_proc", None, c.whole(1), "Number of ranks; by default as many as the cluster has slots."),
+    (
+        "backend",
+        None,
+        c.instance("a SparkBackend or LocalBackend", "run", "num_processes"),
+        "What runs the ranks, instead of num_proc.",
+    ),
+    (
+        "store",
+        None,
+        c.instance("a Store: Store.create(url)", "open", "run_path"),
+        "Where data and checkpoints lie; every executor must reach it. By default a temporary folder, on one machine.",
+    ),
+    ("run_id", None, c.text, "Name of the run. If the store has a checkpoint of that name, the run goes on from it."),
+    ("use_gpu", True, c.flag, "Train on GPUs where ranks have them."),
+    ("verbose", 1, c.whole(0), "0: print nothing; 1: a line an epoch."),
+)
+
+_LOOP = rows(
+    "Training",
+    ("batch_size", 32, c.whole(1), "Rows of a batch, on each rank."),
+    ("epochs", 1, c.whole(1), "Passes over the data."),
+    ("random_seed", None, c.whole(0), "Same seed, data and num_proc: the same weights. By default drawn."),
+    ("shuffle", True, c.flag, "Draw batches anew in each epoch: row groups overall, rows within a window."),
+    ("shuffle_buffer_size", None, c.whole(1), "Rows in the window of shuffling; by default those in 64 MiB."),
+    ("drop_last", False, c.flag, "Leave out the batch at the end of an epoch that is not full."),
+    ("train_steps_per_epoch", None, c.whole(1), "Batches of an epoch on each rank; by default one pass over the data."),
+    ("callbacks", [], c.callbacks, "Callbacks; see spark_hvd.estimators.Callback."),
+    ("monitor", None, c.text, "What tells the best epoch: a key of the history; by default val_loss, or loss."),
+    ("monitor_mode", "min", c.one_of("min", "max"), "Whether less of it is better, or more."),
+    ("restore_best_weights", False, c.flag, "Return the model of the best epoch instead of the last."),
+)
+
+_VALIDATION = rows(
+    "Validation",
+    (
+        "validation",
+        None,
+        c.fraction_or_column,
+        "Share of the rows to validate on, or a column that is above 0 for them.",
+    ),
+    ("val_batch_size", None, c.whole(1), "Rows of a batch in validation; by default batch_size."),
+    ("validation_steps_per_epoch", None, c.whole(1), "Batches of a validation on each rank; by default all there are."),
+)
+
+_DATA = rows(
+    "Data",
+    (
+        "reader",
+        None,
+        c.one_of("arrow", "petastorm"),
+        "What reads the Parquet files; by default Petastorm for data sets with a Unischema, else Arrow.",
+    ),
+    (
+        "transformation_fn",
+        None,
+        c.function,
+        "Function of a pandas DataFrame of some rows, returning as many, in ranks.",
+    ),
+    (
+        "transformation_edit_fields",
+        None,
+        c.edit_fields,
+        "(name, numpy dtype, shape, nullable) of columns that transformation_fn adds or changes.",
+    ),
+    ("transformation_removed_fields", None, c.names, "Columns that transformation_fn removes."),
+    ("partitions_per_process", 10, c.whole(1), "Row groups to write for each rank, where there are rows enough."),
+    ("compress_sparse_cols", False, c.flag, "Store vector columns as indices and values."),
+    ("inmemory_cache_all", False, c.flag, "Keep each rank's rows in memory after the first epoch."),
+    ("train_reader_num_workers", 2, c.whole(1), "Threads (of Petastorm: workers) that read ahead."),
+    ("val_reader_num_workers", 2, c.whole(1), "The same in validation."),
+    ("reader_pool_type", "thread", c.one_of("thread", "process", "dummy"), "Kind of Petastorm's workers."),
+)
+
+_TORCH = rows(
+    "Loss and optimizer",
+    ("optimizer", None, c.optimizer, "A torch optimizer of model.parameters(), or a function of them that makes one."),
+    ("loss", None, c.functions, "Function of (output, label) giving a number; or a list of them, one for each label."),
+    ("loss_weights", None, c.numbers, "Weight of each label's loss; by default 1 / labels."),
+    ("loss_constructors", None, c.functions, "Functions that make the losses in the ranks, instead of loss."),
+    ("metrics", [], c.function_groups, "Functions of (output, label) to report; or a list of such lists, one a label."),
+    (
+        "scale_lr",
+        True,
+        c.flag,
+        "Multiply learning rates by num_proc, as in Horovod: the batch of a step is that much larger.",
+    ),
+    (
+        "lr_scheduler",
+        None,
+        c.scheduler,
+        "A torch learning rate scheduler of the optimizer, or a function of the optimizer that makes one.",
+    ),
+    ("lr_scheduler_interval", "epoch", c.one_of("epoch", "step"), "When the scheduler steps."),
+    ("gradient_compression", None, c.compression, "hvd.Compression.fp16, .bf16, or one with compress and decompress."),
+    ("backward_passes_per_step", 1, c.whole(1), "Batches whose gradients are averaged into one step."),
+    ("precision", "32", c.one_of(*PRECISIONS), "What forward and loss are computed in: float32, or autocast."),
+    ("gradient_clip_norm", None, c.number(above=0), "Largest norm of all gradients together, after averaging."),
+    ("gradient_clip_value", None, c.number(above=0), "Largest absolute value of an element of a gradient."),
+    ("terminate_on_nan", True, c.flag, "Fail when a loss is not finite; else leave such steps out and go on."),
+    (
+        "train_minibatch_fn",
+        None,
+        c.function,
+        "Replaces forward, backward and step: takes of model, optimizer, transform_outputs, loss_fn, inputs, labels, "
+        "sample_weights, backward_passes_per_step, batch_idx those it names, and returns (outputs, loss).",
+    ),
+)
+
+SHARED = _MODEL + _WHERE + _LOOP + _VALIDATION + _DATA
+TORCH = SHARED + _TORCH
+
+GONE = {
+    "mp_start_method": "ranks are forked from a server that the runner keeps; there is nothing to choose",
+    "data_module": "use reader='arrow' or reader='petastorm'",
+    "categorical_cols": "it was for NVTabular only; index strings with pyspark.ml.feature.StringIndexer",
+    "continuous_cols": "it was for NVTabular only",
+}
+"""What Horovod had and this has not -> what to do."""

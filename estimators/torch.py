@@ -1,0 +1,102 @@
+"""TorchEstimator: trains a ``torch.nn.Module`` on a DataFrame."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from spark_hvd.estimators.estimator import Settings, SparkEstimator
+from spark_hvd.estimators.head import head_of
+from spark_hvd.estimators.history import History
+from spark_hvd.estimators.learning_rate import make_optimizer, scale
+from spark_hvd.estimators.model import ModelMeta, TorchModel
+from spark_hvd.estimators.spec import Objects, TrainSpec
+from spark_hvd.estimators.tables import GONE, TORCH
+from spark_hvd.estimators.torch_loop import TorchFramework
+from spark_hvd.estimators.training import Framework
+
+
+class TorchEstimator(SparkEstimator):
+    """Trains a ``torch.nn.Module`` on the rows of a DataFrame, on several ranks, and gives a TorchModel.
+
+    An ``Estimator`` of Spark ML: ``fit(df)``, in Pipelines, CrossValidator and TrainValidationSplit. ``df`` is written
+    to the store as Parquet once, each rank reads its share, gradients are averaged, rank 0 writes a checkpoint after
+    every epoch. Each parameter is a keyword, a Spark ML ``Param``, a getter and a setter.
+
+    Raises:
+        TypeError, ValueError: a parameter is unknown or its value is not allowed.
+    """
+
+    _table = TORCH
+    _gone = GONE
+    _required: ClassVar[Mapping[str, str]] = {
+        **SparkEstimator._required,
+        "optimizer": "a torch optimizer of model.parameters(), or a function of them such as "
+        "lambda params: torch.optim.SGD(params, lr=0.1)",
+    }
+
+    def _check(self, settings: Settings) -> None:
+        losses = [name for name in ("loss", "loss_constructors") if settings[name]]
+        if len(losses) == 2:
+            raise ValueError("loss and loss_constructors are both given: give one of them")
+        if not losses and settings["train_minibatch_fn"] is None:
+            raise ValueError("loss is missing: give a function of (output, label), such as torch.nn.MSELoss()")
+        if not losses and settings["validation"]:
+            raise ValueError("loss is missing: validation needs it, also where train_minibatch_fn has a loss of its own")
+
+    def _framework(self) -> Framework:
+        return TorchFramework()
+
+    def _objects(self, settings: Settings) -> Objects:
+        return Objects(
+            model=settings["model"],
+            optimizer=settings["optimizer"],
+            scheduler=settings["lr_scheduler"],
+            losses=settings["loss"] or (),
+            loss_constructors=settings["loss_constructors"] or (),
+            metrics=settings["metrics"],
+            callbacks=settings["callbacks"],
+            minibatch=settings["train_minibatch_fn"],
+            compression=settings["gradient_compression"],
+            reader=self._reader_functions(settings),
+        )
+
+    def _spec_fields(self, settings: Settings) -> dict[str, Any]:
+        weights = settings["loss_weights"]
+        return {
+            "backward_passes": settings["backward_passes_per_step"],
+            "scale_lr": settings["scale_lr"],
+            "precision": settings["precision"],
+            "clip_norm": settings["gradient_clip_norm"],
+            "clip_value": settings["gradient_clip_value"],
+            "lr_interval": settings["lr_scheduler_interval"],
+            "terminate_on_nan": settings["terminate_on_nan"],
+            "loss_weights": None if weights is None else tuple(weights),
+        }
+
+    def _model(
+        self, settings: Settings, spec: TrainSpec, objects: Objects, state: Mapping[str, Any], history: History
+    ) -> TorchModel:
+        trained = copy.deepcopy(objects)
+        trained.model.load_state_dict(state["model"])
+        optimizer = make_optimizer(trained.optimizer, trained.model)
+        if "optimizer" in state:
+            optimizer.load_state_dict(state["optimizer"])
+            if spec.scale_lr:
+                scale(optimizer, None, 1.0 / state["size"])
+        return TorchModel(
+            model=trained.model.eval(),
+            metadata=ModelMeta(spec.inputs, tuple(label.column for label in spec.labels), head_of(objects.losses)),
+            history=history,
+            run_id=spec.run_id,
+            optimizer=optimizer,
+            loss=settings["loss"],
+            loss_constructors=settings["loss_constructors"],
+            feature_columns=settings["feature_cols"],
+            label_columns=settings["label_cols"],
+            input_shapes=settings["input_shapes"],
+            input_dtypes=settings["input_dtypes"],
+            decoders=settings["decoders"],
+            use_gpu=settings["use_gpu"],
+        )

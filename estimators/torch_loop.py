@@ -1,0 +1,262 @@
+"""The training loop of TorchEstimator: forward, backward, step; on every rank alike."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+import spark_hvd.torch as hvd
+from spark_hvd.estimators.callbacks import TrainState
+from spark_hvd.estimators.history import History
+from spark_hvd.estimators.learning_rate import Scheduler, make_optimizer, make_scheduler, scale
+from spark_hvd.estimators.objective import Metrics, Objective, Sums
+from spark_hvd.estimators.reader import Batch
+from spark_hvd.estimators.spec import TrainSpec
+from spark_hvd.estimators.tensors import outputs_of, tensors_of
+from spark_hvd.estimators.training import Job, Stopwatch, not_finite
+
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NAN_CHECK_EVERY = 16
+"""Batches between looks at the loss on a GPU, where each look waits for it."""
+
+
+class TorchFramework:
+    """Trains a plain ``torch.nn.Module``."""
+
+    def fit(self, job: Job) -> History:
+        """See base class."""
+        return _Loop(job).run()
+
+
+class _Loop:
+    def __init__(self, job: Job) -> None:
+        self.job, self.spec = job, job.spec
+        spec, objects = job.spec, job.objects
+        self.model = objects.model.to(job.device)
+        self.optimizer, self.scheduler = self._optimizer()
+        self.objective = make_objective(spec, job)
+        self.metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
+        self.scaler = torch.amp.GradScaler(job.device.type, enabled=spec.precision == "fp16")
+        if job.resumed and job.resumed.get("scaler"):
+            self.scaler.load_state_dict(job.resumed["scaler"])
+        self.minibatch = _calling(objects.minibatch) if objects.minibatch else None
+        self.skipped = 0
+        done = len(job.history)
+        self.state = TrainState(
+            rank=hvd.rank(),
+            size=hvd.size(),
+            epochs=spec.epochs,
+            steps=job.steps,
+            model=self.model,
+            optimizer=self.optimizer,
+            store=spec.store,
+            run_id=spec.run_id,
+            epoch=done,
+            global_step=done * job.steps,
+            history=job.history,
+        )
+
+    def _optimizer(self) -> tuple[Any, Scheduler | None]:
+        spec, objects, resumed = self.spec, self.job.objects, self.job.resumed
+        optimizer = make_optimizer(objects.optimizer, self.model)
+        scheduler = make_scheduler(objects.scheduler, optimizer, hvd.size() if spec.scale_lr else 1)
+        if resumed:
+            optimizer.load_state_dict(resumed["optimizer"])
+            if scheduler is not None:
+                scheduler.load_state_dict(resumed["scheduler"])
+            if spec.scale_lr:
+                scale(optimizer, scheduler, hvd.size() / resumed["size"])
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        reduced = hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=_named(self.model, optimizer),
+            compression=objects.compression or hvd.Compression.none,
+            backward_passes_per_step=spec.backward_passes,
+        )
+        return reduced, scheduler
+
+    def run(self) -> History:
+        state, callbacks = self.state, self.job.objects.callbacks
+        for callback in callbacks:
+            callback.on_train_begin(state)
+        batches = self.job.train_batches(state.epoch)
+        try:
+            while state.epoch < self.spec.epochs and not state.stop:
+                self._epoch(batches)
+        finally:
+            close = getattr(batches, "close", None)  # islice has none; the reader ends its threads when closed
+            if close is not None:
+                close()
+        for callback in callbacks:
+            callback.on_train_end(state)
+        return state.history
+
+    def _epoch(self, batches: Iterator[Batch]) -> None:
+        state, job = self.state, self.job
+        job.seed(state.epoch)
+        state.step, self.skipped = 0, 0
+        for callback in job.objects.callbacks:
+            callback.on_epoch_begin(state)
+        rate = self.optimizer.param_groups[0]["lr"]
+        watch = Stopwatch()
+        self.model.train()
+        sums = Sums(self.metrics.names, job.device)
+        self.optimizer.zero_grad()
+        for number in range(job.steps):
+            self._batch(next(batches), number, sums)
+        training = watch.row(job.steps * self.spec.batch_size * state.size)
+        validation = self._validate()
+        stop = torch.tensor([float(state.stop)], dtype=torch.float64, device=job.device)
+        # The one exchange of an epoch: sums of training and validation, and whether any rank wants to stop.
+        total = hvd.allreduce(torch.cat([sums.values, validation.values, stop]), op=hvd.Sum, name="spark_hvd.epoch")
+        values = total.tolist()
+        width = len(sums.values)
+        row: dict[str, Any] = {"epoch": state.epoch + 1, **Sums.means(sums.names, values[:width])}
+        training["rows_per_second"] = round(values[0] / training["seconds"], 1) if training["seconds"] else 0.0
+        if job.validation is not None:
+            row.update(Sums.means(sums.names, values[width : 2 * width], "val_"))
+        row.update(lr=rate, **training)
+        if self.skipped:
+            row["skipped_steps"] = self.skipped
+        state.history.append(row)
+        self._schedule("epoch", row)
+        state.stop = values[-1] > 0
+        for callback in job.objects.callbacks:
+            callback.on_epoch_end(state)
+        job.keep(self.model, self._rest)
+        job.report()
+        state.stop = self._anyone_stops(state.stop)
+        state.epoch += 1
+
+    def _anyone_stops(self, stop: bool) -> bool:
+        if not self.job.objects.callbacks:
+            return stop
+        wishes = hvd.allreduce(torch.tensor([float(stop)]), op=hvd.Max, name="spark_hvd.stop")
+        return bool(wishes.item())
+
+    def _batch(self, batch: Batch, number: int, sums: Sums) -> None:
+        spec, state, device = self.spec, self.state, self.job.device
+        inputs, labels = tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device)
+        weights = batch[spec.weight].to(device) if spec.weight else None
+        last = (number + 1) % spec.backward_passes == 0 or number + 1 == self.job.steps
+        if self.minibatch is not None:
+            outputs, loss = self.minibatch(
+                model=self.model,
+                optimizer=self.optimizer,
+                transform_outputs=self.objective.transform_outputs,
+                loss_fn=self.objective,
+                inputs=inputs,
+                labels=labels,
+                sample_weights=weights,
+                backward_passes_per_step=spec.backward_passes,
+                batch_idx=number,
+            )
+            outputs, labels = self.objective.transform_outputs(outputs_of(outputs), labels)
+        else:
+            outputs, labels, loss = self._forward(inputs, labels, weights)
+            torch.autograd.backward(self.scaler.scale(loss / spec.backward_passes))
+            if last:
+                self._step()
+        state.loss = loss.detach()
+        state.step, state.global_step = number + 1, state.global_step + 1
+        if spec.terminate_on_nan and (device.type == "cpu" or number % _NAN_CHECK_EVERY == 0):
+            value = float(state.loss)
+            if value - value != 0.0:
+                raise not_finite(value, state.epoch, number, self.job.steps)
+        sums.add(len(inputs[0]), state.loss, self.metrics(outputs, labels))
+        for callback in self.job.objects.callbacks:
+            callback.on_batch_end(state)
+
+    def _forward(
+        self, inputs: list[torch.Tensor], labels: list[torch.Tensor], weights: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+        half = _HALF.get(self.spec.precision)
+        with torch.autocast(self.job.device.type, dtype=half, enabled=half is not None):
+            outputs, labels = self.objective.transform_outputs(outputs_of(self.model(*inputs)), labels)
+            return outputs, labels, self.objective(outputs, labels, weights)
+
+    def _step(self) -> None:
+        spec, optimizer = self.spec, self.optimizer
+        optimizer.synchronize()
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        self.scaler.unscale_(optimizer)
+        if spec.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(params, spec.clip_value)
+        if spec.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(params, spec.clip_norm)
+        # Gradients are the same on all ranks by now, so all ranks decide alike.
+        finite = spec.terminate_on_nan or self.scaler.is_enabled() or _finite(params)
+        with optimizer.skip_synchronize():
+            if finite:
+                self.scaler.step(optimizer)
+                self.scaler.update()
+            else:
+                self.skipped += 1
+        optimizer.zero_grad()
+        if finite:
+            self._schedule("step")
+
+    def _schedule(self, interval: str, row: Mapping[str, Any] | None = None) -> None:
+        if self.scheduler is not None and self.spec.lr_interval == interval:
+            if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                assert row is not None
+                self.scheduler.step(row[self.spec.monitor or ("val_loss" if "val_loss" in row else "loss")])
+            else:
+                self.scheduler.step()
+
+    def _validate(self) -> Sums:
+        spec, device = self.spec, self.job.device
+        buffers = dict(self.model.named_buffers())
+        if buffers and hvd.size() > 1:  # running statistics differ between ranks; rank 0's are the ones that are saved
+            hvd.broadcast_parameters(buffers, root_rank=0)
+        sums = Sums(self.metrics.names, device)
+        if self.job.validation is None:
+            return sums
+        self.model.eval()
+        with torch.no_grad():
+            for batch in self.job.validation_batches():
+                inputs, labels = tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device)
+                weights = batch[spec.weight].to(device) if spec.weight else None
+                outputs, labels, loss = self._forward(inputs, labels, weights)
+                sums.add(len(inputs[0]), loss, self.metrics(outputs, labels))
+        return sums
+
+    def _rest(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            "scaler": self.scaler.state_dict(),
+        }
+
+
+def make_objective(spec: TrainSpec, job: Job) -> Objective:
+    """The objective of a training; losses that are modules go to the device."""
+    objects = job.objects
+    losses = [_calling(make)(model=objects.model, device=job.device) for make in objects.loss_constructors]
+    losses = losses or list(objects.losses) or [_no_loss]
+    losses = [loss.to(job.device) if isinstance(loss, torch.nn.Module) else loss for loss in losses]
+    return Objective(losses, spec.loss_weights, len(spec.labels), spec.reshape_labels)
+
+
+def _no_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    raise ValueError("loss_fn was called, but no loss was given: give loss= to the estimator")
+
+
+def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, given only those keyword arguments that it has names for."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return function
+    return lambda **kwargs: function(**{name: value for name, value in kwargs.items() if name in parameters})
+
+
+def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
+    trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return [(name, param) for name, param in model.named_parameters() if id(param) in trained]
+
+
+def _finite(params: list[torch.nn.Parameter]) -> bool:
+    return bool(torch.isfinite(torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])))

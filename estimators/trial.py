@@ -1,0 +1,146 @@
+"""One batch through the model on the driver, before any rank is started: what cannot work is found in seconds."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from spark_hvd.estimators.dataset import Column, DatasetMeta, RowGroup
+from spark_hvd.estimators.errors import DataError, ModelError
+from spark_hvd.estimators.head import INTEGER_LABELS, loss_name
+from spark_hvd.estimators.learning_rate import make_optimizer, make_scheduler
+from spark_hvd.estimators.objective import Metrics, Objective
+from spark_hvd.estimators.reader import Batch, ReaderSpec, open_reader
+from spark_hvd.estimators.spec import Objects, TrainSpec
+from spark_hvd.estimators.store import Store
+from spark_hvd.estimators.tensors import outputs_of, tensors_of
+
+ROWS = 32
+"""At most so many rows are tried: enough for batch normalisation, little enough to take no time."""
+
+
+def batch_of(table: pa.Table, columns: Sequence[Column], names: Sequence[str], fields: dict[str, Any]) -> Batch:
+    """The rows of a table as ranks would get them, through the same reader.
+
+    Args:
+        table: What Spark gave for some rows.
+        columns: Of the table.
+        names: Columns that the model needs.
+        fields: Of ReaderSpec: decoders, transformation_fn and what goes with it.
+
+    Raises:
+        DataError: there are no rows, nulls among them, or the functions fail.
+    """
+    if not table.num_rows:
+        raise DataError("the DataFrame has no rows: expected at least one. Check filters and joins that lead to it")
+    store = Store.create(f"memory://spark_hvd-trial/{uuid.uuid4().hex}")
+    try:
+        path = store.join("rows.parquet")
+        with store.writing(path) as file:
+            pq.write_table(table, file)
+        dataset = DatasetMeta(store.url, tuple(columns), (RowGroup(path, 0, table.num_rows),))
+        return first_batch(ReaderSpec(dataset=dataset, columns=tuple(names), store=store, batch_size=ROWS, **fields))
+    finally:
+        store.delete(store.url)
+
+
+def first_batch(spec: ReaderSpec, kind: str | None = None) -> Batch:
+    """The first batch that a reader gives."""
+    reader = open_reader(replace(spec, batch_size=min(ROWS, spec.dataset.rows), workers=1), kind)
+    try:
+        batches = reader.batches(0)
+        return dict(next(iter(batches)))
+    finally:
+        reader.close()
+
+
+def label_dtype(tensor: torch.Tensor, losses: Sequence[Any], number: int) -> str | None:
+    """The dtype that a label is given in by default: int64 for losses of class numbers, else float32 for numbers.
+
+    Args:
+        tensor: The label in a batch.
+        losses: One, or one for each label; empty where ranks make them.
+        number: Of the label.
+    """
+    loss = losses[number if len(losses) > 1 else 0] if losses else None
+    if loss_name(loss) in INTEGER_LABELS:
+        return "int64" if tensor.dim() == 1 or not tensor.is_floating_point() else None
+    return "float32" if isinstance(loss, torch.nn.Module) or tensor.dtype is torch.float64 else None
+
+
+def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
+    """Forward, loss, backward and metrics of one batch, on a copy of the model.
+
+    Raises:
+        ModelError: what did not work, with the shapes and dtypes that went in.
+    """
+    objects = copy.deepcopy(objects)
+    model = objects.model.train()
+    given: list[str] = []
+    try:
+        inputs, labels = tensors_of(spec.inputs, batch), tensors_of(spec.labels, batch)
+    except ValueError as error:
+        raise ModelError(f"{error}. Change input_shapes or label_shapes") from error
+    given = [
+        f"{s.column.name}: {_describe(t)}"
+        for s, t in zip((*spec.inputs, *spec.labels), (*inputs, *labels), strict=True)
+    ]
+    outputs = _step("model(*inputs)", given, lambda: outputs_of(model(*inputs)), objects.model)
+    given.append(f"outputs: {'; '.join(map(_describe, outputs))}")
+    weights = batch[spec.weight] if spec.weight else None
+    if weights is not None and weights.dim() != 1:
+        raise ModelError(f"sample_weight_col={spec.weight!r}: expected one number a row, got {_describe(weights)}")
+    optimizer = make_optimizer(objects.optimizer, model)
+    make_scheduler(objects.scheduler, optimizer, 1)
+    if objects.loss_constructors or objects.minibatch is not None:
+        return  # made and called in the rank only
+    objective = Objective(objects.losses, spec.loss_weights, len(spec.labels), spec.reshape_labels)
+    metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
+    outputs, labels = objective.transform_outputs(outputs, labels)
+    with warnings.catch_warnings():
+        # torch only warns when it compares each output with each label, which is never what was meant
+        warnings.filterwarnings("error", message="Using a target size")
+        loss = _step(
+            "the loss of outputs and labels", given, lambda: objective(outputs, labels, weights), objects.model
+        )
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        raise ModelError(
+            f"the loss of a batch is {_describe(loss)}: expected a single number, such as a mean over rows"
+        )
+    if not loss.requires_grad:
+        raise ModelError("the loss does not depend on any parameter that is trained: is it computed under no_grad?")
+    _step("backward", given, loss.backward, objects.model)
+    _step("metrics", given, lambda: metrics(outputs, labels), objects.model)
+
+
+def _step(what: str, given: Sequence[str], do: Callable[[], Any], model: torch.nn.Module) -> Any:
+    try:
+        return do()
+    except Exception as error:
+        raise ModelError(
+            f"{what} failed on a batch of these data, tried before ranks were started: {type(error).__name__}: "
+            f"{error}\nGiven: {'; '.join(given)}.{_advice(error)}"
+        ) from error
+
+
+def _advice(error: Exception) -> str:
+    text = str(error)
+    if "dtype" in text or "scalar type" in text:
+        return " input_dtypes= and label_dtypes= change dtypes, for example input_dtypes=['float32']."
+    if "shape" in text or "size" in text:
+        return " input_shapes= and label_shapes= change shapes, for example input_shapes=[[-1, 1, 28, 28]]."
+    return ""
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

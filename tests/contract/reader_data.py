@@ -1,0 +1,97 @@
+"""What tests of readers share: the readers, Parquet files, and what is known of them, taken from their footers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spark_hvd.estimators.dataset import Column, DatasetMeta, RowGroup
+from spark_hvd.estimators.reader import Batch, Reader, ReaderSpec, open_reader
+from spark_hvd.estimators.store import Store
+
+
+def columns_of(schema: pa.Schema) -> tuple[Column, ...]:
+    """Scalars with the dtype they have, lists with a shape that is not known, binary as "object"."""
+    columns = []
+    for field in schema:
+        kind, shape = field.type, ()
+        while pa.types.is_nested(kind) and not pa.types.is_struct(kind):
+            kind, shape = kind.value_type, None
+        if pa.types.is_struct(kind):
+            columns.append(Column(field.name, "float32", None, "vector", "sparse"))
+        elif pa.types.is_binary(kind):
+            columns.append(Column(field.name, "object", None, "binary"))
+        elif pa.types.is_decimal(kind):
+            columns.append(Column(field.name, "float64", shape))
+        else:
+            columns.append(Column(field.name, np.dtype(kind.to_pandas_dtype()).name, shape))
+    return tuple(columns)
+
+
+def write(
+    store: Store, table: pa.Table, files: int = 1, group_rows: int = 10, columns: Sequence[Column] = ()
+) -> DatasetMeta:
+    """Write ``table`` into ``files`` files of about as many rows, in row groups of ``group_rows``."""
+    groups = []
+    cuts = [table.num_rows * i // files for i in range(files + 1)]
+    for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        url = store.join("data", f"part-{number:05d}.parquet")
+        with store.writing(url) as file:
+            pq.write_table(table.slice(start, stop - start), file, row_group_size=group_rows)
+        with store.open(url) as file:
+            footer = pq.ParquetFile(file).metadata
+        groups += [RowGroup(url, i, footer.row_group(i).num_rows) for i in range(footer.num_row_groups)]
+    return DatasetMeta(store.join("data"), tuple(columns) or columns_of(table.schema), tuple(groups))
+
+
+def numbered(rows: int) -> pa.Table:
+    """A table whose column "row" numbers its rows, with "half" its half as a float and "other" its negative."""
+    row = np.arange(rows)
+    return pa.table({"row": row, "half": (row / 2).astype(np.float32), "other": (-row).astype(np.float32)})
+
+
+def local(folder: Path) -> Store:
+    return Store.create(folder)
+
+
+KINDS = ["arrow"]
+every = pytest.mark.parametrize("kind", KINDS)
+arrow = pytest.mark.parametrize("kind", ["arrow"])
+"""For what the other readers do differently, or not at all."""
+
+
+def opened(kind: str, meta: DatasetMeta, store: Store, batch_size: int = 7, **spec: Any) -> Reader:
+    """A reader of all columns, unless ``columns`` are given."""
+    columns = spec.pop("columns", tuple(column.name for column in meta.columns))
+    return open_reader(ReaderSpec(dataset=meta, columns=columns, store=store, batch_size=batch_size, **spec), kind)
+
+
+def read(reader: Reader, number: int = 0) -> list[Batch]:
+    return list(reader.batches(number))
+
+
+def rows(batches: list[Batch], name: str = "row") -> list[Any]:
+    return [value for batch in batches for value in batch[name].tolist()]
+
+
+@contextlib.contextmanager
+def no_thread_stays() -> Iterator[None]:
+    """Threads that the block starts end within seconds."""
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left

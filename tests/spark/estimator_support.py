@@ -1,0 +1,102 @@
+"""Data and a reference for the tests of estimators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from spark_hvd.estimators import TorchEstimator
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+ROWS = 240
+
+
+def numbers(rows: int = ROWS, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Features (rows, 3), a value that depends on them, and whether it is above 0; all float32."""
+    generator = np.random.default_rng(seed)
+    features = generator.normal(size=(rows, 3)).astype("float32")
+    value = (features @ np.array([1.0, -2.0, 0.5], dtype="float32") + 0.1).astype("float32")
+    return features, value, (value > 0).astype("float32")
+
+
+def frame(spark: SparkSession, rows: int = ROWS, partitions: int = 1) -> DataFrame:
+    """The same as a DataFrame: features array<float>, value double, late int, weight float, held boolean."""
+    features, value, late = numbers(rows)
+    data = [
+        (features[i].tolist(), float(value[i]), int(late[i]), float(i % 3), i % 4 == 0, i) for i in range(rows)
+    ]
+    schema = "features array<float>, value double, late int, weight float, held boolean, row int"
+    df = spark.createDataFrame(data, schema)
+    return df.coalesce(1) if partitions == 1 else df.repartition(partitions)
+
+
+def linear(outputs: int = 1) -> nn.Module:
+    """A linear model, always with the same weights."""
+    torch.manual_seed(7)
+    return nn.Linear(3, outputs)
+
+
+def estimator(model: nn.Module | None = None, **changed: Any) -> TorchEstimator:
+    """An estimator of `value` from `features`, two ranks, quiet, in the order of the rows."""
+    model = linear() if model is None else model
+    settings: dict[str, Any] = {
+        "model": model,
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.05),
+        "loss": nn.MSELoss(),
+        "feature_cols": ["features"],
+        "label_cols": ["value"],
+        "batch_size": 16,
+        "epochs": 2,
+        "num_proc": 2,
+        "random_seed": 3,
+        "shuffle": False,
+        "verbose": 0,
+    }
+    return TorchEstimator(**{**settings, **changed})
+
+
+def reference(
+    loss_of: Callable[[nn.Module, slice], torch.Tensor],
+    model: nn.Module | None = None,
+    *,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.SGD(params, lr=0.1),
+    ranks: int = 2,
+    batch: int = 16,
+    epochs: int = 2,
+    rows: int = ROWS,
+    passes: int = 1,
+    before_step: Callable[[nn.Module], None] = lambda model: None,
+    after_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None,
+    after_epoch: Callable[[], None] = lambda: None,
+) -> dict[str, torch.Tensor]:
+    """Weights after training as the ranks would, in this process: mean gradient of the ranks' batches, then a step."""
+    model = linear() if model is None else model
+    maker = optimizer(model.parameters())
+    each = rows // ranks
+    steps = -(-each // batch)
+    for _ in range(epochs):
+        maker.zero_grad()
+        for step in range(steps):
+            for rank in range(ranks):
+                start = rank * each + step * batch
+                rows_now = slice(start, min(start + batch, (rank + 1) * each))
+                (loss_of(model, rows_now) / ranks / passes).backward()
+            if (step + 1) % passes == 0 or step + 1 == steps:
+                before_step(model)
+                maker.step()
+                after_step(maker)
+                maker.zero_grad()
+        after_epoch()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(model: nn.Module, weights: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    """Weights agree."""
+    for name, value in model.state_dict().items():
+        assert (value - weights[name]).abs().max() < tolerance, (name, value, weights[name])

@@ -1,0 +1,357 @@
+"""What TorchEstimator computes: the same as a loop in one process would, whatever the options."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import spark_hvd.torch as hvd
+from spark_hvd.estimators import LocalBackend, Store, TorchEstimator
+from tests.spark.estimator_support import ROWS, estimator, frame, linear, numbers, reference, same
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyspark.sql import DataFrame, SparkSession
+
+FEATURES, VALUE, LATE = (torch.from_numpy(array) for array in numbers())
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    return frame(spark).cache()
+
+
+def mse(model: nn.Module, rows: slice) -> torch.Tensor:
+    return functional.mse_loss(model(FEATURES[rows])[:, 0], VALUE[rows])
+
+
+def test_two_ranks_do_what_one_process_would(df: DataFrame) -> None:
+    model = linear()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fitted = estimator(model).fit(df)
+    same(fitted.getModel(), reference(mse))  # 0.05 times two ranks is the reference's 0.1
+    same(model, before, 1e-12)  # the model given is not touched
+    history = fitted.getHistory()
+    assert [row["epoch"] for row in history] == [1, 2]
+    assert history[0]["lr"] == pytest.approx(0.1)
+    assert fitted.getOptimizer().param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def test_history_is_the_mean_over_all_rows(df: DataFrame) -> None:
+    def error(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return (output - label).abs().mean()
+
+    frozen = estimator(
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
+        metrics=[error],
+        batch_size=50,
+        epochs=1,
+        validation="held",
+    )
+    row = frozen.fit(df).getHistory()[0]
+    held = np.arange(ROWS) % 4 == 0
+    with torch.no_grad():
+        off = linear()(FEATURES)[:, 0] - VALUE
+    assert row["loss"] == pytest.approx(off[~held].square().mean().item(), rel=1e-5)
+    assert row["val_loss"] == pytest.approx(off[held].square().mean().item(), rel=1e-5)
+    assert row["error"] == pytest.approx(off[~held].abs().mean().item(), rel=1e-5)
+    assert row["val_error"] == pytest.approx(off[held].abs().mean().item(), rel=1e-5)
+
+
+def test_history_as_frame_and_plot(df: DataFrame) -> None:
+    history = estimator(validation=0.3).fit(df).getHistory()
+    table = history.to_pandas()
+    assert isinstance(table, pd.DataFrame)
+    assert list(table.index) == [1, 2]
+    assert table["val_loss"].is_monotonic_decreasing
+    axes = history.plot(["loss"]).axes[0]
+    assert [line.get_label() for line in axes.lines] == ["training", "validation"]
+    assert axes.lines[0].get_ydata().tolist() == table["loss"].tolist()
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_same_seed_same_bytes(df: DataFrame, num_proc: int) -> None:
+    def fit(seed: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+        trained = estimator(model, shuffle=True, num_proc=num_proc, random_seed=seed, validation=0.2).fit(df)
+        return dict(trained.getModel().state_dict())
+
+    first, second, other = fit(5), fit(5), fit(6)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["0.weight"], other["0.weight"])
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "optimizer instance": ({"optimizer": "instance"}, {}),
+    "optimizer without lr": (
+        {"optimizer": lambda params: torch.optim.Rprop(params), "scale_lr": False},
+        {"optimizer": torch.optim.Rprop},
+    ),
+    "unscaled": ({"scale_lr": False, "optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}, {}),
+    "one rank": ({"num_proc": 1, "optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}, {"ranks": 1}),
+    "batch that does not divide": ({"batch_size": 17}, {"batch": 17}),
+    "two passes a step": ({"backward_passes_per_step": 2}, {"passes": 2}),
+    "three passes, one left": ({"backward_passes_per_step": 3, "batch_size": 30}, {"passes": 3, "batch": 30}),
+    "clipped norm": (
+        {"gradient_clip_norm": 0.1},
+        {"before_step": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1)},
+    ),
+    "clipped value": (
+        {"gradient_clip_value": 0.05},
+        {"before_step": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.05)},
+    ),
+    "cached in memory": ({"inmemory_cache_all": True}, {}),
+    "loss made in the rank": ({"loss": None, "loss_constructors": [lambda: nn.MSELoss()]}, {}),
+    "function as loss": ({"loss": functional.mse_loss}, {}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_option_computes_what_it_says(df: DataFrame, name: str) -> None:
+    given, expected = OPTIONS[name]
+    model = linear()
+    if given.get("optimizer") == "instance":
+        given = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.05)}
+    same(estimator(model, **given).fit(df).getModel(), reference(mse, **expected))
+
+
+def test_parameter_groups_of_an_instance(df: DataFrame) -> None:
+    def groups(model: nn.Module, factor: float) -> torch.optim.Optimizer:
+        parts = [{"params": [model.weight], "lr": 0.02 * factor}, {"params": [model.bias], "weight_decay": 0.3}]
+        return torch.optim.SGD(parts, lr=0.05 * factor, momentum=0.9)
+
+    model, twin = linear(), linear()
+    fitted = estimator(model, optimizer=groups(model, 1)).fit(df)
+    same(fitted.getModel(), reference(mse, twin, optimizer=lambda _: groups(twin, 2)))
+    assert [group["lr"] for group in fitted.getOptimizer().param_groups] == pytest.approx([0.02, 0.05])
+
+
+@pytest.mark.parametrize("as_instance", [False, True])
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_learning_rate_schedule(df: DataFrame, interval: str, as_instance: bool) -> None:
+    def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    model = linear()
+    given: dict[str, Any] = {"lr_scheduler": halving}
+    if as_instance:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        given = {"optimizer": optimizer, "lr_scheduler": halving(optimizer)}
+    fitted = estimator(model, **given, lr_scheduler_interval=interval).fit(df)
+
+    def halve(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["lr"] /= 2
+
+    made: list[torch.optim.Optimizer] = []
+
+    def sgd(params: Any) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(params, lr=0.1))
+        return made[0]
+
+    each = {"after_step": halve} if interval == "step" else {"after_epoch": lambda: halve(made[0])}
+    same(fitted.getModel(), reference(mse, optimizer=sgd, **each))
+    rates = [row["lr"] for row in fitted.getHistory()]
+    assert rates == pytest.approx([0.1, 0.05] if interval == "epoch" else [0.1, 0.1 / 2**8])
+
+
+def test_plateau_scheduler_looks_at_the_monitored_value(df: DataFrame) -> None:
+    fitted = estimator(
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+        epochs=4,
+    ).fit(df)
+    assert len(fitted.getHistory()) == 4
+
+
+def test_sample_weights_multiply_the_loss_of_a_row(df: DataFrame) -> None:
+    weights = torch.arange(ROWS) % 3
+
+    def weighted(model: nn.Module, rows: slice) -> torch.Tensor:
+        return (functional.mse_loss(model(FEATURES[rows])[:, 0], VALUE[rows], reduction="none") * weights[rows]).mean()
+
+    same(estimator(sample_weight_col="weight").fit(df).getModel(), reference(weighted))
+    same(estimator(sample_weight_col="weight", loss=functional.mse_loss).fit(df).getModel(), reference(weighted))
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.value, self.late = nn.Linear(3, 1), nn.Linear(4, 1)
+
+    def forward(self, features: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        both = torch.cat([features, (row[:, None] % 2).float()], dim=1)
+        return self.value(features), self.late(both)
+
+
+def test_several_inputs_and_outputs(df: DataFrame) -> None:
+    def both(model: nn.Module, rows: slice) -> torch.Tensor:
+        value, late = model(FEATURES[rows], torch.arange(ROWS)[rows])
+        first = functional.mse_loss(value[:, 0], VALUE[rows])
+        return 0.25 * first + 0.75 * functional.binary_cross_entropy_with_logits(late[:, 0], LATE[rows])
+
+    def distance(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return (output - label).abs()
+
+    fitted = estimator(
+        TwoHeads(),
+        feature_cols=["features", "row"],
+        label_cols=["value", "late"],
+        loss=[nn.MSELoss(), nn.BCEWithLogitsLoss()],
+        loss_weights=[0.25, 0.75],
+        metrics=[[distance], []],
+    ).fit(df)
+    same(fitted.getModel(), reference(both, TwoHeads()))
+    assert "value_distance" in fitted.getHistory()[0]
+    row = fitted.transform(df).select("row", "value__output", "late__output").orderBy("row").first()
+    with torch.no_grad():
+        value, late = fitted.getModel()(FEATURES[:1], torch.arange(1))
+    assert row["value__output"] == pytest.approx(value.item(), rel=1e-5)
+    assert row["late__output"] == round(late.item())  # as an int, like the label
+
+
+def test_class_numbers_as_double_become_integers(df: DataFrame) -> None:
+    fitted = estimator(
+        linear(2),
+        label_cols=["late"],
+        loss=nn.CrossEntropyLoss(),
+        epochs=6,
+    ).fit(df.withColumn("late", df["late"].cast("double")))
+
+    def entropy(model: nn.Module, rows: slice) -> torch.Tensor:
+        return functional.cross_entropy(model(FEATURES[rows]), LATE[rows].long())
+
+    same(fitted.getModel(), reference(entropy, linear(2), epochs=6))
+
+
+def test_own_minibatch_function(df: DataFrame) -> None:
+    def twice_the_loss(model: Any, optimizer: Any, inputs: Any, labels: Any, transform_outputs: Any) -> Any:
+        optimizer.zero_grad()
+        outputs, labels = transform_outputs([model(*inputs)], labels)
+        loss = 2 * functional.mse_loss(outputs[0], labels[0])
+        loss.backward()
+        optimizer.step()
+        return outputs, loss
+
+    fitted = estimator(loss=None, train_minibatch_fn=twice_the_loss).fit(df)
+    same(fitted.getModel(), reference(lambda model, rows: 2 * mse(model, rows)))
+
+
+def test_transformation_in_the_ranks(df: DataFrame) -> None:
+    def doubled(rows: pd.DataFrame) -> pd.DataFrame:
+        return rows.assign(value=rows["value"] * 2)
+
+    def doubled_loss(model: nn.Module, rows: slice) -> torch.Tensor:
+        return functional.mse_loss(model(FEATURES[rows])[:, 0], 2 * VALUE[rows])
+
+    same(estimator(transformation_fn=doubled).fit(df).getModel(), reference(doubled_loss))
+
+
+def test_gradient_compression(df: DataFrame) -> None:
+    exact = reference(mse)
+    rounded = estimator(gradient_compression=hvd.Compression.bf16).fit(df).getModel()
+    same(rounded, exact, 0.02)
+    with pytest.raises(AssertionError):
+        same(rounded, exact, 1e-7)
+
+
+def test_bf16_computes_in_bf16(df: DataFrame) -> None:
+    class Spy(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            assert not self.training or torch.is_autocast_enabled("cpu") == (torch.distributed.is_initialized())
+            return y
+
+    model = Spy(3, 1)
+    model.load_state_dict(linear().state_dict())
+    same(estimator(model, precision="bf16").fit(df).getModel(), reference(mse), 0.05)
+
+
+def test_steps_overridden(df: DataFrame) -> None:
+    few = estimator(train_steps_per_epoch=3, epochs=1).fit(df)
+
+    def first_rows(model: nn.Module, rows: slice) -> torch.Tensor:
+        return mse(model, rows)
+
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(2):
+            start = rank * ROWS // 2 + step * 16
+            (first_rows(model, slice(start, start + 16)) / 2).backward()
+        optimizer.step()
+    same(few.getModel(), dict(model.state_dict()))
+    # 8 batches are a pass; two epochs of 4 are one pass
+    same(estimator(train_steps_per_epoch=4).fit(df).getModel(), reference(mse, epochs=1))
+
+
+def test_image_bytes_with_a_decoder(spark: SparkSession) -> None:
+    pixels = np.arange(ROWS * 3, dtype="uint8").reshape(ROWS, 3)
+    rows = [(pixels[i].tobytes(), float(pixels[i].sum())) for i in range(ROWS)]
+    df = spark.createDataFrame(rows, "image binary, value double").coalesce(1)
+
+    def decode(data: bytes) -> np.ndarray:
+        return np.frombuffer(data, "uint8").astype("float32") / 255
+
+    features, value = torch.from_numpy(pixels.astype("float32") / 255), torch.from_numpy(pixels.sum(1)).float()
+    fitted = estimator(
+        feature_cols=["image"],
+        decoders={"image": decode},
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.001),
+        epochs=1,
+    ).fit(df)
+    expected = reference(
+        lambda model, rows: functional.mse_loss(model(features[rows])[:, 0], value[rows]),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.002),
+        epochs=1,
+    )
+    same(fitted.getModel(), expected, 1e-3)
+    with torch.no_grad():
+        wanted = fitted.getModel()(features)[:, 0]
+    predicted = [row[0] for row in fitted.transform(df).select("value__output").collect()]
+    assert predicted == pytest.approx(wanted.tolist(), rel=1e-4)
+
+
+def test_local_backend(df: DataFrame) -> None:
+    fitted = estimator(num_proc=None, backend=LocalBackend(2, verbose=0)).fit(df)
+    same(fitted.getModel(), reference(mse))
+
+
+@pytest.mark.parametrize("reader", ["arrow", "petastorm"])
+def test_fit_on_parquet(df: DataFrame, tmp_path: Path, reader: str) -> None:
+    train, validation = str(tmp_path / "train"), str(tmp_path / "validation")
+    df.drop("held").write.parquet(train)
+    df.drop("held").limit(20).write.parquet(validation)
+    fitted = estimator(reader=reader, store=Store.create(tmp_path / "store")).fit_on_parquet(train, validation)
+    same(fitted.getModel(), reference(mse))
+    assert "val_loss" in fitted.getHistory()[0]
+
+
+def test_data_are_written_once(df: DataFrame, tmp_path: Path) -> None:
+    store = Store.create(tmp_path)
+    made = estimator(store=store)
+    made.fit(df)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
+    assert files
+    made.copy({made.epochs: 1}).fit(df)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")} == files
+
+
+def test_table_is_the_one_source() -> None:
+    made = TorchEstimator(batch_size=7)
+    assert made.getBatchSize() == 7
+    assert made.setBatchSize(8) is made
+    assert made.getOrDefault(made.batch_size) == 8
+    assert made.getEpochs() == 1
+    assert "Rows of a batch" in made.explainParam("batch_size")
+    assert made.copy({made.batch_size: 9}).getBatchSize() == 9
+    assert made.getBatchSize() == 8

@@ -1,0 +1,61 @@
+"""Fixtures of stores: a real S3 server, small disks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spark_hvd.estimators.store import Store
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[dict[str, Any]]:
+    """The storage options of a real S3 server with one bucket, ``bucket``."""
+    server_of = pytest.importorskip("moto.server").ThreadedMotoServer
+    s3fs = pytest.importorskip("s3fs")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = server_of("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    options = {"endpoint_url": f"http://{host}:{port}", "key": "test", "secret": "test"}
+    s3fs.S3FileSystem(**options).makedirs("bucket", exist_ok=True)  # servers of one process share their content
+    yield options
+    server.stop()
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts a tmpfs of 64 KiB, with options."""
+    mounted = []
+
+    def mount_it(*options: str) -> Path:
+        path = tmp_path / f"mount{len(mounted)}"
+        path.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", ",".join(["size=64k", *options]), "tmpfs", str(path)]
+        if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
+            pytest.skip("needs the right to mount a tmpfs")
+        mounted.append(path)
+        return path
+
+    yield mount_it
+    for path in mounted:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+def everything(store: Store) -> list[str]:
+    """All files of a store, temporary ones included."""
+    filesystem = store.filesystem
+    return (
+        sorted(filesystem.find(store.inner_path(store.url))) if filesystem.exists(store.inner_path(store.url)) else []
+    )
+
+
+def scratch() -> set[str]:
+    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("spark_hvd-")}
