@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -168,6 +169,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=("vector", "scalars"), default=["vector", "scalars"])
     arguments = parser.parse_args()
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    os.environ["PYSPARK_PYTHON"] = sys.executable
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _write(folder, arguments.rows)

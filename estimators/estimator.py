@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pyspark.ml import Estimator
+from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
 from spark_hvd.estimators.backend import Backend, LocalBackend, SparkBackend
 from spark_hvd.estimators.checkpoint import BEST, LAST, Checkpoints, check_fits
@@ -22,6 +23,7 @@ from spark_hvd.estimators.materialize import materialize
 from spark_hvd.estimators.modules import pack
 from spark_hvd.estimators.params import TableParams
 from spark_hvd.estimators.parquet import dataset_of
+from spark_hvd.estimators.persistence import ParamsReader, ParamsWriter
 from spark_hvd.estimators.reader import Batch, ReaderSpec
 from spark_hvd.estimators.spec import Objects, TrainSpec
 from spark_hvd.estimators.store import Store
@@ -40,8 +42,11 @@ if TYPE_CHECKING:
 Settings = Mapping[str, Any]
 
 
-class SparkEstimator(TableParams, Estimator):  # type: ignore[type-arg] # generic for type checkers only
-    """Base of the estimators. A subclass gives its table of parameters, its framework, and the model that comes out."""
+class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: ignore[type-arg,misc] # pyspark's bases
+    """Base of the estimators. A subclass gives its table of parameters, its framework, and the model that comes out.
+
+    A saved estimator holds a pickle of model, loss and optimizer: only load what you trust. Its backend is not saved.
+    """
 
     _required: ClassVar[Mapping[str, str]] = {
         "model": "the model to train",
@@ -94,6 +99,15 @@ class SparkEstimator(TableParams, Estimator):  # type: ignore[type-arg] # generi
         batch = first_batch(reader, kind)
         self._try(*self._spec(settings, store, batch, train_data, None), batch)
         return self._train(settings, store, batch, train_data, val_data)
+
+    def write(self) -> MLWriter:
+        """See pyspark.ml.util.MLWritable."""
+        return ParamsWriter(self, skip=("backend",))
+
+    @classmethod
+    def read(cls) -> MLReader[Any]:
+        """See pyspark.ml.util.MLReadable."""
+        return ParamsReader(cls)
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
         settings = self._settings()

@@ -142,7 +142,7 @@ class PetastormReader:
         pool = self._take_pool()
         ahead = 1 if self._spec.pool == "dummy" else self._spec.workers + 2
         asked, whole = 0, False
-        early: dict[int, list[np.ndarray[Any, Any]] | Exception] = {}
+        early: dict[int, list[tuple[np.ndarray[Any, Any], torch.dtype]] | Exception] = {}
         try:
             for wanted in range(len(pieces)):
                 while asked < min(wanted + ahead, len(pieces)):
@@ -154,7 +154,7 @@ class PetastormReader:
                 arrays = early.pop(wanted)
                 if isinstance(arrays, Exception):  # only now: of several errors always the same is raised
                     raise arrays
-                blocks = [torch.from_numpy(array) for array in arrays]
+                blocks = [torch.from_numpy(array).view(dtype) for array, dtype in arrays]
                 del arrays
                 self._check_shapes(blocks, where(self._spec.dataset.row_groups[pieces[wanted].group]))
                 yield blocks
@@ -179,12 +179,12 @@ class PetastormReader:
         else:
             _stop(pool)
 
-    def _result(self, pool: Any) -> tuple[int, list[np.ndarray[Any, Any]] | Exception]:
+    def _result(self, pool: Any) -> tuple[int, list[tuple[np.ndarray[Any, Any], torch.dtype]] | Exception]:
         with self._lock:
             try:
                 if self._closed:
                     raise RuntimeError("closed")
-                result: tuple[int, list[np.ndarray[Any, Any]] | Exception] = pool.get_results()
+                result: tuple[int, list[tuple[np.ndarray[Any, Any], torch.dtype]] | Exception] = pool.get_results()
             except RuntimeError as error:
                 if self._closed:
                     raise RuntimeError("the reader was closed while its batches were read") from None

@@ -28,7 +28,8 @@ from petastorm.workers_pool.thread_pool import ThreadPool  # noqa: E402
 
 START_SECONDS = 300
 
-Arrays = list[np.ndarray[Any, Any]]
+Arrays = list[tuple[np.ndarray[Any, Any], Any]]
+"""Blocks, as arrays of bits with the torch dtype that these are of."""
 
 
 class PieceWorker(ArrowReaderWorker):  # type: ignore[misc]
@@ -56,6 +57,8 @@ class PieceWorker(ArrowReaderWorker):  # type: ignore[misc]
         self.publish_func((number, result))
 
     def _arrays(self, piece: Piece) -> Arrays:
+        from torch import bfloat16, int16
+
         if self._values is None:  # here, not above: torch takes its time, and the pool waits for its processes
             from spark_hvd.estimators.arrow_values import Values, columns_yielded
             from spark_hvd.estimators.batches import Layout
@@ -72,7 +75,8 @@ class PieceWorker(ArrowReaderWorker):  # type: ignore[misc]
         if missing:
             raise DataError(f"{where(group)} has no column {listed(sorted(missing))}: it differs from the other files")
         blocks = self._values.blocks_of(table.slice(piece.start, piece.rows), where(group))
-        return [block.numpy() for block in blocks]
+        # numpy has no bfloat16; tensors themselves would be pickled with all the memory that they are a view of
+        return [((block.view(int16) if block.dtype == bfloat16 else block).numpy(), block.dtype) for block in blocks]
 
 
 class _NoPartitions:

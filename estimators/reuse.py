@@ -97,8 +97,9 @@ def _parts_of(df: DataFrame, across: bool) -> list[Any] | None:
     hidden = plan.containsPattern(patterns.PLAN_EXPRESSION()) or plan.containsPattern(patterns.CURRENT_LIKE())
     if hidden or not plan.deterministic():
         return None
-    # canonical plans have no names, so that the schema has to tell which column is which
-    text = re.sub(r'"jvmId":"[^"]*"', "", plan.canonicalized().toJSON()) + re.sub(r"#\d+", "", plan.toString())
+    # canonical plans have no names of columns: the schemas, here and of each relation, tell which is which
+    canonical = plan.canonicalized()
+    text = re.sub(r'"jvmId":"[^"]*"', "", canonical.toJSON()) + canonical.toString()
     settings = spark._jsparkSession.conf().getAll().mkString("\0").split("\0")  # time zone, ANSI, case of names ...
     settings = sorted(setting for setting in settings if setting.startswith("spark.sql."))
     parts: list[Any] = [context.version, settings, df.schema.json(), text]
@@ -129,8 +130,8 @@ def _leaf(spark: Any, leaf: Any) -> list[Any] | None:
     if kind == "LogicalRelation" and leaf.relation().getClass().getSimpleName() == "HadoopFsRelation":
         relation = leaf.relation()
         files = _files(spark, relation.location())
-        options = relation.options().toString()
-        return None if files is None else ["files", relation.fileFormat().getClass().getName(), options, files]
+        how = [relation.fileFormat().getClass().getName(), relation.options().toString(), relation.schema().json()]
+        return None if files is None else ["files", *how, files]
     return None
 
 

@@ -10,7 +10,8 @@ from spark_hvd.estimators.estimator import Settings, SparkEstimator
 from spark_hvd.estimators.head import head_of
 from spark_hvd.estimators.history import History
 from spark_hvd.estimators.learning_rate import make_optimizer, scale
-from spark_hvd.estimators.model import ModelMeta, TorchModel
+from spark_hvd.estimators.model import TorchModel
+from spark_hvd.estimators.model_meta import ModelMeta
 from spark_hvd.estimators.spec import Objects, TrainSpec
 from spark_hvd.estimators.tables import GONE, TORCH
 from spark_hvd.estimators.torch_loop import TorchFramework

@@ -32,6 +32,7 @@ if importlib.util.find_spec("petastorm") is None:
 bridge.install()
 
 from petastorm import TransformSpec, make_batch_reader  # noqa: E402
+from petastorm.codecs import CompressedImageCodec  # noqa: E402
 from petastorm.predicates import in_intersection, in_lambda, in_negate  # noqa: E402
 from petastorm.pytorch import BatchedDataLoader, DataLoader, InMemBatchedDataLoader  # noqa: E402
 from petastorm.unischema import UnischemaField  # noqa: E402
@@ -320,6 +321,17 @@ def test_a_schema_of_years_ago() -> None:
     assert (found.name, found.numpy_dtype, found.shape, found.nullable) == ("f", np.str_, (), False)
     with pytest.raises(Exception, match="forbidden"):
         load(b"cos\nsystem\n(S'true'\ntR.")
+
+
+def test_images(capfd: pytest.CaptureFixture[str]) -> None:
+    """JPEG in the quality asked for, PNG as it is; OpenCV says nothing about either."""
+    field = UnischemaField("image", np.uint8, (64, 64), None, False)
+    image = np.random.default_rng(0).integers(0, 256, (64, 64), np.uint8)
+    png = CompressedImageCodec("png")
+    np.testing.assert_array_equal(png.decode(field, png.encode(field, image)), image)
+    sizes = [len(CompressedImageCodec("jpeg", quality).encode(field, image)) for quality in (10, 90)]
+    assert sizes[0] < sizes[1] / 2
+    assert capfd.readouterr().err == ""
 
 
 def test_no_warning_of_ours(numbers: Path) -> None:

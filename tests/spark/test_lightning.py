@@ -26,7 +26,7 @@ from spark_hvd.estimators import (
     Store,
     TorchEstimator,
 )
-from tests.ranks import Ranks, ranks
+from tests.ranks import RankError, Ranks
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -42,22 +42,33 @@ ROWS = 401
 
 
 class Warm:
-    """A backend whose two ranks stay: they import Lightning once, and not for each fit."""
+    """A backend whose two ranks stay: they import Lightning once, and not for each fit. A failure ends them."""
 
-    def __init__(self, world: Ranks) -> None:
-        self._world = world
+    def __init__(self) -> None:
+        self._world: Ranks | None = None
 
     def num_processes(self) -> int:
-        return self._world.size
+        return 2
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list:
-        return self._world.run(fn, *args)
+        self._world = self._world or Ranks(2)
+        try:
+            return self._world.run(fn, *args)
+        except RankError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._world is not None:
+            self._world.close()
+            self._world = None
 
 
 @pytest.fixture(scope="module")
 def warm() -> Iterator[Warm]:
-    with ranks(2) as world:
-        yield Warm(world)
+    backend = Warm()
+    yield backend
+    backend.close()
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import functions as F  # noqa: N812
-from pyspark.sql.types import DoubleType, StructField, StructType
+from pyspark.sql.types import ArrayType, DoubleType, IntegerType, StructField, StructType
 from torch import nn
 
 from spark_hvd.estimators.dataset import Column
@@ -220,7 +220,8 @@ def test_several_inputs_and_outputs_dense_and_sparse(adapter: str, spark: SparkS
         (2, 3.0, Vectors.sparse(3, [1], [5.0]), [3, 4]),
         (3, 4.0, Vectors.sparse(3, [], []), [5, 6]),
     ]
-    schema = StructType().add("id", "int").add("a.b", "double").add("v", VectorUDT()).add("list", "array<int>")
+    schema = StructType().add("id", IntegerType()).add("a.b", DoubleType())
+    schema = schema.add("v", VectorUDT()).add("list", ArrayType(IntegerType()))
     frame = spark.createDataFrame(rows, schema)
     model = TorchModel(model=Two(), feature_columns=["a.b", "v"], label_columns=["id", "list"], output_cols=["x", "y"])
     result = model.transform(frame).orderBy("id").select("x", "y").collect()

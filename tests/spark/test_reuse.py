@@ -183,6 +183,18 @@ def test_conditions_and_literals_count_across_processes(spark: SparkSession, pat
     assert fingerprint(spark.read.parquet(path).where("a > 1"), across=True) == found[0]
 
 
+@pytest.mark.parametrize("across", [False, True])
+def test_columns_of_the_source_count_whatever_they_are_called_later(
+    spark: SparkSession, path: str, across: bool
+) -> None:
+    found = [
+        fingerprint(spark.read.schema(schema).parquet(path).toDF("x"), across)
+        for schema in ("a int", "c int", "a long")
+    ]
+    assert None not in found
+    assert len(set(found)) == 3
+
+
 @pytest.mark.parametrize(
     "derive",
     [
@@ -284,6 +296,8 @@ if sys.argv[3] == "killed":
 """
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("end", ["ended", "killed"])
 def test_data_go_with_their_driver_unless_kept_or_killed(store: Store, path: str, end: str) -> None:
     command = [sys.executable, "-c", DRIVER, path, store.url, end]
@@ -300,6 +314,8 @@ def test_data_go_with_their_driver_unless_kept_or_killed(store: Store, path: str
     assert Path(own).exists() == (end == "killed")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_kept_data_are_found_by_another_process(spark: SparkSession, store: Store, path: str) -> None:
     script = DRIVER.split("for keep")[0] + 'print("wrote", write(df, store, keep=True).url)'
     command = [sys.executable, "-c", script, path, store.url, ""]

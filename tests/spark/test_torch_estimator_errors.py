@@ -1,0 +1,152 @@
+"""What is wrong with parameters or data is said before ranks are started, naming the value and the next step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from pyspark.sql import functions as F  # noqa: N812
+from torch import nn
+from torch.nn import functional
+
+from spark_hvd.estimators import DataError, LocalBackend, ModelError, TorchEstimator
+from tests.spark.estimator_support import estimator, frame, linear
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    return frame(spark).cache()
+
+
+CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": ({"batchsize": 3}, r"no parameter 'batchsize'\. Did you mean 'batch_size'\?"),
+    "gone": ({"data_module": 1}, "no parameter 'data_module': use reader="),
+    "zero": ({"batch_size": 0}, "batch_size=0: expected a whole number, at least 1"),
+    "fraction": ({"epochs": 1.5}, r"epochs=1\.5: expected a whole number"),
+    "share": ({"validation": 1.2}, r"validation=1\.2: expected a share"),
+    "word": ({"reader": "arow"}, r"reader='arow': expected 'arrow' or 'petastorm'\. Did you mean 'arrow'\?"),
+    "flag": ({"shuffle": "yes"}, "shuffle='yes': expected True or False"),
+    "twice": ({"feature_cols": ["a", "a"]}, "a is named more than once"),
+    "shapes": ({"input_shapes": [3]}, r"input_shapes=\[3\]: expected a list of shapes"),
+    "dtype": ({"input_dtypes": ["float31"]}, "'float31' is no torch dtype"),
+    "model": ({"model": nn.Linear}, "expected a torch.nn.Module"),
+    "store": ({"store": "/tmp/x"}, r"expected a Store: Store\.create"),
+    "callback": ({"callbacks": [int]}, "expected a list of callbacks"),
+    "clip": ({"gradient_clip_norm": -1}, "gradient_clip_norm=-1: expected a number above 0"),
+}
+
+
+@pytest.mark.parametrize("case", CONSTRUCTION)
+def test_at_construction(case: str) -> None:
+    given, message = CONSTRUCTION[case]
+    with pytest.raises((TypeError, ValueError), match=message):
+        TorchEstimator(**given)
+
+
+def test_values_of_a_grid_are_checked_at_fit(df: DataFrame) -> None:
+    made = estimator()
+    with pytest.raises(ValueError, match="batch_size=0"):
+        made.fit(df, {made.batch_size: 0})
+
+
+class Scores(nn.Module):
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.outputs = outputs
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [self.linear(x)] * self.outputs
+
+
+FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no model": ({"model": None}, ValueError, "model is missing"),
+    "no loss": ({"loss": None}, ValueError, r"loss is missing: give .* torch\.nn\.MSELoss"),
+    "no optimizer": ({"optimizer": None}, ValueError, "optimizer is missing"),
+    "two losses": ({"loss_constructors": [nn.MSELoss]}, ValueError, "both given"),
+    "two numbers of ranks": ({"backend": LocalBackend(2)}, ValueError, "num_proc=2 and backend are both given"),
+    "column": ({"feature_cols": ["feature"]}, DataError, r"feature_cols names 'feature'.* did you mean 'features'\?"),
+    "label column": ({"label_cols": ["valu"]}, DataError, r"label_cols names 'valu'.* did you mean 'value'\?"),
+    "weight column": ({"sample_weight_col": "w"}, DataError, "sample_weight_col names 'w'"),
+    "validation column": ({"validation": "value"}, DataError, "validation='value' is a column of type double"),
+    "shape": (
+        {"model": nn.Linear(4, 1)},
+        ModelError,
+        r"model\(\*inputs\) failed .* before ranks were started.*features: float32 \[32, 3\]",
+    ),
+    "input shape": ({"input_shapes": [[-1, 2, 2]]}, ModelError, r"does not fit into the shape \[-1, 2, 2\]"),
+    "dtype": ({"input_dtypes": ["int64"]}, ModelError, "input_dtypes="),
+    "two outputs": ({"model": Scores(2)}, ModelError, "2 outputs for 1 label_cols"),
+    "output of another shape": ({"model": linear(2)}, ModelError, "target size|size of tensor"),
+    "two losses for one label": ({"loss": [nn.MSELoss(), nn.MSELoss()]}, ModelError, "2 entries for 1 label_cols"),
+    "loss of rows": (
+        {"loss": nn.MSELoss(reduction="none")},
+        ModelError,
+        r"the loss of a batch is float32 \[32, 1\]: expected a single number",
+    ),
+    "frozen model": (
+        {"model": linear().requires_grad_(False)},
+        ModelError,
+        "does not depend on any parameter",
+    ),
+    "other parameters": (
+        {"optimizer": torch.optim.SGD(linear().parameters(), lr=0.1)},
+        ModelError,
+        "2 of its parameters are not parameters of model",
+    ),
+    "metric": ({"metrics": [functional.cross_entropy, "no"]}, TypeError, "expected a function"),
+    "metrics groups": ({"metrics": [[], []]}, ModelError, "2 groups for 1 label_cols"),
+    "weights of losses": ({"loss_weights": [1.0, 2.0]}, ModelError, "expected 1 numbers, one for each of label_cols"),
+    "loss without reduction": (
+        {"loss": lambda output, label: (output - label).mean(), "sample_weight_col": "weight"},
+        ModelError,
+        "reduction",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FIT)
+def test_at_fit(df: DataFrame, case: str) -> None:
+    given, kind, message = FIT[case]
+    with pytest.raises(kind, match=f"(?s){message}"):
+        estimator(**given).fit(df)
+
+
+def test_strings_are_refused_with_the_remedy(df: DataFrame) -> None:
+    with pytest.raises(DataError, match="'value' has the type string.*StringIndexer"):
+        estimator().fit(df.withColumn("value", F.col("value").cast("string")))
+
+
+def test_an_empty_frame(df: DataFrame) -> None:
+    with pytest.raises(DataError, match="no rows"):
+        estimator().fit(df.where("false"))
+
+
+def test_fewer_rows_than_ranks(df: DataFrame) -> None:
+    with pytest.raises(DataError, match="1 rows for training and num_proc=2: expected at least one row for each rank"):
+        estimator().fit(df.limit(1))
+
+
+@pytest.mark.parametrize("column", ["features", "value"])
+def test_nulls_are_counted(spark: SparkSession, column: str) -> None:
+    holes = frame(spark).withColumn(column, F.when(F.col("row") % 100 != 99, F.col(column)))
+    with pytest.raises(DataError, match=rf"column '{column}' has 2 null\(s\) in 240 rows.*na\.drop"):
+        estimator().fit(holes)
+
+
+def test_arrays_of_two_lengths(spark: SparkSession) -> None:
+    ragged = frame(spark).withColumn(
+        "features", F.when(F.col("row") == 200, F.array(F.lit(1.0))).otherwise(F.col("features"))
+    )
+    with pytest.raises(DataError, match=r"'features'.*(3.*1|1.*3)"):
+        estimator().fit(ragged)
+
+
+def test_one_huge_partition_is_shared_by_all_ranks(spark: SparkSession) -> None:
+    fitted = estimator(batch_size=1000, epochs=1, num_proc=2).fit(frame(spark, 3001))
+    assert len(fitted.getHistory()) == 1
+    assert fitted.getHistory()[0]["rows_per_second"] > 0

@@ -1,0 +1,244 @@
+"""Runs of TorchEstimator: checkpoints, going on from them, callbacks, early stopping, logs."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+from spark_hvd.estimators import (
+    Callback,
+    CheckpointError,
+    CSVLogger,
+    DataError,
+    EarlyStopping,
+    MLflow,
+    NotFiniteLossError,
+    Store,
+    TensorBoard,
+    TrainState,
+)
+from spark_hvd.runner import RankFailedError
+from tests.spark.estimator_support import estimator, frame, linear, same
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyspark.sql import DataFrame, SparkSession
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    return frame(spark).cache()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return Store.create(tmp_path_factory.mktemp("store"))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+
+
+def test_a_resumed_run_equals_an_unbroken_one(df: DataFrame, store: Store) -> None:
+    settings = {
+        "optimizer": lambda params: torch.optim.Adam(params, lr=0.01),
+        "lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8),
+        "shuffle": True,
+        "validation": 0.2,
+        "store": store,
+    }
+    whole = estimator(network(), **settings, epochs=4, run_id="whole").fit(df)
+    estimator(network(), **settings, epochs=2, run_id="broken").fit(df)
+    resumed = estimator(network(), **settings, epochs=4, run_id="broken").fit(df)
+    same(resumed.getModel(), dict(whole.getModel().state_dict()), 1e-12)
+    plain = [{k: v for k, v in row.items() if k not in ("seconds", "rows_per_second")} for row in whole.getHistory()]
+    again = [{k: v for k, v in row.items() if k not in ("seconds", "rows_per_second")} for row in resumed.getHistory()]
+    assert plain == again
+    # all epochs are done: nothing is trained, the same comes back
+    third = estimator(network(), **settings, epochs=4, run_id="broken").fit(df)
+    same(third.getModel(), dict(whole.getModel().state_dict()), 1e-12)
+
+
+def test_a_run_goes_on_with_other_ranks_at_the_scaled_rate(df: DataFrame, store: Store) -> None:
+    estimator(store=store, epochs=1, run_id="grown", num_proc=1).fit(df)
+    rates = [row["lr"] for row in estimator(store=store, epochs=2, run_id="grown").fit(df).getHistory()]
+    assert rates == pytest.approx([0.05, 0.1])
+
+
+def test_resuming_with_another_model(df: DataFrame, store: Store) -> None:
+    estimator(store=store, epochs=1, run_id="other").fit(df)
+    with pytest.raises(CheckpointError, match=r"run_id='other' has a checkpoint of another model.*'weight'.*\[1, 3\]"):
+        estimator(linear(2), label_cols=["late"], loss=nn.CrossEntropyLoss(), store=store, run_id="other").fit(df)
+
+
+def test_a_half_written_checkpoint_is_refused(df: DataFrame, store: Store) -> None:
+    estimator(store=store, epochs=1, run_id="cut").fit(df)
+    path = store.checkpoint_path("cut")
+    data = store.read_bytes(path)
+    store.write_bytes(path, data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match=r"last\.ckpt .* is damaged.*another run_id"):
+        estimator(store=store, epochs=2, run_id="cut").fit(df)
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused(df: DataFrame, store: Store) -> None:
+    estimator(store=store, epochs=1, run_id="newer").fit(df)
+    path = store.checkpoint_path("newer")
+    state = torch.load(path, weights_only=True)
+    torch.save({**state, "format": 99}, path)
+    with pytest.raises(CheckpointError, match="format 99, written by a newer spark_hvd"):
+        estimator(store=store, epochs=2, run_id="newer").fit(df)
+
+
+class Breaks(Callback):
+    def on_epoch_end(self, state: TrainState) -> None:
+        if state.epoch == 1 and state.rank == 1:
+            raise RuntimeError("broken on purpose")
+
+
+def test_after_a_failure_the_run_goes_on_from_the_last_whole_epoch(df: DataFrame, store: Store) -> None:
+    settings = {"store": store, "epochs": 3, "validation": "held"}
+    whole = estimator(**settings).fit(df)
+    with pytest.raises(RankFailedError, match="broken on purpose"):
+        estimator(**settings, run_id="failed", callbacks=[Breaks()]).fit(df)
+    assert len(torch.load(store.checkpoint_path("failed"), weights_only=True)["history"]) in (1, 2)
+    same(estimator(**settings, run_id="failed").fit(df).getModel(), dict(whole.getModel().state_dict()), 1e-12)
+
+
+class WorseAfterTwo(Callback):
+    """Breaks the weights in the third epoch, alike on all ranks."""
+
+    def on_epoch_begin(self, state: TrainState) -> None:
+        if state.epoch == 2:
+            with torch.no_grad():
+                for param in state.model.parameters():
+                    param += 5.0
+
+
+def test_best_weights_and_early_stopping(df: DataFrame, store: Store) -> None:
+    settings = {"validation": "held", "store": store, "optimizer": lambda params: torch.optim.SGD(params, lr=0.001)}
+    good = estimator(**settings, epochs=2).fit(df)
+    fitted = estimator(
+        **settings,
+        epochs=20,
+        callbacks=[WorseAfterTwo(), EarlyStopping(patience=2)],
+        restore_best_weights=True,
+        run_id="best",
+    ).fit(df)
+    assert len(fitted.getHistory()) == 4  # two good epochs, two worse ones
+    same(fitted.getModel(), dict(good.getModel().state_dict()), 1e-12)
+    assert fitted.getHistory().best("val_loss")["epoch"] == 2
+
+
+class StopsOnOneRank(Callback):
+    def on_batch_end(self, state: TrainState) -> None:
+        if state.rank == 1 and state.global_step == 3:
+            state.stop = True
+
+
+def test_one_rank_can_stop_all(df: DataFrame) -> None:
+    assert len(estimator(epochs=5, callbacks=[StopsOnOneRank()]).fit(df).getHistory()) == 1
+
+
+class Records(Callback):
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.seen: list[str] = []
+
+    def on_train_begin(self, state: TrainState) -> None:
+        self.seen.append(f"train {state.epochs} x {state.steps}")
+
+    def on_epoch_begin(self, state: TrainState) -> None:
+        self.seen.append(f"epoch {state.epoch}")
+
+    def on_batch_end(self, state: TrainState) -> None:
+        assert state.loss is not None
+        self.seen.append(f"batch {state.step} {state.global_step}")
+
+    def on_epoch_end(self, state: TrainState) -> None:
+        self.seen.append(f"end {state.history[-1]['epoch']}")
+
+    def on_train_end(self, state: TrainState) -> None:
+        with open(f"{self.folder}/{state.rank}", "w") as file:
+            file.write("\n".join([*self.seen, "done"]))
+
+
+def test_callbacks_see_every_moment_on_every_rank(df: DataFrame, tmp_path: Path) -> None:
+    estimator(callbacks=[Records(str(tmp_path))], batch_size=60).fit(df)
+    expected = ["train 2 x 2", "epoch 0", "batch 1 1", "batch 2 2", "end 1"]
+    expected += ["epoch 1", "batch 1 3", "batch 2 4", "end 2", "done"]
+    assert (tmp_path / "0").read_text().split("\n") == expected
+    assert (tmp_path / "1").read_text().split("\n") == expected
+
+
+def test_loggers(df: DataFrame, store: Store, tmp_path: Path) -> None:
+    import mlflow
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    fitted = estimator(
+        validation="held", store=store, run_id="logged", callbacks=[CSVLogger(), TensorBoard(), MLflow("flights")]
+    ).fit(df)
+    history = fitted.getHistory()
+    with open(f"{store.logs_path('logged')}/history.csv") as file:
+        assert [float(row["val_loss"]) for row in csv.DictReader(file)] == [row["val_loss"] for row in history]
+    events = EventAccumulator(store.logs_path("logged"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("validation/loss")] == pytest.approx(
+        [row["val_loss"] for row in history]
+    )
+    run = mlflow.search_runs(search_all_experiments=True).iloc[0]
+    assert run["tags.mlflow.runName"] == "flights"
+    assert run["metrics.loss"] == pytest.approx(history[-1]["loss"])
+    assert run["status"] == "FINISHED"
+
+
+def test_a_loss_that_is_not_finite_names_rank_epoch_and_batch(df: DataFrame) -> None:
+    diverging = {"optimizer": lambda params: torch.optim.SGD(params, lr=1e18), "epochs": 3}
+    with pytest.raises(NotFiniteLossError, match=r"the loss is (inf|nan) on rank \d in epoch 1, batch \d of 8"):
+        estimator(**diverging).fit(df)
+
+
+class NanOnce(nn.Module):
+    """The mean square, but not finite for the rows with a label near the first one's."""
+
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        loss = (output - label).square().mean()
+        return loss * float("nan") if torch.is_grad_enabled() and (label > 4.0).any() else loss
+
+
+def test_steps_that_are_not_finite_can_be_left_out(df: DataFrame) -> None:
+    fitted = estimator(loss=NanOnce(), terminate_on_nan=False, validation="held").fit(df)
+    history = fitted.getHistory()
+    assert all(row["skipped_steps"] >= 1 for row in history)
+    assert all(torch.isfinite(param).all() for param in fitted.getModel().parameters())
+    assert history[1]["val_loss"] < history[0]["val_loss"]
+
+
+def test_an_unwritable_store_fails_before_ranks_start(df: DataFrame, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(Exception, match=r"file.*(Not a directory|not a directory)"):
+        estimator(store=Store.create(tmp_path / "file" / "store")).fit(df)
+
+
+def test_the_memory_store_is_refused(df: DataFrame) -> None:
+    with pytest.raises(Exception, match="ranks are other processes and see nothing of it"):
+        estimator(store=Store.create("memory://data")).fit(df)
+
+
+def test_a_store_that_vanishes_is_written_anew(df: DataFrame, tmp_path: Path) -> None:
+    made = estimator(store=Store.create(tmp_path), epochs=1)
+    first = made.fit(df)
+    shutil.rmtree(tmp_path / "intermediate_data")
+    same(made.fit(df).getModel(), dict(first.getModel().state_dict()), 1e-12)
+
+
+def test_rows_that_leave_no_validation(spark: SparkSession) -> None:
+    with pytest.raises(DataError, match="no rows for validation"):
+        estimator(validation="held").fit(frame(spark).where("not held"))
