@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Settings = Mapping[str, Any]
 
 
-class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: ignore[type-arg,misc] # pyspark's bases
+class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: ignore[type-arg] # pyspark's bases
     """Base of the estimators. A subclass gives its table of parameters, its framework, and the model that comes out.
 
     A saved estimator holds a pickle of model, loss and optimizer: only load what you trust. Its backend is not saved.

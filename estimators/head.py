@@ -20,6 +20,18 @@ class Head:
     scores: str = ""
 
 
+_REGRESSION = (
+    "MSELoss",
+    "L1Loss",
+    "SmoothL1Loss",
+    "HuberLoss",
+    "PoissonNLLLoss",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "poisson_nll_loss",
+)
 _HEADS = {
     "CrossEntropyLoss": Head("multiclass", "logits"),
     "cross_entropy": Head("multiclass", "logits"),
@@ -29,11 +41,7 @@ _HEADS = {
     "binary_cross_entropy_with_logits": Head("binary", "logits"),
     "BCELoss": Head("binary", "probabilities"),
     "binary_cross_entropy": Head("binary", "probabilities"),
-    **dict.fromkeys(
-        ["MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLoss", "mse_loss", "l1_loss", "smooth_l1_loss"]
-        + ["huber_loss", "poisson_nll_loss"],
-        Head("regression"),
-    ),
+    **dict.fromkeys(_REGRESSION, Head("regression")),
 }
 INTEGER_LABELS = frozenset({"CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss", "MultiMarginLoss"})
 """Losses whose labels are class numbers: int64 whatever the column's type."""

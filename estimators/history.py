@@ -25,7 +25,7 @@ class History(list[Row]):
         """A DataFrame with a row an epoch, indexed by it."""
         import pandas as pd
 
-        frame = pd.DataFrame(list(self))
+        frame: pd.DataFrame = pd.DataFrame(list(self))
         if len(frame):
             frame.set_index("epoch", inplace=True)
         return frame

@@ -53,25 +53,24 @@ class _Fit:
         self.pl = package_of(self.module)
         self.checkpoint_io = make_checkpoint_io(self.pl, self._resumed())
         self.trainer = self._trainer()
+        self.on_sigterm = signal.getsignal(signal.SIGTERM)
         self.sums, self.rows = Sums([], job.device), 0
         self.began, self.validating, self.rate = 0.0, 0.0, 0.0
 
     def run(self) -> History:
         job = self.job
         validation = ValidationLoader(job) if job.validation is not None else None
-        before = signal.getsignal(signal.SIGTERM)
-        try:
-            with warnings.catch_warnings():
-                # A module may have a validation_step and be trained without validation data.
-                warnings.filterwarnings("ignore", message="You defined a `validation_step` but have no")
-                self.trainer.fit(
-                    self.module,
-                    TrainLoader(job, len(job.history)),
-                    validation,
-                    ckpt_path=KEEP if job.resumed is not None else None,
-                )
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        with warnings.catch_warnings():
+            # A module may have a validation_step and be trained without validation data.
+            warnings.filterwarnings("ignore", message="You defined a `validation_step` but have no")
+            # With manual optimization it is on, for there is no telling from one batch.
+            warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified in DDP")
+            self.trainer.fit(
+                self.module,
+                TrainLoader(job, len(job.history)),
+                validation,
+                ckpt_path=KEEP if job.resumed is not None else None,
+            )
         self.files.copy()
         if not job.history:
             raise EstimatorError(f"no epoch was trained: trainer_args={self.asked['args']!r} left nothing to do")
@@ -122,7 +121,7 @@ class _Fit:
         # The checkpoint lies between two epochs: Lightning is not to look for the rest of one.
         self.trainer.fit_loop.restarting = False
         # Lightning's handler waits for the other ranks; a rank that is told to end has to end at once.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, self.on_sigterm)
 
     def start_epoch(self) -> None:
         """Before everybody else's on_train_epoch_start; the epoch before this one is complete now, schedulers too."""

@@ -136,6 +136,16 @@ def make_strategy(pl: Any, device: torch.device, checkpoint_io: Any, find_unused
         def root_device(self) -> torch.device:
             return device
 
+        def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+            """A mean of whole numbers is not a whole number.
+
+            Lightning divides the mean of sums by the mean of counts of rows; in integers the latter would be cut off
+            wherever one rank has a row more.
+            """
+            if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
+                tensor = tensor.double()
+            return super().reduce(tensor, group, reduce_op)
+
     return Strategy(
         cluster_environment=Environment(),
         checkpoint_io=checkpoint_io,

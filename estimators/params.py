@@ -112,6 +112,15 @@ def table_markdown(table: Sequence[Row]) -> str:
     return "\n".join(lines).strip()
 
 
+def in_page(page: str, table: Sequence[Row]) -> str:
+    """The text of a page of documentation, with the table between its two marks."""
+    before, _, rest = page.partition("<!-- parameters")
+    mark, _, rest = rest.partition("-->\n")
+    _, _, after = rest.partition("<!-- end of parameters -->")
+    table_text = table_markdown(table)
+    return f"{before}<!-- parameters{mark}-->\n\n{table_text}\n\n<!-- end of parameters -->{after}"
+
+
 def _define(cls: type, name: str, method: Any) -> None:
     if name not in cls.__dict__:
         method.__name__ = name

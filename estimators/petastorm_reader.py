@@ -123,10 +123,12 @@ class PetastormReader:
 
     def _loaded(self, pieces: Sequence[Piece]) -> Generator[Blocks, None, None]:
         """The rows of each piece, in order, from memory or from the pool."""
-        missing = [piece for piece in pieces if piece not in self._kept]
-        with closing(self._read(missing)) as read:
+        kept = {piece: self._kept[piece] for piece in pieces if piece in self._kept}  # now: another pass may add some
+        with closing(self._read([piece for piece in pieces if piece not in kept])) as read:
             for piece in pieces:
-                blocks = self._kept.get(piece) or next(read)
+                if self._closed:
+                    raise RuntimeError("the reader was closed while its batches were read")
+                blocks = kept[piece] if piece in kept else next(read)
                 if self._spec.cache:
                     self._kept[piece] = blocks
                     if not self._spec.shuffle:  # what is kept must not change with what is done to a batch

@@ -54,6 +54,14 @@ _WHERE = rows(
     ("verbose", 1, c.whole(0), "0: print nothing; 1: a line an epoch."),
 )
 
+_OUTPUTS = rows(
+    "What transform appends",
+    ("output_cols", None, c.names, "Name of each output's column; by default `<label>__output`."),
+    ("prediction_col", "prediction", c.maybe_empty_text, "Class or value as a double; '' leaves it out."),
+    ("probability_col", "probability", c.maybe_empty_text, "Probabilities of classes as a vector; '' leaves it out."),
+    ("raw_prediction_col", "rawPrediction", c.maybe_empty_text, "Scores of classes as a vector; '' leaves it out."),
+)
+
 _LOOP = rows(
     "Training",
     ("batch_size", 32, c.whole(1), "Rows of a batch, on each rank."),
@@ -145,8 +153,20 @@ _TORCH = rows(
     ),
 )
 
-SHARED = _MODEL + _WHERE + _LOOP + _VALIDATION + _DATA
+SHARED = _MODEL + _WHERE + _LOOP + _VALIDATION + _DATA + _OUTPUTS
 TORCH = SHARED + _TORCH
+
+MODEL_SETTINGS = (
+    "input_shapes",
+    "input_dtypes",
+    "decoders",
+    "use_gpu",
+    "output_cols",
+    "prediction_col",
+    "probability_col",
+    "raw_prediction_col",
+)
+"""Parameters that the model takes over from the estimator."""
 
 GONE = {
     "mp_start_method": "ranks are forked from a server that the runner keeps; there is nothing to choose",
@@ -155,3 +175,12 @@ GONE = {
     "continuous_cols": "it was for NVTabular only",
 }
 """What Horovod had and this has not -> what to do."""
+
+
+if __name__ == "__main__":  # writes the table into the documentation
+    from pathlib import Path
+
+    from spark_hvd.estimators.params import in_page
+
+    page = Path("docs/estimators.md")
+    page.write_text(in_page(page.read_text(), TORCH))

@@ -13,7 +13,7 @@ from spark_hvd.estimators.learning_rate import make_optimizer, scale
 from spark_hvd.estimators.model import TorchModel
 from spark_hvd.estimators.model_meta import ModelMeta
 from spark_hvd.estimators.spec import Objects, TrainSpec
-from spark_hvd.estimators.tables import GONE, TORCH
+from spark_hvd.estimators.tables import GONE, MODEL_SETTINGS, TORCH
 from spark_hvd.estimators.torch_loop import TorchFramework
 from spark_hvd.estimators.training import Framework
 
@@ -44,7 +44,9 @@ class TorchEstimator(SparkEstimator):
         if not losses and settings["train_minibatch_fn"] is None:
             raise ValueError("loss is missing: give a function of (output, label), such as torch.nn.MSELoss()")
         if not losses and settings["validation"]:
-            raise ValueError("loss is missing: validation needs it, also where train_minibatch_fn has a loss of its own")
+            raise ValueError(
+                "loss is missing: validation needs it, also where train_minibatch_fn has a loss of its own"
+            )
 
     def _framework(self) -> Framework:
         return TorchFramework()
@@ -96,8 +98,5 @@ class TorchEstimator(SparkEstimator):
             loss_constructors=settings["loss_constructors"],
             feature_columns=settings["feature_cols"],
             label_columns=settings["label_cols"],
-            input_shapes=settings["input_shapes"],
-            input_dtypes=settings["input_dtypes"],
-            decoders=settings["decoders"],
-            use_gpu=settings["use_gpu"],
+            **{name: settings[name] for name in MODEL_SETTINGS},
         )

@@ -93,7 +93,7 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
         f"{s.column.name}: {_describe(t)}"
         for s, t in zip((*spec.inputs, *spec.labels), (*inputs, *labels), strict=True)
     ]
-    outputs = _step("model(*inputs)", given, lambda: outputs_of(model(*inputs)), objects.model)
+    outputs = _step("model(*inputs)", given, lambda: outputs_of(model(*inputs)))
     given.append(f"outputs: {'; '.join(map(_describe, outputs))}")
     weights = batch[spec.weight] if spec.weight else None
     if weights is not None and weights.dim() != 1:
@@ -104,24 +104,22 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
         return  # made and called in the rank only
     objective = Objective(objects.losses, spec.loss_weights, len(spec.labels), spec.reshape_labels)
     metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
-    outputs, labels = objective.transform_outputs(outputs, labels)
+    outputs, labels = _step("model(*inputs)", given, lambda: objective.transform_outputs(outputs, labels))
     with warnings.catch_warnings():
         # torch only warns when it compares each output with each label, which is never what was meant
         warnings.filterwarnings("error", message="Using a target size")
-        loss = _step(
-            "the loss of outputs and labels", given, lambda: objective(outputs, labels, weights), objects.model
-        )
+        loss = _step("the loss of outputs and labels", given, lambda: objective(outputs, labels, weights))
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         raise ModelError(
             f"the loss of a batch is {_describe(loss)}: expected a single number, such as a mean over rows"
         )
     if not loss.requires_grad:
         raise ModelError("the loss does not depend on any parameter that is trained: is it computed under no_grad?")
-    _step("backward", given, loss.backward, objects.model)
-    _step("metrics", given, lambda: metrics(outputs, labels), objects.model)
+    _step("backward", given, loss.backward)
+    _step("metrics", given, lambda: metrics(outputs, labels))
 
 
-def _step(what: str, given: Sequence[str], do: Callable[[], Any], model: torch.nn.Module) -> Any:
+def _step(what: str, given: Sequence[str], do: Callable[[], Any]) -> Any:
     try:
         return do()
     except Exception as error:

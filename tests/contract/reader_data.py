@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import itertools
 import threading
 import time
@@ -65,7 +66,7 @@ def local(folder: Path) -> Store:
     return Store.create(folder)
 
 
-KINDS = ["arrow"]
+KINDS = ["arrow", *(["petastorm"] if importlib.util.find_spec("petastorm") else [])]
 every = pytest.mark.parametrize("kind", KINDS)
 arrow = pytest.mark.parametrize("kind", ["arrow"])
 """For what the other readers do differently, or not at all."""

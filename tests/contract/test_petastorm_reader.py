@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import signal
 import threading
@@ -168,6 +169,15 @@ def test_closed_by_another_thread(store: Store, pool: str) -> None:
     consumer.join(20)
     assert not consumer.is_alive()
     assert "the reader was closed while its batches were read" in str(raised[0])
+
+
+def test_passes_side_by_side(store: Store) -> None:
+    reader = PetastormReader(spec_of(write(store, numbered(60), 1, 5), store, cache=True, shuffle=True, window_rows=5))
+    first, second = reader.batches(0), reader.batches(1)
+    pairs = [(a["row"].tolist(), b["row"].tolist()) for a, b in zip(first, second, strict=True)]
+    for each in zip(*pairs, strict=True):
+        assert sorted(itertools.chain(*each)) == list(range(60))
+    reader.close()
 
 
 def test_of_several_errors_always_the_first(store: Store) -> None:

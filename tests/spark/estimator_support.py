@@ -28,9 +28,7 @@ def numbers(rows: int = ROWS, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np
 def frame(spark: SparkSession, rows: int = ROWS, partitions: int = 1) -> DataFrame:
     """The same as a DataFrame: features array<float>, value double, late int, weight float, held boolean."""
     features, value, late = numbers(rows)
-    data = [
-        (features[i].tolist(), float(value[i]), int(late[i]), float(i % 3), i % 4 == 0, i) for i in range(rows)
-    ]
+    data = [(features[i].tolist(), float(value[i]), int(late[i]), float(i % 3), i % 4 == 0, i) for i in range(rows)]
     schema = "features array<float>, value double, late int, weight float, held boolean, row int"
     df = spark.createDataFrame(data, schema)
     return df.coalesce(1) if partitions == 1 else df.repartition(partitions)

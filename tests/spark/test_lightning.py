@@ -293,11 +293,12 @@ class Ranked(Net):
     """Logs what differs between ranks."""
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        self.log("rank", float(self.global_rank))
-        self.log("total", float(self.global_rank + 1), sync_dist=True, reduce_fx="sum")
+        self.log("rank", float(self.global_rank), on_epoch=True)
+        self.log("total", float(self.global_rank + 1), on_epoch=True, sync_dist=True, reduce_fx="sum")
         if self.global_rank == 0:
             self.log("mine", 7.0, rank_zero_only=True)
         self.log("rows", float(len(batch["y"])), on_epoch=True, reduce_fx="max")
+        self.log("one", 1.0, on_epoch=True, sync_dist=True)
         return self.loss(batch)
 
 
@@ -305,7 +306,8 @@ def test_metrics_of_ranks(df: DataFrame, estimator: Callable[..., LightningEstim
     row = estimator(model=Ranked(), epochs=1, batch_size=20).fit(df).getHistory()[0]
     assert row["rank"] == 0.5
     assert row["mine"] == 7.0
-    assert row["total"] == pytest.approx(3.0 * 10)  # the sum over ranks and batches
+    assert row["total"] == 3.0 * 10  # the sum over ranks and batches
+    assert row["one"] == 1.0
     assert row["rows"] == 20.5  # the last batch of the first rank holds the odd row
 
 
@@ -354,15 +356,15 @@ class Counting(Net):
     """Logs how often its optimizer stepped, the norm of its gradients when it did, and what is autocast."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.log("before", nn.utils.get_total_norm([p.grad for p in self.parameters()]), reduce_fx="max")
+        self.log("before", nn.utils.get_total_norm([p.grad for p in self.parameters()]), on_epoch=True, reduce_fx="max")
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
         super().optimizer_step(epoch, batch_idx, optimizer, closure)
-        self.log("after", nn.utils.get_total_norm([p.grad for p in self.parameters()]), reduce_fx="max")
+        self.log("after", nn.utils.get_total_norm([p.grad for p in self.parameters()]), on_epoch=True, reduce_fx="max")
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         self.log("half", float(self(batch["features"]).dtype == torch.bfloat16))
-        self.log("batches", 1.0, reduce_fx="sum")
+        self.log("batches", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
         return self.loss(batch)
 
     def on_train_epoch_end(self) -> None:

@@ -64,7 +64,7 @@ class Scores(nn.Module):
 
 
 FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no model": ({"model": None}, ValueError, "model is missing"),
+    "no features": ({"feature_cols": None}, ValueError, "feature_cols is missing"),
     "no loss": ({"loss": None}, ValueError, r"loss is missing: give .* torch\.nn\.MSELoss"),
     "no optimizer": ({"optimizer": None}, ValueError, "optimizer is missing"),
     "two losses": ({"loss_constructors": [nn.MSELoss]}, ValueError, "both given"),
@@ -82,7 +82,7 @@ FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dtype": ({"input_dtypes": ["int64"]}, ModelError, "input_dtypes="),
     "two outputs": ({"model": Scores(2)}, ModelError, "2 outputs for 1 label_cols"),
     "output of another shape": ({"model": linear(2)}, ModelError, "target size|size of tensor"),
-    "two losses for one label": ({"loss": [nn.MSELoss(), nn.MSELoss()]}, ModelError, "2 entries for 1 label_cols"),
+    "two losses for one label": ({"loss": [nn.MSELoss(), nn.MSELoss()]}, ValueError, "2 entries for 1 label_cols"),
     "loss of rows": (
         {"loss": nn.MSELoss(reduction="none")},
         ModelError,
@@ -95,12 +95,12 @@ FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "other parameters": (
         {"optimizer": torch.optim.SGD(linear().parameters(), lr=0.1)},
-        ModelError,
+        ValueError,
         "2 of its parameters are not parameters of model",
     ),
     "metric": ({"metrics": [functional.cross_entropy, "no"]}, TypeError, "expected a function"),
-    "metrics groups": ({"metrics": [[], []]}, ModelError, "2 groups for 1 label_cols"),
-    "weights of losses": ({"loss_weights": [1.0, 2.0]}, ModelError, "expected 1 numbers, one for each of label_cols"),
+    "metrics groups": ({"metrics": [[], []]}, ValueError, "2 groups for 1 label_cols"),
+    "weights of losses": ({"loss_weights": [1.0, 2.0]}, ValueError, "expected 1 numbers, one for each of label_cols"),
     "loss without reduction": (
         {"loss": lambda output, label: (output - label).mean(), "sample_weight_col": "weight"},
         ModelError,
@@ -117,7 +117,7 @@ def test_at_fit(df: DataFrame, case: str) -> None:
 
 
 def test_strings_are_refused_with_the_remedy(df: DataFrame) -> None:
-    with pytest.raises(DataError, match="'value' has the type string.*StringIndexer"):
+    with pytest.raises(DataError, match=r"'value' has the type string.*StringIndexer"):
         estimator().fit(df.withColumn("value", F.col("value").cast("string")))
 
 
