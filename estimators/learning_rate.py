@@ -33,6 +33,8 @@ def make_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
         optimizer = given(model if first == "model" else model.parameters())
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer={given!r} gave {type(optimizer).__name__}: expected a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("optimizer: LBFGS evaluates the loss several times a step: not possible batch by batch")
     own = {id(param) for param in model.parameters()}
     strange = sum(id(param) not in own for group in optimizer.param_groups for param in group["params"])
     if strange:

@@ -11,7 +11,7 @@ import spark_hvd.torch as hvd
 from spark_hvd.estimators.store import Store
 
 _FOLDERS = ("dirpath", "_root_dir", "_save_dir")
-"""Where ModelCheckpoint and Lightning's loggers keep the folder they were given; private names but for the first."""
+"""Where ModelCheckpoint, profilers and loggers keep the folder they were given; those of loggers are private."""
 
 
 class RunFiles:
@@ -44,12 +44,13 @@ class RunFiles:
         return path if os.path.isabs(name) or name.startswith("..") else os.path.normpath(os.path.join(self.root, name))
 
     def redirect(self, writer: Any, driver_folder: str) -> None:
-        """Let a callback or logger write into the folder."""
+        """Let a callback, logger or profiler write into the folder."""
         for name in _FOLDERS:
             value = vars(writer).get(name)
             if isinstance(value, (str, os.PathLike)):
                 setattr(writer, name, self.inside(os.fspath(value), driver_folder))
-            elif name == "dirpath" and "dirpath" in vars(writer):
+            elif name == "dirpath" and hasattr(writer, "save_top_k"):
+                # Not below a logger's folder, which has another name when the run is resumed.
                 setattr(writer, name, os.path.join(self.root, "checkpoints"))
         uri = vars(writer).get("_tracking_uri")  # of MLFlowLogger
         if isinstance(uri, str) and uri.startswith("file:") and not uri.startswith("file:/"):

@@ -26,6 +26,7 @@ from spark_hvd.estimators.lightning_parts import (
     replaced,
     to_bytes,
 )
+from spark_hvd.estimators.lightning_tables import PROFILERS
 from spark_hvd.estimators.objective import Sums
 from spark_hvd.estimators.training import Job, not_finite
 
@@ -63,6 +64,8 @@ class _Fit:
         with warnings.catch_warnings():
             # A module may have a validation_step and be trained without validation data.
             warnings.filterwarnings("ignore", message="You defined a `validation_step` but have no")
+            # Lightning's own, of newer versions of torch.
+            warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
             # With manual optimization it is on, for there is no telling from one batch.
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified in DDP")
             self.trainer.fit(
@@ -99,10 +102,18 @@ class _Fit:
             callbacks=[_first(self), *callbacks, _last(self)],
             logger=loggers,
             log_every_n_steps=min(self.asked["log_every_n_steps"], self.job.steps),
-            profiler=self.asked["profiler"],
+            profiler=self._profiler(),
             enable_progress_bar=spec.verbose > 1,
             default_root_dir=self.files.root,
         )
+
+    def _profiler(self) -> Any:
+        profiler = self.asked["profiler"]
+        if isinstance(profiler, str):  # Lightning's default is to print it among what is left out of the output
+            profiler = getattr(self.pl.profilers, PROFILERS[profiler])(self.files.root, "profile")
+        elif profiler is not None:
+            self.files.redirect(profiler, self.asked["folder"])
+        return profiler
 
     def _resumed(self) -> dict[str, Any] | None:
         resumed = self.job.resumed

@@ -36,10 +36,10 @@ def package_of(module: Any) -> Any:
 
 
 def be_quiet() -> None:
-    """Leave Lightning's tips and what it says of its choices out of the ranks' output; warnings stay."""
-    for name in ("lightning", "pytorch_lightning", "lightning_fabric"):
-        for logger in (name, f"{name}.pytorch", f"{name}.fabric"):
-            logging.getLogger(logger).setLevel(logging.WARNING)
+    """Leave Lightning's tips and what it says of its choices out of the output; warnings stay, and callbacks' words."""
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger(f"{name}.callbacks").setLevel(logging.INFO)
 
 
 def batch_dict(spec: TrainSpec, batch: Batch) -> Batch:

@@ -12,6 +12,8 @@ from spark_hvd.estimators.tables import GONE as GONE_EVERYWHERE
 from spark_hvd.estimators.tables import SHARED
 
 TASKS = ("multiclass", "binary", "regression")
+PROFILERS = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler"}
+"""Names of profilers -> Lightning's classes."""
 
 
 def module(name: str, value: Any) -> Any:
@@ -35,6 +37,13 @@ def logger(name: str, value: Any) -> Any:
         if isinstance(item, type) or not callable(getattr(item, "log_metrics", None)):
             raise TypeError(f"{name}={value!r}: expected a logger of Lightning, a list of them, True or False")
     return found
+
+
+def profiler(name: str, value: Any) -> Any:
+    """The name of a profiler, or one."""
+    if isinstance(value, str):
+        return c.one_of(*PROFILERS)(name, value)
+    return c.instance(f"a profiler of Lightning, or one of {', '.join(PROFILERS)}", "profile", "summary")(name, value)
 
 
 def trainer_args(name: str, value: Any) -> dict[str, Any]:
@@ -136,7 +145,12 @@ LIGHTNING = tuple(_OTHER.get(row.name, row) for row in SHARED) + rows(
         "copied to the store's logs after every epoch.",
     ),
     ("log_every_n_steps", 50, c.whole(1), "Batches between two entries of the logger."),
-    ("profiler", None, c.anything, 'A profiler of Lightning, or its name: "simple", "advanced", "pytorch".'),
+    (
+        "profiler",
+        None,
+        profiler,
+        'A profiler of Lightning, or its name: "simple", "advanced", "pytorch"; it writes to the store\'s logs.',
+    ),
     ("terminate_on_nan", True, c.flag, "Fail when what training_step returns is not finite."),
     (
         "find_unused_parameters",

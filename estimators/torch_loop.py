@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from spark_hvd.estimators.objective import Metrics, Objective, Sums
 from spark_hvd.estimators.reader import Batch
 from spark_hvd.estimators.spec import TrainSpec
 from spark_hvd.estimators.tensors import outputs_of, tensors_of
-from spark_hvd.estimators.training import Job, Stopwatch, not_finite
+from spark_hvd.estimators.training import Job, not_finite, speed
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NAN_CHECK_EVERY = 16
@@ -83,13 +84,8 @@ class _Loop:
         for callback in callbacks:
             callback.on_train_begin(state)
         batches = self.job.train_batches(state.epoch)
-        try:
-            while state.epoch < self.spec.epochs and not state.stop:
-                self._epoch(batches)
-        finally:
-            close = getattr(batches, "close", None)  # islice has none; the reader ends its threads when closed
-            if close is not None:
-                close()
+        while state.epoch < self.spec.epochs and not state.stop:
+            self._epoch(batches)
         for callback in callbacks:
             callback.on_train_end(state)
         return state.history
@@ -101,13 +97,13 @@ class _Loop:
         for callback in job.objects.callbacks:
             callback.on_epoch_begin(state)
         rate = self.optimizer.param_groups[0]["lr"]
-        watch = Stopwatch()
+        began = time.monotonic()
         self.model.train()
         sums = Sums(self.metrics.names, job.device)
         self.optimizer.zero_grad()
         for number in range(job.steps):
             self._batch(next(batches), number, sums)
-        training = watch.row(job.steps * self.spec.batch_size * state.size)
+        seconds = time.monotonic() - began
         validation = self._validate()
         stop = torch.tensor([float(state.stop)], dtype=torch.float64, device=job.device)
         # The one exchange of an epoch: sums of training and validation, and whether any rank wants to stop.
@@ -115,10 +111,9 @@ class _Loop:
         values = total.tolist()
         width = len(sums.values)
         row: dict[str, Any] = {"epoch": state.epoch + 1, **Sums.means(sums.names, values[:width])}
-        training["rows_per_second"] = round(values[0] / training["seconds"], 1) if training["seconds"] else 0.0
         if job.validation is not None:
             row.update(Sums.means(sums.names, values[width : 2 * width], "val_"))
-        row.update(lr=rate, **training)
+        row.update(lr=rate, **speed(seconds, values[0]))
         if self.skipped:
             row["skipped_steps"] = self.skipped
         state.history.append(row)
@@ -162,7 +157,8 @@ class _Loop:
                 self._step()
         state.loss = loss.detach()
         state.step, state.global_step = number + 1, state.global_step + 1
-        if spec.terminate_on_nan and (device.type == "cpu" or number % _NAN_CHECK_EVERY == 0):
+        looked_at = device.type == "cpu" or number % _NAN_CHECK_EVERY == 0 or number + 1 == self.job.steps
+        if spec.terminate_on_nan and looked_at:
             value = float(state.loss)
             if value - value != 0.0:
                 raise not_finite(value, state.epoch, number, self.job.steps)

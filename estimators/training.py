@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -150,16 +149,9 @@ def not_finite(loss: float, epoch: int, batch: int, steps: int) -> NotFiniteLoss
     )
 
 
-class Stopwatch:
-    """Seconds and rows per second of an epoch."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    def row(self, rows: float) -> dict[str, float]:
-        """For the history, given the rows of all ranks."""
-        seconds = time.monotonic() - self._began
-        return {"seconds": round(seconds, 3), "rows_per_second": round(rows / seconds, 1)}
+def speed(seconds: float, rows: float) -> dict[str, float]:
+    """For the history: how long the training of an epoch took, and the rows of all ranks a second."""
+    return {"seconds": round(seconds, 3), "rows_per_second": round(rows / max(seconds, 1e-9), 1)}
 
 
 def _device(use_gpu: bool) -> torch.device:

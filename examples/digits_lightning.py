@@ -49,7 +49,7 @@ class Digits(L.LightningModule):
         logits = self(batch["pixels"])
         self.accuracy(logits, batch["digit"])
         self.log("val_accuracy", self.accuracy)
-        self.log("val_loss", nn.functional.cross_entropy(logits, batch["digit"]))
+        self.log("val_loss", nn.functional.cross_entropy(logits, batch["digit"]), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The gradients that it sees are means over all ranks."""

@@ -274,6 +274,7 @@ def test_bridged_keeps_name_and_behaviour() -> None:
     assert (wrapped(4), wrapped.__name__, wrapped.__doc__) == (8, "double", "Twice x.")
 
 
+@pytest.mark.timeout(180)
 def test_the_daemon(written: str) -> None:
     """Code of Petastorm that nobody can wrap: row-group indexes and RDDs of data sets."""
     code = f"""
@@ -294,7 +295,7 @@ with make_reader({written!r}, rowgroup_selector=SingleIndexSelector("ids", [15])
     print(sorted(int(r.id) for r in reader))
 spark.stop()
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=170)
     assert run.stdout.splitlines() == ["True", str(list(range(10, 20)))], run.stderr[-3000:]
 
 

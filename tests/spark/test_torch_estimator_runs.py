@@ -18,6 +18,7 @@ from spark_hvd.estimators import (
     EarlyStopping,
     MLflow,
     NotFiniteLossError,
+    SparkBackend,
     Store,
     TensorBoard,
     TrainState,
@@ -177,13 +178,20 @@ def test_callbacks_see_every_moment_on_every_rank(df: DataFrame, tmp_path: Path)
     assert (tmp_path / "1").read_text().split("\n") == expected
 
 
-def test_loggers(df: DataFrame, store: Store, tmp_path: Path) -> None:
+def test_loggers(df: DataFrame, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    files = {"MLFLOW_ALLOW_FILE_STORE": "true"}  # databases need more than the client's package
+    monkeypatch.setenv(*next(iter(files.items())))
+    mlflow.set_tracking_uri(f"file://{tmp_path}/mlflow")
     fitted = estimator(
-        validation="held", store=store, run_id="logged", callbacks=[CSVLogger(), TensorBoard(), MLflow("flights")]
+        num_proc=None,
+        backend=SparkBackend(2, env=files),
+        validation="held",
+        store=store,
+        run_id="logged",
+        callbacks=[CSVLogger(), TensorBoard(), MLflow("flights")],
     ).fit(df)
     history = fitted.getHistory()
     with open(f"{store.logs_path('logged')}/history.csv") as file:
@@ -193,10 +201,11 @@ def test_loggers(df: DataFrame, store: Store, tmp_path: Path) -> None:
     assert [event.value for event in events.Scalars("validation/loss")] == pytest.approx(
         [row["val_loss"] for row in history]
     )
-    run = mlflow.search_runs(search_all_experiments=True).iloc[0]
-    assert run["tags.mlflow.runName"] == "flights"
-    assert run["metrics.loss"] == pytest.approx(history[-1]["loss"])
-    assert run["status"] == "FINISHED"
+    (run,) = mlflow.MlflowClient().search_runs(["0"])
+    assert run.info.run_name == "flights"
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"num_proc": "2"}
+    assert run.data.metrics["loss"] == pytest.approx(history[-1]["loss"])
 
 
 def test_a_loss_that_is_not_finite_names_rank_epoch_and_batch(df: DataFrame) -> None:

@@ -1,0 +1,54 @@
+"""Fits on executors that are processes of their own, one of which is lost."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from spark_hvd.estimators import Callback, Store, TrainState
+from spark_hvd.runner import ExecutorLostError
+from tests.spark.estimator_support import estimator, frame, reference, same
+from tests.spark.test_torch_estimator import mse
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyspark.sql import SparkSession
+
+
+class KillsItsExecutor(Callback):
+    """In the third epoch, rank 1 kills the JVM of its executor."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def on_epoch_begin(self, state: TrainState) -> None:
+        if state.rank == 1 and state.epoch == 2 and not os.path.exists(self.marker):
+            open(self.marker, "w").close()
+            process = psutil.Process()
+            while process is not None and "java" not in process.name():
+                process = process.parent()
+            assert process is not None
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_after_a_lost_executor_the_run_goes_on(cluster: SparkSession, tmp_path: Path) -> None:
+    df = frame(cluster)
+    with pytest.raises(ValueError, match="store is missing: executors on several hosts"):
+        estimator().fit(df)
+    made = estimator(
+        store=Store.create(tmp_path / "store"),
+        run_id="lost",
+        epochs=4,
+        callbacks=[KillsItsExecutor(str(tmp_path / "killed"))],
+    )
+    with pytest.raises(ExecutorLostError, match=r"fit again with run_id='lost' to go on from it"):
+        made.fit(df)
+    fitted = made.fit(df)
+    assert [row["epoch"] for row in fitted.getHistory()] == [1, 2, 3, 4]
+    same(fitted.getModel(), reference(mse, epochs=4))
