@@ -16,6 +16,7 @@ export OMP_NUM_THREADS ?= 1
 
 demo: setup java
 	$(BIN)/python examples/flights.py
+	$(BIN)/python examples/flights_estimator.py --rows 100000 --epochs 5
 
 test: setup java
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)

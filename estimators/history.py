@@ -67,3 +67,14 @@ class History(list[Row]):
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.legend()
         return figure
+
+
+def as_history(name: str, value: Any) -> History:
+    """Check a parameter that holds a history; rows of a saved one come back as plain lists of dicts.
+
+    Raises:
+        TypeError: it is not a list of dicts.
+    """
+    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+        raise TypeError(f"{name}={value!r}: expected a list of dicts, one for each epoch")
+    return value if isinstance(value, History) else History(value)

@@ -16,6 +16,7 @@ from spark_hvd.estimators.history import History
 from spark_hvd.estimators.lightning_files import RunFiles
 from spark_hvd.estimators.lightning_parts import (
     KEEP,
+    PROFILERS,
     TrainLoader,
     ValidationLoader,
     be_quiet,
@@ -26,7 +27,6 @@ from spark_hvd.estimators.lightning_parts import (
     replaced,
     to_bytes,
 )
-from spark_hvd.estimators.lightning_tables import PROFILERS
 from spark_hvd.estimators.objective import Sums
 from spark_hvd.estimators.training import Job, not_finite
 
@@ -174,15 +174,26 @@ class _Fit:
         row.update(lr=self.rate, seconds=round(seconds, 3), rows_per_second=round(sum(rows) / max(seconds, 1e-9), 1))
         job.history.append(row)
         trainer.save_checkpoint(KEEP)
-        job.keep(self.module, self._rest)
+        kept, self.checkpoint_io.kept = self.checkpoint_io.kept, None
+        weights = self.module.state_dict()
+        if kept is not None and kept["state_dict"].keys() == weights.keys():
+            weights = kept["state_dict"]  # those that were validated, where a callback averages weights
+        job.keep(_Weights(weights), lambda: {"lightning": to_bytes(kept or {}), "root": self.files.root})
         job.report()
         for logger in trainer.loggers:
             logger.save()
         self.files.copy()
 
-    def _rest(self) -> dict[str, Any]:
-        kept, self.checkpoint_io.kept = self.checkpoint_io.kept, None
-        return {"lightning": to_bytes(kept), "root": self.files.root}
+
+class _Weights(torch.nn.Module):
+    """What a module's weights are taken from when a checkpoint is written."""
+
+    def __init__(self, weights: dict[str, Any]) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._weights
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

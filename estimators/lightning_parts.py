@@ -24,6 +24,8 @@ from spark_hvd.estimators.training import Job
 
 KEEP = "spark_hvd-keep"
 """The path under which a checkpoint stays in memory."""
+PROFILERS = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler"}
+"""Names of profilers -> Lightning's classes."""
 
 
 def package_of(module: Any) -> Any:

@@ -7,13 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from spark_hvd.estimators import checks as c
+from spark_hvd.estimators.lightning_parts import PROFILERS
 from spark_hvd.estimators.params import rows
 from spark_hvd.estimators.tables import GONE as GONE_EVERYWHERE
 from spark_hvd.estimators.tables import SHARED
 
 TASKS = ("multiclass", "binary", "regression")
-PROFILERS = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler"}
-"""Names of profilers -> Lightning's classes."""
 
 
 def module(name: str, value: Any) -> Any:

@@ -17,7 +17,7 @@ from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.lightning_parts import batch_dict, be_quiet, package_of
 from spark_hvd.estimators.reader import Batch
 from spark_hvd.estimators.spec import Objects, TrainSpec
-from spark_hvd.estimators.trial import _advice, _describe
+from spark_hvd.estimators.trial import advice, describe
 
 _STEPS = 100
 """Batches of an epoch as configure_optimizers sees them, where the data have not been counted yet."""
@@ -58,7 +58,7 @@ def try_lightning(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
         tensors = batch_dict(spec, batch)
     except ValueError as error:
         raise ModelError(f"{error}. Change input_shapes or label_shapes") from error
-    given = "; ".join(f"{name}: {_describe(tensor)}" for name, tensor in tensors.items())
+    given = "; ".join(f"{name}: {describe(tensor)}" for name, tensor in tensors.items())
     steps = spec.epoch_steps(1) if spec.steps or spec.train.rows else _STEPS
     probe = _probe(pl)
     asked = spec.trainer
@@ -73,7 +73,7 @@ def try_lightning(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
     except Exception as error:
         raise ModelError(
             f"{_where(error, module)} failed on a batch of these data, tried before ranks were started: "
-            f"{type(error).__name__}: {error}\nGiven: {given}.{_advice(error)}"
+            f"{type(error).__name__}: {error}\nGiven: {given}.{advice(error)}"
         ) from error
     unused = probe.unused
     if unused and module.automatic_optimization and not asked["find_unused_parameters"]:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, ClassVar
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
+from pyspark.sql.types import UserDefinedType
 
 from spark_hvd.estimators import checks
 from spark_hvd.estimators.columns import expression_of
 from spark_hvd.estimators.dataset import listed
 from spark_hvd.estimators.errors import DataError, ModelError
 from spark_hvd.estimators.head import Head, head_of
+from spark_hvd.estimators.history import History, as_history
 from spark_hvd.estimators.model_meta import ModelMeta, inputs_as_trained, inputs_of, probed_shapes
 from spark_hvd.estimators.modules import pack
 from spark_hvd.estimators.outputs import Output, Shape, head_outputs, label_output
@@ -23,14 +25,17 @@ from spark_hvd.estimators.predict import Prediction, arrow_function, pandas_func
 from spark_hvd.runner.spark import is_connect
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from pyspark.sql import Column as SparkColumn
     from pyspark.sql import DataFrame
+
+_ROW = "__spark_hvd_row"
 
 TABLE = (
     *rows(
         "Model",
         ("model", None, checks.instance("a torch.nn.Module", "parameters", "eval", "state_dict"), "The trained model."),
-        ("history", None, checks.anything, "What fit recorded of each epoch."),
+        ("history", None, as_history, "What fit recorded of each epoch."),
         ("run_id", None, checks.text, "The run that trained it."),
         ("optimizer", None, checks.anything, "The optimizer after training."),
         ("loss", None, checks.functions, "The loss of each output; one tells what the output is (classes, a value)."),
@@ -85,6 +90,18 @@ class TorchModel(TableParams, Model, MLWritable, MLReadable["TorchModel"]):
     _table: ClassVar = TABLE
     _from_json: ClassVar = {"metadata": ModelMeta.from_json}
 
+    def history_plot(self, keys: Sequence[str] = ("loss",)) -> Figure:
+        """The curves of the epochs as a matplotlib figure, training and validation together; see History.plot.
+
+        Raises:
+            ValueError: the model was not trained by an estimator.
+            ImportError: matplotlib is not installed.
+        """
+        history = self.value_of("history")
+        if not history:
+            raise ValueError("the model has no history: only models that an estimator trained have one")
+        return History(history).plot(keys)
+
     def setLabelColoumns(self, value: Sequence[str]) -> TorchModel:  # noqa: N802
         """Set ``label_columns``; Horovod's spelling."""
         return self.setParams(label_columns=value)
@@ -128,7 +145,8 @@ class TorchModel(TableParams, Model, MLWritable, MLReadable["TorchModel"]):
         )
         # one expression for all columns: Spark runs it once, and only where one of them is used
         result = _predicted(job)
-        return dataset.select("*", *(_taken_out(result[f"c{i}"], output) for i, output in enumerate(plan)))
+        columns = [_taken_out(result[f"c{i}"], output) for i, output in enumerate(plan)]
+        return _row_by_row(dataset).select("*", *columns).drop(_ROW)
 
     def _head(self) -> Head:
         meta: ModelMeta | None = self.value_of("metadata")
@@ -173,6 +191,18 @@ class TorchModel(TableParams, Model, MLWritable, MLReadable["TorchModel"]):
             return [label.spark_type for label in meta.labels]
         there = {field.name: field.dataType.simpleString() for field in dataset.schema.fields}
         return [there.get(label, "") for label in labels]
+
+
+def _row_by_row(dataset: DataFrame) -> DataFrame:
+    """The same DataFrame and a column ``_ROW``, planned so that an Arrow UDF can stand on it.
+
+    From Spark 4.3 on, a UDF directly on a columnar scan (Parquet, cached data) gets all columns as columns, and fails
+    on vectors, UNSUPPORTED_DATATYPE, also where it takes none. An explode into one row each hands over rows; unlike
+    other ways it lets filters through and keeps partitions as they are.
+    """
+    if any(isinstance(field.dataType, UserDefinedType) for field in dataset.schema.fields):
+        return dataset.select("*", F.explode(F.array(F.lit(0))).alias(_ROW))
+    return dataset
 
 
 def _check_new(dataset: DataFrame, names: Sequence[str]) -> None:

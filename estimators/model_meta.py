@@ -112,7 +112,8 @@ def inputs_as_trained(
     specs = []
     for column, spec in zip(columns_of(schema, names, decoders=decoders), trained, strict=True):
         before = spec.column
-        if before.spark_type and _family(column) != _family(before):
+        decoded = column.name in decoders  # its dtype in training was that of what the decoder made
+        if before.spark_type and not decoded and _family(column) != _family(before):
             raise DataError(
                 f"column {column.name!r} is of type {column.spark_type}, but the model was trained with "
                 f"{before.spark_type}: cast it, or give the column that was meant in feature_columns"

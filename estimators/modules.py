@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from spark_hvd.runner.payload import UnpicklableError, _explain
+from spark_hvd.runner.payload import UnpicklableError, explain
 
 # What safetensors holds; tensors of other dtypes (complex, quantised) stay in the pickle.
 _DTYPES = frozenset(
@@ -84,7 +84,7 @@ def pack(obj: Any, what: str = "model") -> PackedModule:
     try:
         pickler.dump(obj)
     except Exception as error:
-        reason = _INNER.sub(r".\1", _explain([(what, obj)], error))
+        reason = _INNER.sub(r".\1", explain([(what, obj)], error))
         raise UnpicklableError(
             f"cannot pickle {what}: {reason}\nMake it where it is used, for example in forward, or leave it out of the "
             "pickle with __getstate__."

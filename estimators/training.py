@@ -74,7 +74,8 @@ class Job:
 
     def seed(self, epoch: int) -> None:
         """Set torch's seed for an epoch: another on each rank, the same whether the run was resumed or not."""
-        torch.manual_seed((self.spec.seed * 1_000_003 + epoch) * 65_537 + hvd.rank())
+        seed = (self.spec.seed * 1_000_003 + epoch) * 65_537 + hvd.rank()
+        torch.manual_seed(seed % 2**63)  # more is too much for torch
 
     def keep(self, model: torch.nn.Module, rest: Callable[[], dict[str, Any]]) -> None:
         """Write the checkpoint of an epoch, whose row is the last of ``history``; on rank 0.

@@ -90,14 +90,13 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
     except ValueError as error:
         raise ModelError(f"{error}. Change input_shapes or label_shapes") from error
     given = [
-        f"{s.column.name}: {_describe(t)}"
-        for s, t in zip((*spec.inputs, *spec.labels), (*inputs, *labels), strict=True)
+        f"{s.column.name}: {describe(t)}" for s, t in zip((*spec.inputs, *spec.labels), (*inputs, *labels), strict=True)
     ]
     outputs = _step("model(*inputs)", given, lambda: outputs_of(model(*inputs)))
-    given.append(f"outputs: {'; '.join(map(_describe, outputs))}")
+    given.append(f"outputs: {'; '.join(map(describe, outputs))}")
     weights = batch[spec.weight] if spec.weight else None
     if weights is not None and weights.dim() != 1:
-        raise ModelError(f"sample_weight_col={spec.weight!r}: expected one number a row, got {_describe(weights)}")
+        raise ModelError(f"sample_weight_col={spec.weight!r}: expected one number a row, got {describe(weights)}")
     optimizer = make_optimizer(objects.optimizer, model)
     make_scheduler(objects.scheduler, optimizer, 1)
     if objects.loss_constructors or objects.minibatch is not None:
@@ -110,9 +109,7 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
         warnings.filterwarnings("error", message="Using a target size")
         loss = _step("the loss of outputs and labels", given, lambda: objective(outputs, labels, weights))
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-        raise ModelError(
-            f"the loss of a batch is {_describe(loss)}: expected a single number, such as a mean over rows"
-        )
+        raise ModelError(f"the loss of a batch is {describe(loss)}: expected a single number, such as a mean over rows")
     if not loss.requires_grad:
         raise ModelError("the loss does not depend on any parameter that is trained: is it computed under no_grad?")
     _step("backward", given, loss.backward)
@@ -125,11 +122,12 @@ def _step(what: str, given: Sequence[str], do: Callable[[], Any]) -> Any:
     except Exception as error:
         raise ModelError(
             f"{what} failed on a batch of these data, tried before ranks were started: {type(error).__name__}: "
-            f"{error}\nGiven: {'; '.join(given)}.{_advice(error)}"
+            f"{error}\nGiven: {'; '.join(given)}.{advice(error)}"
         ) from error
 
 
-def _advice(error: Exception) -> str:
+def advice(error: Exception) -> str:
+    """Which parameters change what an error is about; with a space before it."""
     text = str(error)
     if "dtype" in text or "scalar type" in text:
         return " input_dtypes= and label_dtypes= change dtypes, for example input_dtypes=['float32']."
@@ -138,7 +136,8 @@ def _advice(error: Exception) -> str:
     return ""
 
 
-def _describe(value: Any) -> str:
+def describe(value: Any) -> str:
+    """Dtype and shape of a tensor, or the type of what is none."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

@@ -27,7 +27,7 @@ def dump_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         parts = [("fn", fn), *((f"args[{i}]", value) for i, value in enumerate(args))]
         parts += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
         raise UnpicklableError(
-            f"cannot send fn to the ranks: {_explain(parts, error)}\n"
+            f"cannot send fn to the ranks: {explain(parts, error)}\n"
             "Create it inside fn instead, or pass what it is made from (a path, a configuration)."
         ) from error
     return data
@@ -43,7 +43,7 @@ def dump_result(value: Any, rank: int) -> bytes:
         data: bytes = cloudpickle.dumps(value)
     except Exception as error:
         raise UnpicklableError(
-            f"fn returned on rank {rank} a value that cannot be sent back: {_explain([('value', value)], error)}\n"
+            f"fn returned on rank {rank} a value that cannot be sent back: {explain([('value', value)], error)}\n"
             "Return plain data: numbers, lists, arrays, tensors, state_dicts."
         ) from error
     return data
@@ -68,7 +68,8 @@ def load_exception(data: bytes | None) -> BaseException | None:
     return error if isinstance(error, BaseException) else None
 
 
-def _explain(parts: Sequence[tuple[str, Any]], error: Exception) -> str:
+def explain(parts: Sequence[tuple[str, Any]], error: Exception) -> str:
+    """Say which part, and what inside it, cannot be pickled."""
     for path, value in parts:
         culprit = _culprit(path, value, frozenset(), _MAX_DEPTH)
         if culprit is not None:

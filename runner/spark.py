@@ -26,15 +26,18 @@ def active_session(spark: SparkSession | None) -> SparkSession:
     Raises:
         ClusterError: there is none.
     """
+    from pyspark.errors import PySparkException
     from pyspark.sql import SparkSession
 
-    found = spark or SparkSession.getActiveSession()
-    if found is None:
+    if spark is not None:
+        return spark
+    try:
+        return SparkSession.active()  # else the default one: threads that the user started have none of their own
+    except PySparkException as error:
         raise ClusterError(
             "there is no active Spark session. Create one first (SparkSession.builder.getOrCreate()) or pass spark=; "
             "to train without Spark, on this machine only, use spark_hvd.run_local."
-        )
-    return found
+        ) from error
 
 
 def is_connect(spark: SparkSession) -> bool:

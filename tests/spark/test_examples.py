@@ -50,3 +50,27 @@ def test_flights(tmp_path: Path) -> None:
     assert auc["network"] > 0.65
     assert "[1]" in printed
     assert (tmp_path / "flights_loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_flights_estimator(tmp_path: Path) -> None:
+    printed = run_example(
+        "flights_estimator.py", "--rows", "40000", "--epochs", "4", "--trees", "5", "--out", str(tmp_path), timeout=230
+    )
+    auc = {
+        name: float(value) for name, value in re.findall(r"^(logistic|5 grad|network).*? (0\.\d{3}) ", printed, re.M)
+    }
+    assert auc["logistic"] > 0.65
+    assert auc["5 grad"] > 0.6
+    assert auc["network"] > 0.65
+    assert (tmp_path / "flights_estimator_loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", ["digits_lightning.py", "petastorm_images.py"])
+def test_digits_by_estimators(name: str) -> None:
+    accuracy = re.search(r"(?:accuracy|right)\D*(0\.\d+)", run_example(name, timeout=230))
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.9

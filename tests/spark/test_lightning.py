@@ -12,7 +12,7 @@ import cloudpickle
 import lightning as L  # noqa: N812 - the name that everybody gives it
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from torch import nn
 
@@ -67,7 +67,9 @@ class Warm:
 @pytest.fixture(scope="module")
 def warm() -> Iterator[Warm]:
     backend = Warm()
-    yield backend
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the ranks inherit it
+        yield backend
     backend.close()
 
 
@@ -242,10 +244,7 @@ def test_resumed_equals_unbroken(df: DataFrame, estimator: Callable[..., Lightni
         assert early[0]["wait_count"] == early[1]["wait_count"]
 
 
-def test_callbacks_and_loggers(
-    df: DataFrame, estimator: Callable[..., LightningEstimator], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+def test_callbacks_and_loggers(df: DataFrame, estimator: Callable[..., LightningEstimator], tmp_path: Path) -> None:
     tracking = f"file:{tmp_path / 'mlruns'}"
     model = estimator(
         model=net(),
@@ -287,6 +286,18 @@ def test_best_weights(df: DataFrame, estimator: Callable[..., LightningEstimator
     second = estimator(model=Worse(), epochs=2, **options).fit(df)
     assert column(best, "score") == [-1.0, 0.0, -1.0]
     assert all(torch.equal(value, weights(second)[name]) for name, value in weights(best).items())
+
+
+def test_averaged_weights(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
+    """What is validated are the averages, so they are what comes out; here they stay what the first step made."""
+    fit = partial(estimator, model=net(), validation=0.2)
+    first = fit(epochs=1, trainer_args={"limit_train_batches": 1}).fit(df)
+    ended = fit(callbacks=[EMAWeightAveraging(decay=1.0)]).fit(df)
+    best = fit(callbacks=[EMAWeightAveraging(decay=1.0)], restore_best_weights=True).fit(df)
+    for model in (ended, best):
+        assert all(torch.equal(value, weights(first)[name]) for name, value in weights(model).items())
+    assert len(set(column(ended, "val_loss"))) == 1
+    assert column(ended, "loss")[-1] < column(ended, "loss")[0]
 
 
 class Ranked(Net):
@@ -371,6 +382,18 @@ class Counting(Net):
         self.log("steps", float(self.global_step))
 
 
+def test_profiler_and_other_files(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
+    model = estimator(model=net(), epochs=1, profiler="simple", logger=None, random_seed=2**40).fit(df)
+    store = mine_store(estimator)
+    assert logs(store, model) == {
+        "fit-profile-0.txt",
+        "fit-profile-1.txt",
+        "version_0/hparams.yaml",
+        "version_0/metrics.csv",
+    }
+    assert "run_training_batch" in (Path(store.logs_path(model.getRunId())) / "fit-profile-0.txt").read_text()
+
+
 def test_trainer_args(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
     arguments = {
         "accumulate_grad_batches": 2,
@@ -447,9 +470,20 @@ class Breaking(Net):
         return self.loss(batch) * (float("nan") if broken else 1.0)
 
 
-def test_not_finite(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
+def test_not_finite_and_resumed(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
+    def fit(model: type[Net], run_id: str, **options: Any) -> LightningModel:
+        torch.manual_seed(0)
+        callbacks = [EMAWeightAveraging(decay=0.9), ModelCheckpoint(save_top_k=-1)]
+        return estimator(model=model(dropout=0.3), run_id=run_id, callbacks=callbacks, **options).fit(df)
+
     with pytest.raises(NotFiniteLossError, match="nan on rank 1 in epoch 2, batch 3 of 7"):
-        estimator(model=Breaking(), backend=LocalBackend(2, verbose=0)).fit(df)
+        fit(Breaking, "broken", backend=LocalBackend(2, verbose=0))
+    unbroken, resumed = fit(Net, "whole"), fit(Net, "broken")
+    for name, value in weights(unbroken).items():
+        assert torch.equal(weights(resumed)[name], value), name
+    for key in ("epoch", "loss", "lr"):
+        assert column(resumed, key) == column(unbroken, key), key
+    assert logs(mine_store(estimator), resumed) == logs(mine_store(estimator), unbroken)
 
 
 # -- errors, all before any rank is started
@@ -477,6 +511,7 @@ class Unvalidated(L.LightningModule):
         ({"optimizer": torch.optim.SGD}, TypeError, "'optimizer': a LightningModule has its own: in configure_opt"),
         ({"model": nn.Linear(1, 1)}, TypeError, "Linear, not a LightningModule: give it to TorchEstimator"),
         ({"model": Net}, TypeError, "expected a LightningModule"),
+        ({"profiler": "simpel"}, ValueError, "Did you mean 'simple'"),
         ({"task": "multi"}, ValueError, "'multiclass', 'binary' or 'regression'"),
         ({"callbacks": [object()]}, TypeError, r"is no lightning.pytorch.Callback"),
         ({"logger": "csv"}, TypeError, "expected a logger of Lightning"),
@@ -486,6 +521,7 @@ class Unvalidated(L.LightningModule):
         ({"trainer_args": {"gradient_clip_algorithm": "mean"}}, ValueError, "the Trainer does not take them"),
         ({"model": Unvalidated(), "validation": 0.1}, ValueError, "Unvalidated has no validation_step"),
         ({"model": Odd()}, ModelError, r"Odd.training_step failed(.|\n)*features: float32 \[32, 4\]"),
+        ({"model": Net().float(), "input_shapes": [[-1, 3]]}, ModelError, "Change input_shapes"),
         ({"model": Unused()}, ModelError, "2 parameters .* 'forgotten.weight', .*find_unused_parameters=True"),
     ],
 )

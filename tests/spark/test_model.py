@@ -413,3 +413,21 @@ def test_in_a_pipeline_and_in_cross_validation(numbers: DataFrame) -> None:
     assert isinstance(chosen.bestModel, TorchModel)
     labels = np.arange(100) % 3
     assert chosen.avgMetrics[0] == pytest.approx(np.mean((values - labels) ** 2), rel=0.2)
+
+
+@pytest.mark.parametrize("source", ["parquet", "cache"])
+def test_vectors_in_columnar_scans(spark: SparkSession, tmp_path: Path, source: str) -> None:
+    schema = StructType([StructField("id", IntegerType()), StructField("features", VectorUDT())])
+    df = spark.createDataFrame([(i, Vectors.dense([float(i), 1.0])) for i in range(7)], schema)
+    if source == "parquet":
+        df.write.parquet(str(tmp_path / "rows"))
+        df = spark.read.parquet(str(tmp_path / "rows"))
+    else:
+        df = df.cache()
+        df.count()
+    net = nn.Linear(2, 1)
+    model = TorchModel(model=net, feature_columns=["features"], label_columns=["y"], loss=nn.MSELoss())
+    with torch.no_grad():
+        expected = {i: net(torch.tensor([[float(i), 1.0]])).item() for i in range(7)}
+    for row in model.transform(df).collect():
+        assert row["prediction"] == pytest.approx(expected[row["id"]], abs=1e-5)

@@ -1,0 +1,83 @@
+"""The parameters of estimators: one table, from which everything else follows, the documentation included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spark_hvd.estimators import LightningEstimator, TorchEstimator
+from spark_hvd.estimators.params import in_page
+from spark_hvd.estimators.tables import GONE, TORCH
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# The shared and the torch Params of Horovod 0.28, but for those of its data modules and of NVTabular.
+HOROVOD = [
+    "num_proc",
+    "model",
+    "backend",
+    "store",
+    "optimizer",
+    "loss",
+    "loss_weights",
+    "sample_weight_col",
+    "metrics",
+    "feature_cols",
+    "label_cols",
+    "validation",
+    "gradient_compression",
+    "compress_sparse_cols",
+    "batch_size",
+    "val_batch_size",
+    "epochs",
+    "verbose",
+    "callbacks",
+    "random_seed",
+    "shuffle_buffer_size",
+    "shuffle",
+    "partitions_per_process",
+    "run_id",
+    "train_steps_per_epoch",
+    "validation_steps_per_epoch",
+    "transformation_fn",
+    "transformation_edit_fields",
+    "transformation_removed_fields",
+    "train_reader_num_workers",
+    "val_reader_num_workers",
+    "reader_pool_type",
+    "label_shapes",
+    "inmemory_cache_all",
+    "use_gpu",
+    "backward_passes_per_step",
+    "input_shapes",
+    "loss_constructors",
+    "train_minibatch_fn",
+]
+
+
+def test_horovods_parameters_are_all_there() -> None:
+    names = {row.name for row in TORCH}
+    assert set(HOROVOD) <= names
+    assert not set(GONE) & names
+
+
+def test_the_page_shows_the_table() -> None:
+    page = (ROOT / "docs" / "estimators.md").read_text()
+    assert page == in_page(page, TORCH), "write it anew: python -m spark_hvd.estimators.tables"
+
+
+@pytest.mark.parametrize("kind", [TorchEstimator, LightningEstimator])
+def test_every_parameter_has_getter_setter_and_default(kind: type[TorchEstimator]) -> None:
+    made = kind()
+    for row in kind._table:
+        camel = "".join(word.capitalize() for word in row.name.split("_"))
+        assert getattr(made, f"get{camel}")() == row.default
+        assert getattr(made, f"set{camel}")(row.default) is made
+        assert made.getParam(row.name).doc == row.doc
+        assert row.doc.endswith(".")
+
+
+def test_horovods_names_of_getters() -> None:
+    for name in ("getNumProc", "setFeatureCols", "getSampleWeightCol", "setInputShapes", "getTrainMinibatchFn"):
+        assert callable(getattr(TorchEstimator, name))
