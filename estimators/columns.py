@@ -118,7 +118,9 @@ def expression_of(column: Column) -> SparkColumn:
     A vector becomes a list of numbers, or with encoding "sparse" a struct of size, indices and values.
     """
     source = F.col(quoted(column.name))
-    if column.encoding == "sparse":
+    if column.spark_type == "binary":  # whatever its decoder makes of it
+        result = source
+    elif column.encoding == "sparse":
         result = _sparse(source, _SQL_TYPES[column.dtype])
     elif column.spark_type == "vector":
         from pyspark.ml.functions import vector_to_array

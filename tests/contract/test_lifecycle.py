@@ -12,6 +12,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+import zmq
 
 import spark_hvd.torch as hvd
 from spark_hvd import context
@@ -79,6 +80,18 @@ def test_again_and_again() -> None:
 
     with ranks(2) as world:
         assert world.run(fn) == [[3.0] * 5] * 2
+
+
+def test_a_socket_that_is_never_reaped() -> None:
+    def fn() -> float:
+        # libzmq does this to us by itself, once in a hundred times on a busy machine; an open socket does it always.
+        with context.current().engine._context.socket(zmq.PUSH):
+            hvd.shutdown()
+            hvd.init()
+            return reduced()
+
+    with ranks(2, timeout=10) as world:
+        assert world.run(fn) == [3.0] * 2
 
 
 def test_joined_already() -> None:
