@@ -79,7 +79,7 @@ def _check_nulls(array: pa.Array, rows: int, at: _Where) -> None:
     if array.null_count:
         values = "rows" if len(array) == rows else "values"
         raise DataError(
-            f"{_at(*at)} has {array.null_count} null(s) in {len(array)} {values}: fill or drop them before fit, "
+            f"{_at(*at)} has {array.null_count} null(s) in {len(array)} {values}: fill or drop them first, "
             f"e.g. df.na.fill(0, [{at[0].name!r}])"
         )
 
@@ -96,7 +96,7 @@ def _one_length(array: pa.Array, rows: int, depth: int, at: _Where) -> int:
         level = f" at depth {depth + 1}" if depth else ""
         raise DataError(
             f"{_at(*at)} has lists of different lengths{level}: row {row} has one of {lengths[wrong[0]]}, where the "
-            f"first has {expected} ({len(wrong)} of {len(lengths)} differ): pad or cut them to one length before fit"
+            f"first has {expected} ({len(wrong)} of {len(lengths)} differ): pad or cut them to one length"
         )
     return expected
 

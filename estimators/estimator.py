@@ -18,8 +18,10 @@ from spark_hvd.estimators.checkpoint import BEST, LAST, Checkpoints, check_fits
 from spark_hvd.estimators.columns import check_columns, columns_of, expression_of
 from spark_hvd.estimators.dataset import Column, DatasetMeta
 from spark_hvd.estimators.errors import DataError, EstimatorError, StoreError
+from spark_hvd.estimators.head import head_of
 from spark_hvd.estimators.history import History
 from spark_hvd.estimators.materialize import materialize
+from spark_hvd.estimators.model_meta import ModelMeta
 from spark_hvd.estimators.modules import pack
 from spark_hvd.estimators.params import TableParams
 from spark_hvd.estimators.parquet import dataset_of
@@ -27,6 +29,7 @@ from spark_hvd.estimators.persistence import ParamsReader, ParamsWriter
 from spark_hvd.estimators.reader import Batch, ReaderSpec
 from spark_hvd.estimators.spec import Objects, TrainSpec
 from spark_hvd.estimators.store import Store
+from spark_hvd.estimators.tables import MODEL_SETTINGS
 from spark_hvd.estimators.tensors import TensorSpec
 from spark_hvd.estimators.training import Framework, train
 from spark_hvd.estimators.trial import ROWS, batch_of, first_batch, label_dtype, try_batch
@@ -315,6 +318,30 @@ class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: i
         self, settings: Settings, spec: TrainSpec, objects: Objects, state: Mapping[str, Any], history: History
     ) -> TorchModel:
         raise NotImplementedError
+
+
+def model_fields(
+    settings: Settings, spec: TrainSpec, objects: Objects, model: torch.nn.Module, history: History
+) -> dict[str, Any]:
+    """What every estimator gives to the model that comes out of it, as keywords.
+
+    Args:
+        settings: The estimator's.
+        spec: The training.
+        objects: What it was trained with.
+        model: With the trained weights.
+        history: Of the training.
+    """
+    labels = tuple(label.column for label in spec.labels)
+    return {
+        "model": model.eval(),
+        "metadata": ModelMeta(spec.inputs, labels, head_of(objects.losses)),
+        "history": history,
+        "run_id": spec.run_id,
+        "feature_columns": settings["feature_cols"],
+        "label_columns": settings["label_cols"],
+        **{name: settings[name] for name in MODEL_SETTINGS},
+    }
 
 
 def _some_rows(df: DataFrame, columns: tuple[Column, ...]) -> pa.Table:

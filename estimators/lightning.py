@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 
-from spark_hvd.estimators.estimator import Settings, SparkEstimator
-from spark_hvd.estimators.head import head_of
+from spark_hvd.estimators.estimator import Settings, SparkEstimator, model_fields
 from spark_hvd.estimators.history import History
 from spark_hvd.estimators.lightning_loop import LightningFramework
 from spark_hvd.estimators.lightning_parts import package_of
 from spark_hvd.estimators.lightning_tables import GONE, LIGHTNING
 from spark_hvd.estimators.lightning_trial import check_trainer_args, try_lightning
 from spark_hvd.estimators.model import TorchModel
-from spark_hvd.estimators.model_meta import ModelMeta
 from spark_hvd.estimators.reader import Batch
 from spark_hvd.estimators.spec import Objects, TrainSpec
 from spark_hvd.estimators.training import Framework
@@ -103,19 +101,7 @@ class LightningEstimator(SparkEstimator):
     ) -> LightningModel:
         module = copy.deepcopy(objects.model)
         module.load_state_dict(state["model"])
-        labels = tuple(label.column for label in spec.labels)
-        return LightningModel(
-            model=module.eval(),
-            metadata=ModelMeta(spec.inputs, labels, head_of(objects.losses)),
-            history=history,
-            run_id=spec.run_id,
-            feature_columns=settings["feature_cols"],
-            label_columns=settings["label_cols"],
-            input_shapes=settings["input_shapes"],
-            input_dtypes=settings["input_dtypes"],
-            decoders=settings["decoders"],
-            use_gpu=settings["use_gpu"],
-        )
+        return LightningModel(**model_fields(settings, spec, objects, module, history))
 
 
 def _losses(settings: Settings) -> list[torch.nn.Module]:

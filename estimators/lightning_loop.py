@@ -28,10 +28,7 @@ from spark_hvd.estimators.lightning_parts import (
     to_bytes,
 )
 from spark_hvd.estimators.objective import Sums
-from spark_hvd.estimators.training import Job, not_finite
-
-_NAN_CHECK_EVERY = 16
-"""Batches between looks at the loss on a GPU, where each look waits for it."""
+from spark_hvd.estimators.training import NAN_CHECK_EVERY, Job, not_finite, speed
 
 
 class LightningFramework:
@@ -154,7 +151,7 @@ class _Fit:
         loss = loss.detach()
         if self.module.automatic_optimization:  # Lightning divides it
             loss = loss * self.trainer.accumulate_grad_batches
-        look = loss.device.type == "cpu" or number % _NAN_CHECK_EVERY == 0
+        look = loss.device.type == "cpu" or number % NAN_CHECK_EVERY == 0
         if look and self.asked["terminate_on_nan"] and not torch.isfinite(loss):
             raise not_finite(float(loss), self.trainer.current_epoch, number, self.job.steps)
         self.sums.add(rows, loss, ())
@@ -171,7 +168,7 @@ class _Fit:
         if rows_with_loss:
             row["loss"] = loss / rows_with_loss
         row.update(_means(metrics))
-        row.update(lr=self.rate, seconds=round(seconds, 3), rows_per_second=round(sum(rows) / max(seconds, 1e-9), 1))
+        row.update(lr=self.rate, **speed(seconds, sum(rows)))
         job.history.append(row)
         trainer.save_checkpoint(KEEP)
         kept, self.checkpoint_io.kept = self.checkpoint_io.kept, None

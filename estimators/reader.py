@@ -33,7 +33,8 @@ class ReaderSpec:
         seed: Of the order. Same seed, size and pass: same batches, to the bit.
         window_rows: Rows that are shuffled together; None for as many as fit in 64 MiB. Bounds the memory.
         drop_last: Leave out the batch at the end of a pass that is not full.
-        cache: Keep what was read in memory; later passes read no file (``inmemory_cache_all``).
+        cache: Keep what was read in memory; later passes read no file (``inmemory_cache_all``), so that a rank has the
+            same rows in every pass.
         workers: Threads that read ahead.
         pool: Petastorm's ``reader_pool_type``: "thread", "process" or "dummy". The Arrow reader has threads only.
         decoders: Column name -> function of the bytes of one value, returning an array; for binary columns.
@@ -65,11 +66,12 @@ class Reader(Protocol):
     """Reads a rank's shard of a data set, pass by pass."""
 
     def batches(self, number: int) -> Iterator[Batch]:
-        """Yield the batches of pass ``number`` (from 0): exactly ``steps_of(dataset.rows, size, batch_size)`` of them.
+        """Yield the batches of pass ``number`` (from 0).
 
-        Over all ranks every row comes once in a pass. All batches have ``batch_size`` rows but the last, which holds
-        what is left: on ranks that got a row more it may have ``batch_size + 1``. The iterator may be left early;
-        closing it stops the threads.
+        There are exactly ``steps_of(dataset.rows, size, batch_size, drop_last)`` of them. Over all ranks every row
+        comes once in a pass, but for those that ``drop_last`` leaves out. All batches have ``batch_size`` rows but the
+        last, which holds what is left: on ranks that got a row more it may have ``batch_size + 1``. The iterator may
+        be left early; closing it stops the threads.
 
         Raises:
             DataError: nulls, ragged lists, a file that changed or vanished; naming file, column and row group.

@@ -6,14 +6,12 @@ import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from spark_hvd.estimators.estimator import Settings, SparkEstimator
-from spark_hvd.estimators.head import head_of
+from spark_hvd.estimators.estimator import Settings, SparkEstimator, model_fields
 from spark_hvd.estimators.history import History
 from spark_hvd.estimators.learning_rate import make_optimizer, scale
 from spark_hvd.estimators.model import TorchModel
-from spark_hvd.estimators.model_meta import ModelMeta
 from spark_hvd.estimators.spec import Objects, TrainSpec
-from spark_hvd.estimators.tables import GONE, MODEL_SETTINGS, TORCH
+from spark_hvd.estimators.tables import GONE, TORCH
 from spark_hvd.estimators.torch_loop import TorchFramework
 from spark_hvd.estimators.training import Framework
 
@@ -89,14 +87,8 @@ class TorchEstimator(SparkEstimator):
             if spec.scale_lr:
                 scale(optimizer, None, 1.0 / state["size"])
         return TorchModel(
-            model=trained.model.eval(),
-            metadata=ModelMeta(spec.inputs, tuple(label.column for label in spec.labels), head_of(objects.losses)),
-            history=history,
-            run_id=spec.run_id,
+            **model_fields(settings, spec, objects, trained.model, history),
             optimizer=optimizer,
             loss=settings["loss"],
             loss_constructors=settings["loss_constructors"],
-            feature_columns=settings["feature_cols"],
-            label_columns=settings["label_cols"],
-            **{name: settings[name] for name in MODEL_SETTINGS},
         )

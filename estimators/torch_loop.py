@@ -17,11 +17,9 @@ from spark_hvd.estimators.objective import Metrics, Objective, Sums
 from spark_hvd.estimators.reader import Batch
 from spark_hvd.estimators.spec import TrainSpec
 from spark_hvd.estimators.tensors import outputs_of, tensors_of
-from spark_hvd.estimators.training import Job, not_finite, speed
+from spark_hvd.estimators.training import NAN_CHECK_EVERY, Job, not_finite, speed
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_NAN_CHECK_EVERY = 16
-"""Batches between looks at the loss on a GPU, where each look waits for it."""
 
 
 class TorchFramework:
@@ -157,7 +155,7 @@ class _Loop:
                 self._step()
         state.loss = loss.detach()
         state.step, state.global_step = number + 1, state.global_step + 1
-        looked_at = device.type == "cpu" or number % _NAN_CHECK_EVERY == 0 or number + 1 == self.job.steps
+        looked_at = device.type == "cpu" or number % NAN_CHECK_EVERY == 0 or number + 1 == self.job.steps
         if spec.terminate_on_nan and looked_at:
             value = float(state.loss)
             if value - value != 0.0:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from spark_hvd.estimators.modules import PackedModule
 
 
+NAN_CHECK_EVERY = 16
+"""Batches between looks at the loss on a GPU, where each look waits for it."""
+
+
 class Framework(Protocol):
     """A way to train: one for each framework, so that no estimator is written twice."""
 
@@ -145,8 +149,8 @@ def not_finite(loss: float, epoch: int, batch: int, steps: int) -> NotFiniteLoss
     """The error of a loss that is NaN or infinite."""
     return NotFiniteLossError(
         f"the loss is {loss} on rank {hvd.rank()} in epoch {epoch + 1}, batch {batch + 1} of {steps}. Look for a "
-        "learning rate that is too high (scale_lr multiplies it by num_proc), values that are not scaled, a log or "
-        "division in the loss; clip_norm= bounds gradients; terminate_on_nan=False leaves such steps out and goes on"
+        "learning rate that is too high (TorchEstimator's scale_lr multiplies it by num_proc), values that are not "
+        "scaled, a log or division in the loss, gradients that want clipping; terminate_on_nan=False goes on"
     )
 
 

@@ -433,6 +433,12 @@ def test_shapes_and_dtypes(df: DataFrame, estimator: Callable[..., LightningEsti
     ).fit(df)
 
 
+def test_columns_of_transform_are_named(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
+    named = {"output_cols": ["out"], "prediction_col": "value", "raw_prediction_col": "", "probability_col": ""}
+    model = estimator(model=net(), task="regression", epochs=1, **named).fit(df)
+    assert set(model.transform(df).columns) - set(df.columns) == {"out", "value"}
+
+
 def test_saved_and_loaded(df: DataFrame, estimator: Callable[..., LightningEstimator], tmp_path: Path) -> None:
     model = estimator(model=net(), task="regression", epochs=1).fit(df)
     model.write().save(str(tmp_path / "model"))
