@@ -1,10 +1,10 @@
 """Rows a second through a trained model: TorchModel.transform, one row per forward, and plain torch beside Spark.
 
-`python -m benchmarks.transform [--rows 1000000] [--rounds 3] [--kinds vector scalars]`
+`python -m benchmarks.transform [--rows 1000000] [--rounds 3] [--kinds scalars array vector]`
 
 All read the same Parquet file set with two processes and keep one number a row, which they add up. Workers are warm:
-a first pass over few rows starts them and loads torch. Vectors are made of lists after reading (array_to_vector), which
-counts for both ways through Spark and not for plain torch.
+a first pass over few rows starts them and loads torch. Arrays are one list of numbers a row. Vectors are made of them
+after reading (array_to_vector), which counts for both ways through Spark and not for plain torch.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from spark_hvd.estimators.model import TorchModel
 from spark_hvd.estimators.modules import pack, unpack
 
 CORES, WIDTH, BATCH = 2, 20, 1024
+KINDS = ("scalars", "array", "vector")
 NAMES = [f"x{i}" for i in range(WIDTH)]
 
 
@@ -71,7 +72,7 @@ def _session() -> SparkSession:
 def _write(folder: Path, rows: int) -> None:
     """Two Parquet files of 20 float columns, and of the same in one list."""
     generator = np.random.default_rng(0)
-    for kind in ("vector", "scalars"):
+    for kind in ("array", "scalars"):
         (folder / kind).mkdir()
     for part in range(CORES):
         values = generator.standard_normal((rows // CORES, WIDTH), np.float32)
@@ -79,7 +80,7 @@ def _write(folder: Path, rows: int) -> None:
         pq.write_table(table, folder / "scalars" / f"{part}.parquet")
         offsets = np.arange(0, values.size + 1, WIDTH, dtype=np.int32)
         lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.ravel()))
-        pq.write_table(pa.table({"features": lists}), folder / "vector" / f"{part}.parquet")
+        pq.write_table(pa.table({"features": lists}), folder / "array" / f"{part}.parquet")
 
 
 def _timed(work: Callable[[], float]) -> tuple[float, float]:
@@ -105,21 +106,22 @@ def _row_by_row(frame: DataFrame, kind: str) -> float:
         torch.set_num_threads(1)
         net = unpack(packed).eval()
         for row in rows:
-            values = row["features"].toArray() if kind == "vector" else [row[name] for name in NAMES]
+            values = [row[name] for name in NAMES] if kind == "scalars" else row["features"]
+            values = values.toArray() if kind == "vector" else values
             with torch.no_grad():
                 yield float(net(torch.tensor(np.array([values]), dtype=torch.float32)))
 
     return float(frame.rdd.mapPartitions(predict).sum())
 
 
-def _plain_process(rank: int, folder: str, kind: str, results: Any, start: Any) -> None:
+def _plain_process(rank: int, files: str, results: Any, start: Any) -> None:
     torch.set_num_threads(1)
     net, total = _net().eval(), 0.0
     start.wait()
     began = time.perf_counter()
     with torch.inference_mode():
-        for batch in pq.ParquetFile(f"{folder}/{kind}/{rank}.parquet").iter_batches(BATCH):
-            if kind == "vector":
+        for batch in pq.ParquetFile(f"{files}/{rank}.parquet").iter_batches(BATCH):
+            if batch.num_columns == 1:
                 rows = torch.from_numpy(batch.column(0).flatten().to_numpy()).view(-1, WIDTH)
             else:
                 rows = torch.from_numpy(np.stack([column.to_numpy() for column in batch.columns], 1))
@@ -127,16 +129,17 @@ def _plain_process(rank: int, folder: str, kind: str, results: Any, start: Any) 
     results[2 * rank : 2 * rank + 2] = torch.tensor([time.perf_counter() - began, total], dtype=torch.float64)
 
 
-def _plain(folder: Path, kind: str) -> tuple[float, float]:
+def _plain(files: Path) -> tuple[float, float]:
     """Seconds without the start of the processes, and the sum."""
     results = torch.zeros(2 * CORES, dtype=torch.float64).share_memory_()
     barrier = torch.multiprocessing.get_context("spawn").Barrier(CORES)
-    spawn(_plain_process, args=(str(folder), kind, results, barrier), nprocs=CORES)  # type: ignore[no-untyped-call]
+    spawn(_plain_process, args=(str(files), results, barrier), nprocs=CORES)  # type: ignore[no-untyped-call]
     return float(results[0::2].max()), float(results[1::2].sum())
 
 
 def _measure(spark: SparkSession, folder: Path, kind: str, rows: int, rounds: int, fraction: float) -> None:
-    frame = spark.read.parquet(str(folder / kind))
+    files = folder / ("scalars" if kind == "scalars" else "array")
+    frame = spark.read.parquet(str(files))
     if kind == "vector":
         frame = frame.select(array_to_vector("features").alias("features"))
     few = frame.limit(int(rows * fraction)).repartition(CORES).cache()
@@ -147,7 +150,7 @@ def _measure(spark: SparkSession, folder: Path, kind: str, rows: int, rounds: in
         seconds, mine = _timed(lambda: _ours(frame, kind))
         times["transform"].append(seconds)
         times["one row per forward"].append(_timed(lambda: _row_by_row(few, kind))[0] / fraction)
-        seconds, theirs = _plain(folder, kind)
+        seconds, theirs = _plain(files)
         times["plain torch"].append(seconds)
         assert abs(mine - theirs) < 1e-3 * rows, (mine, theirs)
     few.unpersist()
@@ -167,7 +170,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--fraction", type=float, default=0.02, help="of the rows for one row per forward")
-    parser.add_argument("--kinds", nargs="+", choices=("vector", "scalars"), default=["vector", "scalars"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     arguments = parser.parse_args()
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     os.environ["PYSPARK_PYTHON"] = sys.executable

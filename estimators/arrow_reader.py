@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TypeVar
 
-import numpy as np
 import pyarrow as pa
 import torch
 
 from spark_hvd.estimators.arrow_files import Parts, RowGroups, where
 from spark_hvd.estimators.arrow_values import Values, columns_read, columns_yielded
-from spark_hvd.estimators.batches import Blocks, ColumnBatch, Layout, cut
-from spark_hvd.estimators.errors import DataError
+from spark_hvd.estimators.batches import Blocks, ColumnBatch, Layout, RowShapes, cut
 from spark_hvd.estimators.reader import ReaderSpec
-from spark_hvd.estimators.sharding import Piece, batch_rows, pieces_of
+from spark_hvd.estimators.sharding import Piece, batch_rows, pieces_of_pass
 from spark_hvd.estimators.windows import WINDOW_BYTES, Window, windows_of
 
 CHUNK = 16384
@@ -55,8 +52,7 @@ class ArrowReader:
         self._values = Values(spec, self._layout)
         self._files = RowGroups(spec.store, tuple(column.name for column in columns_read(spec)))
         self._kept: dict[Piece, Blocks] = {}
-        self._shapes: list[tuple[torch.dtype, torch.Size]] | None = None
-        self._lock = threading.Lock()
+        self._shapes = RowShapes(self._layout)
         self._pools: weakref.WeakSet[ThreadPoolExecutor] = weakref.WeakSet()
         self._closed = False
 
@@ -66,7 +62,7 @@ class ArrowReader:
         sizes = batch_rows(spec.dataset.rows, spec.rank, spec.size, spec.batch_size, spec.drop_last)
         if self._closed:
             raise RuntimeError("the reader is closed: open another")
-        pieces = self._pieces(number)
+        pieces = pieces_of_pass(spec, number)
         rows = spec.window_rows or self._window_rows(pieces[0])
         windows, load = windows_of(pieces, rows), self._loader(pieces, rows)
         pool = ThreadPoolExecutor(max(1, spec.workers), "spark_hvd-reader")
@@ -88,16 +84,6 @@ class ArrowReader:
             pool.shutdown(cancel_futures=True)
         self._files.close()
         self._kept.clear()
-
-    def _pieces(self, number: int) -> list[Piece]:
-        spec = self._spec
-        groups = [group.rows for group in spec.dataset.row_groups]
-        fixed = 0 if spec.cache else number
-        pieces = pieces_of(groups, spec.rank, spec.size, shuffle=spec.shuffle, seed=spec.seed, number=fixed)
-        if spec.shuffle and spec.cache:
-            order = np.random.default_rng((spec.seed, number, spec.rank)).permutation(len(pieces))
-            pieces = [pieces[at] for at in order]
-        return pieces
 
     def _plain(self, pool: ThreadPoolExecutor, windows: Iterator[list[Piece]], load: _Load) -> Iterator[Blocks]:
         def start(piece: Piece) -> Callable[[], Blocks]:
@@ -141,7 +127,7 @@ class ArrowReader:
     def _converted(self, table: pa.Table, piece: Piece) -> Blocks:
         at = where(self._spec.dataset.row_groups[piece.group])
         blocks = self._values.blocks_of(table, at)
-        self._check_shapes(blocks, at)
+        self._shapes.check(blocks, at)
         if self._spec.cache:
             self._kept[piece] = blocks
         return blocks
@@ -150,31 +136,16 @@ class ArrowReader:
         """Rows that fit in a window's memory."""
         if any(column.shape is None or not hasattr(torch, column.dtype) for column in self._layout.columns):
             # Only data tell the shape. The first row of the shard is read twice for it, once in the reader's life.
-            if self._shapes is None:
+            if self._shapes.known is None:
                 group = self._spec.dataset.row_groups[piece.group]
                 first = next(self._files.stream(group, 1))
-                self._check_shapes(self._values.blocks_of(pa.Table.from_batches([first]), where(group)), where(group))
-            assert self._shapes is not None
-            each = sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._shapes)
+                self._shapes.check(self._values.blocks_of(pa.Table.from_batches([first]), where(group)), where(group))
+            assert self._shapes.known is not None
+            each = sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._shapes.known)
         else:
             shapes = [(getattr(torch, column.dtype), column.shape) for column in self._layout.columns]
             each = sum(dtype.itemsize * math.prod(shape or ()) for dtype, shape in shapes)
         return max(1, WINDOW_BYTES // max(1, each))
-
-    def _check_shapes(self, blocks: Blocks, at: str) -> None:
-        """Rows of all row groups must be alike; within one they are."""
-        shapes = [(block.dtype, block.shape[1:]) for block in blocks]
-        with self._lock:
-            if self._shapes is None:
-                self._shapes = shapes
-        if shapes != self._shapes:
-            for column, (block, _) in self._layout.places.items():
-                mine, first = shapes[block], self._shapes[block]
-                if mine != first:
-                    raise DataError(
-                        f"column {column!r} in {at} has rows of shape {tuple(mine[1])} and {mine[0]}, "
-                        f"where a row group before has {tuple(first[1])} and {first[0]}: make them alike before fit"
-                    )
 
 
 def _fill(window: Window, number: int, piece: Piece, load: _Load) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from spark_hvd.estimators.arrow_tensors import to_tensor
 from spark_hvd.estimators.dataset import Column
+from spark_hvd.estimators.errors import DataError
 
 Blocks = list[torch.Tensor]
 """The columns of some rows as a :class:`Layout` lays them out: first its matrices, then the columns that lie alone."""
@@ -77,6 +79,41 @@ class Layout:
             together = first >= 0 and places == [(block, first + at) for at in range(len(names))]
             self._runs[names] = (block, first) if together else None
         return self._runs[names]
+
+
+class RowShapes:
+    """Dtype and shape of a row of each block. All row groups must have the same; within one, rows are alike.
+
+    Args:
+        layout: Of the blocks.
+
+    Attributes:
+        known: Of the first row group that was looked at; None before.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.known: list[tuple[torch.dtype, torch.Size]] | None = None
+        self._layout = layout
+        self._lock = threading.Lock()
+
+    def check(self, blocks: Blocks, where: str) -> None:
+        """Look at the blocks of a row group; from any thread.
+
+        Raises:
+            DataError: rows differ from those of the first row group.
+        """
+        found = [(block.dtype, block.shape[1:]) for block in blocks]
+        with self._lock:
+            self.known = self.known or found
+        if found == self.known:
+            return
+        for column, (block, _) in self._layout.places.items():
+            mine, first = found[block], self.known[block]
+            if mine != first:
+                raise DataError(
+                    f"column {column!r} in {where} has rows of shape {tuple(mine[1])} and {mine[0]}, where a row group "
+                    f"before has {tuple(first[1])} and {first[0]}: make them alike before fit"
+                )
 
 
 class ColumnBatch(dict[str, torch.Tensor]):

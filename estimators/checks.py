@@ -23,11 +23,6 @@ def anything(name: str, value: Any) -> Any:
     return value
 
 
-def optional(check: Check) -> Check:
-    """None, or what ``check`` allows."""
-    return lambda name, value: None if value is None else check(name, value)
-
-
 def whole(at_least: int) -> Check:
     """A whole number from ``at_least`` on."""
 

@@ -18,12 +18,12 @@ import torch
 
 from spark_hvd.estimators.arrow_files import where
 from spark_hvd.estimators.arrow_values import columns_yielded
-from spark_hvd.estimators.batches import Blocks, ColumnBatch, Layout, cut
-from spark_hvd.estimators.errors import DataError, StoreError
+from spark_hvd.estimators.batches import Blocks, ColumnBatch, Layout, RowShapes, cut
+from spark_hvd.estimators.errors import StoreError
 from spark_hvd.estimators.petastorm_bridge import install
 from spark_hvd.estimators.petastorm_schema import decoded_spec
 from spark_hvd.estimators.reader import ReaderSpec
-from spark_hvd.estimators.sharding import Piece, batch_rows, pieces_of
+from spark_hvd.estimators.sharding import Piece, batch_rows, pieces_of_pass
 from spark_hvd.estimators.windows import WINDOW_BYTES, Window, windows_of
 
 POOLS = ("thread", "process", "dummy")
@@ -63,7 +63,7 @@ class PetastormReader:
         self._kept: dict[Piece, Blocks] = {}
         self._idle: Any = None
         self._busy: list[Any] = []
-        self._shapes: dict[str, tuple[torch.dtype, torch.Size]] = {}
+        self._shapes = RowShapes(self._layout)
         self._lock = threading.Lock()  # held while waiting for results: sockets must not be closed meanwhile
         self._closed = False
 
@@ -73,7 +73,7 @@ class PetastormReader:
         if self._closed:
             raise RuntimeError("the reader is closed: open another")
         sizes = batch_rows(spec.dataset.rows, spec.rank, spec.size, spec.batch_size, spec.drop_last)
-        pieces = self._pieces(number)
+        pieces = pieces_of_pass(spec, number)
         with closing(self._loaded(pieces)) as loaded:
             yield from cut(self._shuffled(loaded, pieces, number) if spec.shuffle else loaded, self._layout, sizes)
             for _ in loaded:  # what drop_last leaves; a pool can be kept only with nothing under way
@@ -90,16 +90,6 @@ class PetastormReader:
             self._idle = None
             self._busy.clear()
         self._kept.clear()
-
-    def _pieces(self, number: int) -> list[Piece]:
-        spec = self._spec
-        groups = [group.rows for group in spec.dataset.row_groups]
-        fixed = 0 if spec.cache else number
-        pieces = pieces_of(groups, spec.rank, spec.size, shuffle=spec.shuffle, seed=spec.seed, number=fixed)
-        if spec.shuffle and spec.cache:
-            order = np.random.default_rng((spec.seed, number, spec.rank)).permutation(len(pieces))
-            pieces = [pieces[at] for at in order]
-        return pieces
 
     def _shuffled(self, loaded: Iterator[Blocks], pieces: Sequence[Piece], number: int) -> Iterator[Blocks]:
         """The rows of all pieces, shuffled in windows; a piece longer than a window is read once all the same."""
@@ -158,7 +148,7 @@ class PetastormReader:
                     raise arrays
                 blocks = [torch.from_numpy(array).view(dtype) for array, dtype in arrays]
                 del arrays
-                self._check_shapes(blocks, where(self._spec.dataset.row_groups[pieces[wanted].group]))
+                self._shapes.check(blocks, where(self._spec.dataset.row_groups[pieces[wanted].group]))
                 yield blocks
                 del blocks
             whole = True
@@ -192,17 +182,6 @@ class PetastormReader:
                     raise RuntimeError("the reader was closed while its batches were read") from None
                 raise error
         return result
-
-    def _check_shapes(self, blocks: Blocks, at: str) -> None:
-        """Rows of all row groups must be alike; within one they are."""
-        for name, (block, _) in self._layout.places.items():
-            mine = (blocks[block].dtype, blocks[block].shape[1:])
-            first = self._shapes.setdefault(name, mine)
-            if mine != first:
-                raise DataError(
-                    f"column {name!r} in {at} has rows of shape {tuple(mine[1])} and {mine[0]}, where a row group "
-                    f"before has {tuple(first[1])} and {first[0]}: make them alike before fit"
-                )
 
 
 def _stop(pool: Any) -> None:

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from spark_hvd.estimators.reader import ReaderSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,4 +81,15 @@ def pieces_of(
         if low < high:
             pieces.append(Piece(group, low, high))
         at += group_rows[group]
+    return pieces
+
+
+def pieces_of_pass(spec: ReaderSpec, number: int) -> list[Piece]:
+    """What the rank of ``spec`` reads in pass ``number``, in this order; with ``cache`` the same in every pass."""
+    groups = [group.rows for group in spec.dataset.row_groups]
+    drawn = 0 if spec.cache else number
+    pieces = pieces_of(groups, spec.rank, spec.size, shuffle=spec.shuffle, seed=spec.seed, number=drawn)
+    if spec.shuffle and spec.cache:
+        order = np.random.default_rng((spec.seed, number, spec.rank)).permutation(len(pieces))
+        pieces = [pieces[at] for at in order]
     return pieces

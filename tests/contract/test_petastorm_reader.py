@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -44,8 +45,11 @@ def store(tmp_path: Path) -> Store:
 @pytest.fixture(autouse=True)
 def _no_process_stays() -> Iterator[None]:
     yield
-    gone, alive = psutil.wait_procs(psutil.Process().children(), timeout=5)
-    assert not [each for each in alive if "run_launched" in " ".join(each.cmdline())], gone
+    workers = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            workers += [child] if "run_launched" in " ".join(child.cmdline()) else []
+    assert psutil.wait_procs(workers, timeout=5)[1] == []
 
 
 def spec_of(meta: DatasetMeta, store: Store, **options: Any) -> ReaderSpec:
