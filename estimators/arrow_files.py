@@ -43,10 +43,12 @@ class RowGroups:
         Raises:
             DataError: the file vanished, changed or is damaged.
         """
-        with _told(group), self._opened(group.file) as file:
-            _check(file, group, self._columns)
+        with _told(group), self._opened(group) as file:
+            _check_rows(file, group)
             table = file.read_row_group(group.index, columns=self._columns, use_threads=False)
-        return table.select(self._columns).slice(start, stop - start)
+        if table.column_names != self._columns:  # the order is the file's
+            table = table.select(self._columns)
+        return table if stop - start == table.num_rows else table.slice(start, stop - start)
 
     def stream(self, group: RowGroup, chunk: int) -> Generator[pa.RecordBatch, None, None]:
         """All rows of a row group in batches of ``chunk`` rows, for one that is too large to be in memory at once.
@@ -54,8 +56,8 @@ class RowGroups:
         Raises:
             DataError: as :meth:`read`.
         """
-        with _told(group), self._opened(group.file) as file:
-            _check(file, group, self._columns)
+        with _told(group), self._opened(group) as file:
+            _check_rows(file, group)
             # With threads for the columns: the parts of a row group are read one after the other.
             yield from file.iter_batches(chunk, row_groups=[group.index], columns=self._columns, use_threads=True)
 
@@ -68,13 +70,15 @@ class RowGroups:
             file.close()
 
     @contextlib.contextmanager
-    def _opened(self, path: str) -> Any:
+    def _opened(self, group: RowGroup) -> Any:
+        path = group.file
         with self._lock:
             idle = self._idle.get(path)
             file = idle.pop() if idle else None
         if file is None:
             inner = self._inner_path(path)
             file = pq.ParquetFile(inner, filesystem=self._filesystem, pre_buffer=self._pre_buffer)
+            _check_columns(file, group, self._columns)
         try:
             yield file
         except BaseException:
@@ -158,15 +162,19 @@ def _told(group: RowGroup) -> Iterator[None]:
         raise DataError(f"cannot read {where(group)}: {type(error).__name__}: {error}") from error
 
 
-def _check(file: Any, group: RowGroup, columns: list[str]) -> None:
+def _check_rows(file: Any, group: RowGroup) -> None:
     metadata = file.metadata
     rows = metadata.row_group(group.index).num_rows if group.index < metadata.num_row_groups else None
     if rows != group.rows:
         found = "is not there" if rows is None else f"has {rows} rows"
         raise DataError(f"{where(group)} {found}, expected {group.rows}: the file changed; call fit again")
+
+
+def _check_columns(file: Any, group: RowGroup, columns: list[str]) -> None:
     names = set(file.schema_arrow.names)
     missing = [name for name in columns if name not in names]
     if missing:
+        file.close()
         raise DataError(f"{where(group)} has no column {listed(missing)}: the file changed, or differs from the others")
 
 

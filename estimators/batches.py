@@ -6,6 +6,7 @@ side by side are handed out as the matrix that they already are.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import threading
@@ -56,6 +57,7 @@ class Layout:
         self.names = tuple(column.name for column in self.columns)
         self.order = [numbers[name] for name in self.names]
         self._runs: dict[tuple[str, ...], tuple[int, int] | None] = {}
+        self._uniform: dict[int, pa.Schema] = {}
 
     def blocks_of(self, table: pa.Table, where: str) -> Blocks:
         """The blocks of a table that has all the columns.
@@ -63,13 +65,34 @@ class Layout:
         Raises:
             DataError: as :func:`~spark_hvd.estimators.arrow_tensors.to_tensor`.
         """
-        matrices = [_matrix(table, group, where) for group in self.matrices]
+        matrices = [self._matrix(table, number, where) for number in range(len(self.matrices))]
         return matrices + [to_tensor(table.column(column.name), column, where) for column in self.alone]
 
     def blocks_of_tensors(self, tensors: dict[str, torch.Tensor]) -> Blocks:
         """The blocks of columns that are tensors already."""
         matrices = [torch.stack([tensors[column.name] for column in group], 1) for group in self.matrices]
         return matrices + [tensors[column.name] for column in self.alone]
+
+    def _matrix(self, table: pa.Table, number: int, where: str) -> torch.Tensor:
+        """The columns of matrix ``number``, of shape (rows, columns)."""
+        batches = table.select(self.matrix_names[number]).to_batches()
+        if len(batches) == 1 and self._is_uniform(number, batches[0].schema):
+            with contextlib.suppress(pa.ArrowException):  # nulls, which to_tensor explains better
+                return torch.from_numpy(batches[0].to_tensor().to_numpy())
+        columns = [to_tensor(table.column(column.name), column, where) for column in self.matrices[number]]
+        return torch.stack(columns, 1)
+
+    def _is_uniform(self, number: int, schema: pa.Schema) -> bool:
+        """Whether all columns of matrix ``number`` have the dtype asked for; that of the last schema is remembered."""
+        known = self._uniform.get(number)
+        if known is not None and known.equals(schema):
+            return True
+        kind, dtype = schema.types[0], self.matrices[number][0].dtype
+        uniform = set(schema.types) == {kind} and np.dtype(kind.to_pandas_dtype()).name == dtype
+        if uniform and dtype != "bool":  # one bit each in Arrow
+            self._uniform[number] = schema
+            return True
+        return False
 
     def run(self, names: tuple[str, ...]) -> tuple[int, int] | None:
         """The block and the first column where ``names`` lie side by side in this order; None if they do not."""
@@ -256,14 +279,3 @@ def cut(parts: Iterator[Blocks], layout: Layout, sizes: Sequence[int]) -> Iterat
 
 def _is_scalar(column: Column) -> bool:
     return column.shape == () and column.encoding == "plain" and column.dtype != "object"
-
-
-def _matrix(table: pa.Table, columns: Sequence[Column], where: str) -> torch.Tensor:
-    """Scalar columns of one dtype as a matrix (rows, columns)."""
-    batches = table.select([column.name for column in columns]).to_batches()
-    if len(batches) == 1:
-        batch, kind = batches[0], batches[0].schema.types[0]
-        as_asked = np.dtype(kind.to_pandas_dtype()).name == columns[0].dtype != "bool"  # Arrow has one bit for a bool
-        if as_asked and set(batch.schema.types) == {kind} and not any(each.null_count for each in batch.columns):
-            return torch.from_numpy(batch.to_tensor().to_numpy())
-    return torch.stack([to_tensor(table.column(column.name), column, where) for column in columns], 1)
