@@ -1,10 +1,11 @@
-"""Rows a second through a trained model: TorchModel.transform, one row per forward, and plain torch beside Spark.
+"""Rows a second through a trained model: TorchModel.transform, one row per forward, and plain torch without Spark.
 
 `python -m benchmarks.transform [--rows 1000000] [--rounds 3] [--kinds scalars array vector]`
 
 All read the same Parquet file set with two processes and keep one number a row, which they add up. Workers are warm:
 a first pass over few rows starts them and loads torch. Arrays are one list of numbers a row. Vectors are made of them
-after reading (array_to_vector), which counts for both ways through Spark and not for plain torch.
+after reading (array_to_vector), which counts for the ways through Spark and not for plain torch. "No model" is what
+Spark needs to bring the columns to Python and zeros back.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from pyspark.ml.functions import array_to_vector
+from pyspark.ml.functions import array_to_vector, vector_to_array
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
@@ -34,6 +36,7 @@ from spark_hvd.estimators.modules import pack, unpack
 
 CORES, WIDTH, BATCH = 2, 20, 1024
 KINDS = ("scalars", "array", "vector")
+WAYS = ("transform", "no model", "one row per forward", "plain torch")
 NAMES = [f"x{i}" for i in range(WIDTH)]
 
 
@@ -98,6 +101,20 @@ def _ours(frame: DataFrame, kind: str) -> float:
     return float(row[0])
 
 
+def _no_model(frame: DataFrame, kind: str) -> float:
+    """The columns to Python, and zeros back."""
+
+    def zeros(features: pa.Array) -> pa.Array:
+        return pa.array(np.zeros(len(features)))
+
+    vector = vector_to_array("features", "float32")
+    columns = [F.col(name) for name in NAMES] if kind == "scalars" else [vector if kind == "vector" else "features"]
+    udf: Any = F.arrow_udf(zeros, "double")
+    row = frame.select(udf(F.struct(*columns)).alias("zero")).agg(F.sum("zero")).first()
+    assert row is not None
+    return float(row[0])
+
+
 def _row_by_row(frame: DataFrame, kind: str) -> float:
     """How Horovod's TorchModel does it."""
     packed = pack(_net())
@@ -115,6 +132,7 @@ def _row_by_row(frame: DataFrame, kind: str) -> float:
 
 
 def _plain_process(rank: int, files: str, results: Any, start: Any) -> None:
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     torch.set_num_threads(1)
     net, total = _net().eval(), 0.0
     start.wait()
@@ -144,11 +162,14 @@ def _measure(spark: SparkSession, folder: Path, kind: str, rows: int, rounds: in
         frame = frame.select(array_to_vector("features").alias("features"))
     few = frame.limit(int(rows * fraction)).repartition(CORES).cache()
     few.count()
-    _ours(frame.limit(5000), kind), _row_by_row(few.limit(100), kind)
-    times: dict[str, list[float]] = {"transform": [], "one row per forward": [], "plain torch": []}
+    _ours(frame.limit(5000), kind), _no_model(frame.limit(5000), kind), _row_by_row(few.limit(100), kind)
+    times: dict[str, list[float]] = {
+        name: [] for name in ("transform", "no model", "one row per forward", "plain torch")
+    }
     for _ in range(rounds):
         seconds, mine = _timed(lambda: _ours(frame, kind))
         times["transform"].append(seconds)
+        times["no model"].append(_timed(lambda: _no_model(frame, kind))[0])
         times["one row per forward"].append(_timed(lambda: _row_by_row(few, kind))[0] / fraction)
         seconds, theirs = _plain(files)
         times["plain torch"].append(seconds)
@@ -160,7 +181,7 @@ def _measure(spark: SparkSession, folder: Path, kind: str, rows: int, rounds: in
     for name, each in times.items():
         ratio = statistics.median(other / mine for other, mine in zip(each, times["transform"], strict=True))
         seconds = statistics.median(each)
-        note = f" (from {fraction:.0%} of the rows)" if name.startswith("one") else ""
+        note = f" (from {fraction:.1%} of the rows)" if name.startswith("one") else ""
         print(f"| {name}{note} | {seconds:.2f} | {rows / seconds:,.0f} | {ratio:.2f} |", flush=True)
 
 
