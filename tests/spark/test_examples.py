@@ -18,8 +18,9 @@ def run_example(name: str, *arguments: str, timeout: float = 170) -> str:
     command = [sys.executable, str(ROOT / "examples" / name), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    # What a newcomer must not see at start: Spark's log. The one line about a module comes from the JVM itself.
-    noise = [line for line in done.stderr.splitlines() if "jdk.incubator" not in line]
+    # What a newcomer must not see at start: Spark's log. These two lines come from the JVM, and from a library of
+    # Spark ML where the system has no BLAS, past every logger.
+    noise = [line for line in done.stderr.splitlines() if "jdk.incubator" not in line and "netlib-blas" not in line]
     assert noise == []
     return done.stdout
 
@@ -71,6 +72,5 @@ def test_flights_estimator(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["digits_lightning.py", "petastorm_images.py"])
 def test_digits_by_estimators(name: str) -> None:
-    accuracy = re.search(r"(?:accuracy|right)\D*(0\.\d+)", run_example(name, timeout=230))
-    assert accuracy is not None
-    assert float(accuracy[1]) > 0.9
+    accuracy = re.findall(r"(?:accuracy|right)\D*(0\.\d+)", run_example(name, timeout=230))
+    assert float(accuracy[-1]) > 0.9

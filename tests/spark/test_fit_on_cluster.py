@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import cloudpickle
 import psutil
 import pytest
 
@@ -35,8 +38,20 @@ class KillsItsExecutor(Callback):
             process.kill()
 
 
+@pytest.fixture
+def _tests_travel_by_value() -> Iterator[None]:
+    """Executors do not have this folder on their path."""
+    modules = [sys.modules[name] for name in (__name__, "tests.spark.estimator_support", mse.__module__)]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    yield
+    for module in modules:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("_tests_travel_by_value")
 def test_after_a_lost_executor_the_run_goes_on(cluster: SparkSession, tmp_path: Path) -> None:
     df = frame(cluster)
     with pytest.raises(ValueError, match="store is missing: executors on several hosts"):
