@@ -104,7 +104,7 @@ class Job:
         """Print the last row of the history, on rank 0."""
         if hvd.rank() == 0 and self.spec.verbose:
             row = self.history[-1]
-            values = [f"{key} {value:.4g}" for key, value in row.items() if key not in ("epoch", "seconds")]
+            values = [f"{key} {_short(value)}" for key, value in row.items() if key not in ("epoch", "seconds")]
             print(f"epoch {row['epoch']}/{self.spec.epochs}  {row['seconds']:.1f} s  {'  '.join(values)}", flush=True)
 
 
@@ -157,6 +157,10 @@ def not_finite(loss: float, epoch: int, batch: int, steps: int) -> NotFiniteLoss
 def speed(seconds: float, rows: float) -> dict[str, float]:
     """For the history: how long the training of an epoch took, and the rows of all ranks a second."""
     return {"seconds": round(seconds, 3), "rows_per_second": round(rows / max(seconds, 1e-9), 1)}
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def _device(use_gpu: bool) -> torch.device:
