@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -100,14 +99,14 @@ def main() -> None:
         rest = total - phases["prepare"] - phases["train"]
         return {"total": total, **phases, "of that the two epochs": epochs, "the rest": rest}
 
-    folder = tempfile.mkdtemp(prefix="fit-")
-    first = fit(data(spark, folder, arguments.rows, 1))
     rounds = []
     again = []
-    for number in range(arguments.runs):
-        df = data(spark, folder, arguments.rows, number + 2)
-        rounds.append(fit(df))
-        again.append(fit(df))
+    with tempfile.TemporaryDirectory(prefix="fit-") as folder:
+        first = fit(data(spark, folder, arguments.rows, 1))
+        for number in range(arguments.runs):
+            df = data(spark, folder, arguments.rows, number + 2)
+            rounds.append(fit(df))
+            again.append(fit(df))
     keys = ["total", "prepare", "train", "of that the two epochs", "the rest"]
     print(f"| fit of {arguments.rows:,} rows | {' | '.join(f'{key} s' for key in keys)} | Horovod / ours |")
     print("|---|" + "---|" * (len(keys) + 1))
@@ -119,7 +118,6 @@ def main() -> None:
             + f" | {HOROVOD / medians['total']:.1f} |"
         )
     spark.stop()
-    shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -163,9 +163,7 @@ def _measure(spark: SparkSession, folder: Path, kind: str, rows: int, rounds: in
     few = frame.limit(int(rows * fraction)).repartition(CORES).cache()
     few.count()
     _ours(frame.limit(5000), kind), _no_model(frame.limit(5000), kind), _row_by_row(few.limit(100), kind)
-    times: dict[str, list[float]] = {
-        name: [] for name in ("transform", "no model", "one row per forward", "plain torch")
-    }
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
     for _ in range(rounds):
         seconds, mine = _timed(lambda: _ours(frame, kind))
         times["transform"].append(seconds)

@@ -71,25 +71,34 @@ class RowGroups:
 
     @contextlib.contextmanager
     def _opened(self, group: RowGroup) -> Any:
-        path = group.file
         with self._lock:
-            idle = self._idle.get(path)
+            idle = self._idle.get(group.file)
             file = idle.pop() if idle else None
         if file is None:
-            inner = self._inner_path(path)
-            file = pq.ParquetFile(inner, filesystem=self._filesystem, pre_buffer=self._pre_buffer)
-            _check_columns(file, group, self._columns)
+            file = self._open(group)
         try:
             yield file
         except BaseException:
             file.close()
             raise
         with self._lock:
-            self._idle.setdefault(path, []).append(file)
-            self._idle.move_to_end(path)
+            self._idle.setdefault(group.file, []).append(file)
+            self._idle.move_to_end(group.file)
             surplus = self._idle.popitem(last=False)[1] if len(self._idle) > KEPT_OPEN else []
         for each in surplus:
             each.close()
+
+    def _open(self, group: RowGroup) -> Any:
+        inner = self._inner_path(group.file)
+        file = pq.ParquetFile(inner, filesystem=self._filesystem, pre_buffer=self._pre_buffer)
+        names = set(file.schema_arrow.names)
+        missing = [name for name in self._columns if name not in names]
+        if missing:
+            file.close()
+            raise DataError(
+                f"{where(group)} has no column {listed(missing)}: the file changed, or differs from the others"
+            )
+        return file
 
 
 class Parts:
@@ -168,14 +177,6 @@ def _check_rows(file: Any, group: RowGroup) -> None:
     if rows != group.rows:
         found = "is not there" if rows is None else f"has {rows} rows"
         raise DataError(f"{where(group)} {found}, expected {group.rows}: the file changed; call fit again")
-
-
-def _check_columns(file: Any, group: RowGroup, columns: list[str]) -> None:
-    names = set(file.schema_arrow.names)
-    missing = [name for name in columns if name not in names]
-    if missing:
-        file.close()
-        raise DataError(f"{where(group)} has no column {listed(missing)}: the file changed, or differs from the others")
 
 
 def where(group: RowGroup) -> str:

@@ -85,7 +85,7 @@ def pieces_of(
 
 
 def pieces_of_pass(spec: ReaderSpec, number: int) -> list[Piece]:
-    """What the rank of ``spec`` reads in pass ``number``, in this order; with ``cache`` the same in every pass."""
+    """What the rank of ``spec`` reads in pass ``number``, in this order; with ``cache`` always the same pieces."""
     groups = [group.rows for group in spec.dataset.row_groups]
     drawn = 0 if spec.cache else number
     pieces = pieces_of(groups, spec.rank, spec.size, shuffle=spec.shuffle, seed=spec.seed, number=drawn)

@@ -69,6 +69,7 @@ class Engine:
         self._closing = False
         self._thread: threading.Thread | None = None
         self._awake = threading.Lock()
+        self._stopped = threading.Event()
 
     def open_lane(self, members: Members, kv: Store) -> Lane:
         """Open a process set's lane; every member must.
@@ -247,13 +248,10 @@ class Engine:
             self._closing = True
 
         self.call(end)
-        self._thread.join()
+        while self._thread.is_alive() and not self._stopped.wait(0.1):  # there is no such thread in a forked child
+            pass
+        self._thread.join(_FAREWELL_SECONDS)
         self._thread = None
-        self._doorman.questions.close()
-        # Not in this thread: libzmq 4.3.5 now and then never reaps an XPUB socket that is closed while its peers leave.
-        farewell = threading.Thread(target=self._context.term, name="spark_hvd-farewell", daemon=True)
-        farewell.start()
-        farewell.join(_FAREWELL_SECONDS)
         self._awake.acquire(blocking=False)  # a late callback must not write to what has the pipe's number next
         for fd in self._wake_pipe:
             os.close(fd)
@@ -280,6 +278,11 @@ class Engine:
             except Exception as error:  # a defect of ours must not leave ranks waiting for ever
                 _log.exception("the engine of the named collectives has failed")
                 self._give_up(f"{type(error).__name__}: {error}")
+        self._doorman.questions.close()
+        self._stopped.set()
+        # close() does not wait for this for long: libzmq 4.3.5 now and then never reaps an XPUB socket that is closed
+        # while its peers leave. In this thread, because Python 3.12 starts none when the interpreter exits.
+        self._context.term()
 
     def _turn(self) -> None:
         """Sleep until something comes, and deal with it."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cloudpickle
 import pytest
@@ -89,6 +91,18 @@ def test_a_socket_that_is_never_reaped() -> None:
             hvd.shutdown()
             hvd.init()
             return reduced()
+
+    with ranks(2, timeout=10) as world:
+        assert world.run(fn) == [3.0] * 2
+
+
+def test_leaving_starts_no_thread() -> None:
+    def fn() -> float:
+        # As Python 3.12 does when the interpreter exits, which is when most programs leave their world.
+        with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't create new thread")):
+            hvd.shutdown()
+        hvd.init()
+        return reduced()
 
     with ranks(2, timeout=10) as world:
         assert world.run(fn) == [3.0] * 2
