@@ -21,6 +21,7 @@ import zmq.auth
 import zmq.utils.monitor
 from zmq.auth.thread import ThreadAuthenticator
 
+from spark_hvd.ports import PortRange, bound
 from spark_hvd.runner.hub_state import HubState, Message, Send
 
 _log = logging.getLogger(__name__)
@@ -66,9 +67,11 @@ class Hub:
         bind_host: Address to listen on.
         public_host: Address that tasks connect to, where it is another one.
         on_output: Called in the hub's thread with (rank, "out" | "err", text of whole lines).
+        ports: Where it may listen; None for any port.
 
     Raises:
         zmq.ZMQError: the address cannot be bound.
+        OSError: no port of `ports` is free.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Hub:
         bind_host: str,
         public_host: str | None = None,
         on_output: Callable[[int, str, str], None] | None = None,
+        ports: PortRange | None = None,
     ) -> None:
         self._state = state
         self._on_output = on_output
@@ -97,7 +101,8 @@ class Hub:
             self._socket.curve_publickey = server_public
             self._socket.ipv6 = ":" in bind_host
             self._socket.linger = 1000
-            port = self._socket.bind_to_random_port(zmq_url(bind_host, 0).rsplit(":", 1)[0])
+            bound(ports, lambda port: self._socket.bind(zmq_url(bind_host, port)))
+            port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         except BaseException:
             self._release_sockets()
             raise

@@ -42,7 +42,7 @@ class HubState:
     may_fall_back: bool = False
     max_result_bytes: int | None = None
     attempts: dict[int, int] = field(default_factory=dict)
-    port: int | None = None
+    store: tuple[str, int] | None = None  # where rank 0's listens
     ready: set[int] = field(default_factory=set)
     ended_ok: dict[int, int] = field(default_factory=dict)  # rank -> bytes of its value
     failed: list[int] = field(default_factory=list)
@@ -62,10 +62,12 @@ class HubState:
                 return self._hello(rank, message["attempt"], now)
             case "ready":
                 self.ready.add(rank)
-                self.port = message.get("port") or self.port
+                self.store = message.get("store") or self.store
                 return self._maybe_go(now)
             case "ended":
                 return self._ended(rank, message=message, now=now)
+            case "relay":
+                return [Send(message["to"], message["body"])] if message["to"] in self.attempts else []
             case "gone":
                 self.gone.add(rank)
                 return []
@@ -130,10 +132,10 @@ class HubState:
         return self._to_all({"type": "met"}) if self.all_met else []
 
     def _maybe_go(self, now: float) -> list[Send]:
-        if self._going_since is not None or self.port is None or len(self.ready) < self.size or self.stopped:
+        if self._going_since is not None or self.store is None or len(self.ready) < self.size or self.stopped:
             return []
         self._going_since = now
-        return self._to_all({"type": "go", "port": self.port})
+        return self._to_all({"type": "go", "store": self.store})
 
     def _ended(self, rank: int, message: Message, now: float) -> list[Send]:
         if message["ok"]:

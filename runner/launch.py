@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import zmq
 
+from spark_hvd.ports import PortRange
 from spark_hvd.runner import spark as on_spark
 from spark_hvd.runner.collect import results
 from spark_hvd.runner.config import RunConfig
@@ -43,6 +44,10 @@ def run(
     *,
     spark: SparkSession | None = None,
     backend: str | None = None,
+    mpi: str | None = None,
+    procs_per_task: int = 1,
+    interfaces: Sequence[str] = (),
+    ports: str | None = None,
     env: Mapping[str, str | None] | None = None,
     start_timeout: float = 600.0,
     timeout: float | None = None,
@@ -66,7 +71,13 @@ def run(
         kwargs: Keyword arguments of fn.
         num_proc: Number of ranks; None for as many as the cluster has task slots.
         spark: The session; None for the active one.
-        backend: "gloo", "nccl", or None for NCCL on CUDA tensors and Gloo on CPU tensors.
+        backend: "gloo", "nccl", "mpi", or None for NCCL on CUDA tensors and Gloo on CPU tensors.
+        mpi: Which MPI, for ``backend="mpi"``: "mpich" (the default) or "openmpi".
+        procs_per_task: Ranks in each Spark task; ``num_proc`` must be a multiple of it.
+        interfaces: Interfaces ("eth1") or networks ("10.0.0.0/8") over which ranks are to talk; each host takes the
+            first that it has. By default, what carries the address by which Spark knows the host.
+        ports: Where this program and the ranks may listen, as "30000-30100"; by default anywhere. Gloo and NCCL choose
+            theirs from the kernel's range all the same (sysctl net.ipv4.ip_local_port_range).
         env: Changes to the environment of the ranks; None as a value unsets a variable.
         start_timeout: Seconds for all ranks to be up: includes waiting for busy slots and importing torch.
         timeout: Seconds that fn may run, or None for no limit. When over, every rank's stacks are in the error.
@@ -92,6 +103,10 @@ def run(
     config = RunConfig(
         num_proc=num_proc,
         backend=backend,
+        mpi=mpi,
+        procs_per_task=procs_per_task,
+        interfaces=interfaces,
+        ports=ports,
         env=dict(env or {}),
         start_timeout=start_timeout,
         timeout=timeout,
@@ -101,7 +116,8 @@ def run(
     payload = dump_call(fn, args, kwargs or {})
     session = on_spark.active_session(spark)
     on_spark.check_barrier_possible(session)
-    size = on_spark.wait_for_slots(session, config.num_proc, config.start_timeout)
+    tasks = on_spark.wait_for_slots(session, config.num_tasks, config.start_timeout)
+    size = tasks * procs_per_task
     printer = make_printer(config, stdout, stderr)
     name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
@@ -113,7 +129,7 @@ def run(
         spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
         spec = TaskSpec.of(config, run_id, None if hub is None else hub.address, spool)
         job = on_spark.BarrierJob(
-            session, size, _task(pickle.dumps(spec), payload), f"spark_hvd.run({name}) on {size} ranks", run_id
+            session, tasks, _task(pickle.dumps(spec), payload), f"spark_hvd.run({name}) on {size} ranks", run_id
         )
         _attend(job, hub, size, config, printer)
         printer.flush()
@@ -167,7 +183,7 @@ def _open_hub(
     try:
         # ZeroMQ binds to addresses only, and the driver's host is often a name.
         address = str(socket.getaddrinfo(bind, None, type=socket.SOCK_STREAM)[0][4][0])
-        return Hub(state, address, public, printer.put)
+        return Hub(state, address, public, printer.put, None if config.ports is None else PortRange.parse(config.ports))
     except (OSError, zmq.ZMQBaseError) as error:
         _log.warning(
             "the driver cannot listen on %s (%s): set spark.driver.bindAddress to an address of this machine. Training "

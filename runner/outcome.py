@@ -24,6 +24,7 @@ class FailureKind(str, Enum):
     STOPPED = "stopped"  # ended by us, because another rank failed or the run was interrupted
     RESULT = "result"  # fn returned a value that cannot be pickled
     SETUP = "setup"  # the rank could not be started
+    MPI = "mpi"  # MPI's process manager ended under it
 
 
 @dataclass(frozen=True, slots=True)

@@ -273,7 +273,7 @@ def _settle(
     global _current
     if config.stall_timeout is None:
         config = replace(config, stall_timeout=timeout)
-    engine = Engine(config, world.secret, lambda: own_address(world.endpoint))
+    engine = Engine(config, world.secret, lambda: own_address(world.endpoint), world.ports)
     size = world.me.size
     groups = Groups(kv, timeout)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from spark_hvd.layout import RankInfo
+from spark_hvd.ports import PortRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +27,5 @@ class World:
     """Counts the times that the membership changed; keys of different generations never meet."""
     secret: bytes | None = field(default=None, repr=False)
     """From which the keys of the ranks' channels are derived; None where the launcher made none."""
+    ports: PortRange | None = None
+    """Where ranks listen for each other; None for any port. Gloo and NCCL choose their own."""
