@@ -20,9 +20,9 @@ from spark_hvd.runner.child import STACKS_SIGNAL
 from spark_hvd.runner.hub import Link
 from spark_hvd.runner.hub_state import Message
 from spark_hvd.runner.mpi_side import MpiPlan, MpiSide
-from spark_hvd.runner.mpich import MpiMissingError
 from spark_hvd.runner.outcome import Failed, FailureKind, Packed
 from spark_hvd.runner.output import LineCutter, Tail
+from spark_hvd.runner.process_manager import MpiMissingError
 from spark_hvd.runner.processes import ForkServer, ForkServerError, RankProcess
 from spark_hvd.runner.wire import FrameReader, send_frame
 

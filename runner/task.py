@@ -16,11 +16,10 @@ import psutil
 
 from spark_hvd.layout import RankInfo, WorldLayout
 from spark_hvd.ports import PortRange
-from spark_hvd.runner import mpich
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.hub import Hub, HubAddress, Link
 from spark_hvd.runner.hub_state import HubState
-from spark_hvd.runner.mpi_side import MpiPlan
+from spark_hvd.runner.mpi_side import MANAGERS, MpiPlan
 from spark_hvd.runner.network import Address, NoAddressError, choose_address, own_addresses
 from spark_hvd.runner.outcome import Packed, to_rows
 from spark_hvd.runner.processes import ForkServer, apply_env, fork_server
@@ -48,7 +47,8 @@ class TaskSpec:
         procs_per_task: Ranks in each task.
         interfaces: On which interfaces or networks ranks are to meet; empty for no wish.
         ports: Where they may listen; None for any port.
-        mpi_token: Names the sockets over which MPI is brought up; None where the backend is another.
+        mpi: "mpich" or "openmpi"; None where the backend is another.
+        mpi_token: Names the sockets over which MPI is brought up.
         spool: A directory of the driver's for large values, where all tasks run on the driver's machine.
     """
 
@@ -63,7 +63,8 @@ class TaskSpec:
     procs_per_task: int
     interfaces: Sequence[str]
     ports: str | None
-    mpi_token: str | None = field(repr=False)
+    mpi: str | None
+    mpi_token: str = field(repr=False)
     spool: str | None
 
     @classmethod
@@ -81,7 +82,8 @@ class TaskSpec:
             procs_per_task=config.procs_per_task,
             interfaces=tuple(config.interfaces),
             ports=config.ports,
-            mpi_token=MpiPlan.new_token() if config.backend == "mpi" else None,
+            mpi=(config.mpi or "mpich") if config.backend == "mpi" else None,
+            mpi_token=MpiPlan.new_token(),
             spool=spool,
         )
 
@@ -105,7 +107,7 @@ class TaskSpec:
             payload=payload,
             env=rank_env(self, me, address, gpus),
             backend=self.backend,
-            mpi=None if self.mpi_token is None else MpiPlan(layout, self.mpi_token, address.ip, ports),
+            mpi=None if self.mpi is None else MpiPlan(layout, self.mpi, self.mpi_token, address.ip, ports),
             gpu_assigned=gpus is not None,
             start_timeout=self.start_timeout,
             collective_timeout=self.collective_timeout,
@@ -249,9 +251,9 @@ def rank_env(spec: TaskSpec, me: RankInfo, address: Address, gpus: Sequence[str]
             ours["GLOO_SOCKET_IFNAME"] = address.interface
         if spec.interfaces:
             ours["NCCL_SOCKET_IFNAME"] = f"={address.interface}"  # the sign means: this one, not all that begin so
-    if spec.mpi_token is not None:
+    if spec.mpi is not None:
         ports = None if spec.ports is None else PortRange.parse(spec.ports)
-        ours |= mpich.rank_variables(address.interface, ports)
+        ours |= MANAGERS[spec.mpi].rank_variables(address.interface, ports)
     if gpus is not None:
         ours["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return apply_env(os.environ, {**ours, **spec.env})
