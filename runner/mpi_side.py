@@ -26,6 +26,7 @@ from spark_hvd.runner import mpich, openmpi
 from spark_hvd.runner.forkserver import same_user
 from spark_hvd.runner.hub import Link
 from spark_hvd.runner.mpi_shim import LAUNCH, address
+from spark_hvd.runner.network import Address
 from spark_hvd.runner.process_manager import MpiMissingError, ProcessManager, counts_by_host, guarded, manager_env
 
 MANAGERS: dict[str, ProcessManager] = {"mpich": mpich, "openmpi": openmpi}
@@ -42,14 +43,14 @@ class MpiPlan:
         layout: All ranks.
         kind: "mpich" or "openmpi".
         token: Names the Unix sockets of the run's supervisors.
-        ip: This host's address.
+        address: By which other ranks reach this host.
         ports: Where mpiexec may listen; None for any.
     """
 
     layout: WorldLayout
     kind: str
     token: str = field(repr=False)
-    ip: str
+    address: Address
     ports: PortRange | None
 
     @property
@@ -92,7 +93,7 @@ class MpiSide:
         self.handlers[self._listener.fileno()] = self._take_shim
         try:
             if me.rank == 0:
-                command = plan.manager.manager_command(plan.layout, plan.ip, plan.ports)
+                command = plan.manager.manager_command(plan.layout, plan.address, plan.ports)
                 self._start("mpiexec", command, self._on_launch_line)
         except MpiMissingError:
             self.close(1)
@@ -100,8 +101,10 @@ class MpiSide:
 
     def start_proxy(self, arguments: Sequence[str]) -> None:
         """Run this host's proxy, as mpiexec has asked for it."""
+        plan = self._plan
         try:
-            self._start("MPI's proxy", self._plan.manager.host_command(arguments), lambda _: None)
+            command = plan.manager.host_command(arguments, plan.address.interface)
+            self._start("MPI's proxy", command, lambda _: None)
         except MpiMissingError as error:
             self._on_failed(str(error), False)
 

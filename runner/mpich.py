@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from spark_hvd.layout import WorldLayout
 from spark_hvd.ports import PortRange
+from spark_hvd.runner.network import Address
 from spark_hvd.runner.process_manager import SHIM_PROGRAM, find, host_list
 
 _LAUNCH, _LAUNCH_END = "HYDRA_LAUNCH:", "HYDRA_LAUNCH_END"
@@ -21,10 +22,10 @@ _REMEDY = (
 )
 
 
-def manager_command(layout: WorldLayout, ip: str, ports: PortRange | None) -> list[str]:
+def manager_command(layout: WorldLayout, address: Address, ports: PortRange | None) -> list[str]:
     """See :class:`spark_hvd.runner.process_manager.ProcessManager`."""
     limits = [] if ports is None else ["env", f"MPIEXEC_PORT_RANGE={ports.low}:{ports.high}"]
-    where = ["-localhost", ip, "-hosts", host_list(layout), "-n", str(len(layout.ranks))]
+    where = ["-localhost", address.ip, "-hosts", host_list(layout), "-n", str(len(layout.ranks))]
     return [*limits, find("mpiexec.hydra", _REMEDY), "-launcher", "manual", "-genvnone", *where, *SHIM_PROGRAM]
 
 
@@ -35,7 +36,7 @@ def read_launch(lines: Sequence[str], hosts: int) -> list[list[str]] | None:
     return [shlex.split(line[len(_LAUNCH) :])[1:] for line in lines if line.startswith(_LAUNCH)]
 
 
-def host_command(arguments: Sequence[str]) -> list[str]:
+def host_command(arguments: Sequence[str], interface: str | None) -> list[str]:
     """See :class:`spark_hvd.runner.process_manager.ProcessManager`."""
     return [find("hydra_pmi_proxy", _REMEDY), *arguments]
 

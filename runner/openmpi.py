@@ -11,26 +11,30 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
+from pathlib import PurePath
 
 from spark_hvd.layout import WorldLayout
 from spark_hvd.ports import PortRange
 from spark_hvd.runner.mpi_shim import LAUNCH
+from spark_hvd.runner.network import Address
 from spark_hvd.runner.process_manager import SHIM_PROGRAM, find, host_list, shim
 
+_INTERFACE = "oob_tcp_if_include"
 _REMEDY = (
     "Install Open MPI 4 on every executor's host (Debian and Ubuntu: apt-get install openmpi-bin), or leave mpi= away "
     "to use MPICH's wheel: pip install 'spark_hvd[mpi]'."
 )
 
 
-def manager_command(layout: WorldLayout, ip: str, ports: PortRange | None) -> list[str]:
+def manager_command(layout: WorldLayout, address: Address, ports: PortRange | None) -> list[str]:
     """See :class:`spark_hvd.runner.process_manager.ProcessManager`."""
     settings = {
         "plm": "rsh",
         "plm_rsh_agent": " ".join(map(shlex.quote, shim("agent"))),
         "plm_rsh_no_tree_spawn": "1",  # each daemon is asked for here, none by another daemon
-        "oob_tcp_if_include": f"{ip}/{128 if ':' in ip else 32}",
     }
+    if address.interface is not None:
+        settings[_INTERFACE] = address.interface
     if ports is not None:
         settings["oob_tcp_dynamic_ipv4_ports"] = str(ports)
     options = [text for name, value in settings.items() for text in ("--mca", name, value)]
@@ -46,13 +50,22 @@ def read_launch(lines: Sequence[str], hosts: int) -> list[list[str]] | None:
     if len(asked) < hosts:
         return None
     commands = [shlex.split(asked[f"host{number}"]) for number in range(hosts)]
-    # The daemon is to stay the supervisor's child.
-    return [[word for word in command[1:] if word != "--daemonize"] for command in commands]
+    return [_arguments(command) for command in commands]
 
 
-def host_command(arguments: Sequence[str]) -> list[str]:
+def _arguments(command: Sequence[str]) -> list[str]:
+    """Those of the daemon, out of a line for a shell that sets up paths first."""
+    daemon = next(place for place, word in enumerate(command) if PurePath(word).name.startswith("orted"))
+    # It is to stay the supervisor's child.
+    return [word for word in command[daemon + 1 :] if word != "--daemonize"]
+
+
+def host_command(arguments: Sequence[str], interface: str | None) -> list[str]:
     """See :class:`spark_hvd.runner.process_manager.ProcessManager`."""
-    return [_find("orted"), *arguments]
+    own = list(arguments)
+    if interface is not None and _INTERFACE in own:  # rank 0's host may call its own by another name
+        own[own.index(_INTERFACE) + 1] = interface
+    return [_find("orted"), *own]
 
 
 def rank_variables(interface: str | None, ports: PortRange | None) -> dict[str, str]:

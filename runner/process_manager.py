@@ -16,6 +16,7 @@ from typing import Protocol
 from spark_hvd.layout import WorldLayout
 from spark_hvd.ports import PortRange
 from spark_hvd.runner import mpi_shim
+from spark_hvd.runner.network import Address
 
 _PYTHON, _SHIM = "SPARK_HVD_MPI_PYTHON", "SPARK_HVD_MPI_SHIM"
 _THE_SHIM = str(Path(mpi_shim.__file__).resolve())
@@ -32,12 +33,12 @@ class MpiMissingError(RuntimeError):
 class ProcessManager(Protocol):
     """One MPI's. Pure but for looking programs up; the modules ``mpich`` and ``openmpi`` are such."""
 
-    def manager_command(self, layout: WorldLayout, ip: str, ports: PortRange | None) -> list[str]:
+    def manager_command(self, layout: WorldLayout, address: Address, ports: PortRange | None) -> list[str]:
         """The command that rank 0's host runs.
 
         Args:
             layout: All ranks.
-            ip: The address of rank 0's host, to which the other hosts' parts connect.
+            address: That of rank 0's host, to which the other hosts' parts connect.
             ports: Where it may listen; None for any port.
 
         Raises:
@@ -49,8 +50,12 @@ class ProcessManager(Protocol):
         """The arguments of each host's part, host by host, out of what the manager printed; None while incomplete."""
         ...
 
-    def host_command(self, arguments: Sequence[str]) -> list[str]:
+    def host_command(self, arguments: Sequence[str], interface: str | None) -> list[str]:
         """The command of a host's part; where the program lies is this host's own affair.
+
+        Args:
+            arguments: As the manager wants them.
+            interface: This host's, over which to talk; None where none is known.
 
         Raises:
             MpiMissingError: It is not installed here.

@@ -107,7 +107,7 @@ class TaskSpec:
             payload=payload,
             env=rank_env(self, me, address, gpus),
             backend=self.backend,
-            mpi=None if self.mpi is None else MpiPlan(layout, self.mpi, self.mpi_token, address.ip, ports),
+            mpi=None if self.mpi is None else MpiPlan(layout, self.mpi, self.mpi_token, address, ports),
             gpu_assigned=gpus is not None,
             start_timeout=self.start_timeout,
             collective_timeout=self.collective_timeout,

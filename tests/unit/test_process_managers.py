@@ -12,19 +12,21 @@ from spark_hvd.layout import WorldLayout
 from spark_hvd.ports import PortRange
 from spark_hvd.runner import mpich, openmpi
 from spark_hvd.runner.mpi_shim import LAUNCH, TOKEN
+from spark_hvd.runner.network import Address
 from spark_hvd.runner.process_manager import MpiMissingError, counts_by_host, find, manager_env
 
 LAYOUT = WorldLayout.from_hosts(["b", "a", "b", "c", "a", "b"])
+ADDRESS = Address("eth0", "192.0.2.1")
 
 
 def test_ranks_are_counted_by_host_in_rank_order() -> None:
     assert counts_by_host(LAYOUT) == [(0, 3), (3, 2), (5, 1)]
-    command = mpich.manager_command(LAYOUT, "192.0.2.1", None)
+    command = mpich.manager_command(LAYOUT, ADDRESS, None)
     assert Path(command[0]).name == "mpiexec.hydra"
     assert command[command.index("-hosts") + 1] == "host0:3,host1:2,host2:1"
     assert command[command.index("-n") + 1] == "6"
     assert command[command.index("-localhost") + 1] == "192.0.2.1"
-    limited = mpich.manager_command(LAYOUT, "192.0.2.1", PortRange(5, 9))
+    limited = mpich.manager_command(LAYOUT, ADDRESS, PortRange(5, 9))
     assert limited == ["env", "MPIEXEC_PORT_RANGE=5:9", *command]
 
 
@@ -41,7 +43,9 @@ def test_launch_lines_of_mpich_are_read_when_they_are_complete() -> None:
 def test_launch_lines_of_open_mpi_may_come_in_any_order() -> None:
     lines = ["noise", LAUNCH + json.dumps(["host1", 'orted --daemonize -mca ess "env" -mca vpid 2'])]
     assert openmpi.read_launch(lines, 2) is None
-    lines.append(LAUNCH + json.dumps(["host0", 'orted -mca ess "env" -mca vpid 1']))
+    lines.append(
+        LAUNCH + json.dumps(["host0", 'PATH=/usr/bin:$PATH ; export PATH ;  /usr/bin/orted -mca ess "env" -mca vpid 1'])
+    )
     assert openmpi.read_launch(lines, 2) == [["-mca", "ess", "env", "-mca", "vpid", n] for n in "12"]
 
 
@@ -72,10 +76,10 @@ def test_what_is_not_installed_is_named_with_the_remedy(monkeypatch: pytest.Monk
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MpiMissingError, match=r"mpiexec\.hydra is neither.*pip install 'spark_hvd\[mpi\]'"):
-        mpich.manager_command(LAYOUT, "192.0.2.1", None)
+        mpich.manager_command(LAYOUT, ADDRESS, None)
     with pytest.raises(MpiMissingError, match=r"mpirun is neither.*apt-get install openmpi-bin"):
-        openmpi.manager_command(LAYOUT, "192.0.2.1", None)
+        openmpi.manager_command(LAYOUT, ADDRESS, None)
     with pytest.raises(MpiMissingError, match="orted is neither"):
-        openmpi.host_command([])
+        openmpi.host_command([], None)
     with pytest.raises(MpiMissingError, match="nothing is neither"):
         find("nothing", "")
