@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Sequence
 from pathlib import PurePath
 
@@ -80,8 +81,7 @@ def rank_variables(interface: str | None, ports: PortRange | None) -> dict[str, 
 
 
 def _find(program: str) -> str:
-    """Debian gives the program a second name, since several MPIs may be installed; MPICH's wheel has an mpirun, too."""
-    try:
-        return find(f"{program}.openmpi", _REMEDY)
-    except RuntimeError:
-        return find(program, _REMEDY)
+    """Beside Open MPI's daemon: other MPIs have an mpirun, too. Debian gives the programs a second name."""
+    folder = PurePath(find("orted", _REMEDY)).parent
+    names = [f"{program}.openmpi", program]
+    return next(path for name in names if (path := shutil.which(name, path=str(folder))) is not None)

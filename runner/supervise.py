@@ -31,6 +31,8 @@ _TERM_GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 _STACKS_WAIT = 0.5  # seconds that a fault handler may take to write the stacks
 _OUTPUT_GRACE = 10.0  # seconds that a slow driver gets to take the last output
 _MPI_SECONDS = 90.0  # for MPI's process manager to come up on all hosts; it takes one
+_FAULT_WAIT = 0.5  # seconds until the end of a process manager is taken for a cause
+_ECHO_WAIT = 2.0  # and what may be an echo of it
 _EXIT_GRACE = 5.0  # seconds that a finished rank may take for its exit handlers
 
 
@@ -134,6 +136,7 @@ class _Watch:
         self._leaving = False
         self._mpi: MpiSide | None = None
         self._mpi_fds: set[int] = set()
+        self._mpi_fault: tuple[float, str, bool] | None = None  # when to report it, what it is, whether an echo
         self._ready: Message | None = None  # what the rank said, until MPI is ready for it as well
         limit = job.start_timeout if job.mpi is None else min(job.start_timeout, _MPI_SECONDS)
         self._deadline: float | None = time.monotonic() + limit  # to be ready; then, to be in the world
@@ -164,14 +167,25 @@ class _Watch:
             except MpiMissingError as error:
                 self._fail_now(FailureKind.SETUP, str(error))
         while not self._leaving and self._exitcode is None:
-            left = None if self._deadline is None else self._deadline - time.monotonic()
-            if left is not None and left <= 0:
-                self._start_took_too_long()
-            else:
-                self._step(left)
+            if not self._step(self._next_moment()):
+                self._look_at_the_clock()
         if self._outcome is None and self._failure is None:
             self._judge_exit()
         return self._finish()
+
+    def _next_moment(self) -> float | None:
+        """Seconds until something is to be done though nothing comes."""
+        moments = [moment for moment in (self._deadline, self._mpi_fault and self._mpi_fault[0]) if moment is not None]
+        return max(min(moments) - time.monotonic(), 0.0) if moments else None
+
+    def _look_at_the_clock(self) -> None:
+        now = time.monotonic()
+        if self._deadline is not None and now >= self._deadline:
+            self._start_took_too_long()
+        if self._mpi_fault is not None and now >= self._mpi_fault[0]:
+            (_, error, echo), self._mpi_fault = self._mpi_fault, None
+            if self._outcome is None and self._failure is None:
+                self._fail_now(FailureKind.MPI, error, echo=echo)
 
     def _step(self, timeout: float | None) -> bool:
         """Handle what is there; False when nothing came within ``timeout`` seconds."""
@@ -252,8 +266,9 @@ class _Watch:
             self._ready = None
 
     def _mpi_failed(self, error: str, echo: bool) -> None:
-        if self._outcome is None and self._failure is None and not self._leaving:
-            self._fail_now(FailureKind.MPI, error, echo=echo)
+        # When a rank dies, the manager tears everything down: first the reason has a chance to be heard of.
+        if self._mpi_fault is None or (self._mpi_fault[2] and not echo):
+            self._mpi_fault = time.monotonic() + (_ECHO_WAIT if echo else _FAULT_WAIT), error, echo
 
     def _start_took_too_long(self) -> None:
         self._deadline = None

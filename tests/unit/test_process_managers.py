@@ -77,7 +77,7 @@ def test_what_is_not_installed_is_named_with_the_remedy(monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MpiMissingError, match=r"mpiexec\.hydra is neither.*pip install 'spark_hvd\[mpi\]'"):
         mpich.manager_command(LAYOUT, ADDRESS, None)
-    with pytest.raises(MpiMissingError, match=r"mpirun is neither.*apt-get install openmpi-bin"):
+    with pytest.raises(MpiMissingError, match=r"orted is neither.*apt-get install openmpi-bin"):
         openmpi.manager_command(LAYOUT, ADDRESS, None)
     with pytest.raises(MpiMissingError, match="orted is neither"):
         openmpi.host_command([], None)
