@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from spark_hvd.layout import RankInfo
+
+if TYPE_CHECKING:
+    from spark_hvd.mpi_library import MPI
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +30,5 @@ class World:
     """Counts the times that the membership changed; keys of different generations never meet."""
     secret: bytes | None = field(default=None, repr=False)
     """From which the keys of the ranks' channels are derived; None where the launcher made none."""
+    mpi: MPI.Intracomm | None = field(default=None, repr=False)
+    """The MPI communicator whose ranks are the world's, where that is not MPI_COMM_WORLD."""
