@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from spark_hvd.runner import RankFailedError, run_local
+from spark_hvd.runner.mpi_shim import TOKEN
 from spark_hvd.runner.outcome import FailureKind
 from tests.conftest import wait_until
 
@@ -30,15 +31,14 @@ needs_open_mpi = pytest.mark.skipif(
 
 
 def managers() -> list[psutil.Process]:
-    """Processes of MPI's process managers below this one, or without a parent."""
+    """Processes of MPI's process managers that our runs have started: below this process, or without a parent."""
     found = []
     for process in psutil.process_iter():
-        try:
-            words = [Path(word).name for word in process.cmdline()[:5]]
-            if set(words) & set(MANAGERS) and (process.ppid() == 1 or psutil.Process() in process.parents()):
+        with contextlib.suppress(psutil.Error):
+            names = {Path(word).name for word in process.cmdline()[:5]}
+            ours = names & set(MANAGERS) and TOKEN in process.environ()
+            if ours and (process.ppid() == 1 or psutil.Process() in process.parents()):
                 found.append(process)
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
     return found
 
 
