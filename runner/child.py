@@ -57,15 +57,7 @@ def run_rank(control: socket.socket, stacks_fd: int) -> NoReturn:
             send_frame(control, {"type": "outcome", "ok": True}, data)
     world.leave()
     _linger(control)
-    _finalize_mpi()
     _exit(0)
-
-
-def _finalize_mpi() -> None:
-    """Leave MPI in order: all ranks are here. mpi4py would do so at the very end of Python, which we do not reach."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.Finalize()
 
 
 class _SetupError(Exception):
