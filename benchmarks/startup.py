@@ -1,4 +1,4 @@
-"""Start-up of two ranks that only return their rank: ``spark_hvd.run``, over MPI too, beside PySpark's TorchDistributor.
+"""Start-up of two ranks that only return their rank: ``spark_hvd.run``, also over MPI, beside TorchDistributor.
 
     python -m benchmarks.startup --runs 5
 
