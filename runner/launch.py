@@ -17,13 +17,13 @@ import zmq
 from spark_hvd.runner import spark as on_spark
 from spark_hvd.runner.collect import results
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.errors import StartTimeoutError
+from spark_hvd.runner.errors import RunError, StartTimeoutError
 from spark_hvd.runner.hub import Hub
 from spark_hvd.runner.hub_state import HubState
 from spark_hvd.runner.outcome import from_rows
 from spark_hvd.runner.output import Printer
 from spark_hvd.runner.payload import dump_call
-from spark_hvd.runner.spark_errors import translate
+from spark_hvd.runner.spark_errors import silent, translate
 from spark_hvd.runner.task import TaskSpec
 
 if TYPE_CHECKING:
@@ -121,7 +121,8 @@ def run(
             if hub is not None:  # Spark kills the other tasks in its own time; ours are told now
                 hub.stop("lost")
                 hub.wait_gone(_STOP_GRACE / 2)
-            raise translate(job.error, size) from job.error
+            lost = None if hub is None else hub.lost
+            raise (silent(lost) if lost else translate(job.error, size)) from job.error
         order = [] if hub is None else hub.snapshot()[1]
         return results(from_rows(job.rows), size, order, config.timeout)
 
@@ -188,6 +189,9 @@ def _attend(job: on_spark.BarrierJob, hub: Hub | None, size: int, config: RunCon
             printer.flush()
             if hub is None:
                 continue
+            if (lost := hub.lost) is not None:
+                _end(job, hub, "lost")
+                raise silent(lost)
             started = hub.snapshot()[0]
             if hub.fell_back and not warned:
                 warned = True
@@ -209,7 +213,7 @@ def _attend(job: on_spark.BarrierJob, hub: Hub | None, size: int, config: RunCon
         _end(job, hub, "interrupt")
         printer.flush()
         raise
-    except StartTimeoutError:
+    except RunError:
         raise
     except BaseException:  # a stream that cannot be written to, for example
         _end(job, hub, "interrupt")

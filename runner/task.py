@@ -7,6 +7,7 @@ import os
 import pickle
 import secrets
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,8 +20,9 @@ from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.hub import Hub, HubAddress, Link
 from spark_hvd.runner.hub_state import HubState
 from spark_hvd.runner.network import interface_of
-from spark_hvd.runner.outcome import Packed, to_rows
+from spark_hvd.runner.outcome import Failed, FailureKind, Packed, to_rows
 from spark_hvd.runner.processes import apply_env, fork_server
+from spark_hvd.runner.silence import BEAT, HUB_PATIENCE, SILENT_AFTER
 from spark_hvd.runner.supervise import RankJob, supervise
 
 if TYPE_CHECKING:
@@ -96,6 +98,10 @@ def run_task(spec: TaskSpec, payload: bytes) -> Iterator[pyarrow.RecordBatch]:
     context = BarrierTaskContext.get()
     assert isinstance(context, BarrierTaskContext)
     packed = _run_rank(spec, payload, context)
+    if not packed.ok and isinstance(failure := packed.open(), Failed) and failure.kind is FailureKind.LOST:
+        # Spark would wait for the task of the lost rank until its own timeout (spark.network.timeout, two minutes).
+        # One failing task ends a barrier job at once.
+        raise LostError(f"SPARK_HVD_LOST: rank {failure.rank} on {failure.host} {failure.error}:END")
     for rank, ok, part, chunk in to_rows(packed, spec.spool):
         yield pyarrow.RecordBatch.from_arrays(
             [
@@ -115,7 +121,11 @@ def _run_rank(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> Pa
     gpus = context.resources().get("gpu")
     server = fork_server(spec.env, _executor_pid())  # starts to import torch while we meet the others
     with ExitStack() as closing:
-        link = None if spec.hub is None else meet(Link(spec.hub, me.rank), context.taskAttemptId(), spec.start_timeout)
+        link = (
+            None
+            if spec.hub is None
+            else meet(Link(spec.hub, me.rank, me.host), context.taskAttemptId(), spec.start_timeout)
+        )
         on_lines = None
         if link is None:
             on_lines = _print_here
@@ -129,6 +139,10 @@ def _executor_pid() -> int:
     """The executor's JVM, above Spark's daemon, which is above this worker; this process where there is none."""
     java = [parent.pid for parent in psutil.Process().parents() if parent.name() == "java"]
     return java[0] if java else os.getpid()
+
+
+class LostError(RuntimeError):
+    """This rank was stopped because others, or the hub, were not heard of any more."""
 
 
 class RefusedError(RuntimeError):
@@ -147,11 +161,15 @@ def meet(link: Link, attempt: int, start_timeout: float) -> Link | None:
     if not link.wait_connected(min(_CONNECT_WAIT, start_timeout)):
         link.close(discard=True)
         return None
-    link.send("hello", attempt=attempt)
-    message = link.wait(start_timeout)
+    link.hello(attempt)
+    message, deadline = None, time.monotonic() + start_timeout
+    while message is None and time.monotonic() < deadline and link.hub_silence() < HUB_PATIENCE:
+        message = link.wait(BEAT)
     answer = "nothing" if message is None else message["type"]
     if answer == "met":
         return link
+    if answer == "stop":
+        link.send("gone")
     link.close()
     if answer == "fallback":
         return None
@@ -171,17 +189,27 @@ def _meet_at_rank_0(
     address = b""
     if me.rank == 0:
         hub = Hub(HubState(me.size, timeout=spec.timeout), me.host)
-        closing.callback(hub.close)
+        closing.callback(_close_hub, hub)
         address = pickle.dumps(hub.address)
     gathered = context.allGather(base64.b64encode(address).decode())  # costs a second: its wait polls once a second
     encoded = gathered[layout.rank_of.index(0)]
-    link = meet(Link(pickle.loads(base64.b64decode(encoded)), me.rank), context.taskAttemptId(), spec.start_timeout)
-    if link is None:
+    link = Link(pickle.loads(base64.b64decode(encoded)), me.rank, me.host)
+    met = meet(link, context.taskAttemptId(), spec.start_timeout)
+    if met is None:
         raise RefusedError(
             f"rank {me.rank} on {me.host} can reach neither the driver nor rank 0 on {layout.ranks[0].host}. Open the "
             "network between the executors, or see spark.driver.host for the driver's address."
         )
-    return link
+    return met
+
+
+def _close_hub(hub: Hub) -> None:
+    """Stay until every rank has left or is lost: the driver cannot see that a task here has gone silent."""
+    hub.wait_gone(SILENT_AFTER + 2 * BEAT)
+    lost = hub.lost
+    hub.close()
+    if lost is not None:
+        raise LostError(f"SPARK_HVD_LOST: lost {lost}; all other ranks were stopped:END")
 
 
 def _print_here(stream: str, lines: list[str]) -> None:

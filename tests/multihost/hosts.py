@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,7 +76,7 @@ class Host:
 
     def command(self, *command: str) -> list[str]:
         """A command line that runs ``command`` on this host, with the same process id."""
-        setup = f"hostname {self.name}; mount -t tmpfs tmpfs /dev/shm; exec \"$@\""
+        setup = f'hostname {self.name}; mount -t tmpfs tmpfs /dev/shm; exec "$@"'
         inside = ["unshare", "--uts", "--ipc", "sh", "-c", setup, "sh", *command]
         # A test process that is killed takes its hosts' processes along.
         return ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", self.name, *inside]
@@ -159,13 +159,14 @@ class Hosts:
             sh("ip", "link", "set", cable, "up")
             subprocess.run(["tc", "qdisc", "del", "dev", cable, "root"], capture_output=True)
         for index in range(len(host.cables)):
-            subprocess.run(
-                ["tc", "-n", host.name, "qdisc", "del", "dev", f"eth{index}", "root"], capture_output=True
-            )
+            subprocess.run(["tc", "-n", host.name, "qdisc", "del", "dev", f"eth{index}", "root"], capture_output=True)
         family = "-6" if self.six else "-4"
-        while subprocess.run(
-            ["ip", "-n", host.name, family, "rule", "del", "table", _BLOCKED], capture_output=True
-        ).returncode == 0:
+        while (
+            subprocess.run(
+                ["ip", "-n", host.name, family, "rule", "del", "table", _BLOCKED], capture_output=True
+            ).returncode
+            == 0
+        ):
             pass
         subprocess.run(["ip", "-n", host.name, family, "route", "flush", "table", _BLOCKED], capture_output=True)
 
@@ -193,7 +194,9 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def make_hosts(count: int, *, names: Names | None = None, two_networks: bool = False, six: bool = False) -> Iterator[Hosts]:
+def make_hosts(
+    count: int, *, names: Names | None = None, two_networks: bool = False, six: bool = False
+) -> Iterator[Hosts]:
     """Make hosts, and unmake them with all that runs on them.
 
     Args:
