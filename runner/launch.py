@@ -23,6 +23,7 @@ from spark_hvd.runner.hub_state import HubState
 from spark_hvd.runner.outcome import from_rows
 from spark_hvd.runner.output import Printer
 from spark_hvd.runner.payload import dump_call
+from spark_hvd.runner.reach import Reach
 from spark_hvd.runner.spark_errors import silent, translate
 from spark_hvd.runner.task import TaskSpec
 
@@ -183,6 +184,7 @@ def _attend(job: on_spark.BarrierJob, hub: Hub | None, size: int, config: RunCon
     """Stay with the job until it has ended: print, watch the start timeout, pass on Ctrl-C."""
     deadline = time.monotonic() + config.start_timeout
     warned = False
+    reach = Reach(size, job.placement)
     try:
         while job.running:
             job.wait(0.02)
@@ -193,6 +195,9 @@ def _attend(job: on_spark.BarrierJob, hub: Hub | None, size: int, config: RunCon
                 _end(job, hub, "lost")
                 raise silent(lost)
             started = hub.snapshot()[0]
+            if len(started) < size and (missing := reach.missing(started)) is not None:
+                _end(job, hub, "lost")
+                raise silent(missing)
             if hub.fell_back and not warned:
                 warned = True
                 _log.warning(
@@ -203,11 +208,12 @@ def _attend(job: on_spark.BarrierJob, hub: Hub | None, size: int, config: RunCon
                     hub.address.port,
                 )
             if len(started) < size and not hub.fell_back and time.monotonic() > deadline:
+                absent = reach.absent(started)
                 _end(job, hub, "start")
                 raise StartTimeoutError(
                     f"{len(started)} of {size} ranks had started after start_timeout={config.start_timeout:g} s. "
-                    "All ranks start together, when enough task slots are free: wait for the jobs that hold them, ask "
-                    "for fewer ranks, or give a larger start_timeout=."
+                    f"{absent}All ranks start together, when enough task slots are free: wait for the jobs that hold "
+                    "them, ask for fewer ranks, or give a larger start_timeout=."
                 )
     except KeyboardInterrupt:
         _end(job, hub, "interrupt")

@@ -109,7 +109,7 @@ def make_cluster(net: Hosts, folder: Path, cores: int = 1, **settings: str) -> I
         net: The hosts.
         folder: For logs and work.
         cores: Task slots of each host.
-        **settings: Of the application, with ``_`` for ``.``... pass a dict by ``**``.
+        **settings: Of the application.
     """
     cluster = Cluster(net, cores, folder)
     with contextlib.ExitStack() as undo:
@@ -147,8 +147,15 @@ def bracketed(address: str) -> str:
 
 
 def _daemon_env(net: Hosts) -> dict[str, str]:
-    env = {"SPARK_HOME": str(_HOME), "SPARK_NO_DAEMONIZE": "1", "SPARK_DAEMON_MEMORY": "256m", "OMP_NUM_THREADS": "1"}
-    return {**env, "SPARK_DAEMON_JAVA_OPTS": "-Djava.net.preferIPv6Addresses=true"} if net.six else env
+    # The master would give up a worker after a minute without heartbeats, which hosts that were cut off need again.
+    options = "-Dspark.worker.timeout=600" + (" -Djava.net.preferIPv6Addresses=true" if net.six else "")
+    return {
+        "SPARK_HOME": str(_HOME),
+        "SPARK_NO_DAEMONIZE": "1",
+        "SPARK_DAEMON_MEMORY": "256m",
+        "SPARK_DAEMON_JAVA_OPTS": options,
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def _line(process: psutil.Process) -> str:
