@@ -18,13 +18,14 @@ from spark_hvd.ports import PortRange
 from spark_hvd.runner import spark as on_spark
 from spark_hvd.runner.collect import results
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.errors import StartTimeoutError
+from spark_hvd.runner.errors import RunError, StartTimeoutError
 from spark_hvd.runner.hub import Hub
 from spark_hvd.runner.hub_state import HubState
 from spark_hvd.runner.outcome import from_rows
 from spark_hvd.runner.output import Printer
 from spark_hvd.runner.payload import dump_call
-from spark_hvd.runner.spark_errors import translate
+from spark_hvd.runner.reach import Reach
+from spark_hvd.runner.spark_errors import silent, translate
 from spark_hvd.runner.task import TaskSpec
 
 if TYPE_CHECKING:
@@ -137,7 +138,8 @@ def run(
             if hub is not None:  # Spark kills the other tasks in its own time; ours are told now
                 hub.stop("lost")
                 hub.wait_gone(_STOP_GRACE / 2)
-            raise translate(job.error, size) from job.error
+            lost = None if hub is None else hub.lost
+            raise (silent(lost) if lost else translate(job.error, size)) from job.error
         order = [] if hub is None else hub.snapshot()[1]
         return results(from_rows(job.rows), size, order, config.timeout)
 
@@ -198,13 +200,20 @@ def _attend(job: on_spark.BarrierJob, hub: Hub | None, size: int, config: RunCon
     """Stay with the job until it has ended: print, watch the start timeout, pass on Ctrl-C."""
     deadline = time.monotonic() + config.start_timeout
     warned = False
+    reach = Reach(size, job.placement)
     try:
         while job.running:
             job.wait(0.02)
             printer.flush()
             if hub is None:
                 continue
+            if (lost := hub.lost) is not None:
+                _end(job, hub, "lost")
+                raise silent(lost)
             started = hub.snapshot()[0]
+            if len(started) < size and (missing := reach.missing(started)) is not None:
+                _end(job, hub, "lost")
+                raise silent(missing)
             if hub.fell_back and not warned:
                 warned = True
                 _log.warning(
@@ -215,17 +224,18 @@ def _attend(job: on_spark.BarrierJob, hub: Hub | None, size: int, config: RunCon
                     hub.address.port,
                 )
             if len(started) < size and not hub.fell_back and time.monotonic() > deadline:
+                absent = reach.absent(started)
                 _end(job, hub, "start")
                 raise StartTimeoutError(
                     f"{len(started)} of {size} ranks had started after start_timeout={config.start_timeout:g} s. "
-                    "All ranks start together, when enough task slots are free: wait for the jobs that hold them, ask "
-                    "for fewer ranks, or give a larger start_timeout=."
+                    f"{absent}All ranks start together, when enough task slots are free: wait for the jobs that hold "
+                    "them, ask for fewer ranks, or give a larger start_timeout=."
                 )
     except KeyboardInterrupt:
         _end(job, hub, "interrupt")
         printer.flush()
         raise
-    except StartTimeoutError:
+    except RunError:
         raise
     except BaseException:  # a stream that cannot be written to, for example
         _end(job, hub, "interrupt")

@@ -24,6 +24,7 @@ from spark_hvd.runner.outcome import Failed, FailureKind, Packed
 from spark_hvd.runner.output import LineCutter, Tail
 from spark_hvd.runner.process_manager import MpiMissingError
 from spark_hvd.runner.processes import ForkServer, ForkServerError, RankProcess
+from spark_hvd.runner.silence import BEAT, HUB_PATIENCE
 from spark_hvd.runner.wire import FrameReader, send_frame
 
 _READ_BYTES = 64 << 10
@@ -167,16 +168,18 @@ class _Watch:
             except MpiMissingError as error:
                 self._fail_now(FailureKind.SETUP, str(error))
         while not self._leaving and self._exitcode is None:
-            if not self._step(self._next_moment()):
-                self._look_at_the_clock()
+            self._step(self._next_moment())
+            self._look_at_the_clock()
+            if self._link.hub_silence() > HUB_PATIENCE:
+                self._stop("cut off", None)
         if self._outcome is None and self._failure is None:
             self._judge_exit()
         return self._finish()
 
-    def _next_moment(self) -> float | None:
+    def _next_moment(self) -> float:
         """Seconds until something is to be done though nothing comes."""
         moments = [moment for moment in (self._deadline, self._mpi_fault and self._mpi_fault[0]) if moment is not None]
-        return max(min(moments) - time.monotonic(), 0.0) if moments else None
+        return min([BEAT, *(max(moment - time.monotonic(), 0.0) for moment in moments)])
 
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()
@@ -187,12 +190,12 @@ class _Watch:
             if self._outcome is None and self._failure is None:
                 self._fail_now(FailureKind.MPI, error, echo=echo)
 
-    def _step(self, timeout: float | None) -> bool:
+    def _step(self, timeout: float) -> bool:
         """Handle what is there; False when nothing came within ``timeout`` seconds."""
         self._flush_output()
         mpi = self._watch_mpi()
         # While the hub is behind, the pipes are left to fill: the rank then waits in its print, and nothing is lost.
-        events = dict(self._poller.poll(20 if self._unsent else None if timeout is None else int(timeout * 1000)))
+        events = dict(self._poller.poll(20 if self._unsent else int(timeout * 1000)))
         if not events:
             return bool(self._unsent)
         if self._link.socket in events:
@@ -240,7 +243,7 @@ class _Watch:
                 if "limit" in message:
                     self._drop_large_value(**{key: message[key] for key in ("limit", "total", "largest")})
             case "stop":
-                self._stop(message["reason"], message.get("culprit"))
+                self._stop(message["reason"], message.get("culprit"), message.get("lost"))
             case other:
                 raise AssertionError(f"unexpected message {other!r}")
 
@@ -295,7 +298,7 @@ class _Watch:
                 "None from the other ranks, or start the application with more spark.driver.memory.",
             )
 
-    def _stop(self, reason: str, culprit: int | None) -> None:
+    def _stop(self, reason: str, culprit: int | None, lost: str | None = None) -> None:
         self._leaving = True
         if self._outcome is not None or self._failure is not None:
             return
@@ -305,6 +308,12 @@ class _Watch:
             self._fail(
                 FailureKind.TIMEOUT, f"still running when timeout={limit} was over", trim_stacks(self._process.stacks())
             )
+        elif reason == "cut off":
+            self._fail(
+                FailureKind.LOST, f"stopped because the hub at {self._link.url} did not answer for {HUB_PATIENCE:.0f} s"
+            )
+        elif lost is not None:
+            self._fail(FailureKind.LOST, f"stopped because other ranks are not heard of any more: {lost}")
         else:
             why = {
                 "peer": f"stopped because rank {culprit} failed" if culprit is not None else "stopped: a rank failed",

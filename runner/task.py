@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 import pickle
 import secrets
@@ -21,10 +22,11 @@ from spark_hvd.runner.hub import Hub, HubAddress, Link
 from spark_hvd.runner.hub_state import HubState
 from spark_hvd.runner.mpi_side import MANAGERS, MpiPlan
 from spark_hvd.runner.network import Address, NoAddressError, choose_address, own_addresses
-from spark_hvd.runner.outcome import Packed, to_rows
+from spark_hvd.runner.outcome import Failed, FailureKind, Packed, to_rows
 from spark_hvd.runner.processes import ForkServer, apply_env, fork_server
+from spark_hvd.runner.silence import BEAT, SILENT_AFTER
 from spark_hvd.runner.supervise import RankJob, refuse
-from spark_hvd.runner.team import RefusedError, meet, supervise_all
+from spark_hvd.runner.team import LostError, RefusedError, meet, supervise_all
 
 if TYPE_CHECKING:
     import pyarrow
@@ -123,17 +125,22 @@ def run_task(spec: TaskSpec, payload: bytes) -> Iterator[pyarrow.RecordBatch]:
 
     context = BarrierTaskContext.get()
     assert isinstance(context, BarrierTaskContext)
-    for packed in _run_ranks(spec, payload, context):
-        for rank, ok, part, chunk in to_rows(packed, spec.spool):
-            yield pyarrow.RecordBatch.from_arrays(
-                [
-                    pyarrow.array([rank], pyarrow.int32()),
-                    pyarrow.array([ok]),
-                    pyarrow.array([part], pyarrow.int32()),
-                    pyarrow.array([chunk], pyarrow.binary()),
-                ],
-                names=["rank", "ok", "part", "chunk"],
-            )
+    packed = _run_ranks(spec, payload, context)
+    for each in packed:
+        if not each.ok and isinstance(failure := each.open(), Failed) and failure.kind is FailureKind.LOST:
+            # Spark would wait for the task of the lost rank until its own timeout (spark.network.timeout, two
+            # minutes). One failing task ends a barrier job at once.
+            raise LostError(f"SPARK_HVD_LOST: rank {failure.rank} on {failure.host} {failure.error}:END")
+    for rank, ok, part, chunk in itertools.chain.from_iterable(to_rows(each, spec.spool) for each in packed):
+        yield pyarrow.RecordBatch.from_arrays(
+            [
+                pyarrow.array([rank], pyarrow.int32()),
+                pyarrow.array([ok]),
+                pyarrow.array([part], pyarrow.int32()),
+                pyarrow.array([chunk], pyarrow.binary()),
+            ],
+            names=["rank", "ok", "part", "chunk"],
+        )
 
 
 def _run_ranks(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> list[Packed]:
@@ -145,7 +152,7 @@ def _run_ranks(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> l
     gpus = context.resources().get("gpu")
     server = fork_server(spec.env, _executor_pid())  # starts to import torch while we meet the others
     with ExitStack() as closing:
-        links = None if spec.hub is None else [Link(spec.hub, me.rank) for me in mine]
+        links = None if spec.hub is None else [Link(spec.hub, me.rank, me.host) for me in mine]
         on_lines = None
         if links is None or not meet(links, context.taskAttemptId(), spec.start_timeout):
             on_lines = _print_here
@@ -200,18 +207,27 @@ def _meet_at_rank_0(
     address = b""
     if mine[0].rank == 0:
         hub = Hub(HubState(mine[0].size, timeout=spec.timeout), mine[0].host)
-        closing.callback(hub.close)
+        closing.callback(_close_hub, hub)
         address = pickle.dumps(hub.address)
     gathered = context.allGather(base64.b64encode(address).decode())  # costs a second: its wait polls once a second
     encoded = gathered[layout.rank_of.index(0) // spec.procs_per_task]
     hub_address = pickle.loads(base64.b64decode(encoded))
-    links = [Link(hub_address, me.rank) for me in mine]
+    links = [Link(hub_address, me.rank, me.host) for me in mine]
     if not meet(links, context.taskAttemptId(), spec.start_timeout):
         raise RefusedError(
             f"rank {mine[0].rank} on {mine[0].host} can reach neither the driver nor rank 0 on {layout.ranks[0].host}. "
             "Open the network between the executors, or see spark.driver.host for the driver's address."
         )
     return links
+
+
+def _close_hub(hub: Hub) -> None:
+    """Stay until every rank has left or is lost: the driver cannot see that a task here has gone silent."""
+    hub.wait_gone(SILENT_AFTER + 2 * BEAT)
+    lost = hub.lost
+    hub.close()
+    if lost is not None:
+        raise LostError(f"SPARK_HVD_LOST: lost {lost}; all other ranks were stopped:END")
 
 
 def _print_here(stream: str, lines: list[str]) -> None:
