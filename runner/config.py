@@ -24,6 +24,8 @@ class RunConfig:
     timeout: float | None = None
     collective_timeout: float = 1800.0
     verbose: int = 1
+    cpus_per_proc: int | None = None
+    gpus_per_proc: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_proc is not None:
@@ -36,6 +38,12 @@ class RunConfig:
                 f"backend={self.backend!r}: expected one of {', '.join(map(repr, BACKENDS))}, or None to take NCCL for "
                 "CUDA tensors and Gloo for CPU tensors"
             )
+        for name, least, what in (("cpus_per_proc", 1, "cores"), ("gpus_per_proc", 0, "GPUs")):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{name}={value!r}: expected a whole number of {what} for each rank, or None")
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value}: expected at least {least}, or None for what the application gives")
         for name in ("start_timeout", "collective_timeout", "timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:

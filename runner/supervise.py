@@ -16,6 +16,7 @@ import zmq
 
 from spark_hvd.layout import RankInfo
 from spark_hvd.runner.child import STACKS_SIGNAL
+from spark_hvd.runner.gpus import GpuShare
 from spark_hvd.runner.hub import Link
 from spark_hvd.runner.hub_state import Message
 from spark_hvd.runner.outcome import Failed, FailureKind, Packed
@@ -40,7 +41,7 @@ class RankJob:
         payload: The pickled call.
         env: Complete environment of the rank.
         backend: "gloo", "nccl", or None for both.
-        gpu_assigned: Whether CUDA_VISIBLE_DEVICES names the GPUs that Spark assigned to this task.
+        gpus: What the rank is told of its GPUs.
         start_timeout: Seconds for the process to come up and to meet the others.
         collective_timeout: Seconds after which a collective that peers do not join fails.
         timeout: The run's ``timeout=``, for messages.
@@ -52,7 +53,7 @@ class RankJob:
     payload: bytes = field(repr=False)
     env: Mapping[str, str] = field(repr=False)
     backend: str | None
-    gpu_assigned: bool
+    gpus: GpuShare
     start_timeout: float
     collective_timeout: float
     timeout: float | None
@@ -77,10 +78,7 @@ def supervise(
     try:
         process = server.spawn(job.env, job.start_timeout)
     except ForkServerError as error:
-        failure = Failed(job.me.rank, job.me.host, FailureKind.SETUP, str(error), ended_at=time.time())
-        link.send("ended", ok=False, echo=False)
-        link.send("gone")
-        return Packed.failed(failure)
+        return not_started(job.me, link, str(error))
     watch = _Watch(job, link, process, on_lines)
     try:
         return watch.run()
@@ -88,6 +86,13 @@ def supervise(
         watch.end_process()
         process.close()
         link.send("gone")
+
+
+def not_started(me: RankInfo, link: Link, error: str) -> Packed:
+    """The outcome of a rank that cannot be started; the hub is told."""
+    link.send("ended", ok=False, echo=False)
+    link.send("gone")
+    return Packed.failed(Failed(me.rank, me.host, FailureKind.SETUP, error, ended_at=time.time()))
 
 
 def trim_stacks(text: str) -> str:
@@ -133,7 +138,7 @@ class _Watch:
             "secret": job.secret.hex(),  # over the anonymous socket pair of this rank alone
             "store_host": job.store_host,
             "backend": job.backend,
-            "gpu_assigned": job.gpu_assigned,
+            "gpus": asdict(job.gpus),
             "join_timeout": job.start_timeout,
             "collective_timeout": job.collective_timeout,
         }

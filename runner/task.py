@@ -16,12 +16,13 @@ import psutil
 
 from spark_hvd.layout import RankInfo, WorldLayout
 from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.gpus import GpuError, GpuShare, devices_of
 from spark_hvd.runner.hub import Hub, HubAddress, Link
 from spark_hvd.runner.hub_state import HubState
 from spark_hvd.runner.network import interface_of
 from spark_hvd.runner.outcome import Packed, to_rows
 from spark_hvd.runner.processes import apply_env, fork_server
-from spark_hvd.runner.supervise import RankJob, supervise
+from spark_hvd.runner.supervise import RankJob, not_started, supervise
 
 if TYPE_CHECKING:
     import pyarrow
@@ -45,6 +46,9 @@ class TaskSpec:
         timeout: Seconds that ranks may run, or None.
         secret: The world's, from which the keys between ranks are derived. It travels in Spark's closure only.
         spool: A directory of the driver's for large values, where all tasks run on the driver's machine.
+        cpus_per_proc: Cores of a rank, if the run was asked for a number.
+        gpus_per_proc: GPUs of a rank, if the run was asked for a number.
+        may_share_gpus: Whether several ranks are meant to use one GPU.
     """
 
     run_id: str
@@ -56,9 +60,20 @@ class TaskSpec:
     timeout: float | None
     secret: bytes = field(repr=False)
     spool: str | None = None
+    cpus_per_proc: int | None = None
+    gpus_per_proc: int | None = None
+    may_share_gpus: bool = False
 
     @classmethod
-    def of(cls, config: RunConfig, run_id: str, hub: HubAddress | None, spool: str | None = None) -> TaskSpec:
+    def of(
+        cls,
+        config: RunConfig,
+        run_id: str,
+        hub: HubAddress | None,
+        spool: str | None = None,
+        *,
+        may_share_gpus: bool = False,
+    ) -> TaskSpec:
         """What tasks need of a run's arguments."""
         return cls(
             run_id=run_id,
@@ -70,6 +85,9 @@ class TaskSpec:
             timeout=config.timeout,
             secret=secrets.token_bytes(32),
             spool=spool,
+            cpus_per_proc=config.cpus_per_proc,
+            gpus_per_proc=config.gpus_per_proc,
+            may_share_gpus=may_share_gpus,
         )
 
     def job(self, me: RankInfo, store_host: str, payload: bytes, gpus: Sequence[str] | None) -> RankJob:
@@ -80,7 +98,10 @@ class TaskSpec:
             payload=payload,
             env=rank_env(self, me, store_host, gpus),
             backend=self.backend,
-            gpu_assigned=gpus is not None,
+            # A CUDA_VISIBLE_DEVICES of the user's own is the same for all ranks, who divide it by their local rank.
+            gpus=GpuShare(
+                None if "CUDA_VISIBLE_DEVICES" in self.env else gpus, self.gpus_per_proc, self.may_share_gpus
+            ),
             start_timeout=self.start_timeout,
             collective_timeout=self.collective_timeout,
             timeout=self.timeout,
@@ -113,6 +134,7 @@ def _run_rank(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> Pa
     layout = WorldLayout.from_hosts([host_of(info.address) for info in context.getTaskInfos()])
     me = layout.of_process(context.partitionId())
     gpus = context.resources().get("gpu")
+    addresses = None if gpus is None else gpus.addresses
     server = fork_server(spec.env, _executor_pid())  # starts to import torch while we meet the others
     with ExitStack() as closing:
         link = None if spec.hub is None else meet(Link(spec.hub, me.rank), context.taskAttemptId(), spec.start_timeout)
@@ -121,8 +143,11 @@ def _run_rank(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> Pa
             on_lines = _print_here
             link = _meet_at_rank_0(spec, me, layout, context, closing)
         closing.callback(link.close)
-        job = spec.job(me, layout.ranks[0].host, payload, gpus.addresses if gpus else None)
-        return supervise(job, link, server, on_lines)
+        try:
+            mine = devices_of(addresses, 1, 0, os.environ.get("CUDA_VISIBLE_DEVICES"), spec.gpus_per_proc)
+        except GpuError as error:
+            return not_started(me, link, str(error))
+        return supervise(spec.job(me, layout.ranks[0].host, payload, mine), link, server, on_lines)
 
 
 def _executor_pid() -> int:
@@ -218,6 +243,8 @@ def rank_env(spec: TaskSpec, me: RankInfo, store_host: str, gpus: Sequence[str] 
     # Gloo would resolve this machine's name, which often gives 127.0.1.1 or nothing.
     if (interface := interface_of(me.host)) is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
         ours["GLOO_SOCKET_IFNAME"] = interface
+    if spec.cpus_per_proc is not None:
+        ours["OMP_NUM_THREADS"] = str(spec.cpus_per_proc)  # Spark's own value is that of the application's tasks
     if gpus is not None:
         ours["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return apply_env(os.environ, {**ours, **spec.env})
