@@ -27,6 +27,7 @@ from spark_hvd.launch_env import read_config, read_launch_env
 from spark_hvd.layout import RankInfo, WorldLayout
 from spark_hvd.local import LocalCommunicator
 from spark_hvd.members import Members
+from spark_hvd.nccl import NcclGroups
 from spark_hvd.rendezvous import adopted_world, everyones, launched_world, meeting
 from spark_hvd.staging import Staging
 from spark_hvd.world import World
@@ -278,7 +279,10 @@ def _settle(
     groups = Groups(kv, timeout)
     try:
         communicator: Communicator = LocalCommunicator() if size == 1 else TorchCommunicator()
-        members = _members(0, range(size), layout, world.me.rank, groups, config)
+        # A default group that the user initialised is his own affair, also when it hangs.
+        default = [dist.group.WORLD] if owns_default_group else []
+        nccl = NcclGroups(lambda: [*default, *groups.of(0)])
+        members = _members(0, range(size), layout, world.me.rank, groups, config, nccl)
         lane = engine.open_lane(members, PrefixStore("lane/0", kv))
     except BaseException:
         engine.close("init() failed")
@@ -294,7 +298,13 @@ def _settle(
 
 
 def _members(
-    process_set_id: int, ranks: Sequence[int], layout: WorldLayout, me: int, groups: Groups, config: Config
+    process_set_id: int,
+    ranks: Sequence[int],
+    layout: WorldLayout,
+    me: int,
+    groups: Groups,
+    config: Config,
+    nccl: NcclGroups,
 ) -> Members:
     hosts = [layout.ranks[rank].host for rank in ranks]
     place = list(ranks).index(me)
@@ -304,7 +314,7 @@ def _members(
     group = groups.make(process_set_id, ranks)
     connections = Connections.since(before, group)
     staging = Staging.open(group, hosts, config.shared_memory)
-    return Members(ranks, hosts, place, TorchCommunicator(group), staging, connections)
+    return Members(ranks, hosts, place, TorchCommunicator(group), staging, connections, nccl)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -344,7 +354,8 @@ def register(process_set: ProcessSet, ranks: Sequence[int]) -> None:
     number = next(here.numbers)
     me = here.world.me.rank
     if me in ranks:
-        members = _members(number, ranks, here.layout, me, here.groups, here.engine.config)
+        nccl = NcclGroups(lambda: here.groups.of(number))
+        members = _members(number, ranks, here.layout, me, here.groups, here.engine.config, nccl)
         here.lanes[number] = here.engine.open_lane(members, PrefixStore(f"lane/{number}", here.kv))
     here.process_sets[number] = process_set
     process_set.registered_as(number)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from spark_hvd.communicator import Communicator
 from spark_hvd.connections import Connections
+from spark_hvd.nccl import NcclGroups
 from spark_hvd.staging import Staging
 
 
@@ -26,3 +27,5 @@ class Members:
     """Memory that they share, if they do."""
     connections: Connections | None = None
     """Of the communicator."""
+    nccl: NcclGroups | None = None
+    """All process groups that are of no use any more when one of the ranks has gone."""
