@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from spark_hvd.runner import run, run_local
+from spark_hvd.runner.profiles import Ask, task_resources
 from spark_hvd.runner.spark import active_session, wait_for_slots
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class SparkBackend:
         num_proc: Number of ranks; None for as many as can run at once.
         spark: The session; None for the active one.
         options: Further keywords of :func:`spark_hvd.run`: env, backend, start_timeout, timeout, collective_timeout,
-            verbose, stdout, stderr.
+            verbose, cpus_per_proc, gpus_per_proc, stdout, stderr.
     """
 
     def __init__(self, num_proc: int | None = None, *, spark: SparkSession | None = None, **options: Any) -> None:
@@ -53,7 +54,9 @@ class SparkBackend:
             NotEnoughSlotsError: fewer tasks can run at once than were asked for.
         """
         timeout = self._options.get("start_timeout", 600.0)
-        return wait_for_slots(active_session(self._spark), self._num_proc, timeout)
+        session = active_session(self._spark)
+        ask = Ask(self._options.get("cpus_per_proc"), self._options.get("gpus_per_proc"))
+        return wait_for_slots(session, self._num_proc, timeout, task_resources(session, ask))
 
     def run(self, fn: Callable[..., R], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list[R]:
         """See base class. Waits for other trainings that this process has under way."""

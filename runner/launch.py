@@ -24,6 +24,7 @@ from spark_hvd.runner.hub_state import HubState
 from spark_hvd.runner.outcome import from_rows
 from spark_hvd.runner.output import Printer
 from spark_hvd.runner.payload import dump_call
+from spark_hvd.runner.profiles import Ask, task_resources
 from spark_hvd.runner.reach import Reach
 from spark_hvd.runner.spark_errors import silent, translate
 from spark_hvd.runner.task import TaskSpec
@@ -54,6 +55,8 @@ def run(
     timeout: float | None = None,
     collective_timeout: float = 1800.0,
     verbose: int = 1,
+    cpus_per_proc: int | None = None,
+    gpus_per_proc: int | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
 ) -> list[R]:
@@ -84,6 +87,8 @@ def run(
         timeout: Seconds that fn may run, or None for no limit. When over, every rank's stacks are in the error.
         collective_timeout: Seconds after which a collective fails that not all ranks have joined.
         verbose: 0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it.
+        cpus_per_proc: Cores for each rank, which is also its OMP_NUM_THREADS; None for what the application gives.
+        gpus_per_proc: GPUs for each rank, 0 to hide them; None for what the application gives.
         stdout: Text stream for the ranks' stdout instead of ``sys.stdout``.
         stderr: Text stream for the ranks' stderr instead of ``sys.stderr``.
 
@@ -93,8 +98,8 @@ def run(
     Raises:
         ValueError, TypeError: an argument is wrong; nothing was started.
         UnpicklableError: fn or an argument cannot be pickled; the message names the part. Nothing was started.
-        ClusterError: the application cannot run this (no session, too few slots, dynamic allocation, something
-            missing on an executor).
+        ClusterError: the application cannot run this (no session, too few slots, cores or GPUs, dynamic allocation,
+            something missing on an executor).
         StartTimeoutError: not all ranks came up in ``start_timeout``.
         RankFailedError: a rank raised, exited or was killed; has its traceback, host and last output.
         RunTimeoutError: ``timeout`` was over.
@@ -113,11 +118,14 @@ def run(
         timeout=timeout,
         collective_timeout=collective_timeout,
         verbose=verbose,
+        cpus_per_proc=cpus_per_proc,
+        gpus_per_proc=gpus_per_proc,
     )
     payload = dump_call(fn, args, kwargs or {})
     session = on_spark.active_session(spark)
     on_spark.check_barrier_possible(session)
-    tasks = on_spark.wait_for_slots(session, config.num_tasks, config.start_timeout)
+    resources = task_resources(session, Ask(config.cpus_per_proc, config.gpus_per_proc, procs_per_task))
+    tasks = on_spark.wait_for_slots(session, config.num_tasks, config.start_timeout, resources)
     size = tasks * procs_per_task
     printer = make_printer(config, stdout, stderr)
     name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
@@ -128,9 +136,20 @@ def run(
         if hub is not None:
             closing.callback(hub.close)
         spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
-        spec = TaskSpec.of(config, run_id, None if hub is None else hub.address, spool)
+        spec = TaskSpec.of(
+            config,
+            run_id,
+            None if hub is None else hub.address,
+            spool,
+            may_share_gpus=resources.plan.may_share,
+        )
         job = on_spark.BarrierJob(
-            session, tasks, _task(pickle.dumps(spec), payload), f"spark_hvd.run({name}) on {size} ranks", run_id
+            session,
+            tasks,
+            _task(pickle.dumps(spec), payload),
+            f"spark_hvd.run({name}) on {size} ranks",
+            run_id,
+            resources.profile,
         )
         _attend(job, hub, size, config, printer)
         printer.flush()

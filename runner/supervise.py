@@ -17,6 +17,7 @@ import zmq
 from spark_hvd.layout import RankInfo
 from spark_hvd.ports import PortRange
 from spark_hvd.runner.child import STACKS_SIGNAL
+from spark_hvd.runner.gpus import GpuShare
 from spark_hvd.runner.hub import Link
 from spark_hvd.runner.hub_state import Message
 from spark_hvd.runner.mpi_side import MpiPlan, MpiSide
@@ -49,7 +50,7 @@ class RankJob:
         env: Complete environment of the rank.
         backend: "gloo", "nccl", "mpi", or None for Gloo and NCCL.
         mpi: How MPI comes up, if it is the backend.
-        gpu_assigned: Whether CUDA_VISIBLE_DEVICES names the GPUs that Spark assigned to this task.
+        gpus: What the rank is told of its GPUs.
         start_timeout: Seconds for the process to come up and to join the others' world.
         collective_timeout: Seconds after which a collective that peers do not join fails.
         timeout: The run's ``timeout=``, for messages.
@@ -63,7 +64,7 @@ class RankJob:
     env: Mapping[str, str] = field(repr=False)
     backend: str | None
     mpi: MpiPlan | None
-    gpu_assigned: bool
+    gpus: GpuShare
     start_timeout: float
     collective_timeout: float
     timeout: float | None
@@ -88,7 +89,7 @@ def supervise(
     try:
         process = server.spawn(job.env, job.start_timeout)
     except ForkServerError as error:
-        return refuse(job.me, link, str(error))
+        return not_started(job.me, link, str(error))
     watch = _Watch(job, link, process, on_lines)
     try:
         return watch.run()
@@ -99,7 +100,7 @@ def supervise(
         link.send("gone")
 
 
-def refuse(me: RankInfo, link: Link, error: str) -> Packed:
+def not_started(me: RankInfo, link: Link, error: str) -> Packed:
     """The outcome of a rank that cannot be started; the hub is told."""
     link.send("ended", ok=False, echo=False)
     link.send("gone")
@@ -156,7 +157,7 @@ class _Watch:
             "ip": job.ip,
             "ports": None if job.ports is None else str(job.ports),
             "backend": job.backend,
-            "gpu_assigned": job.gpu_assigned,
+            "gpus": asdict(job.gpus),
             "join_timeout": job.start_timeout,
             "collective_timeout": job.collective_timeout,
         }

@@ -18,6 +18,7 @@ import psutil
 from spark_hvd.layout import RankInfo, WorldLayout
 from spark_hvd.ports import PortRange
 from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.gpus import GpuError, GpuShare, devices_of
 from spark_hvd.runner.hub import Hub, HubAddress, Link
 from spark_hvd.runner.hub_state import HubState
 from spark_hvd.runner.mpi_side import MANAGERS, MpiPlan
@@ -25,7 +26,7 @@ from spark_hvd.runner.network import Address, NoAddressError, choose_address, ow
 from spark_hvd.runner.outcome import Failed, FailureKind, Packed, to_rows
 from spark_hvd.runner.processes import ForkServer, apply_env, fork_server
 from spark_hvd.runner.silence import BEAT, SILENT_AFTER
-from spark_hvd.runner.supervise import RankJob, refuse
+from spark_hvd.runner.supervise import RankJob, not_started
 from spark_hvd.runner.team import LostError, RefusedError, meet, supervise_all
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ class TaskSpec:
         mpi: "mpich" or "openmpi"; None where the backend is another.
         mpi_token: Names the sockets over which MPI is brought up.
         spool: A directory of the driver's for large values, where all tasks run on the driver's machine.
+        cpus_per_proc: Cores of a rank, if the run was asked for a number.
+        gpus_per_proc: GPUs of a rank, if the run was asked for a number.
+        may_share_gpus: Whether several ranks are meant to use one GPU.
     """
 
     run_id: str
@@ -68,9 +72,20 @@ class TaskSpec:
     mpi: str | None
     mpi_token: str = field(repr=False)
     spool: str | None
+    cpus_per_proc: int | None
+    gpus_per_proc: int | None
+    may_share_gpus: bool
 
     @classmethod
-    def of(cls, config: RunConfig, run_id: str, hub: HubAddress | None, spool: str | None = None) -> TaskSpec:
+    def of(
+        cls,
+        config: RunConfig,
+        run_id: str,
+        hub: HubAddress | None,
+        spool: str | None = None,
+        *,
+        may_share_gpus: bool = False,
+    ) -> TaskSpec:
         """What tasks need of a run's arguments."""
         return cls(
             run_id=run_id,
@@ -87,6 +102,9 @@ class TaskSpec:
             mpi=(config.mpi or "mpich") if config.backend == "mpi" else None,
             mpi_token=MpiPlan.new_token(),
             spool=spool,
+            cpus_per_proc=config.cpus_per_proc,
+            gpus_per_proc=config.gpus_per_proc,
+            may_share_gpus=may_share_gpus,
         )
 
     def job(
@@ -110,7 +128,10 @@ class TaskSpec:
             env=rank_env(self, me, address, gpus),
             backend=self.backend,
             mpi=None if self.mpi is None else MpiPlan(layout, self.mpi, self.mpi_token, address, ports),
-            gpu_assigned=gpus is not None,
+            # A CUDA_VISIBLE_DEVICES of the user's own is the same for all ranks, who divide it by their local rank.
+            gpus=GpuShare(
+                None if "CUDA_VISIBLE_DEVICES" in self.env else gpus, self.gpus_per_proc, self.may_share_gpus
+            ),
             start_timeout=self.start_timeout,
             collective_timeout=self.collective_timeout,
             timeout=self.timeout,
@@ -150,6 +171,7 @@ def _run_ranks(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> l
     layout = WorldLayout.from_hosts(hosts)
     mine = [layout.of_process(context.partitionId() * each + place) for place in range(each)]
     gpus = context.resources().get("gpu")
+    addresses = None if gpus is None else gpus.addresses
     server = fork_server(spec.env, _executor_pid())  # starts to import torch while we meet the others
     with ExitStack() as closing:
         links = None if spec.hub is None else [Link(spec.hub, me.rank, me.host) for me in mine]
@@ -159,7 +181,7 @@ def _run_ranks(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> l
             links = _meet_at_rank_0(spec, mine, layout, context, closing)
         for link in links:
             closing.callback(link.close)
-        return run_ranks(spec, payload, layout, mine, links, server, gpus.addresses if gpus else None, on_lines)
+        return run_ranks(spec, payload, layout, mine, links, server, addresses, on_lines)
 
 
 def run_ranks(
@@ -188,9 +210,11 @@ def run_ranks(
     alone = mine[0].local_size == mine[0].size
     try:
         address = choose_address(mine[0].host, spec.interfaces, towards, alone=alone, own=own_addresses())
-    except NoAddressError as error:
-        return [refuse(me, link, str(error)) for me, link in zip(mine, links, strict=True)]
-    jobs = [spec.job(me, layout, address, payload, gpus) for me in mine]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        own = [devices_of(gpus, len(mine), place, visible, spec.gpus_per_proc) for place in range(len(mine))]
+    except (NoAddressError, GpuError) as error:
+        return [not_started(me, link, str(error)) for me, link in zip(mine, links, strict=True)]
+    jobs = [spec.job(me, layout, address, payload, share) for me, share in zip(mine, own, strict=True)]
     return supervise_all(jobs, links, server, on_lines)
 
 
@@ -270,6 +294,8 @@ def rank_env(spec: TaskSpec, me: RankInfo, address: Address, gpus: Sequence[str]
     if spec.mpi is not None:
         ports = None if spec.ports is None else PortRange.parse(spec.ports)
         ours |= MANAGERS[spec.mpi].rank_variables(address.interface, ports)
+    if spec.cpus_per_proc is not None:
+        ours["OMP_NUM_THREADS"] = str(spec.cpus_per_proc)  # Spark's own value is that of the application's tasks
     if gpus is not None:
         ours["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return apply_env(os.environ, {**ours, **spec.env})

@@ -28,6 +28,7 @@ from spark_hvd.layout import RankInfo, WorldLayout
 from spark_hvd.local import LocalCommunicator
 from spark_hvd.members import communicator_over, open_members
 from spark_hvd.mpi_world import abort_on_exceptions, is_mpi_communicator, part_of, ranks_of, world_of
+from spark_hvd.nccl import NcclGroups
 from spark_hvd.rendezvous import adopted_world, everyones, launched_world, meeting
 from spark_hvd.world import World
 
@@ -304,7 +305,10 @@ def _settle(
     groups = Groups(kv, timeout)
     try:
         communicator: Communicator = LocalCommunicator() if size == 1 else communicator_over(None)
-        members = open_members(0, range(size), layout, world.me.rank, groups, config)
+        # A default group that the user initialised is his own affair, also when it hangs.
+        default = [dist.group.WORLD] if owns_default_group else []
+        nccl = NcclGroups(lambda: [*default, *groups.of(0)])
+        members = open_members(0, range(size), layout, world.me.rank, groups, config, nccl)
         lane = engine.open_lane(members, PrefixStore("lane/0", kv))
     except BaseException:
         engine.close("init() failed")
@@ -356,7 +360,8 @@ def register(process_set: ProcessSet, ranks: Sequence[int]) -> None:
     number = next(here.numbers)
     me = here.world.me.rank
     if me in ranks:
-        members = open_members(number, ranks, here.layout, me, here.groups, here.engine.config)
+        nccl = NcclGroups(lambda: here.groups.of(number))
+        members = open_members(number, ranks, here.layout, me, here.groups, here.engine.config, nccl)
         here.lanes[number] = here.engine.open_lane(members, PrefixStore(f"lane/{number}", here.kv))
     here.process_sets[number] = process_set
     process_set.registered_as(number)

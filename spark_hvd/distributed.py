@@ -11,6 +11,7 @@ import torch.distributed as dist
 from spark_hvd.communicator import Handle, ReduceOp
 from spark_hvd.dtypes import as_bytes, check_op, copy_unless_shared, divide, to_dense, to_wire
 from spark_hvd.handles import Finished, Pending, failed
+from spark_hvd.nccl import NcclGroups
 from spark_hvd.shapes import (
     HEADER,
     describe,
@@ -255,9 +256,7 @@ class TorchCommunicator:
 
     def abort(self) -> None:
         """See base class."""
-        group = self._group if self._group is not None else dist.group.WORLD
-        assert group is not None
-        group.abort()  # NCCL's part
+        NcclGroups(lambda: [self._group if self._group is not None else dist.group.WORLD]).abort()
         dist.destroy_process_group(self._group)  # gloo's part: it closes the connections, which the peers notice
 
     def _broadcast_bytes(self, name: str, dense: torch.Tensor, root_rank: int) -> dist.Work | None:

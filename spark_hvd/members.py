@@ -16,6 +16,7 @@ from spark_hvd.distributed import TorchCommunicator
 from spark_hvd.groups import Groups
 from spark_hvd.layout import WorldLayout
 from spark_hvd.local import LocalCommunicator
+from spark_hvd.nccl import NcclGroups
 from spark_hvd.staging import Staging
 
 
@@ -43,6 +44,8 @@ class Members:
     """Memory that they share, if they do."""
     connections: Severable | None = None
     """Of the communicator."""
+    nccl: NcclGroups | None = None
+    """All process groups that are of no use any more when one of the ranks has gone."""
 
 
 def communicator_over(group: dist.ProcessGroup | None) -> Communicator:
@@ -53,7 +56,13 @@ def communicator_over(group: dist.ProcessGroup | None) -> Communicator:
 
 
 def open_members(
-    process_set_id: int, ranks: Sequence[int], layout: WorldLayout, me: int, groups: Groups, config: Config
+    process_set_id: int,
+    ranks: Sequence[int],
+    layout: WorldLayout,
+    me: int,
+    groups: Groups,
+    config: Config,
+    nccl: NcclGroups,
 ) -> Members:
     """Make what the ranks of a process set talk over; each of them must call this.
 
@@ -64,6 +73,7 @@ def open_members(
         me: My rank in the world.
         groups: Of the world.
         config: Says whether to use shared memory.
+        nccl: All process groups that are of no use any more when one of the ranks has gone.
     """
     hosts = [layout.ranks[rank].host for rank in ranks]
     place = list(ranks).index(me)
@@ -77,4 +87,4 @@ def open_members(
     else:
         connections = Connections.since(before, group)
     staging = Staging.open(group, hosts, config.shared_memory)
-    return Members(ranks, hosts, place, communicator_over(group), staging, connections)
+    return Members(ranks, hosts, place, communicator_over(group), staging, connections, nccl)
