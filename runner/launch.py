@@ -24,7 +24,7 @@ from spark_hvd.runner.hub_state import HubState
 from spark_hvd.runner.outcome import from_rows
 from spark_hvd.runner.output import Printer
 from spark_hvd.runner.payload import dump_call
-from spark_hvd.runner.profiles import Ask, task_resources
+from spark_hvd.runner.profiles import Ask, TaskResources, task_resources
 from spark_hvd.runner.reach import Reach
 from spark_hvd.runner.spark_errors import silent, translate
 from spark_hvd.runner.task import TaskSpec
@@ -124,9 +124,8 @@ def run(
     payload = dump_call(fn, args, kwargs or {})
     session = on_spark.active_session(spark)
     on_spark.check_barrier_possible(session)
-    resources = task_resources(session, Ask(config.cpus_per_proc, config.gpus_per_proc, procs_per_task))
-    tasks = on_spark.wait_for_slots(session, config.num_tasks, config.start_timeout, resources)
-    size = tasks * procs_per_task
+    tasks, resources = tasks_of(session, config)
+    size = tasks * config.procs_per_task
     printer = make_printer(config, stdout, stderr)
     name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
@@ -161,6 +160,17 @@ def run(
             raise (silent(lost) if lost else translate(job.error, size)) from job.error
         order = [] if hub is None else hub.snapshot()[1]
         return results(from_rows(job.rows), size, order, config.timeout)
+
+
+def tasks_of(session: SparkSession, config: RunConfig) -> tuple[int, TaskResources]:
+    """How many tasks a run has, once there is room for all of them, and what each of them gets.
+
+    Raises:
+        ClusterError: the application cannot give that; NotEnoughSlotsError where it is the number.
+    """
+    ask = Ask(config.cpus_per_proc, config.gpus_per_proc, config.procs_per_task)
+    resources = task_resources(session, ask)
+    return on_spark.wait_for_slots(session, config.num_tasks, config.start_timeout, resources), resources
 
 
 def make_printer(config: RunConfig, stdout: TextIO | None, stderr: TextIO | None) -> Printer:
