@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from spark_hvd.runner import run, run_local
+from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.launch import tasks_of
 from spark_hvd.runner.spark import active_session
 
 if TYPE_CHECKING:
