@@ -1,4 +1,4 @@
-"""Predicted efficiency at 8, 64 and 512 ranks: the alpha-beta model, fitted on measured all-reduces of a shaped network.
+"""Predicted efficiency at 8, 64 and 512 ranks: the alpha-beta model, fitted on all-reduces of a shaped network.
 
 `python -m benchmarks.predict_scaling [measured.csv] [--measured-gbit 1] [--gbit 25] [--alpha-us 10]`
 
@@ -82,9 +82,7 @@ def main() -> None:
     parser.add_argument("measured", nargs="?", type=Path, default=MEASURED, help="CSV of all-reduces")
     parser.add_argument("--measured-gbit", type=float, default=1.0, help="line rate of the network that was measured")
     parser.add_argument("--gbit", type=float, default=25.0, help="line rate of the network to predict for")
-    parser.add_argument(
-        "--alpha-us", type=float, default=10.0, help="microseconds a message where the network has RDMA"
-    )
+    parser.add_argument("--alpha-us", type=float, default=10.0, help="microseconds a message with RDMA")
     given = parser.parse_args()
     samples = read(given.measured.read_text().splitlines())
     link = fit(samples)

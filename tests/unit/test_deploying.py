@@ -1,4 +1,4 @@
-"""Commands of the documentation and files of the examples name what exists: Spark's settings, our options, our extras."""
+"""Commands of the documentation and files of the examples name what exists: Spark's settings, our options, extras."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import zipfile
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_commands_can_be_copied(page: Path) -> None:
     found = commands(page.read_text())
     assert found
     for words in found:
-        for option, value in zip(words, words[1:], strict=False):
+        for option, value in pairwise(words):
             if option == "--conf":
                 assert re.fullmatch(r"spark\.[\w.]+=\S.*", value), value
         for word in words:
