@@ -148,7 +148,9 @@ def init(
         if comm is not None:
             _join_part(comm, config)
     if process_sets is not None and process_sets != "dynamic":
-        _register_all(process_sets)
+        from spark_hvd.process_sets import register_all
+
+        register_all(process_sets)
     if starts_timeline and comm is None and config.timeline is not None:
         start_timeline(config.timeline, config.timeline_mark_cycles)
 
@@ -201,21 +203,6 @@ def _checked(comm: Any, size: int) -> Sequence[int]:
     if not isinstance(comm, Sequence) or not all(isinstance(rank, int) and 0 <= rank < size for rank in comm):
         raise ValueError(f"comm={comm!r}: expected a list of ranks from 0 to {size - 1}.")
     return comm
-
-
-def _register_all(process_sets: Sequence[ProcessSet] | str) -> None:
-    from spark_hvd.process_sets import ProcessSet, add_process_set
-
-    if isinstance(process_sets, str):
-        raise ValueError(f'process_sets={process_sets!r}: expected a list of ProcessSet, or "dynamic".')
-    for number, each in enumerate(process_sets):
-        if not isinstance(each, ProcessSet):
-            raise ValueError(f"process_sets[{number}] is {each!r}; expected a ProcessSet.")
-        if current().process_sets.get(each.process_set_id or 0) is not each:
-            try:
-                add_process_set(each)
-            except ValueError as error:
-                raise type(error)(f"process_sets[{number}]: {error}") from error
 
 
 def join(
@@ -301,7 +288,7 @@ def _settle(
         config = replace(config, stall_timeout=timeout)
     engine = Engine(config, world.secret, lambda: own_address(world.endpoint))
     size = world.me.size
-    groups = Groups(kv, timeout)
+    groups = Groups(kv, timeout, owns_default_group=owns_default_group)
     try:
         communicator: Communicator = LocalCommunicator() if size == 1 else communicator_over(None)
         members = open_members(0, range(size), layout, world.me.rank, groups, config)
@@ -356,7 +343,9 @@ def register(process_set: ProcessSet, ranks: Sequence[int]) -> None:
     number = next(here.numbers)
     me = here.world.me.rank
     if me in ranks:
-        members = open_members(number, ranks, here.layout, me, here.groups, here.engine.config)
+        members = open_members(
+            number, ranks, here.layout, me, here.groups, here.engine.config, owns_default_group=here.owns_default_group
+        )
         here.lanes[number] = here.engine.open_lane(members, PrefixStore(f"lane/{number}", here.kv))
     here.process_sets[number] = process_set
     process_set.registered_as(number)

@@ -51,19 +51,30 @@ class MpiProcessGroup(_ProcessGroup):
     """See torch.distributed.ProcessGroup. Ranks in its methods count in the group.
 
     Args:
+        name: By which torch.distributed knows it.
         endpoint: What it talks over, and closes in the end.
         memory: Copies what MPI cannot reach.
     """
 
-    def __init__(self, endpoint: Endpoint, memory: Memory | None = None) -> None:
+    def __init__(self, name: str, endpoint: Endpoint, memory: Memory | None = None) -> None:
         super().__init__(endpoint.rank, endpoint.size)
         self.endpoint = endpoint
+        self._name = name
         self._mpi = endpoint.communicator
         self._memory = memory or Memory()
 
     def getBackendName(self) -> str:  # noqa: N802 # torch's name
         """mpi4py."""
         return "mpi4py"
+
+    def getGroupName(self) -> str:  # noqa: N802 # torch's name
+        """The name by which torch.distributed knows it; torch itself would ask a backend below."""
+        return self._name
+
+    @property
+    def group_name(self) -> str:
+        """As :meth:`getGroupName`."""
+        return self._name
 
     # ---- reductions -----------------------------------------------------------------------------------------------
 

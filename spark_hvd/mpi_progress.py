@@ -149,6 +149,7 @@ class Progress:
         self.abandoned: list[Any] = []
         """Requests that were given up, with their buffers, which MPI may still write to."""
         self._operations: dict[int, Operation] = {}
+        self._later: list[tuple[float, Callable[[], None]]] = []
         self._awake = threading.Event()
         self._resting = False
         self._closed = False
@@ -177,11 +178,13 @@ class Progress:
             raise CollectiveError(f"{name} failed on rank {MPI.COMM_WORLD.rank}: {error.Get_error_string()}") from error
         operation = Operation(owner, name, request, (arguments, keep), self)
         self._operations[id(operation)] = operation
-        if self._thread is None:
-            self._begin()
-        if self._resting:
-            self._awake.set()
+        self._wake()
         return operation
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call something in a while, from the thread."""
+        self._later.append((time.monotonic() + seconds, call))
+        self._wake()
 
     def of(self, owner: object) -> list[Operation]:
         """What is under way of an owner."""
@@ -199,6 +202,12 @@ class Progress:
             self._thread.join(1.0)
         return not self._operations and all(request.Test() for request, _ in self.abandoned)
 
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._begin()
+        if self._resting:
+            self._awake.set()
+
     def _begin(self) -> None:
         with self._starting:
             if self._thread is None and not self._closed:
@@ -210,10 +219,14 @@ class Progress:
     def _run(self) -> None:
         last = time.monotonic()
         while not self._closed:
+            for each in list(self._later):
+                if each[0] <= time.monotonic():
+                    self._later.remove(each)
+                    each[1]()
             if self._poll():
                 time.sleep(_WATCH_SECONDS)
                 last = time.monotonic()
-            elif self._operations or time.monotonic() - last < _REST_LASTS:
+            elif self._operations or self._later or time.monotonic() - last < _REST_LASTS:
                 # What there is has a waiter, who polls it himself.
                 time.sleep(_REST_SECONDS)
             else:
@@ -235,7 +248,7 @@ class Progress:
     def _rest(self) -> None:
         self._awake.clear()
         self._resting = True  # from now on a start wakes us
-        if not self._operations and not self._closed:
+        if not self._operations and not self._later and not self._closed:
             self._awake.wait()
         self._resting = False
 
