@@ -343,9 +343,7 @@ def register(process_set: ProcessSet, ranks: Sequence[int]) -> None:
     number = next(here.numbers)
     me = here.world.me.rank
     if me in ranks:
-        members = open_members(
-            number, ranks, here.layout, me, here.groups, here.engine.config, owns_default_group=here.owns_default_group
-        )
+        members = open_members(number, ranks, here.layout, me, here.groups, here.engine.config)
         here.lanes[number] = here.engine.open_lane(members, PrefixStore(f"lane/{number}", here.kv))
     here.process_sets[number] = process_set
     process_set.registered_as(number)

@@ -55,12 +55,7 @@ def communicator_over(group: dist.ProcessGroup | None) -> Communicator:
 
 
 def open_members(
-    process_set_id: int,
-    ranks: Sequence[int],
-    layout: WorldLayout,
-    me: int,
-    groups: Groups,
-    config: Config,
+    process_set_id: int, ranks: Sequence[int], layout: WorldLayout, me: int, groups: Groups, config: Config
 ) -> Members:
     """Make what the ranks of a process set talk over; each of them must call this.
 
@@ -78,9 +73,10 @@ def open_members(
         return Members(ranks, hosts, place, LocalCommunicator())
     before = sockets()
     group = groups.make(process_set_id, ranks)
-    communicator = communicator_over(group)
+    connections = Connections.since(before, group)
     staging = Staging.open(group, hosts, config.shared_memory)
+    communicator = communicator_over(group)
     if dist.get_backend(group) != mpi_backend.NAME:
-        return Members(ranks, hosts, place, communicator, staging, Connections.since(before, group))
+        return Members(ranks, hosts, place, communicator, staging, connections)
     on_loss = mpi_backend.on_loss("" if groups.owns_default_group else GROUP_PREFIX)
     return Members(ranks, hosts, place, communicator, staging, mpi_backend.endpoint_of(group), on_loss)
