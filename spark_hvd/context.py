@@ -383,6 +383,7 @@ def shutdown() -> None:
         if dist.is_initialized():
             if context.owns_default_group:
                 dist.destroy_process_group()
+                mpi_backend.release()
             else:
                 context.groups.destroy_all()
 

@@ -56,6 +56,12 @@ def use(parent: MPI.Intracomm | None, rank: int, size: int) -> None:
     _parent = parent
 
 
+def release() -> None:
+    """Make process groups out of the ranks of MPI_COMM_WORLD again."""
+    global _parent
+    _parent = None
+
+
 def communicator_over(group: dist.ProcessGroup | None) -> Communicator:
     """The communicator that talks over the same MPI communicator as a process group of this backend.
 
