@@ -6,7 +6,6 @@ thread polls the operations that nobody waits for, so that all of them go on beh
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -52,7 +51,7 @@ class Operation:
         self._keep = keep
         self._progress = progress
         self._lock = threading.Lock() if THREADS else _turns
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] | None = None
 
     def poll(self, times: int = 1) -> bool:
         """Whether it has ended; moves all that MPI has under way a little.
@@ -120,7 +119,7 @@ class Operation:
         """Call back once it has ended, from whichever thread finds out; at once if it has."""
         with self._lock:
             if not self.done:
-                self._callbacks.append(callback)
+                self._callbacks = [*(self._callbacks or ()), callback]
                 return
         callback()
 
@@ -136,10 +135,11 @@ class Operation:
     def _ended(self) -> None:
         self._progress.remove(self)
         self._keep = None
-        with self._lock:  # two threads may come here
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        if self._callbacks is not None:  # none is added once it is done
+            with self._lock:  # two threads may come here
+                callbacks, self._callbacks = self._callbacks or [], None
+            for callback in callbacks:
+                callback()
 
 
 class Progress:
@@ -172,13 +172,17 @@ class Progress:
             CollectiveError: MPI refuses.
         """
         try:
-            with contextlib.nullcontext() if THREADS else _turns:
+            if THREADS:
                 request = call(*arguments)
+            else:
+                with _turns:
+                    request = call(*arguments)
         except MPI.Exception as error:
             raise CollectiveError(f"{name} failed on rank {MPI.COMM_WORLD.rank}: {error.Get_error_string()}") from error
         operation = Operation(owner, name, request, (arguments, keep), self)
         self._operations[id(operation)] = operation
-        self._wake()
+        if self._resting or self._thread is None:
+            self._wake()
         return operation
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
