@@ -26,7 +26,7 @@ STACKS_SIGNAL = signal.SIGUSR2
 def run_rank(control: socket.socket, stacks_fd: int) -> NoReturn:
     """Run one rank and exit; the only caller is the fork server's child.
 
-    Frames in: ``job`` (payload: the pickled call), ``go``. Frames out: ``port`` (rank 0), ``outcome``.
+    Frames in: ``job`` (payload: the pickled call), ``go``. Frames out: ``ready``, ``joined``, ``outcome``.
     """
     frame = recv_frame(control)
     if frame is None:  # the supervisor is gone
@@ -121,34 +121,52 @@ class _Rank:
         """Meet the other ranks in rank 0's store; False when the run was stopped before."""
         from spark_hvd import context
         from spark_hvd.kv import TCPStore
+        from spark_hvd.layout import RankInfo
+        from spark_hvd.ports import PortRange, listen
+        from spark_hvd.runner.preflight import UnreachableError, check_hosts, connect
+        from spark_hvd.runner.same_mpi import MpiMismatchError, check_same_mpi
         from spark_hvd.world import Endpoint, World
 
-        me = RankInfo(**self._job["rank_info"])
-        host, timeout = self._job["store_host"], timedelta(seconds=self._job["join_timeout"])
+        me, ip = RankInfo(**self._job["rank_info"]), self._job["ip"]
+        ports = None if self._job["ports"] is None else PortRange.parse(self._job["ports"])
+        timeout = timedelta(seconds=self._job["join_timeout"])
+        store = None
         if me.rank == 0:
             # The store takes over a socket that is bound already, so the published port cannot be lost to a race,
             # and it listens on this address only.
-            listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-            port = listener.getsockname()[1]
+            listener = listen(ip, ports)
+            store = ip, listener.getsockname()[1]
             self._kv = TCPStore(
-                host, port, me.size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+                *store, me.size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
             )
-            send_frame(self._control, {"type": "ready", "port": port})
-        else:
-            send_frame(self._control, {"type": "ready", "port": None})
+        send_frame(self._control, {"type": "ready", "store": store})
         go = recv_frame(self._control)
         if go is None:
             return False
-        port = go[0]["port"]
-        if self._kv is None:
-            self._kv = TCPStore(host, port, me.size, False, timeout)
-        os.environ["MASTER_PORT"] = str(port)
+        host, port = go[0]["store"]
+        mpi = go[0]["mpi"]
+        if mpi is not None:
+            os.environ.update(mpi)
+            if "PMI_FD" in mpi:
+                _, fds, _, _ = socket.recv_fds(self._control, 1, 1)
+                os.environ["PMI_FD"] = str(fds[0])
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+        try:
+            if self._kv is None:
+                connect(host, port, "the store of rank 0", f"rank {me.rank} on host {me.host} ({ip})")
+                self._kv = TCPStore(host, port, me.size, False, timeout)
+            check_hosts(me, ip, self._kv, ports if mpi is not None else None)
+            if mpi is not None:
+                check_same_mpi(me, self._kv)
+        except (UnreachableError, MpiMismatchError) as error:
+            raise _SetupError(str(error), error) from error
         context.join(
-            World(me, Endpoint(host, port), secret=bytes.fromhex(self._job["secret"])),
+            World(me, Endpoint(host, port), secret=bytes.fromhex(self._job["secret"]), ports=ports),
             self._kv,
             timeout=self._job["collective_timeout"],
             backend=self._settle_gpu(me),
         )
+        send_frame(self._control, {"type": "joined"})
         return True
 
     def _settle_gpu(self, me: RankInfo) -> str | None:

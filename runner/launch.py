@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import zmq
 
+from spark_hvd.ports import PortRange
 from spark_hvd.runner import spark as on_spark
 from spark_hvd.runner.collect import results
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.errors import StartTimeoutError
+from spark_hvd.runner.errors import RunError, StartTimeoutError
 from spark_hvd.runner.hub import Hub
 from spark_hvd.runner.hub_state import HubState
 from spark_hvd.runner.outcome import from_rows
 from spark_hvd.runner.output import Printer
 from spark_hvd.runner.payload import dump_call
 from spark_hvd.runner.profiles import Ask, task_resources
-from spark_hvd.runner.spark_errors import translate
+from spark_hvd.runner.reach import Reach
+from spark_hvd.runner.spark_errors import silent, translate
 from spark_hvd.runner.task import TaskSpec
 
 if TYPE_CHECKING:
@@ -44,6 +46,10 @@ def run(
     *,
     spark: SparkSession | None = None,
     backend: str | None = None,
+    mpi: str | None = None,
+    procs_per_task: int = 1,
+    interfaces: Sequence[str] = (),
+    ports: str | None = None,
     env: Mapping[str, str | None] | None = None,
     start_timeout: float = 600.0,
     timeout: float | None = None,
@@ -69,7 +75,13 @@ def run(
         kwargs: Keyword arguments of fn.
         num_proc: Number of ranks; None for as many as the cluster has task slots.
         spark: The session; None for the active one.
-        backend: "gloo", "nccl", or None for NCCL on CUDA tensors and Gloo on CPU tensors.
+        backend: "gloo", "nccl", "mpi", or None for NCCL on CUDA tensors and Gloo on CPU tensors.
+        mpi: Which MPI, for ``backend="mpi"``: "mpich" (the default) or "openmpi".
+        procs_per_task: Ranks in each Spark task; ``num_proc`` must be a multiple of it.
+        interfaces: Interfaces ("eth1") or networks ("10.0.0.0/8") over which ranks are to talk; each host takes the
+            first that it has. By default, what carries the address by which Spark knows the host.
+        ports: Where this program and the ranks may listen, as "30000-30100"; by default anywhere. Gloo and NCCL choose
+            theirs from the kernel's range all the same (sysctl net.ipv4.ip_local_port_range).
         env: Changes to the environment of the ranks; None as a value unsets a variable.
         start_timeout: Seconds for all ranks to be up: includes waiting for busy slots and importing torch.
         timeout: Seconds that fn may run, or None for no limit. When over, every rank's stacks are in the error.
@@ -97,6 +109,10 @@ def run(
     config = RunConfig(
         num_proc=num_proc,
         backend=backend,
+        mpi=mpi,
+        procs_per_task=procs_per_task,
+        interfaces=interfaces,
+        ports=ports,
         env=dict(env or {}),
         start_timeout=start_timeout,
         timeout=timeout,
@@ -108,8 +124,9 @@ def run(
     payload = dump_call(fn, args, kwargs or {})
     session = on_spark.active_session(spark)
     on_spark.check_barrier_possible(session)
-    resources = task_resources(session, Ask(config.cpus_per_proc, config.gpus_per_proc))
-    size = on_spark.wait_for_slots(session, config.num_proc, config.start_timeout, resources)
+    resources = task_resources(session, Ask(config.cpus_per_proc, config.gpus_per_proc, procs_per_task))
+    tasks = on_spark.wait_for_slots(session, config.num_tasks, config.start_timeout, resources)
+    size = tasks * procs_per_task
     printer = make_printer(config, stdout, stderr)
     name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
@@ -128,7 +145,7 @@ def run(
         )
         job = on_spark.BarrierJob(
             session,
-            size,
+            tasks,
             _task(pickle.dumps(spec), payload),
             f"spark_hvd.run({name}) on {size} ranks",
             run_id,
@@ -140,7 +157,8 @@ def run(
             if hub is not None:  # Spark kills the other tasks in its own time; ours are told now
                 hub.stop("lost")
                 hub.wait_gone(_STOP_GRACE / 2)
-            raise translate(job.error, size) from job.error
+            lost = None if hub is None else hub.lost
+            raise (silent(lost) if lost else translate(job.error, size)) from job.error
         order = [] if hub is None else hub.snapshot()[1]
         return results(from_rows(job.rows), size, order, config.timeout)
 
@@ -186,7 +204,7 @@ def _open_hub(
     try:
         # ZeroMQ binds to addresses only, and the driver's host is often a name.
         address = str(socket.getaddrinfo(bind, None, type=socket.SOCK_STREAM)[0][4][0])
-        return Hub(state, address, public, printer.put)
+        return Hub(state, address, public, printer.put, None if config.ports is None else PortRange.parse(config.ports))
     except (OSError, zmq.ZMQBaseError) as error:
         _log.warning(
             "the driver cannot listen on %s (%s): set spark.driver.bindAddress to an address of this machine. Training "
@@ -201,13 +219,20 @@ def _attend(job: on_spark.BarrierJob, hub: Hub | None, size: int, config: RunCon
     """Stay with the job until it has ended: print, watch the start timeout, pass on Ctrl-C."""
     deadline = time.monotonic() + config.start_timeout
     warned = False
+    reach = Reach(size, job.placement)
     try:
         while job.running:
             job.wait(0.02)
             printer.flush()
             if hub is None:
                 continue
+            if (lost := hub.lost) is not None:
+                _end(job, hub, "lost")
+                raise silent(lost)
             started = hub.snapshot()[0]
+            if len(started) < size and (missing := reach.missing(started)) is not None:
+                _end(job, hub, "lost")
+                raise silent(missing)
             if hub.fell_back and not warned:
                 warned = True
                 _log.warning(
@@ -218,17 +243,18 @@ def _attend(job: on_spark.BarrierJob, hub: Hub | None, size: int, config: RunCon
                     hub.address.port,
                 )
             if len(started) < size and not hub.fell_back and time.monotonic() > deadline:
+                absent = reach.absent(started)
                 _end(job, hub, "start")
                 raise StartTimeoutError(
                     f"{len(started)} of {size} ranks had started after start_timeout={config.start_timeout:g} s. "
-                    "All ranks start together, when enough task slots are free: wait for the jobs that hold them, ask "
-                    "for fewer ranks, or give a larger start_timeout=."
+                    f"{absent}All ranks start together, when enough task slots are free: wait for the jobs that hold "
+                    "them, ask for fewer ranks, or give a larger start_timeout=."
                 )
     except KeyboardInterrupt:
         _end(job, hub, "interrupt")
         printer.flush()
         raise
-    except StartTimeoutError:
+    except RunError:
         raise
     except BaseException:  # a stream that cannot be written to, for example
         _end(job, hub, "interrupt")

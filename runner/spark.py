@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_hvd.runner.errors import ClusterError, NotEnoughSlotsError
 from spark_hvd.runner.outcome import SCHEMA, Row
+from spark_hvd.runner.reach import Placement
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -181,6 +182,16 @@ def _too_few(spark: SparkSession, num_proc: int, there: int, resources: TaskReso
     )
 
 
+def _items(sequence: Any) -> list[Any]:
+    """The elements of a Scala Seq."""
+    return [sequence.apply(index) for index in range(sequence.size())]
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def _amounts_there(spark: SparkSession, num_proc: int, resources: TaskResources) -> str:
     """Cores and GPUs, wanted and there, where a slot is more than one core."""
     plan = resources.plan
@@ -250,6 +261,28 @@ class BarrierJob:
                 self._spark.sparkContext.cancelJobsWithTag(self._tag)
         except Exception as error:
             _log.warning("could not cancel the Spark job of this run: %s", error)
+
+    def placement(self) -> Placement | None:
+        """Where Spark has put the tasks so far; None where it cannot be asked (Spark Connect)."""
+        if is_connect(self._spark):
+            return None
+        scala_context: Any = self._spark.sparkContext._jsc.sc()
+        try:
+            jobs = list(scala_context.statusTracker().getJobIdsForTag(self._tag))
+            if not jobs:
+                return None
+            store = scala_context.statusStore()
+            stage = store.lastStageAttempt(store.job(max(jobs)).stageIds().apply(0))
+            tasks = _items(store.taskList(stage.stageId(), stage.attemptId(), 1 << 20))
+            executors = _items(store.executorList(True))
+        except Exception as error:
+            # What is asked here has no stable interface; without an answer Spark's own timeouts hold.
+            _log.debug("Spark does not tell where tasks are: %s", error)
+            return None
+        return Placement(
+            {task.index(): task.executorId() for task in tasks},
+            {each.id(): _host_and_port(each.hostPort()) for each in executors if each.id() != "driver"},
+        )
 
     def _run(self) -> None:
         try:
