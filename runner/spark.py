@@ -100,6 +100,21 @@ def slots(spark: SparkSession) -> int | None:
     return int(scala_context.maxNumConcurrentTasks(profile))
 
 
+def busy_tasks(spark: SparkSession) -> int:
+    """How many tasks of other jobs run now; 0 where that cannot be asked (Spark Connect)."""
+    if is_connect(spark):
+        return 0
+    tracker = spark.sparkContext.statusTracker()
+    stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
+    return sum(stage.numActiveTasks for stage in stages if stage is not None)
+
+
+def driver_hosts(spark: SparkSession) -> tuple[str, str]:
+    """By which name or address executors reach the driver, and on which it is to listen."""
+    public = conf(spark, "spark.driver.host") or "127.0.0.1"
+    return public, conf(spark, "spark.driver.bindAddress") or public
+
+
 def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: float) -> int:
     """Wait until ``num_proc`` ranks can run at once, as long as that may still happen.
 
@@ -178,6 +193,7 @@ class BarrierJob:
         task: Runs in each; a function of record batches, as mapInArrow takes it.
         description: What the Spark UI shows.
         tag: Unique name by which the job can be cancelled.
+        barrier: Whether all tasks have to run at the same time; without, they start as slots become free.
     """
 
     def __init__(
@@ -187,13 +203,15 @@ class BarrierJob:
         task: Callable[[Iterator[Any]], Iterator[Any]],
         description: str,
         tag: str,
+        *,
+        barrier: bool = True,
     ) -> None:
         from pyspark import inheritable_thread_target
 
         self._spark = spark
         self._tag = tag
         self._description = description
-        self._frame = spark.range(0, num_proc, 1, num_proc).mapInArrow(task, SCHEMA, barrier=True)
+        self._frame = spark.range(0, num_proc, 1, num_proc).mapInArrow(task, SCHEMA, barrier=barrier)
         self.rows: list[Row] = []
         self.error: Exception | None = None
         # Inherits the caller's local properties, such as its scheduler pool; daemon, so that an interrupted program
