@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -14,23 +15,24 @@ import spark_hvd
 from spark_hvd.runner import doctor_facts, doctor_probe, mpich
 from spark_hvd.runner.doctor_facts import Package
 
-_PACKAGES = ("torch", "lightning", "mpi4py", "pyspark", "pyarrow", "petastorm")
+_PACKAGES = ("torch", "lightning", "mpi4py", "pyspark", "pyarrow")
 _SECONDS = 120.0
 
 
 def check_build() -> str:
     """The text that ``spark-hvd check-build`` prints; takes seconds, since everything is imported."""
     probe = Path(doctor_probe.__file__).read_text()
-    return describe(doctor_facts.packages(probe, _PACKAGES, _SECONDS), java_version(), process_manager())
+    return describe(doctor_facts.packages(probe, _PACKAGES, _SECONDS), java_version(), process_manager(), petastorm())
 
 
-def describe(packages: Mapping[str, Package], java: str | None, mpiexec: str | None) -> str:
+def describe(packages: Mapping[str, Package], java: str | None, mpiexec: str | None, petastorm: str | None) -> str:
     """Lay out what was found, as ``horovodrun --check-build`` does.
 
     Args:
         packages: What came of importing each.
         java: Its version.
         mpiexec: Path of MPICH's process manager.
+        petastorm: Its version.
     """
     torch, mpi = packages["torch"], packages["mpi4py"]
     library = " ".join(str(mpi.detail.get("library", "")).split())
@@ -47,7 +49,7 @@ def describe(packages: Mapping[str, Package], java: str | None, mpiexec: str | N
             _package("Spark", packages["pyspark"]),
             _line("Java", java, "Spark needs it: apt install openjdk-17-jre-headless"),
             _package("pyarrow", packages["pyarrow"]),
-            _package("Petastorm", packages["petastorm"]),
+            _line("Petastorm", petastorm, "pip install 'spark_hvd[petastorm]'"),
         ],
     }
     lines = [f"spark_hvd {spark_hvd.__version__}, Python {sys.version.split()[0]} ({sys.executable})"]
@@ -83,6 +85,14 @@ def java_version() -> str | None:
         return None
     match = re.search(r'version "([^"]+)"', done.stderr + done.stdout)
     return match[1] if match else None
+
+
+def petastorm() -> str | None:
+    """The version of Petastorm, which is not imported: by itself it does not work with today's pyarrow."""
+    try:
+        return importlib.metadata.version("petastorm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def process_manager() -> str | None:

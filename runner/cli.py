@@ -91,14 +91,12 @@ def _check_build() -> None:
 @_ports
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=3.0, help="How long to all-reduce.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def doctor(
-    master: str | None, num_proc: int | None, conf: dict[str, str], as_json: bool, **options: Any
-) -> None:
+def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_json: bool, **options: Any) -> None:
     """Examine whether a run of N ranks will work on this cluster, and if not, why not.
 
     Without --master, and outside of spark-submit, this machine is examined. Exit code 0: no error; 1: errors.
     """
-    from spark_hvd.runner.doctor import doctor as examine
+    from spark_hvd.runner.examination import doctor as examine
 
     if master is None and not cli_session.is_submitted():
         master = f"local[{num_proc or 2}]"
@@ -147,7 +145,7 @@ def run(
     arguments: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Run a Python script on N ranks, each as __main__ with the arguments given.
+    r"""Run a Python script on N ranks, each as __main__ with the arguments given.
 
     With --master (or under spark-submit) on a Spark cluster, else as processes on this machine, without Java. The
     exit code is 0, or that of the rank that failed first.

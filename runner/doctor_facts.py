@@ -78,6 +78,7 @@ class HostFacts:
     resolved: list[str]
     """Addresses that the host's own name stands for; empty if it stands for none."""
     interfaces: dict[str, list[str]]
+    """Those that are up, with their addresses but for link-local ones."""
     visible_gpus: str | None
     """CUDA_VISIBLE_DEVICES."""
     store: StoreTrial | None = None
@@ -93,9 +94,7 @@ def host_key() -> str:
     return "/".join(parts)
 
 
-def look(
-    probe: str, local_dirs: list[str], store: dict[str, Any] | None = None, seconds: float = 60.0
-) -> HostFacts:
+def look(probe: str, local_dirs: list[str], store: dict[str, Any] | None = None, seconds: float = 60.0) -> HostFacts:
     """Gather the facts of this machine.
 
     Args:
@@ -288,7 +287,8 @@ def _interfaces() -> dict[str, list[str]]:
     families = (socket.AF_INET, socket.AF_INET6)
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     return {
-        name: [address.address.partition("%")[0] for address in addresses if address.family in families]
+        name: found
         for name, addresses in psutil.net_if_addrs().items()
-        if name in up
+        # link-local addresses, which psutil writes with their zone, are of no use to ranks
+        if name in up and (found := [a.address for a in addresses if a.family in families and "%" not in a.address])
     }

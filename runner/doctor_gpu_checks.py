@@ -104,9 +104,7 @@ def _check_torch(hosts: Sequence[HostFacts], devices: dict[str, list[str]]) -> I
             "nvidia-smi   # does the driver see one there?" if detail.get("cuda") else _CUDA_TORCH,
         )
     if not blind:
-        yield Finding(
-            "CUDA", Level.OK, "; ".join(f"{host.name}: {', '.join(devices[host.key])}" for host in hosts)
-        )
+        yield Finding("CUDA", Level.OK, "; ".join(f"{host.name}: {', '.join(devices[host.key])}" for host in hosts))
 
 
 def _check_local_ranks(

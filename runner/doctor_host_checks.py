@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from spark_hvd.runner.doctor_facts import HostFacts, Package, StoreTrial
-from spark_hvd.runner.report import Finding, Level
+from spark_hvd.runner.report import Finding, Level, count
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -33,7 +33,9 @@ def check_python(driver: HostFacts, hosts: Sequence[HostFacts]) -> Iterator[Find
             f"--conf spark.pyspark.python=/path/to/python{_minor(driver.python)}   # the same on every host",
         )
     if not wrong:
-        yield Finding("Python", Level.OK, _by_value({host.name: f"{host.python} ({host.executable})" for host in hosts}))
+        yield Finding(
+            "Python", Level.OK, _by_value({host.name: f"{host.python} ({host.executable})" for host in hosts})
+        )
 
 
 def check_packages(driver: HostFacts, hosts: Sequence[HostFacts], backend: str | None) -> Iterator[Finding]:
@@ -114,7 +116,7 @@ def check_resources(host: HostFacts, ranks: int, size: int) -> Iterator[Finding]
         yield Finding(
             "resources",
             Level.OK,
-            f"{host.name}: {host.cores:g} cores for {_ranks(ranks)}, memory {_size(host.memory_free)} free, "
+            f"{host.name}: {host.cores:g} cores for {count(ranks, 'rank')}, memory {_size(host.memory_free)} free, "
             f"/dev/shm {_size(host.shm.free)} free, disk {_size(free)} free, {host.open_files} open files",
         )
 
@@ -125,7 +127,7 @@ def _check_room(host: HostFacts, ranks: int, size: int) -> Iterator[Finding]:
         yield Finding(
             "cores",
             Level.WARNING,
-            f"{_ranks(ranks)} with OMP_NUM_THREADS={threads} on {host.name}, which has {host.cores:g} cores: they wait "
+            f"{count(ranks, 'rank')} with OMP_NUM_THREADS={threads} on {host.name}, which has {host.cores:g} cores: they wait "
             "for each other",
             f'run(..., env={{"OMP_NUM_THREADS": "{max(1, int(host.cores) // ranks)}"}})'
             if ranks <= host.cores
@@ -135,7 +137,7 @@ def _check_room(host: HostFacts, ranks: int, size: int) -> Iterator[Finding]:
         yield Finding(
             "memory",
             Level.WARNING,
-            f"{_size(host.memory_free)} free on {host.name} for {_ranks(ranks)}; torch alone takes 300 MB a rank",
+            f"{_size(host.memory_free)} free on {host.name} for {count(ranks, 'rank')}; torch alone takes 300 MB a rank",
             "Fewer ranks on a host, smaller executors (spark.executor.memory), or larger machines",
         )
     if ranks and host.shm.error is None and host.shm.free < _SHM_LEAST:
@@ -145,7 +147,7 @@ def _check_room(host: HostFacts, ranks: int, size: int) -> Iterator[Finding]:
             f"{_size(host.shm.free)} of {_size(host.shm.total)} free on {host.name}: DataLoader workers and NCCL pass "
             'tensors through it, and die of "Bus error" when it is full',
             "docker run --shm-size=4g ...\n"
-            'Kubernetes: volumes: [{name: shm, emptyDir: {medium: Memory}}], mounted at /dev/shm',
+            "Kubernetes: volumes: [{name: shm, emptyDir: {medium: Memory}}], mounted at /dev/shm",
         )
     elif ranks and host.shm.error is not None:
         yield Finding("/dev/shm", Level.WARNING, f"on {host.name}: {host.shm.error}", "mount -t tmpfs shm /dev/shm")
@@ -193,7 +195,7 @@ def check_names(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
             f"{'; '.join(odd)}. Ranks do not mind: they use the addresses that Spark knows, and tell Gloo the interface",
         )
     listed = {
-        host.name: ", ".join(f"{name} {'/'.join(found)}" for name, found in sorted(host.interfaces.items()) if found)
+        host.name: ", ".join(f"{name} {'/'.join(found)}" for name, found in sorted(host.interfaces.items()))
         for host in hosts
     }
     yield Finding("interfaces", Level.OK, _by_value(listed)[:600])
@@ -269,9 +271,5 @@ def _by_value(values: Mapping[str, str]) -> str:
     return "; ".join(f"{value} on {', '.join(where)}" for value, where in names.items())
 
 
-def _ranks(count: int) -> str:
-    return f"{count} rank{'' if count == 1 else 's'}"
-
-
-def _size(count: int) -> str:
-    return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count // _MIB} MiB"
+def _size(size: int) -> str:
+    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size // _MIB} MiB"

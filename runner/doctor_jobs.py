@@ -61,7 +61,11 @@ class Gathered:
 
 
 def gather(
-    spark: SparkSession, tasks: int, local_dirs: Sequence[str], store: dict[str, Any] | None, meanwhile: Callable[[], None]
+    spark: SparkSession,
+    tasks: int,
+    local_dirs: Sequence[str],
+    store: dict[str, Any] | None,
+    meanwhile: Callable[[], None],
 ) -> Gathered:
     """Facts of every host, by an ordinary job: it needs no barrier, and works with too few slots.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from spark_hvd.ports import PortRange
 from spark_hvd.runner.doctor_allreduce import Measured
 from spark_hvd.runner.doctor_network import Ping, TaskNetwork
-from spark_hvd.runner.report import Finding, Level
+from spark_hvd.runner.report import Finding, Level, count
 
 _SLOW = 3.0
 """A pair this many times slower than the median pair is named."""
@@ -89,7 +89,7 @@ def check_rank_ways(tasks: Sequence[TaskNetwork], ports: PortRange | None) -> It
         yield Finding(
             "rank to rank",
             Level.OK,
-            f"{len(ways)} connections between {hosts} host{'' if hosts == 1 else 's'} on {allowed}: there and back in "
+            f"{count(len(ways), 'connection')} between {count(hosts, 'host')} on {allowed}: there and back in "
             f"{_ms(statistics.median(ways))}, {_ms(max(ways))} at most",
         )
 

@@ -57,6 +57,7 @@ _SPARK_PLACES = (
     "spark.executor.instances and spark.executor.cores; without --master, ranks run on this machine."
 )
 _NO_SSH = "No ssh is used: Spark's executors start the ranks. Leave it out."
+_NOT_BOUND = "Ranks are not bound to cores; set --env OMP_NUM_THREADS=n and --conf spark.task.cpus=n."
 _ELASTIC = "The number of ranks does not change during a run: give -np alone."
 _ALWAYS = "There is nothing to choose: see docs/collectives.md for what is done on one host and between hosts."
 
@@ -74,8 +75,8 @@ REFUSED: Mapping[tuple[str, ...], tuple[int, str]] = {
     ("--blacklist-cooldown-range",): (2, _ELASTIC),
     ("--jsrun",): (0, "There is no jsrun here: use --backend mpi, or --backend gloo."),
     ("--mpi-args",): (1, "MPI is started without mpirun: set its variables by --env, such as --env FI_PROVIDER=tcp."),
-    ("--binding-args",): (1, "Ranks are not bound to cores; set --env OMP_NUM_THREADS=n and --conf spark.task.cpus=n."),
-    ("--thread-affinity",): (1, "Ranks are not bound to cores; set --env OMP_NUM_THREADS=n and --conf spark.task.cpus=n."),
+    ("--binding-args",): (1, _NOT_BOUND),
+    ("--thread-affinity",): (1, _NOT_BOUND),
     ("--tcp",): (0, "Use --env FI_PROVIDER=tcp with --backend mpi."),
     ("--num-nccl-streams",): (1, "torch decides on NCCL's streams. Leave it out."),
     ("--gloo-timeout-seconds",): (1, "Use --start-timeout for meeting, --collective-timeout for collectives."),
@@ -94,7 +95,7 @@ REFUSED: Mapping[tuple[str, ...], tuple[int, str]] = {
 
 def tuning_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of TUNING to a click command; their values arrive as keyword arguments."""
-    for name, tuning in reversed(TUNING.items()):
+    for name, tuning in reversed(list(TUNING.items())):
         flag = {"is_flag": True, "default": None} if tuning.kind is None else {"type": tuning.kind}
         command = click.option(name, help=tuning.meaning, **flag)(command)
     return command

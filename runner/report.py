@@ -95,7 +95,7 @@ class Report:
 
     def _verdict(self) -> str:
         counts = Counter(finding.level for finding in self.findings)
-        parts = [f"{counts[Level.OK]} OK", _count(counts[Level.WARNING], "warning"), _count(counts[Level.ERROR], "error")]
+        parts = [f"{counts[Level.OK]} OK", count(counts[Level.WARNING], "warning"), count(counts[Level.ERROR], "error")]
         names = ", ".join(dict.fromkeys(finding.check for finding in self.errors))
         verdict = f"A run will not work as it is: see {names}." if names else "A run will work."
         return f"{', '.join(parts)} in {self.seconds:.1f} s. {verdict}"
@@ -133,5 +133,6 @@ def _wrapped(text: str, first: str, rest: str, width: int) -> Sequence[str]:
     ) or [first.rstrip()]
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """The number and the noun: 1 host, 2 hosts."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
