@@ -109,26 +109,27 @@ def check_resources(host: HostFacts, ranks: int, size: int) -> Iterator[Finding]
         ranks: How many ranks it gets; 0 for the driver.
         size: World size.
     """
-    found = len(findings := list(_check_room(host, ranks, size)))
-    yield from findings
-    if not found:
+    here = "no rank" if not ranks else count(ranks, "rank")
+    problems = list(_check_room(host, ranks, here, size))
+    yield from problems
+    if not problems:
         free = min((disk.free for disk in host.disks), default=0)
         yield Finding(
             "resources",
             Level.OK,
-            f"{host.name}: {host.cores:g} cores for {count(ranks, 'rank')}, memory {_size(host.memory_free)} free, "
+            f"{host.name}: {host.cores:g} cores for {here}, memory {_size(host.memory_free)} free, "
             f"/dev/shm {_size(host.shm.free)} free, disk {_size(free)} free, {host.open_files} open files",
         )
 
 
-def _check_room(host: HostFacts, ranks: int, size: int) -> Iterator[Finding]:
-    threads = int(host.threads) if (host.threads or "").isdigit() else 1
+def _check_room(host: HostFacts, ranks: int, here: str, size: int) -> Iterator[Finding]:
+    threads = int(host.threads) if host.threads and host.threads.isdigit() else 1
     if ranks * threads > max(host.cores, 1):
         yield Finding(
             "cores",
             Level.WARNING,
-            f"{count(ranks, 'rank')} with OMP_NUM_THREADS={threads} on {host.name}, which has {host.cores:g} cores: they wait "
-            "for each other",
+            f"{here} with OMP_NUM_THREADS={threads} on {host.name}, which has {host.cores:g} cores: they "
+            "wait for each other",
             f'run(..., env={{"OMP_NUM_THREADS": "{max(1, int(host.cores) // ranks)}"}})'
             if ranks <= host.cores
             else f"Fewer ranks on {host.name}: --conf spark.executor.cores={int(host.cores)}",
@@ -137,7 +138,7 @@ def _check_room(host: HostFacts, ranks: int, size: int) -> Iterator[Finding]:
         yield Finding(
             "memory",
             Level.WARNING,
-            f"{_size(host.memory_free)} free on {host.name} for {count(ranks, 'rank')}; torch alone takes 300 MB a rank",
+            f"{_size(host.memory_free)} free on {host.name} for {here}; torch alone takes 300 MB each",
             "Fewer ranks on a host, smaller executors (spark.executor.memory), or larger machines",
         )
     if ranks and host.shm.error is None and host.shm.free < _SHM_LEAST:
@@ -192,7 +193,7 @@ def check_names(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
         yield Finding(
             "host names",
             Level.OK,
-            f"{'; '.join(odd)}. Ranks do not mind: they use the addresses that Spark knows, and tell Gloo the interface",
+            f"{'; '.join(odd)}. Ranks do not mind: they use the addresses that Spark knows and tell Gloo which",
         )
     listed = {
         host.name: ", ".join(f"{name} {'/'.join(found)}" for name, found in sorted(host.interfaces.items()))
@@ -262,7 +263,7 @@ def _pinned(name: str, version: str | None) -> str:
 
 
 def _by_value(values: Mapping[str, str]) -> str:
-    """ "x on a, b; y on c", or only "x" where all have the same."""
+    """The values, each with the names that have it; without names where all have the same."""
     names: defaultdict[str, list[str]] = defaultdict(list)
     for name, value in values.items():
         names[value].append(name)

@@ -19,6 +19,7 @@ from spark_hvd.runner import spark as on_spark
 from spark_hvd.runner.doctor_facts import HostFacts, facts_from_json
 from spark_hvd.runner.doctor_network import TOKEN_BYTES, EchoServer, NetworkPlan, Ping, TaskNetwork, ping
 from spark_hvd.runner.doctor_spark_checks import SETTINGS, SparkFacts, explain_job_failure
+from spark_hvd.runner.errors import NotEnoughSlotsError
 from spark_hvd.runner.report import Finding, Level
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ _NETWORK_SECONDS = 60.0
 def spark_facts(spark: SparkSession, asked: int | None) -> SparkFacts:
     """What the driver knows of the application; waits some seconds for executors that are still registering."""
     if asked is not None:
-        with contextlib.suppress(on_spark.NotEnoughSlotsError):
+        with contextlib.suppress(NotEnoughSlotsError):
             on_spark.wait_for_slots(spark, asked, 20.0)
     connect = on_spark.is_connect(spark)
     settings = {key: value for key in SETTINGS if (value := on_spark.conf(spark, key)) is not None}

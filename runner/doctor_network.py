@@ -216,7 +216,7 @@ def ping(
 
 
 def targets(index: int, count: int) -> list[int]:
-    """Which of ``count`` hosts the one numbered ``index`` tries to reach: all others, or its neighbour and the first."""
+    """Which of ``count`` hosts number ``index`` tries to reach: all others, or of many its neighbour and the first."""
     if count <= ALL_PAIRS_UP_TO:
         return [other for other in range(count) if other != index]
     return sorted({0, (index + 1) % count} - {index})

@@ -10,6 +10,7 @@ import traceback
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from spark_hvd.ports import PortRange
@@ -210,7 +211,7 @@ class _Examination:
         ways, hosts = self._ways, self._gathered.hosts
         on_host = Counter(task.key for task in ways.tasks)
         for host in hosts:
-            self._add("resources", lambda host=host: check_resources(host, on_host[host.key], self._asked or ranks))
+            self._add("resources", partial(check_resources, host, on_host[host.key], self._asked or ranks))
         assigned = [Assigned(task.partition, task.key, task.name, task.gpus) for task in ways.tasks]
         self._add("GPUs", lambda: check_gpus(facts, hosts, assigned, self._backend, self._gpus_per_proc))
         if ways.tasks:
@@ -228,10 +229,13 @@ class _Examination:
         cuda = all(package.detail["devices"] and package.detail["nccl"] for package in torch)
         transports = [self._backend] if self._backend else ["gloo", "nccl"] if cuda else ["gloo"]
         for transport in transports:
-            self._add("all-reduce", lambda transport=transport: check_allreduce(self._measured(ranks, transport)))
+            self._add("all-reduce", partial(self._judge_speed, ranks, transport))
+
+    def _judge_speed(self, ranks: int, transport: str) -> list[Finding]:
+        return list(check_allreduce(self._measured(ranks, transport)))
 
     def _measured(self, ranks: int, transport: str) -> list[Measured]:
-        optional = {"gpus_per_proc": self._gpus_per_proc} if self._gpus_per_proc is not None else {}
+        optional: dict[str, Any] = {"gpus_per_proc": self._gpus_per_proc} if self._gpus_per_proc is not None else {}
         try:
             return run(
                 measure,
