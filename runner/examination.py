@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import sys
 import time
 import traceback
 import uuid
@@ -42,6 +41,7 @@ _STORE_SECONDS = 30.0
 _IMPORT_SECONDS = 60.0
 _START_SECONDS = 90.0
 _COLLECTIVE_SECONDS = 30.0
+_TASKS_NEED = ("spark_hvd", "zmq", "psutil", "cloudpickle")
 
 
 class StoreLike(Protocol):
@@ -168,17 +168,13 @@ class _Examination:
 
     def _look(self, facts: SparkFacts, tasks: int) -> None:
         dirs = facts.get("spark.local.dir").split(",") if facts.get("spark.local.dir") else []
-        trial = None if self._store is None else self._store.begin()
+        trial = None if self._store is None else self._step("store", self._store.begin)
 
         def look_here() -> None:
-            if self._driver is None:
-                self._driver = doctor_facts.look(PROBE, dirs, seconds=_IMPORT_SECONDS)
+            self._driver = doctor_facts.look(PROBE, dirs, seconds=_IMPORT_SECONDS)
 
-        self._gathered = gather(self._spark, tasks, dirs, trial, (lambda: None) if facts.local else look_here)
+        self._gathered = gather(self._spark, tasks, dirs, trial, look_here)
         self._findings += self._gathered.problems
-        here = [host for host in self._gathered.hosts if facts.local and host.executable == sys.executable]
-        self._driver = here[0] if here else self._driver  # the same machine and Python: imports take seconds
-        look_here()
 
     def _judge_hosts(self) -> None:
         driver, hosts = self._driver, self._gathered.hosts
@@ -194,7 +190,7 @@ class _Examination:
 
     def _can_run(self, facts: SparkFacts) -> bool:
         """Whether it makes sense to start a barrier stage; what would stop one is among the findings already."""
-        lacking = any(host.packages["spark_hvd"].version is None for host in self._gathered.hosts)
+        lacking = any(host.packages[name].version is None for host in self._gathered.hosts for name in _TASKS_NEED)
         refused = any(f.check == "dynamic allocation" and f.level is Level.ERROR for f in self._findings)
         if facts.slots == 0 or refused or lacking or not self._gathered.hosts:
             self._findings.append(
