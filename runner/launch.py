@@ -208,8 +208,7 @@ def _open_hub(
     if on_spark.is_connect(session):
         _log.info("Spark Connect: ranks meet at rank 0; their output stays in the executors' logs")
         return None
-    public = on_spark.conf(session, "spark.driver.host") or "127.0.0.1"
-    bind = on_spark.conf(session, "spark.driver.bindAddress") or public
+    public, bind = on_spark.driver_hosts(session)
     state = HubState(size, timeout=config.timeout, may_fall_back=True, max_result_bytes=max_result_bytes)
     try:
         # ZeroMQ binds to addresses only, and the driver's host is often a name.

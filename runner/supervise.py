@@ -354,7 +354,15 @@ class _Watch:
     ) -> None:
         me = self._job.me
         self._failure = Failed(
-            me.rank, me.host, kind, error, trace, echo=echo, exception=exception, ended_at=time.time()
+            me.rank,
+            me.host,
+            kind,
+            error,
+            trace,
+            echo=echo,
+            exception=exception,
+            ended_at=time.time(),
+            exitcode=self._exitcode,
         )
 
     def _fail_now(self, kind: FailureKind, error: str, trace: str = "", *, echo: bool = False) -> None:
