@@ -20,6 +20,7 @@ from spark_hvd.runner.doctor_facts import HostFacts, facts_from_json
 from spark_hvd.runner.doctor_network import TOKEN_BYTES, EchoServer, NetworkPlan, Ping, TaskNetwork, ping
 from spark_hvd.runner.doctor_spark_checks import SETTINGS, SparkFacts, explain_job_failure
 from spark_hvd.runner.errors import NotEnoughSlotsError
+from spark_hvd.runner.profiles import Ask, task_resources
 from spark_hvd.runner.report import Finding, Level
 
 if TYPE_CHECKING:
@@ -35,9 +36,10 @@ _NETWORK_SECONDS = 60.0
 
 def spark_facts(spark: SparkSession, asked: int | None) -> SparkFacts:
     """What the driver knows of the application; waits some seconds for executors that are still registering."""
+    resources = task_resources(spark, Ask())
     if asked is not None:
         with contextlib.suppress(NotEnoughSlotsError):
-            on_spark.wait_for_slots(spark, asked, 20.0)
+            on_spark.wait_for_slots(spark, asked, 20.0, resources)
     connect = on_spark.is_connect(spark)
     settings = {key: value for key in SETTINGS if (value := on_spark.conf(spark, key)) is not None}
     return SparkFacts(
@@ -45,7 +47,7 @@ def spark_facts(spark: SparkSession, asked: int | None) -> SparkFacts:
         master=settings.get("spark.master", "Spark Connect" if connect else "unknown"),
         local=on_spark.is_local(spark),
         connect=connect,
-        slots=on_spark.slots(spark),
+        slots=on_spark.slots(spark, resources),
         asked=asked,
         busy=on_spark.busy_tasks(spark),
         result_bytes=on_spark.max_result_bytes(spark),
