@@ -209,7 +209,7 @@ def unreachable_memory() -> None:
     endpoint = Endpoint.over(MPI.COMM_WORLD, None, "unreachable", 20.0)
     communicator = MpiCommunicator(endpoint, memory)
     cases = importlib.import_module("tests.contract.test_communicator")
-    with mock.patch.object(cases, "current", lambda: SimpleNamespace(communicator=communicator)):
+    with mock.patch.object(cases, "current", return_value=SimpleNamespace(communicator=communicator)):
         cases.allreduce_strides()
         cases.allgather_uneven()
         cases.broadcast_everything()
