@@ -40,7 +40,7 @@ def main() -> None:
         os.environ["PYSPARK_SUBMIT_ARGS"] = f'--driver-java-options "{six}" pyspark-shell'
         settings: dict[str, Any] = {"spark.executor.extraJavaOptions": six}
         with make_cluster(net, Path(folder), **settings) as cluster:
-            values = run(fn, num_proc=2, spark=cluster.session, start_timeout=60)
+            values = run(fn, num_proc=2, spark=cluster.session, start_timeout=200)
     print(json.dumps({"hosts": [host.address for host in net.hosts], "values": values}))
 
 
