@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from spark_hvd.runner import run, run_local
-from spark_hvd.runner.profiles import Ask, task_resources
-from spark_hvd.runner.spark import active_session, wait_for_slots
+from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.launch import tasks_of
+from spark_hvd.runner.spark import active_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -18,6 +19,9 @@ R = TypeVar("R")
 _turn = threading.Lock()
 """One training at a time: two barrier stages that together need more slots than there are would wait for each other's,
 and with fewer each would slow the other down. A CrossValidator with parallelism above 1 fits from several threads."""
+
+_SIZING = ("procs_per_task", "cpus_per_proc", "gpus_per_proc", "start_timeout")
+"""Those arguments of :func:`spark_hvd.run` on which the number of ranks depends."""
 
 
 class Backend(Protocol):
@@ -53,10 +57,9 @@ class SparkBackend:
         Raises:
             NotEnoughSlotsError: fewer tasks can run at once than were asked for.
         """
-        timeout = self._options.get("start_timeout", 600.0)
-        session = active_session(self._spark)
-        ask = Ask(self._options.get("cpus_per_proc"), self._options.get("gpus_per_proc"))
-        return wait_for_slots(session, self._num_proc, timeout, task_resources(session, ask))
+        options = {name: value for name, value in self._options.items() if name in _SIZING}
+        config = RunConfig(num_proc=self._num_proc, **options)
+        return tasks_of(active_session(self._spark), config)[0] * config.procs_per_task
 
     def run(self, fn: Callable[..., R], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list[R]:
         """See base class. Waits for other trainings that this process has under way."""

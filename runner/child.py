@@ -19,6 +19,8 @@ from spark_hvd.runner.payload import dump_exception, dump_result
 from spark_hvd.runner.verdict import is_echo
 from spark_hvd.runner.wire import recv_frame, send_frame
 
+_OURS = (__name__, "spark_hvd.runner.script", "runpy")
+"""Modules whose frames above fn, or above a script, are no part of the user's program."""
 STACKS_SIGNAL = signal.SIGUSR2
 """On this signal the rank writes the stack of each of its threads to the file that its supervisor gave it."""
 
@@ -199,7 +201,7 @@ def _send_failure(control: socket.socket, kind: str, error: str, exception: Base
 def _format(error: BaseException) -> str:
     """The traceback as the user would see it in a program of his own: from fn on, without our frames above it."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") in _OURS:
         trace = trace.tb_next
     if trace is None:
         trace = error.__traceback__

@@ -24,7 +24,7 @@ from spark_hvd.runner.hub_state import HubState
 from spark_hvd.runner.outcome import from_rows
 from spark_hvd.runner.output import Printer
 from spark_hvd.runner.payload import dump_call
-from spark_hvd.runner.profiles import Ask, task_resources
+from spark_hvd.runner.profiles import Ask, TaskResources, task_resources
 from spark_hvd.runner.reach import Reach
 from spark_hvd.runner.spark_errors import silent, translate
 from spark_hvd.runner.task import TaskSpec
@@ -124,9 +124,8 @@ def run(
     payload = dump_call(fn, args, kwargs or {})
     session = on_spark.active_session(spark)
     on_spark.check_barrier_possible(session)
-    resources = task_resources(session, Ask(config.cpus_per_proc, config.gpus_per_proc, procs_per_task))
-    tasks = on_spark.wait_for_slots(session, config.num_tasks, config.start_timeout, resources)
-    size = tasks * procs_per_task
+    tasks, resources = tasks_of(session, config)
+    size = tasks * config.procs_per_task
     printer = make_printer(config, stdout, stderr)
     name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
@@ -158,9 +157,20 @@ def run(
                 hub.stop("lost")
                 hub.wait_gone(_STOP_GRACE / 2)
             lost = None if hub is None else hub.lost
-            raise (silent(lost) if lost else translate(job.error, size)) from job.error
+            raise (silent(lost) if lost else translate(job.error, size, job.placement())) from job.error
         order = [] if hub is None else hub.snapshot()[1]
         return results(from_rows(job.rows), size, order, config.timeout)
+
+
+def tasks_of(session: SparkSession, config: RunConfig) -> tuple[int, TaskResources]:
+    """How many tasks a run has, once there is room for all of them, and what each of them gets.
+
+    Raises:
+        ClusterError: the application cannot give that; NotEnoughSlotsError where it is the number.
+    """
+    ask = Ask(config.cpus_per_proc, config.gpus_per_proc, config.procs_per_task)
+    resources = task_resources(session, ask)
+    return on_spark.wait_for_slots(session, config.num_tasks, config.start_timeout, resources), resources
 
 
 def make_printer(config: RunConfig, stdout: TextIO | None, stderr: TextIO | None) -> Printer:
@@ -198,8 +208,7 @@ def _open_hub(
     if on_spark.is_connect(session):
         _log.info("Spark Connect: ranks meet at rank 0; their output stays in the executors' logs")
         return None
-    public = on_spark.conf(session, "spark.driver.host") or "127.0.0.1"
-    bind = on_spark.conf(session, "spark.driver.bindAddress") or public
+    public, bind = on_spark.driver_hosts(session)
     state = HubState(size, timeout=config.timeout, may_fall_back=True, max_result_bytes=max_result_bytes)
     try:
         # ZeroMQ binds to addresses only, and the driver's host is often a name.

@@ -50,6 +50,7 @@ class Failed:
         echo: Whether the error only says that a peer or the network has gone, so that another rank is the cause.
         exception: The pickled exception, where it could be pickled.
         ended_at: Seconds since the epoch, on that host's clock.
+        exitcode: Of a process that left by itself, or minus the signal that killed it; else None.
     """
 
     rank: int
@@ -61,6 +62,7 @@ class Failed:
     echo: bool = False
     exception: bytes | None = None
     ended_at: float = 0.0
+    exitcode: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,21 @@ def slots(spark: SparkSession, resources: TaskResources) -> int | None:
     return there
 
 
+def busy_tasks(spark: SparkSession) -> int:
+    """How many tasks of other jobs run now; 0 where that cannot be asked (Spark Connect)."""
+    if is_connect(spark):
+        return 0
+    tracker = spark.sparkContext.statusTracker()
+    stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
+    return sum(stage.numActiveTasks for stage in stages if stage is not None)
+
+
+def driver_hosts(spark: SparkSession) -> tuple[str, str]:
+    """By which name or address executors reach the driver, and on which it is to listen."""
+    public = conf(spark, "spark.driver.host") or "127.0.0.1"
+    return public, conf(spark, "spark.driver.bindAddress") or public
+
+
 def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: float, resources: TaskResources) -> int:
     """Wait until ``num_proc`` ranks can run at once, as long as that may still happen.
 
@@ -217,6 +232,7 @@ class BarrierJob:
         description: What the Spark UI shows.
         tag: Unique name by which the job can be cancelled.
         profile: What each task takes from its executor; None for the application's amounts.
+        barrier: Whether all tasks have to run at the same time; without, they start as slots become free.
     """
 
     def __init__(
@@ -227,6 +243,8 @@ class BarrierJob:
         description: str,
         tag: str,
         profile: ResourceProfile | None = None,
+        *,
+        barrier: bool = True,
     ) -> None:
         from pyspark import inheritable_thread_target
 
@@ -234,7 +252,7 @@ class BarrierJob:
         self._tag = tag
         self._description = description
         given = {} if profile is None else {"profile": profile}  # PySpark 3.5 has no such argument
-        self._frame = spark.range(0, num_proc, 1, num_proc).mapInArrow(task, SCHEMA, barrier=True, **given)
+        self._frame = spark.range(0, num_proc, 1, num_proc).mapInArrow(task, SCHEMA, barrier=barrier, **given)
         self.rows: list[Row] = []
         self.error: Exception | None = None
         # Inherits the caller's local properties, such as its scheduler pool; daemon, so that an interrupted program
@@ -280,7 +298,7 @@ class BarrierJob:
             _log.debug("Spark does not tell where tasks are: %s", error)
             return None
         return Placement(
-            {task.index(): task.executorId() for task in tasks},
+            {task.index(): (task.executorId(), task.host()) for task in tasks},
             {each.id(): _host_and_port(each.hostPort()) for each in executors if each.id() != "driver"},
         )
 
