@@ -292,9 +292,9 @@ def _settle(
     groups = Groups(kv, timeout, owns_default_group=owns_default_group)
     try:
         communicator: Communicator = LocalCommunicator() if size == 1 else communicator_over(None)
-        # A default group that the user initialised is his own affair, also when it hangs.
-        default = [dist.group.WORLD] if owns_default_group else []
-        nccl = NcclGroups(lambda: [*default, *groups.of(0)])
+        # A default group that the user initialised is his own affair, also when it hangs. Ours is looked up and not kept:
+        # its connections close with the last reference to it, which is how peers notice that it was destroyed.
+        nccl = NcclGroups(lambda: [dist.group.WORLD if owns_default_group else None, *groups.of(0)])
         members = open_members(0, range(size), layout, world.me.rank, groups, config, nccl)
         lane = engine.open_lane(members, PrefixStore("lane/0", kv))
     except BaseException:
