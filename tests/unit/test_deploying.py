@@ -43,16 +43,17 @@ def commands(text: str) -> list[list[str]]:
 
 @cache
 def known_to_spark() -> frozenset[str]:
-    """All names of settings in the classes of Spark's own jars; those that end in a dot are beginnings of names."""
+    """The names of settings in Spark's classes, SQL's left out; those that end in a dot are beginnings of names."""
     import pyspark
 
-    found: set[bytes] = set()
-    for jar in Path(pyspark.__file__).parent.joinpath("jars").glob("spark-*.jar"):
+    names: set[bytes] = set()
+    jars = Path(pyspark.__file__).parent / "jars"
+    for jar in (found for part in ("core", "kubernetes", "yarn") for found in jars.glob(f"spark-{part}_*.jar")):
         with zipfile.ZipFile(jar) as archive:
-            for name in archive.namelist():
-                if name.endswith(".class"):
-                    found.update(re.findall(rb"spark\.[A-Za-z0-9_.]+", archive.read(name)))
-    return frozenset(name.decode() for name in found)
+            for member in archive.namelist():
+                if member.endswith(".class"):
+                    names.update(re.findall(rb"spark\.[A-Za-z0-9_.]+", archive.read(member)))
+    return frozenset(name.decode() for name in names)
 
 
 def is_known(setting: str) -> bool:
