@@ -88,7 +88,8 @@ def main() -> None:
     link = fit(samples)
     rate = 1 / link.beta / bytes_per_second(given.measured_gbit)
     print(fit_table(samples, link))
-    print(f"\nalpha {1e6 * link.alpha:.0f} us a message, {1e-6 / link.beta:.0f} MB/s: {rate:.0%} of the line rate\n")
+    found = f"alpha {1e6 * link.alpha:.0f} us a message, 1/beta {1e-6 / link.beta:.0f} MB/s"
+    print(f"\n{found}: {rate:.0%} of the line rate\n")
     links = {
         f"as measured, {given.measured_gbit:g} Gbit/s, TCP": link,
         f"{given.gbit:g} Gbit/s, TCP": faster(link, given.measured_gbit, given.gbit),

@@ -21,25 +21,36 @@ if TYPE_CHECKING:
         StartTimeoutError,
         UnpicklableError,
     )
+    from spark_hvd.runner.examination import doctor
     from spark_hvd.runner.launch import run
     from spark_hvd.runner.local import run_local
+    from spark_hvd.runner.report import Finding, Level, Report
 
 __all__ = [
     "ClusterError",
     "ExecutorLostError",
+    "Finding",
+    "Level",
     "NotEnoughSlotsError",
     "RankFailedError",
+    "Report",
     "ResultTooLargeError",
     "RunError",
     "RunTimeoutError",
     "SetupError",
     "StartTimeoutError",
     "UnpicklableError",
+    "doctor",
     "run",
     "run_local",
 ]
 
-_HOME = {"run": "launch", "run_local": "local"}
+_HOME = {
+    "doctor": "examination",
+    "run": "launch",
+    "run_local": "local",
+    **dict.fromkeys(("Finding", "Level", "Report"), "report"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,10 +14,13 @@ import traceback
 from datetime import timedelta
 from typing import Any, NoReturn
 
+from spark_hvd.layout import RankInfo
 from spark_hvd.runner.payload import dump_exception, dump_result
 from spark_hvd.runner.verdict import is_echo
 from spark_hvd.runner.wire import recv_frame, send_frame
 
+_OURS = (__name__, "spark_hvd.runner.script", "runpy")
+"""Modules whose frames above fn, or above a script, are no part of the user's program."""
 STACKS_SIGNAL = signal.SIGUSR2
 """On this signal the rank writes the stack of each of its threads to the file that its supervisor gave it."""
 
@@ -25,7 +28,7 @@ STACKS_SIGNAL = signal.SIGUSR2
 def run_rank(control: socket.socket, stacks_fd: int) -> NoReturn:
     """Run one rank and exit; the only caller is the fork server's child.
 
-    Frames in: ``job`` (payload: the pickled call), ``go``. Frames out: ``port`` (rank 0), ``outcome``.
+    Frames in: ``job`` (payload: the pickled call), ``go``. Frames out: ``ready``, ``joined``, ``outcome``.
     """
     frame = recv_frame(control)
     if frame is None:  # the supervisor is gone
@@ -121,44 +124,62 @@ class _Rank:
         from spark_hvd import context
         from spark_hvd.kv import TCPStore
         from spark_hvd.layout import RankInfo
+        from spark_hvd.ports import PortRange, listen
+        from spark_hvd.runner.preflight import UnreachableError, check_hosts, connect
+        from spark_hvd.runner.same_mpi import MpiMismatchError, check_same_mpi
         from spark_hvd.world import Endpoint, World
 
-        me = RankInfo(**self._job["rank_info"])
-        host, timeout = self._job["store_host"], timedelta(seconds=self._job["join_timeout"])
+        me, ip = RankInfo(**self._job["rank_info"]), self._job["ip"]
+        ports = None if self._job["ports"] is None else PortRange.parse(self._job["ports"])
+        timeout = timedelta(seconds=self._job["join_timeout"])
+        store = None
         if me.rank == 0:
             # The store takes over a socket that is bound already, so the published port cannot be lost to a race,
             # and it listens on this address only.
-            listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-            port = listener.getsockname()[1]
+            listener = listen(ip, ports)
+            store = ip, listener.getsockname()[1]
             self._kv = TCPStore(
-                host, port, me.size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+                *store, me.size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
             )
-            send_frame(self._control, {"type": "ready", "port": port})
-        else:
-            send_frame(self._control, {"type": "ready", "port": None})
+        send_frame(self._control, {"type": "ready", "store": store})
         go = recv_frame(self._control)
         if go is None:
             return False
-        port = go[0]["port"]
-        if self._kv is None:
-            self._kv = TCPStore(host, port, me.size, False, timeout)
-        os.environ["MASTER_PORT"] = str(port)
-        _use_gpu(me.local_rank, self._job["gpu_assigned"])
+        host, port = go[0]["store"]
+        mpi = go[0]["mpi"]
+        if mpi is not None:
+            os.environ.update(mpi)
+            if "PMI_FD" in mpi:
+                _, fds, _, _ = socket.recv_fds(self._control, 1, 1)
+                os.environ["PMI_FD"] = str(fds[0])
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+        try:
+            if self._kv is None:
+                connect(host, port, "the store of rank 0", f"rank {me.rank} on host {me.host} ({ip})")
+                self._kv = TCPStore(host, port, me.size, False, timeout)
+            check_hosts(me, ip, self._kv, ports if mpi is not None else None)
+            if mpi is not None:
+                check_same_mpi(me, self._kv)
+        except (UnreachableError, MpiMismatchError) as error:
+            raise _SetupError(str(error), error) from error
         context.join(
-            World(me, Endpoint(host, port), secret=bytes.fromhex(self._job["secret"])),
+            World(me, Endpoint(host, port), secret=bytes.fromhex(self._job["secret"]), ports=ports),
             self._kv,
             timeout=self._job["collective_timeout"],
-            backend=self._job["backend"],
+            backend=self._settle_gpu(me),
         )
+        send_frame(self._control, {"type": "joined"})
         return True
 
+    def _settle_gpu(self, me: RankInfo) -> str | None:
+        """Take this rank's GPU, and return the backend that suits those of all ranks."""
+        from spark_hvd.runner.gpus import GpuError, GpuShare
+        from spark_hvd.runner.own_gpu import settle
 
-def _use_gpu(local_rank: int, assigned: bool) -> None:
-    """Make the GPU that Spark assigned, else the one numbered local_rank, the current device."""
-    import torch
-
-    if torch.cuda.is_available() and torch.cuda.device_count() > 0:
-        torch.cuda.set_device(0 if assigned else local_rank % torch.cuda.device_count())
+        try:
+            return settle(me, GpuShare(**self._job["gpus"]), self._kv, self._job["backend"])
+        except GpuError as error:
+            raise _SetupError(str(error), error) from error
 
 
 def _send_failure(control: socket.socket, kind: str, error: str, exception: BaseException | None) -> None:
@@ -180,7 +201,7 @@ def _send_failure(control: socket.socket, kind: str, error: str, exception: Base
 def _format(error: BaseException) -> str:
     """The traceback as the user would see it in a program of his own: from fn on, without our frames above it."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") in _OURS:
         trace = trace.tb_next
     if trace is None:
         trace = error.__traceback__

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-BACKENDS = ("gloo", "nccl")
+from spark_hvd.ports import PortRange
+from spark_hvd.runner.network import check_wishes
+
+BACKENDS = ("gloo", "nccl", "mpi")
+MPIS = ("mpich", "openmpi")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,11 +23,17 @@ class RunConfig:
 
     num_proc: int | None = None
     backend: str | None = None
+    mpi: str | None = None
+    procs_per_task: int = 1
+    interfaces: Sequence[str] = ()
+    ports: str | None = None
     env: Mapping[str, str | None] = field(default_factory=dict)
     start_timeout: float = 600.0
     timeout: float | None = None
     collective_timeout: float = 1800.0
     verbose: int = 1
+    cpus_per_proc: int | None = None
+    gpus_per_proc: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_proc is not None:
@@ -36,6 +46,25 @@ class RunConfig:
                 f"backend={self.backend!r}: expected one of {', '.join(map(repr, BACKENDS))}, or None to take NCCL for "
                 "CUDA tensors and Gloo for CPU tensors"
             )
+        if self.mpi is not None and (self.mpi not in MPIS or self.backend != "mpi"):
+            raise ValueError(
+                f"mpi={self.mpi!r} with backend={self.backend!r}: expected one of {', '.join(map(repr, MPIS))}, with "
+                'backend="mpi"'
+            )
+        self._check_tasks()
+        if isinstance(self.interfaces, str) or not all(isinstance(each, str) for each in self.interfaces):
+            raise TypeError(
+                f'interfaces={self.interfaces!r}: expected a list of names and networks, such as ["eth1", "10.0.0.0/8"]'
+            )
+        if self.ports is not None:
+            PortRange.parse(self.ports)
+        check_wishes(self.interfaces)
+        for name, least, what in (("cpus_per_proc", 1, "cores"), ("gpus_per_proc", 0, "GPUs")):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{name}={value!r}: expected a whole number of {what} for each rank, or None")
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value}: expected at least {least}, or None for what the application gives")
         for name in ("start_timeout", "collective_timeout", "timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -43,3 +72,18 @@ class RunConfig:
         for key, value in self.env.items():
             if not isinstance(key, str) or not isinstance(value, str | None):
                 raise TypeError(f"env[{key!r}]={value!r}: expected text, or None to unset the variable in the ranks")
+
+    @property
+    def num_tasks(self) -> int | None:
+        """Spark tasks that run at the same time; None for as many as there are slots."""
+        return None if self.num_proc is None else self.num_proc // self.procs_per_task
+
+    def _check_tasks(self) -> None:
+        each = self.procs_per_task
+        if isinstance(each, bool) or not isinstance(each, int):
+            raise TypeError(f"procs_per_task={each!r}: expected a whole number of ranks in each Spark task")
+        if each < 1 or (self.num_proc is not None and self.num_proc % each):
+            raise ValueError(
+                f"procs_per_task={each} with num_proc={self.num_proc}: expected at least 1, and a number that divides "
+                "num_proc: every Spark task has the same number of ranks"
+            )

@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import zmq
 
+from spark_hvd.ports import PortRange
 from spark_hvd.runner import spark as on_spark
 from spark_hvd.runner.collect import results
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.errors import StartTimeoutError
+from spark_hvd.runner.errors import RunError, StartTimeoutError
 from spark_hvd.runner.hub import Hub
 from spark_hvd.runner.hub_state import HubState
 from spark_hvd.runner.outcome import from_rows
 from spark_hvd.runner.output import Printer
 from spark_hvd.runner.payload import dump_call
-from spark_hvd.runner.spark_errors import translate
+from spark_hvd.runner.profiles import Ask, TaskResources, task_resources
+from spark_hvd.runner.reach import Reach
+from spark_hvd.runner.spark_errors import silent, translate
 from spark_hvd.runner.task import TaskSpec
 
 if TYPE_CHECKING:
@@ -43,11 +46,17 @@ def run(
     *,
     spark: SparkSession | None = None,
     backend: str | None = None,
+    mpi: str | None = None,
+    procs_per_task: int = 1,
+    interfaces: Sequence[str] = (),
+    ports: str | None = None,
     env: Mapping[str, str | None] | None = None,
     start_timeout: float = 600.0,
     timeout: float | None = None,
     collective_timeout: float = 1800.0,
     verbose: int = 1,
+    cpus_per_proc: int | None = None,
+    gpus_per_proc: int | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
 ) -> list[R]:
@@ -66,12 +75,20 @@ def run(
         kwargs: Keyword arguments of fn.
         num_proc: Number of ranks; None for as many as the cluster has task slots.
         spark: The session; None for the active one.
-        backend: "gloo", "nccl", or None for NCCL on CUDA tensors and Gloo on CPU tensors.
+        backend: "gloo", "nccl", "mpi", or None for NCCL on CUDA tensors and Gloo on CPU tensors.
+        mpi: Which MPI, for ``backend="mpi"``: "mpich" (the default) or "openmpi".
+        procs_per_task: Ranks in each Spark task; ``num_proc`` must be a multiple of it.
+        interfaces: Interfaces ("eth1") or networks ("10.0.0.0/8") over which ranks are to talk; each host takes the
+            first that it has. By default, what carries the address by which Spark knows the host.
+        ports: Where this program and the ranks may listen, as "30000-30100"; by default anywhere. Gloo and NCCL choose
+            theirs from the kernel's range all the same (sysctl net.ipv4.ip_local_port_range).
         env: Changes to the environment of the ranks; None as a value unsets a variable.
         start_timeout: Seconds for all ranks to be up: includes waiting for busy slots and importing torch.
         timeout: Seconds that fn may run, or None for no limit. When over, every rank's stacks are in the error.
         collective_timeout: Seconds after which a collective fails that not all ranks have joined.
         verbose: 0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it.
+        cpus_per_proc: Cores for each rank, which is also its OMP_NUM_THREADS; None for what the application gives.
+        gpus_per_proc: GPUs for each rank, 0 to hide them; None for what the application gives.
         stdout: Text stream for the ranks' stdout instead of ``sys.stdout``.
         stderr: Text stream for the ranks' stderr instead of ``sys.stderr``.
 
@@ -81,8 +98,8 @@ def run(
     Raises:
         ValueError, TypeError: an argument is wrong; nothing was started.
         UnpicklableError: fn or an argument cannot be pickled; the message names the part. Nothing was started.
-        ClusterError: the application cannot run this (no session, too few slots, dynamic allocation, something
-            missing on an executor).
+        ClusterError: the application cannot run this (no session, too few slots, cores or GPUs, dynamic allocation,
+            something missing on an executor).
         StartTimeoutError: not all ranks came up in ``start_timeout``.
         RankFailedError: a rank raised, exited or was killed; has its traceback, host and last output.
         RunTimeoutError: ``timeout`` was over.
@@ -92,16 +109,23 @@ def run(
     config = RunConfig(
         num_proc=num_proc,
         backend=backend,
+        mpi=mpi,
+        procs_per_task=procs_per_task,
+        interfaces=interfaces,
+        ports=ports,
         env=dict(env or {}),
         start_timeout=start_timeout,
         timeout=timeout,
         collective_timeout=collective_timeout,
         verbose=verbose,
+        cpus_per_proc=cpus_per_proc,
+        gpus_per_proc=gpus_per_proc,
     )
     payload = dump_call(fn, args, kwargs or {})
     session = on_spark.active_session(spark)
     on_spark.check_barrier_possible(session)
-    size = on_spark.wait_for_slots(session, config.num_proc, config.start_timeout)
+    tasks, resources = tasks_of(session, config)
+    size = tasks * config.procs_per_task
     printer = make_printer(config, stdout, stderr)
     name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
@@ -111,9 +135,20 @@ def run(
         if hub is not None:
             closing.callback(hub.close)
         spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
-        spec = TaskSpec.of(config, run_id, None if hub is None else hub.address, spool)
+        spec = TaskSpec.of(
+            config,
+            run_id,
+            None if hub is None else hub.address,
+            spool,
+            may_share_gpus=resources.plan.may_share,
+        )
         job = on_spark.BarrierJob(
-            session, size, _task(pickle.dumps(spec), payload), f"spark_hvd.run({name}) on {size} ranks", run_id
+            session,
+            tasks,
+            _task(pickle.dumps(spec), payload),
+            f"spark_hvd.run({name}) on {size} ranks",
+            run_id,
+            resources.profile,
         )
         _attend(job, hub, size, config, printer)
         printer.flush()
@@ -121,9 +156,21 @@ def run(
             if hub is not None:  # Spark kills the other tasks in its own time; ours are told now
                 hub.stop("lost")
                 hub.wait_gone(_STOP_GRACE / 2)
-            raise translate(job.error, size) from job.error
+            lost = None if hub is None else hub.lost
+            raise (silent(lost) if lost else translate(job.error, size, job.placement())) from job.error
         order = [] if hub is None else hub.snapshot()[1]
         return results(from_rows(job.rows), size, order, config.timeout)
+
+
+def tasks_of(session: SparkSession, config: RunConfig) -> tuple[int, TaskResources]:
+    """How many tasks a run has, once there is room for all of them, and what each of them gets.
+
+    Raises:
+        ClusterError: the application cannot give that; NotEnoughSlotsError where it is the number.
+    """
+    ask = Ask(config.cpus_per_proc, config.gpus_per_proc, config.procs_per_task)
+    resources = task_resources(session, ask)
+    return on_spark.wait_for_slots(session, config.num_tasks, config.start_timeout, resources), resources
 
 
 def make_printer(config: RunConfig, stdout: TextIO | None, stderr: TextIO | None) -> Printer:
@@ -161,13 +208,12 @@ def _open_hub(
     if on_spark.is_connect(session):
         _log.info("Spark Connect: ranks meet at rank 0; their output stays in the executors' logs")
         return None
-    public = on_spark.conf(session, "spark.driver.host") or "127.0.0.1"
-    bind = on_spark.conf(session, "spark.driver.bindAddress") or public
+    public, bind = on_spark.driver_hosts(session)
     state = HubState(size, timeout=config.timeout, may_fall_back=True, max_result_bytes=max_result_bytes)
     try:
         # ZeroMQ binds to addresses only, and the driver's host is often a name.
         address = str(socket.getaddrinfo(bind, None, type=socket.SOCK_STREAM)[0][4][0])
-        return Hub(state, address, public, printer.put)
+        return Hub(state, address, public, printer.put, None if config.ports is None else PortRange.parse(config.ports))
     except (OSError, zmq.ZMQBaseError) as error:
         _log.warning(
             "the driver cannot listen on %s (%s): set spark.driver.bindAddress to an address of this machine. Training "
@@ -182,13 +228,20 @@ def _attend(job: on_spark.BarrierJob, hub: Hub | None, size: int, config: RunCon
     """Stay with the job until it has ended: print, watch the start timeout, pass on Ctrl-C."""
     deadline = time.monotonic() + config.start_timeout
     warned = False
+    reach = Reach(size, job.placement)
     try:
         while job.running:
             job.wait(0.02)
             printer.flush()
             if hub is None:
                 continue
+            if (lost := hub.lost) is not None:
+                _end(job, hub, "lost")
+                raise silent(lost)
             started = hub.snapshot()[0]
+            if len(started) < size and (missing := reach.missing(started)) is not None:
+                _end(job, hub, "lost")
+                raise silent(missing)
             if hub.fell_back and not warned:
                 warned = True
                 _log.warning(
@@ -199,17 +252,18 @@ def _attend(job: on_spark.BarrierJob, hub: Hub | None, size: int, config: RunCon
                     hub.address.port,
                 )
             if len(started) < size and not hub.fell_back and time.monotonic() > deadline:
+                absent = reach.absent(started)
                 _end(job, hub, "start")
                 raise StartTimeoutError(
                     f"{len(started)} of {size} ranks had started after start_timeout={config.start_timeout:g} s. "
-                    "All ranks start together, when enough task slots are free: wait for the jobs that hold them, ask "
-                    "for fewer ranks, or give a larger start_timeout=."
+                    f"{absent}All ranks start together, when enough task slots are free: wait for the jobs that hold "
+                    "them, ask for fewer ranks, or give a larger start_timeout=."
                 )
     except KeyboardInterrupt:
         _end(job, hub, "interrupt")
         printer.flush()
         raise
-    except StartTimeoutError:
+    except RunError:
         raise
     except BaseException:  # a stream that cannot be written to, for example
         _end(job, hub, "interrupt")

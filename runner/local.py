@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TextIO, TypeVar
 
@@ -20,8 +19,8 @@ from spark_hvd.runner.launch import make_printer
 from spark_hvd.runner.outcome import Packed
 from spark_hvd.runner.payload import dump_call
 from spark_hvd.runner.processes import fork_server
-from spark_hvd.runner.supervise import supervise
-from spark_hvd.runner.task import TaskSpec, meet
+from spark_hvd.runner.task import TaskSpec, run_ranks
+from spark_hvd.runner.team import RefusedError, meet
 
 R = TypeVar("R")
 _HOST = "127.0.0.1"
@@ -34,6 +33,8 @@ def run_local(
     num_proc: int = 2,
     *,
     backend: str | None = None,
+    mpi: str | None = None,
+    interfaces: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
     start_timeout: float = 600.0,
     timeout: float | None = None,
@@ -51,7 +52,9 @@ def run_local(
         args: Positional arguments of fn.
         kwargs: Keyword arguments of fn.
         num_proc: Number of ranks.
-        backend: "gloo", "nccl", or None for NCCL on CUDA tensors and Gloo on CPU tensors.
+        backend: "gloo", "nccl", "mpi", or None for NCCL on CUDA tensors and Gloo on CPU tensors.
+        mpi: Which MPI, for ``backend="mpi"``: "mpich" (the default) or "openmpi".
+        interfaces: Interface or network over which ranks talk, instead of loopback.
         env: Changes to the environment of the ranks; None as a value unsets a variable. OMP_NUM_THREADS is each rank's
             share of the cores, unless it is set here or in this process.
         start_timeout: Seconds for all ranks to be up.
@@ -74,6 +77,8 @@ def run_local(
     config = RunConfig(
         num_proc=num_proc,
         backend=backend,
+        mpi=mpi,
+        interfaces=interfaces,
         env=dict(env or {}),
         start_timeout=start_timeout,
         timeout=timeout,
@@ -84,44 +89,36 @@ def run_local(
         config = replace(config, env={"OMP_NUM_THREADS": str(_cores_each(num_proc)), **config.env})
     payload = dump_call(fn, args, kwargs or {})
     printer = make_printer(config, stdout, stderr)
-    packed: list[Packed | Exception] = []
+    outcomes: list[list[Packed] | BaseException] = []
     with ExitStack() as cleanup:
         hub = Hub(HubState(num_proc, timeout=config.timeout), _HOST, on_output=printer.put)
         cleanup.callback(hub.close)
         spec = TaskSpec.of(config, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address)
 
-        def rank_thread(rank: int) -> None:
+        def ranks() -> None:
             try:
-                packed.append(_run_rank(spec, payload, layout, rank))
-            except Exception as error:
-                packed.append(error)
-                hub.stop("peer")
+                outcomes.append(_run_ranks(spec, payload, num_proc))
+            except BaseException as error:
+                outcomes.append(error)
 
-        layout = WorldLayout.from_hosts([_HOST] * num_proc)
-        threads = [
-            threading.Thread(target=rank_thread, args=(rank,), name=f"spark_hvd-rank-{rank}", daemon=True)
-            for rank in range(num_proc)
-        ]
-        for thread in threads:
-            thread.start()
+        thread = threading.Thread(target=ranks, name="spark_hvd-ranks", daemon=True)
+        thread.start()
         try:
-            while any(thread.is_alive() for thread in threads):
-                time.sleep(0.01)
+            while thread.is_alive():
+                thread.join(0.01)
                 printer.flush()
         except BaseException:
             hub.stop("interrupt")
-            for thread in threads:
-                thread.join()
+            thread.join()
             raise
         finally:
             printer.flush()
         order = hub.snapshot()[1]
     printer.flush()
-    for item in packed:
-        if isinstance(item, Exception):
-            raise item
-    done = sorted((item for item in packed if isinstance(item, Packed)), key=lambda item: item.rank)
-    return results(done, num_proc, order, config.timeout)
+    (outcome,) = outcomes
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return results(outcome, num_proc, order, config.timeout)
 
 
 def _cores_each(num_proc: int) -> int:
@@ -129,11 +126,15 @@ def _cores_each(num_proc: int) -> int:
     return max(1, (os.cpu_count() or 1) // num_proc)
 
 
-def _run_rank(spec: TaskSpec, payload: bytes, layout: WorldLayout, rank: int) -> Packed:
-    me = layout.ranks[rank]
+def _run_ranks(spec: TaskSpec, payload: bytes, size: int) -> list[Packed]:
+    layout = WorldLayout.from_hosts([_HOST] * size)
     assert spec.hub is not None
     server = fork_server(spec.env, os.getpid())
-    link = meet(Link(spec.hub, rank), rank, spec.start_timeout)
-    assert link is not None
-    with closing(link):
-        return supervise(spec.job(me, _HOST, payload, None), link, server)
+    links = [Link(spec.hub, rank) for rank in range(size)]
+    try:
+        if not meet(links, 0, spec.start_timeout):
+            raise RefusedError(f"the ranks cannot connect to this process on {_HOST}: is the loopback interface up?")
+        return run_ranks(spec, payload, layout, layout.ranks, links, server, None)
+    finally:
+        for link in links:
+            link.close()

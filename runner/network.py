@@ -1,24 +1,125 @@
-"""Which network interface carries an address."""
+"""By which of this host's addresses the other ranks reach it."""
 
 from __future__ import annotations
 
+import ipaddress
 import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import psutil
 
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-def interface_of(host: str) -> str | None:
-    """Name of this machine's interface that has the address of ``host``, or None if no interface has it.
+
+class NoAddressError(RuntimeError):
+    """This host has no address as it was asked for, or none that others can reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """An address of this host, and the interface that has it."""
+
+    interface: str | None
+    """None where no interface has it: behind some kinds of NAT."""
+    ip: str
+
+
+def own_addresses() -> list[Address]:
+    """Those of all interfaces that are up, in the kernel's order, IPv4 before IPv6; without link-local ones."""
+    stats = psutil.net_if_stats()
+    found = [
+        Address(name, each.address)
+        for family in (socket.AF_INET, socket.AF_INET6)
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+        if each.family == family and (name not in stats or stats[name].isup)
+    ]
+    return [each for each in found if not ipaddress.ip_address(each.ip.partition("%")[0]).is_link_local]
+
+
+def choose_address(
+    host: str, wanted: Sequence[str] = (), towards: str | None = None, *, alone: bool, own: Sequence[Address]
+) -> Address:
+    """Choose the address by which other ranks reach this host.
+
+    In order: what was asked for; what the cluster manager calls this host, if that is an address of this host which
+    others can reach; the address from which packets to the driver leave.
 
     Args:
-        host: A name or an address, IPv4 or IPv6.
+        host: The cluster manager's name or address of this host.
+        wanted: Interfaces by name, or networks as 10.0.0.0/8; the first that this host has is taken. Empty for no wish.
+        towards: A host that is known to be reachable, such as the driver's; None if there is none.
+        alone: Whether all ranks are on this host, so that its loopback interface will do.
+        own: This host's addresses, see :func:`own_addresses`.
+
+    Raises:
+        NoAddressError: There is none as wanted, or none but loopback addresses.
+        ValueError: An entry of `wanted` looks like a network and is none.
     """
-    try:
-        wanted = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-    except socket.gaierror:
+    if wanted:
+        return _as_wanted(host, wanted, own)
+    by_ip = {each.ip: each for each in own}
+    candidates = [by_ip[ip] for ip in _resolved(host) if ip in by_ip]
+    if towards is not None:
+        candidates += _route(towards, by_ip)
+    for each in candidates:
+        if alone or not ipaddress.ip_address(each.ip).is_loopback:
+            return each
+    if alone:
+        return Address(by_ip["127.0.0.1"].interface if "127.0.0.1" in by_ip else None, "127.0.0.1")
+    raise NoAddressError(
+        f"ranks on other hosts cannot reach this host, {host}: that name stands for "
+        f"{', '.join(_resolved(host)) or 'no address'} here, and the way to the driver begins at none better. It "
+        f'has {_listed(own)}. Name the interface or network of the cluster, for instance interfaces=["10.0.0.0/8"].'
+    )
+
+
+def _as_wanted(host: str, wanted: Sequence[str], own: Sequence[Address]) -> Address:
+    for wish in wanted:
+        network = _network(wish)
+        for each in own:
+            if each.interface == wish or (network is not None and ipaddress.ip_address(each.ip) in network):
+                return each
+    raise NoAddressError(
+        f"interfaces={list(wanted)}: host {host} has none of these that is up and has an address; it has "
+        f"{_listed(own)}. Give names or networks that every host has."
+    )
+
+
+def _network(wish: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    if "/" not in wish:
         return None
-    for name, addresses in psutil.net_if_addrs().items():
-        # psutil writes a link-local IPv6 address with its zone: fe80::1%eth0
-        if any(address.address.partition("%")[0] in wanted for address in addresses):
-            return name
-    return None
+    try:
+        return ipaddress.ip_network(wish, strict=False)
+    except ValueError as error:
+        raise ValueError(f'interfaces=[{wish!r}]: expected a name, or a network such as "10.0.0.0/8"') from error
+
+
+def check_wishes(wanted: Sequence[str]) -> None:
+    """Raise ValueError for an entry of ``interfaces=`` that looks like a network and is none."""
+    for wish in wanted:
+        _network(wish)
+
+
+def _resolved(host: str) -> list[str]:
+    try:
+        return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, None)))
+    except OSError:
+        return []
+
+
+def _route(host: str, by_ip: Mapping[str, Address]) -> list[Address]:
+    """The address from which packets to a host leave; none of them is sent."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            ip = str(probe.getsockname()[0])
+    except OSError:
+        return []
+    return [by_ip.get(ip, Address(None, ip))]
+
+
+def _listed(own: Sequence[Address]) -> str:
+    return ", ".join(f"{each.interface} ({each.ip})" for each in own) or "no interface that is up"

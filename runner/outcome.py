@@ -22,8 +22,10 @@ class FailureKind(str, Enum):
     SIGNAL = "signal"  # the process was killed by a signal: SIGKILL, SIGSEGV ...
     TIMEOUT = "timeout"  # it was still running when the run's time was up
     STOPPED = "stopped"  # ended by us, because another rank failed or the run was interrupted
+    LOST = "lost"  # ended by us, because another task or the hub was not heard of any more
     RESULT = "result"  # fn returned a value that cannot be pickled
     SETUP = "setup"  # the rank could not be started
+    MPI = "mpi"  # MPI's process manager ended under it
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Failed:
         echo: Whether the error only says that a peer or the network has gone, so that another rank is the cause.
         exception: The pickled exception, where it could be pickled.
         ended_at: Seconds since the epoch, on that host's clock.
+        exitcode: Of a process that left by itself, or minus the signal that killed it; else None.
     """
 
     rank: int
@@ -59,6 +62,7 @@ class Failed:
     echo: bool = False
     exception: bytes | None = None
     ended_at: float = 0.0
+    exitcode: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,19 +5,39 @@ from __future__ import annotations
 import re
 
 from spark_hvd.runner.errors import ClusterError, ExecutorLostError, ResultTooLargeError, RunError, SetupError
+from spark_hvd.runner.reach import Placement
 
 _SETUP = re.compile(r"SPARK_HVD_SETUP: (.*?):END", re.DOTALL)
 _LOST = re.compile(r"(ExecutorLostFailure|Lost executor|executor heartbeat timed out|Worker lost|ExecutorExit).*")
+_EXECUTOR = re.compile(r"\(executor (\S+) ")
+_SILENT = re.compile(r"SPARK_HVD_LOST: (.*?):END", re.DOTALL)
 _CRASHED = re.compile(r"Python worker exited unexpectedly|Python worker failed to connect back")
 _TOO_LARGE = re.compile(r"(Total size of serialized results.*?maxResultSize[^\n]*)")
 
 
-def translate(error: Exception, size: int) -> RunError:
+_NOT_AGAIN = (
+    "fn is not run again by itself, because it may have had effects. A host that has vanished, is cut off from the "
+    "driver or is suspended looks like this. Spark itself notices after spark.network.timeout (120 s), and a run that "
+    "is started before that may wait for the host."
+)
+
+
+def silent(lost: str) -> ExecutorLostError:
+    """The error for tasks that the hub has not heard of any more.
+
+    Args:
+        lost: Names ranks, hosts and times (:func:`spark_hvd.runner.silence.describe`).
+    """
+    return ExecutorLostError(f"lost {lost}; all other ranks were stopped. {_NOT_AGAIN}")
+
+
+def translate(error: Exception, size: int, placement: Placement | None = None) -> RunError:
     """Make an error with a remedy out of one of Spark's.
 
     Args:
         error: What the Spark job raised.
         size: Number of ranks.
+        placement: Where the tasks were, where that is known.
     """
     text = str(error)
     if match := _SETUP.search(text):
@@ -25,14 +45,19 @@ def translate(error: Exception, size: int) -> RunError:
             f"{match[1]} Install spark_hvd (with pyarrow and pyzmq) for that Python on every executor, or point "
             "PYSPARK_PYTHON at one that has it."
         )
+    if match := _SILENT.search(text):
+        return ExecutorLostError(f"{match[1]}. {_NOT_AGAIN}")
     if match := _TOO_LARGE.search(text):
         return ResultTooLargeError(
             f"the values that fn returned are too large to collect: {match[1]}. Return less (save the model from rank "
             "0 and return its path), or raise spark.driver.maxResultSize."
         )
     if match := _LOST.search(text):
+        executor = _EXECUTOR.search(text)
+        where = placement.on_executor(executor[1], size) if placement and executor else None
+        what = f"the executor of {where}" if where else "an executor"
         return ExecutorLostError(
-            f"Spark lost an executor while {size} ranks were running, and all were stopped: {match[0].strip()[:500]}. "
+            f"Spark lost {what} while {size} ranks were running, and all were stopped: {match[0].strip()[:500]}. "
             "fn is not run again by itself, because it may have had effects. Look in the executor's log; out of memory "
             "is the usual reason (spark.executor.memoryOverhead is what ranks live on)."
         )

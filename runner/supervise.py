@@ -15,18 +15,26 @@ from typing import Any
 import zmq
 
 from spark_hvd.layout import RankInfo
+from spark_hvd.ports import PortRange
 from spark_hvd.runner.child import STACKS_SIGNAL
+from spark_hvd.runner.gpus import GpuShare
 from spark_hvd.runner.hub import Link
 from spark_hvd.runner.hub_state import Message
+from spark_hvd.runner.mpi_side import MpiPlan, MpiSide
 from spark_hvd.runner.outcome import Failed, FailureKind, Packed
 from spark_hvd.runner.output import LineCutter, Tail
+from spark_hvd.runner.process_manager import MpiMissingError
 from spark_hvd.runner.processes import ForkServer, ForkServerError, RankProcess
+from spark_hvd.runner.silence import BEAT, HUB_PATIENCE
 from spark_hvd.runner.wire import FrameReader, send_frame
 
 _READ_BYTES = 64 << 10
 _TERM_GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 _STACKS_WAIT = 0.5  # seconds that a fault handler may take to write the stacks
 _OUTPUT_GRACE = 10.0  # seconds that a slow driver gets to take the last output
+_MPI_SECONDS = 90.0  # for MPI's process manager to come up on all hosts; it takes one
+_FAULT_WAIT = 0.5  # seconds until the end of a process manager is taken for a cause
+_ECHO_WAIT = 2.0  # and what may be an echo of it
 _EXIT_GRACE = 5.0  # seconds that a finished rank may take for its exit handlers
 
 
@@ -36,23 +44,27 @@ class RankJob:
 
     Attributes:
         me: The rank.
-        store_host: Address of rank 0's host, on which its store listens.
+        ip: This host's address, by which other ranks reach it.
+        ports: Where ranks may listen; None for any port.
         payload: The pickled call.
         env: Complete environment of the rank.
-        backend: "gloo", "nccl", or None for both.
-        gpu_assigned: Whether CUDA_VISIBLE_DEVICES names the GPUs that Spark assigned to this task.
-        start_timeout: Seconds for the process to come up and to meet the others.
+        backend: "gloo", "nccl", "mpi", or None for Gloo and NCCL.
+        mpi: How MPI comes up, if it is the backend.
+        gpus: What the rank is told of its GPUs.
+        start_timeout: Seconds for the process to come up and to join the others' world.
         collective_timeout: Seconds after which a collective that peers do not join fails.
         timeout: The run's ``timeout=``, for messages.
         secret: The world's.
     """
 
     me: RankInfo
-    store_host: str
+    ip: str
+    ports: PortRange | None
     payload: bytes = field(repr=False)
     env: Mapping[str, str] = field(repr=False)
     backend: str | None
-    gpu_assigned: bool
+    mpi: MpiPlan | None
+    gpus: GpuShare
     start_timeout: float
     collective_timeout: float
     timeout: float | None
@@ -77,17 +89,22 @@ def supervise(
     try:
         process = server.spawn(job.env, job.start_timeout)
     except ForkServerError as error:
-        failure = Failed(job.me.rank, job.me.host, FailureKind.SETUP, str(error), ended_at=time.time())
-        link.send("ended", ok=False, echo=False)
-        link.send("gone")
-        return Packed.failed(failure)
+        return not_started(job.me, link, str(error))
     watch = _Watch(job, link, process, on_lines)
     try:
         return watch.run()
     finally:
         watch.end_process()
+        watch.end_mpi()
         process.close()
         link.send("gone")
+
+
+def not_started(me: RankInfo, link: Link, error: str) -> Packed:
+    """The outcome of a rank that cannot be started; the hub is told."""
+    link.send("ended", ok=False, echo=False)
+    link.send("gone")
+    return Packed.failed(Failed(me.rank, me.host, FailureKind.SETUP, error, ended_at=time.time()))
 
 
 def trim_stacks(text: str) -> str:
@@ -119,6 +136,12 @@ class _Watch:
         self._failure: Failed | None = None  # as the child told it, before its last output is known
         self._exitcode: int | None = None
         self._leaving = False
+        self._mpi: MpiSide | None = None
+        self._mpi_fds: set[int] = set()
+        self._mpi_fault: tuple[float, str, bool] | None = None  # when to report it, what it is, whether an echo
+        self._ready: Message | None = None  # what the rank said, until MPI is ready for it as well
+        limit = job.start_timeout if job.mpi is None else min(job.start_timeout, _MPI_SECONDS)
+        self._deadline: float | None = time.monotonic() + limit  # to be ready; then, to be in the world
         self._poller = zmq.Poller()
         for fd in (*self._fds, process.control.fileno(), process.status_fd):
             self._poller.register(fd, zmq.POLLIN)
@@ -131,25 +154,49 @@ class _Watch:
             "type": "job",
             "rank_info": asdict(job.me),
             "secret": job.secret.hex(),  # over the anonymous socket pair of this rank alone
-            "store_host": job.store_host,
+            "ip": job.ip,
+            "ports": None if job.ports is None else str(job.ports),
             "backend": job.backend,
-            "gpu_assigned": job.gpu_assigned,
+            "gpus": asdict(job.gpus),
             "join_timeout": job.start_timeout,
             "collective_timeout": job.collective_timeout,
         }
         with contextlib.suppress(OSError):  # a child that died already is seen by its status
             send_frame(self._process.control, header, job.payload)
+        if job.mpi is not None:
+            try:
+                self._mpi = MpiSide(job.mpi, job.me, self._link, self._mpi_failed)
+            except MpiMissingError as error:
+                self._fail_now(FailureKind.SETUP, str(error))
         while not self._leaving and self._exitcode is None:
-            self._step(timeout=None)
+            self._step(self._next_moment())
+            self._look_at_the_clock()
+            if self._link.hub_silence() > HUB_PATIENCE:
+                self._stop("cut off", None)
         if self._outcome is None and self._failure is None:
             self._judge_exit()
         return self._finish()
 
-    def _step(self, timeout: float | None) -> bool:
+    def _next_moment(self) -> float:
+        """Seconds until something is to be done though nothing comes."""
+        moments = [moment for moment in (self._deadline, self._mpi_fault and self._mpi_fault[0]) if moment is not None]
+        return min([BEAT, *(max(moment - time.monotonic(), 0.0) for moment in moments)])
+
+    def _look_at_the_clock(self) -> None:
+        now = time.monotonic()
+        if self._deadline is not None and now >= self._deadline:
+            self._start_took_too_long()
+        if self._mpi_fault is not None and now >= self._mpi_fault[0]:
+            (_, error, echo), self._mpi_fault = self._mpi_fault, None
+            if self._outcome is None and self._failure is None:
+                self._fail_now(FailureKind.MPI, error, echo=echo)
+
+    def _step(self, timeout: float) -> bool:
         """Handle what is there; False when nothing came within ``timeout`` seconds."""
         self._flush_output()
+        mpi = self._watch_mpi()
         # While the hub is behind, the pipes are left to fill: the rank then waits in its print, and nothing is lost.
-        events = dict(self._poller.poll(20 if self._unsent else None if timeout is None else int(timeout * 1000)))
+        events = dict(self._poller.poll(20 if self._unsent else int(timeout * 1000)))
         if not events:
             return bool(self._unsent)
         if self._link.socket in events:
@@ -165,25 +212,48 @@ class _Watch:
                 self._read_output(fd)
         if self._process.status_fd in events:
             self._read_status()
+        for fd in [fd for fd in mpi if fd in events]:
+            mpi[fd]()
+            self._tell_ready()
         return True
+
+    def _watch_mpi(self) -> dict[int, Callable[[], None]]:
+        """Poll the files of MPI that there are now; what to call for each."""
+        handlers = {} if self._mpi is None else dict(self._mpi.handlers)
+        for fd in self._mpi_fds - handlers.keys():
+            self._poller.unregister(fd)
+        for fd in handlers.keys() - self._mpi_fds:
+            self._poller.register(fd, zmq.POLLIN)
+        self._mpi_fds = set(handlers)
+        return handlers
 
     def _on_message(self, message: Message) -> None:
         match message["type"]:
+            case "proxy":
+                assert self._mpi is not None
+                self._mpi.start_proxy(message["arguments"])
             case "go":
+                self._deadline = time.monotonic() + self._job.start_timeout
+                variables = None if self._mpi is None else self._mpi.variables
                 with contextlib.suppress(OSError):
-                    send_frame(self._process.control, {"type": "go", "port": message["port"]})
+                    send_frame(self._process.control, {"type": "go", "store": message["store"], "mpi": variables})
+                    if self._mpi is not None:
+                        self._mpi.send_fds(self._process.control)
             case "release":
                 self._leaving = True
                 if "limit" in message:
                     self._drop_large_value(**{key: message[key] for key in ("limit", "total", "largest")})
             case "stop":
-                self._stop(message["reason"], message.get("culprit"))
+                self._stop(message["reason"], message.get("culprit"), message.get("lost"))
             case other:
                 raise AssertionError(f"unexpected message {other!r}")
 
     def _on_frame(self, frame: dict[str, Any], payload: bytearray) -> None:
         if frame["type"] == "ready":
-            self._link.send("ready", port=frame["port"])
+            self._ready = {"store": frame["store"]}
+            self._tell_ready()
+        elif frame["type"] == "joined":
+            self._deadline = None
         elif frame["ok"]:
             self._outcome = Packed(self._job.me.rank, True, bytes(payload))
             self._link.send("ended", ok=True, bytes=len(payload))
@@ -192,6 +262,30 @@ class _Watch:
                 FailureKind(frame["kind"]), frame["error"], frame["traceback"], frame["echo"], bytes(payload) or None
             )
             self._link.send("ended", ok=False, echo=frame["echo"])
+
+    def _tell_ready(self) -> None:
+        """Tell the hub, once, when the rank and MPI are."""
+        if self._ready is not None and (self._mpi is None or self._mpi.variables is not None):
+            self._link.send("ready", **self._ready)
+            self._ready = None
+
+    def _mpi_failed(self, error: str, echo: bool) -> None:
+        # When a rank dies, the manager tears everything down: first the reason has a chance to be heard of.
+        if self._mpi_fault is None or (self._mpi_fault[2] and not echo):
+            self._mpi_fault = time.monotonic() + (_ECHO_WAIT if echo else _FAULT_WAIT), error, echo
+
+    def _start_took_too_long(self) -> None:
+        self._deadline = None
+        seconds = f"start_timeout={self._job.start_timeout:g} s"
+        if self._mpi is not None and self._mpi.variables is None:
+            error = (
+                f"MPI's process manager did not start this rank within {_MPI_SECONDS:g} s: perhaps this host cannot "
+                "reach that of rank 0, on which it listens (see ports= and interfaces=)"
+            )
+        else:
+            error = f"this rank had not joined the others after {seconds}"
+        self._take_stacks()
+        self._fail_now(FailureKind.SETUP, error, trim_stacks(self._process.stacks()))
 
     def _drop_large_value(self, limit: int, total: int, largest: int) -> None:
         """The values of all ranks are too much for the driver: the largest becomes an error instead."""
@@ -205,20 +299,22 @@ class _Watch:
                 "None from the other ranks, or start the application with more spark.driver.memory.",
             )
 
-    def _stop(self, reason: str, culprit: int | None) -> None:
+    def _stop(self, reason: str, culprit: int | None, lost: str | None = None) -> None:
         self._leaving = True
         if self._outcome is not None or self._failure is not None:
             return
         if reason == "timeout":
-            self._process.signal_group(STACKS_SIGNAL)
-            deadline = time.monotonic() + _STACKS_WAIT
-            while not self._process.stacks().rstrip() and time.monotonic() < deadline:
-                self._step(timeout=0.05)
-            self._step(timeout=0.05)
+            self._take_stacks()
             limit = "" if self._job.timeout is None else f" {self._job.timeout:g} s"
             self._fail(
                 FailureKind.TIMEOUT, f"still running when timeout={limit} was over", trim_stacks(self._process.stacks())
             )
+        elif reason == "cut off":
+            self._fail(
+                FailureKind.LOST, f"stopped because the hub at {self._link.url} did not answer for {HUB_PATIENCE:.0f} s"
+            )
+        elif lost is not None:
+            self._fail(FailureKind.LOST, f"stopped because other ranks are not heard of any more: {lost}")
         else:
             why = {
                 "peer": f"stopped because rank {culprit} failed" if culprit is not None else "stopped: a rank failed",
@@ -226,6 +322,13 @@ class _Watch:
                 "lost": "stopped because Spark lost another rank",
             }.get(reason, f"stopped: {reason}")
             self._fail(FailureKind.STOPPED, why)
+
+    def _take_stacks(self) -> None:
+        self._process.signal_group(STACKS_SIGNAL)
+        deadline = time.monotonic() + _STACKS_WAIT
+        while not self._process.stacks().rstrip() and time.monotonic() < deadline:
+            self._step(timeout=0.05)
+        self._step(timeout=0.05)
 
     def _judge_exit(self) -> None:
         """The process has gone without an outcome."""
@@ -241,24 +344,31 @@ class _Watch:
                 "SIGKILL": " (often the kernel or the cluster manager: out of memory)",
                 "SIGSEGV": " (a crash in native code)",
             }.get(name, "")
-            self._fail(
-                FailureKind.SIGNAL, f"the process was killed by {name}{hint}", trim_stacks(self._process.stacks())
-            )
+            kind, error = FailureKind.SIGNAL, f"the process was killed by {name}{hint}"
         else:
-            self._fail(
-                FailureKind.EXIT,
-                f"the process exited with code {self._exitcode} before fn returned",
-                trim_stacks(self._process.stacks()),
-            )
-        self._link.send("ended", ok=False, echo=False)
+            kind, error = FailureKind.EXIT, f"the process exited with code {self._exitcode} before fn returned"
+        self._fail_now(kind, error, trim_stacks(self._process.stacks()))
 
     def _fail(
         self, kind: FailureKind, error: str, trace: str = "", echo: bool = False, exception: bytes | None = None
     ) -> None:
         me = self._job.me
         self._failure = Failed(
-            me.rank, me.host, kind, error, trace, echo=echo, exception=exception, ended_at=time.time()
+            me.rank,
+            me.host,
+            kind,
+            error,
+            trace,
+            echo=echo,
+            exception=exception,
+            ended_at=time.time(),
+            exitcode=self._exitcode,
         )
+
+    def _fail_now(self, kind: FailureKind, error: str, trace: str = "", *, echo: bool = False) -> None:
+        """The rank has no outcome to wait for: all are told."""
+        self._fail(kind, error, trace, echo)
+        self._link.send("ended", ok=False, echo=echo)
 
     def _finish(self) -> Packed:
         """Let the process go, take its last output, and pack the outcome."""
@@ -292,6 +402,11 @@ class _Watch:
             while self._exitcode is None and time.monotonic() < deadline:
                 if self._poller_status(deadline - time.monotonic()):
                     self._read_status()
+
+    def end_mpi(self) -> None:
+        """End what MPI's process manager has here; after the rank, which it would leave behind."""
+        if self._mpi is not None:
+            self._mpi.close(0 if self._outcome is not None else 1)
 
     def _poller_status(self, timeout: float) -> bool:
         poller = zmq.Poller()

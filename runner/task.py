@@ -1,13 +1,14 @@
-"""What runs in each Spark task of a run: finds its rank, meets the others, supervises the rank's process."""
+"""What runs in each Spark task of a run: finds its ranks, meets the others, supervises the ranks' processes."""
 
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 import pickle
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,20 +16,22 @@ from typing import TYPE_CHECKING
 import psutil
 
 from spark_hvd.layout import RankInfo, WorldLayout
+from spark_hvd.ports import PortRange
 from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.gpus import GpuError, GpuShare, devices_of
 from spark_hvd.runner.hub import Hub, HubAddress, Link
 from spark_hvd.runner.hub_state import HubState
-from spark_hvd.runner.network import interface_of
-from spark_hvd.runner.outcome import Packed, to_rows
-from spark_hvd.runner.processes import apply_env, fork_server
-from spark_hvd.runner.supervise import RankJob, supervise
+from spark_hvd.runner.mpi_side import MANAGERS, MpiPlan
+from spark_hvd.runner.network import Address, NoAddressError, choose_address, own_addresses
+from spark_hvd.runner.outcome import Failed, FailureKind, Packed, to_rows
+from spark_hvd.runner.processes import ForkServer, apply_env, fork_server
+from spark_hvd.runner.silence import BEAT, SILENT_AFTER
+from spark_hvd.runner.supervise import RankJob, not_started
+from spark_hvd.runner.team import LostError, RefusedError, meet, supervise_all
 
 if TYPE_CHECKING:
     import pyarrow
     from pyspark import BarrierTaskContext
-
-_CONNECT_WAIT = 8.0
-"""Seconds to reach the driver's hub; less than the hub's own patience with missing tasks (FALLBACK_AFTER)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +42,20 @@ class TaskSpec:
         run_id: Unique name of the run.
         hub: The driver's hub; None where executors cannot know the driver (Spark Connect).
         env: Changes to the environment of the ranks; None unsets a variable.
-        backend: "gloo", "nccl" or None for both.
+        backend: "gloo", "nccl", "mpi" or None for Gloo and NCCL.
         start_timeout: Seconds for ranks to come up and meet.
         collective_timeout: Seconds after which a collective that peers do not join fails.
         timeout: Seconds that ranks may run, or None.
         secret: The world's, from which the keys between ranks are derived. It travels in Spark's closure only.
+        procs_per_task: Ranks in each task.
+        interfaces: On which interfaces or networks ranks are to meet; empty for no wish.
+        ports: Where they may listen; None for any port.
+        mpi: "mpich" or "openmpi"; None where the backend is another.
+        mpi_token: Names the sockets over which MPI is brought up.
         spool: A directory of the driver's for large values, where all tasks run on the driver's machine.
+        cpus_per_proc: Cores of a rank, if the run was asked for a number.
+        gpus_per_proc: GPUs of a rank, if the run was asked for a number.
+        may_share_gpus: Whether several ranks are meant to use one GPU.
     """
 
     run_id: str
@@ -55,10 +66,26 @@ class TaskSpec:
     collective_timeout: float
     timeout: float | None
     secret: bytes = field(repr=False)
-    spool: str | None = None
+    procs_per_task: int
+    interfaces: Sequence[str]
+    ports: str | None
+    mpi: str | None
+    mpi_token: str = field(repr=False)
+    spool: str | None
+    cpus_per_proc: int | None
+    gpus_per_proc: int | None
+    may_share_gpus: bool
 
     @classmethod
-    def of(cls, config: RunConfig, run_id: str, hub: HubAddress | None, spool: str | None = None) -> TaskSpec:
+    def of(
+        cls,
+        config: RunConfig,
+        run_id: str,
+        hub: HubAddress | None,
+        spool: str | None = None,
+        *,
+        may_share_gpus: bool = False,
+    ) -> TaskSpec:
         """What tasks need of a run's arguments."""
         return cls(
             run_id=run_id,
@@ -69,18 +96,42 @@ class TaskSpec:
             collective_timeout=config.collective_timeout,
             timeout=config.timeout,
             secret=secrets.token_bytes(32),
+            procs_per_task=config.procs_per_task,
+            interfaces=tuple(config.interfaces),
+            ports=config.ports,
+            mpi=(config.mpi or "mpich") if config.backend == "mpi" else None,
+            mpi_token=MpiPlan.new_token(),
             spool=spool,
+            cpus_per_proc=config.cpus_per_proc,
+            gpus_per_proc=config.gpus_per_proc,
+            may_share_gpus=may_share_gpus,
         )
 
-    def job(self, me: RankInfo, store_host: str, payload: bytes, gpus: Sequence[str] | None) -> RankJob:
-        """What the supervisor of one rank is to run."""
+    def job(
+        self, me: RankInfo, layout: WorldLayout, address: Address, payload: bytes, gpus: Sequence[str] | None
+    ) -> RankJob:
+        """What the supervisor of one rank is to run.
+
+        Args:
+            me: The rank.
+            layout: All ranks.
+            address: By which other ranks reach this host.
+            payload: The pickled call.
+            gpus: Those that Spark assigned; None if it assigns none.
+        """
+        ports = None if self.ports is None else PortRange.parse(self.ports)
         return RankJob(
             me=me,
-            store_host=store_host,
+            ip=address.ip,
+            ports=ports,
             payload=payload,
-            env=rank_env(self, me, store_host, gpus),
+            env=rank_env(self, me, address, gpus),
             backend=self.backend,
-            gpu_assigned=gpus is not None,
+            mpi=None if self.mpi is None else MpiPlan(layout, self.mpi, self.mpi_token, address, ports),
+            # A CUDA_VISIBLE_DEVICES of the user's own is the same for all ranks, who divide it by their local rank.
+            gpus=GpuShare(
+                None if "CUDA_VISIBLE_DEVICES" in self.env else gpus, self.gpus_per_proc, self.may_share_gpus
+            ),
             start_timeout=self.start_timeout,
             collective_timeout=self.collective_timeout,
             timeout=self.timeout,
@@ -89,14 +140,19 @@ class TaskSpec:
 
 
 def run_task(spec: TaskSpec, payload: bytes) -> Iterator[pyarrow.RecordBatch]:
-    """Run this task's rank and yield its outcome as record batches of the result schema."""
+    """Run this task's ranks and yield their outcomes as record batches of the result schema."""
     import pyarrow
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()
     assert isinstance(context, BarrierTaskContext)
-    packed = _run_rank(spec, payload, context)
-    for rank, ok, part, chunk in to_rows(packed, spec.spool):
+    packed = _run_ranks(spec, payload, context)
+    for each in packed:
+        if not each.ok and isinstance(failure := each.open(), Failed) and failure.kind is FailureKind.LOST:
+            # Spark would wait for the task of the lost rank until its own timeout (spark.network.timeout, two
+            # minutes). One failing task ends a barrier job at once.
+            raise LostError(f"SPARK_HVD_LOST: rank {failure.rank} on {failure.host} {failure.error}:END")
+    for rank, ok, part, chunk in itertools.chain.from_iterable(to_rows(each, spec.spool) for each in packed):
         yield pyarrow.RecordBatch.from_arrays(
             [
                 pyarrow.array([rank], pyarrow.int32()),
@@ -108,21 +164,58 @@ def run_task(spec: TaskSpec, payload: bytes) -> Iterator[pyarrow.RecordBatch]:
         )
 
 
-def _run_rank(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> Packed:
+def _run_ranks(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> list[Packed]:
     # Every task sees the same list in the same order, so all compute the same ranks without a message.
-    layout = WorldLayout.from_hosts([host_of(info.address) for info in context.getTaskInfos()])
-    me = layout.of_process(context.partitionId())
+    each = spec.procs_per_task
+    hosts = [host_of(info.address) for info in context.getTaskInfos() for _ in range(each)]
+    layout = WorldLayout.from_hosts(hosts)
+    mine = [layout.of_process(context.partitionId() * each + place) for place in range(each)]
     gpus = context.resources().get("gpu")
+    addresses = None if gpus is None else gpus.addresses
     server = fork_server(spec.env, _executor_pid())  # starts to import torch while we meet the others
     with ExitStack() as closing:
-        link = None if spec.hub is None else meet(Link(spec.hub, me.rank), context.taskAttemptId(), spec.start_timeout)
+        links = None if spec.hub is None else [Link(spec.hub, me.rank, me.host) for me in mine]
         on_lines = None
-        if link is None:
+        if links is None or not meet(links, context.taskAttemptId(), spec.start_timeout):
             on_lines = _print_here
-            link = _meet_at_rank_0(spec, me, layout, context, closing)
-        closing.callback(link.close)
-        job = spec.job(me, layout.ranks[0].host, payload, gpus.addresses if gpus else None)
-        return supervise(job, link, server, on_lines)
+            links = _meet_at_rank_0(spec, mine, layout, context, closing)
+        for link in links:
+            closing.callback(link.close)
+        return run_ranks(spec, payload, layout, mine, links, server, addresses, on_lines)
+
+
+def run_ranks(
+    spec: TaskSpec,
+    payload: bytes,
+    layout: WorldLayout,
+    mine: Sequence[RankInfo],
+    links: Sequence[Link],
+    server: ForkServer,
+    gpus: Sequence[str] | None,
+    on_lines: Callable[[str, list[str]], None] | None = None,
+) -> list[Packed]:
+    """Run those ranks of a world that belong to this task; all ranks have met.
+
+    Args:
+        spec: The run.
+        payload: The pickled call.
+        layout: All ranks.
+        mine: Those to run.
+        links: Their connections to the hub.
+        server: Where processes are forked.
+        gpus: Those that Spark assigned to this task; None if it assigns none.
+        on_lines: Where output goes (stream, lines) if not to the hub.
+    """
+    towards = None if spec.hub is None else spec.hub.host
+    alone = mine[0].local_size == mine[0].size
+    try:
+        address = choose_address(mine[0].host, spec.interfaces, towards, alone=alone, own=own_addresses())
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        own = [devices_of(gpus, len(mine), place, visible, spec.gpus_per_proc) for place in range(len(mine))]
+    except (NoAddressError, GpuError) as error:
+        return [not_started(me, link, str(error)) for me, link in zip(mine, links, strict=True)]
+    jobs = [spec.job(me, layout, address, payload, share) for me, share in zip(mine, own, strict=True)]
+    return supervise_all(jobs, links, server, on_lines)
 
 
 def _executor_pid() -> int:
@@ -131,57 +224,34 @@ def _executor_pid() -> int:
     return java[0] if java else os.getpid()
 
 
-class RefusedError(RuntimeError):
-    """The hub will not have this task run fn."""
-
-
-def meet(link: Link, attempt: int, start_timeout: float) -> Link | None:
-    """Say hello to the hub and wait until every rank has.
-
-    Returns:
-        The link, or None when the ranks have to meet elsewhere because some of them cannot reach this hub.
-
-    Raises:
-        RefusedError: the task was started a second time, or the run has been stopped.
-    """
-    if not link.wait_connected(min(_CONNECT_WAIT, start_timeout)):
-        link.close(discard=True)
-        return None
-    link.send("hello", attempt=attempt)
-    message = link.wait(start_timeout)
-    answer = "nothing" if message is None else message["type"]
-    if answer == "met":
-        return link
-    link.close()
-    if answer == "fallback":
-        return None
-    if answer == "refuse":
-        assert message is not None
-        raise RefusedError(
-            f"Spark started the task of rank {link.rank} a second time (task attempts {message['first_attempt']} and "
-            f"{attempt}). fn is never run twice unasked, because it may have had effects. Start the run again."
-        )
-    raise RefusedError(f"rank {link.rank} does not start: the run was stopped before all ranks had met ({answer}).")
-
-
 def _meet_at_rank_0(
-    spec: TaskSpec, me: RankInfo, layout: WorldLayout, context: BarrierTaskContext, closing: ExitStack
-) -> Link:
+    spec: TaskSpec, mine: Sequence[RankInfo], layout: WorldLayout, context: BarrierTaskContext, closing: ExitStack
+) -> list[Link]:
     """Meet in a hub inside rank 0's task, whose address and keys travel by Spark's barrier messages."""
     address = b""
-    if me.rank == 0:
-        hub = Hub(HubState(me.size, timeout=spec.timeout), me.host)
-        closing.callback(hub.close)
+    if mine[0].rank == 0:
+        hub = Hub(HubState(mine[0].size, timeout=spec.timeout), mine[0].host)
+        closing.callback(_close_hub, hub)
         address = pickle.dumps(hub.address)
     gathered = context.allGather(base64.b64encode(address).decode())  # costs a second: its wait polls once a second
-    encoded = gathered[layout.rank_of.index(0)]
-    link = meet(Link(pickle.loads(base64.b64decode(encoded)), me.rank), context.taskAttemptId(), spec.start_timeout)
-    if link is None:
+    encoded = gathered[layout.rank_of.index(0) // spec.procs_per_task]
+    hub_address = pickle.loads(base64.b64decode(encoded))
+    links = [Link(hub_address, me.rank, me.host) for me in mine]
+    if not meet(links, context.taskAttemptId(), spec.start_timeout):
         raise RefusedError(
-            f"rank {me.rank} on {me.host} can reach neither the driver nor rank 0 on {layout.ranks[0].host}. Open the "
-            "network between the executors, or see spark.driver.host for the driver's address."
+            f"rank {mine[0].rank} on {mine[0].host} can reach neither the driver nor rank 0 on {layout.ranks[0].host}. "
+            "Open the network between the executors, or see spark.driver.host for the driver's address."
         )
-    return link
+    return links
+
+
+def _close_hub(hub: Hub) -> None:
+    """Stay until every rank has left or is lost: the driver cannot see that a task here has gone silent."""
+    hub.wait_gone(SILENT_AFTER + 2 * BEAT)
+    lost = hub.lost
+    hub.close()
+    if lost is not None:
+        raise LostError(f"SPARK_HVD_LOST: lost {lost}; all other ranks were stopped:END")
 
 
 def _print_here(stream: str, lines: list[str]) -> None:
@@ -197,10 +267,11 @@ def host_of(address: str) -> str:
     return host.strip("[]") if colon and port.isdigit() else address.strip("[]")
 
 
-def rank_env(spec: TaskSpec, me: RankInfo, store_host: str, gpus: Sequence[str] | None) -> dict[str, str]:
+def rank_env(spec: TaskSpec, me: RankInfo, address: Address, gpus: Sequence[str] | None) -> dict[str, str]:
     """The environment of a rank: this process', the variables that native libraries expect, then the user's.
 
     They are torchrun's variables, so that Lightning, Accelerate and plain ``env://`` initialisation feel at home.
+    MASTER_ADDR and MASTER_PORT follow when rank 0 listens.
     """
     ours: dict[str, str | None] = {
         "RANK": str(me.rank),
@@ -209,15 +280,23 @@ def rank_env(spec: TaskSpec, me: RankInfo, store_host: str, gpus: Sequence[str] 
         "LOCAL_WORLD_SIZE": str(me.local_size),
         "GROUP_RANK": str(me.cross_rank),
         "GROUP_WORLD_SIZE": str(me.cross_size),
-        "MASTER_ADDR": store_host,  # MASTER_PORT follows when rank 0 has bound it
         "TORCHELASTIC_RUN_ID": spec.run_id,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: nobody may bind its port again
         "PYTHONUNBUFFERED": "1",
     }
-    # Gloo would resolve this machine's name, which often gives 127.0.1.1 or nothing.
-    if (interface := interface_of(me.host)) is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-        ours["GLOO_SOCKET_IFNAME"] = interface
+    if address.interface is not None:
+        # Gloo would resolve this machine's name, which often gives 127.0.1.1 or nothing.
+        if spec.interfaces or "GLOO_SOCKET_IFNAME" not in os.environ:
+            ours["GLOO_SOCKET_IFNAME"] = address.interface
+        if spec.interfaces:
+            ours["NCCL_SOCKET_IFNAME"] = f"={address.interface}"  # the sign means: this one, not all that begin so
+    if spec.mpi is not None:
+        ports = None if spec.ports is None else PortRange.parse(spec.ports)
+        only = address.interface if spec.interfaces or me.local_size == me.size else None
+        ours |= MANAGERS[spec.mpi].rank_variables(only, ports)
+    if spec.cpus_per_proc is not None:
+        ours["OMP_NUM_THREADS"] = str(spec.cpus_per_proc)  # Spark's own value is that of the application's tasks
     if gpus is not None:
         ours["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return apply_env(os.environ, {**ours, **spec.env})

@@ -24,6 +24,7 @@ import zmq.utils.monitor
 
 from spark_hvd.decisions import Decision, decode, encode
 from spark_hvd.errors import CollectiveError
+from spark_hvd.ports import PortRange, bound
 from spark_hvd.world import Endpoint
 
 _HEARTBEAT_MS = 1000
@@ -63,9 +64,12 @@ class CoordinatorSockets:
         context: ZeroMQ's; its ZAP handler decides who is let in.
         host: Address to listen on.
         keys: The world's.
+        ports: Those to choose from; None for any.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, keys: Keys) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], host: str, keys: Keys, ports: PortRange | None = None
+    ) -> None:
         self.requests = context.socket(zmq.PULL)
         self.decisions = _watched(context.socket(zmq.XPUB))
         self.endpoints: list[str] = []
@@ -73,7 +77,7 @@ class CoordinatorSockets:
             each.curve_server = True
             each.curve_secretkey, each.curve_publickey = keys.server_secret, keys.server_public
             _prepare(each, url(Endpoint(host, 0)))
-            each.bind(url(Endpoint(host, 0)))
+            bound(ports, lambda port, each=each: each.bind(url(Endpoint(host, port))))  # type: ignore[misc]
             each_endpoint = each.getsockopt(zmq.LAST_ENDPOINT)
             assert isinstance(each_endpoint, bytes)
             self.endpoints.append(each_endpoint.rstrip(b"\0").decode())

@@ -31,6 +31,7 @@ from spark_hvd.kv import Store
 from spark_hvd.lane import Lane
 from spark_hvd.links import Alone, Here, Member
 from spark_hvd.members import Members
+from spark_hvd.ports import PortRange
 from spark_hvd.tracing import Tracing
 
 _log = logging.getLogger("spark_hvd")
@@ -51,13 +52,17 @@ class Engine:
         config: The values of this rank.
         secret: The world's secret, if its launcher made one.
         address: This host's address on the network of the ranks.
+        ports: Where coordinators may listen; None for any.
     """
 
-    def __init__(self, config: Config, secret: bytes | None, address: Callable[[], str]) -> None:
+    def __init__(
+        self, config: Config, secret: bytes | None, address: Callable[[], str], ports: PortRange | None = None
+    ) -> None:
         self.config = config
         self.tracing = Tracing(self.wake)
         self._secret = secret
         self._address = address
+        self._ports = ports
         self._calls: deque[Callable[[], None]] = deque()
         self._members: list[Member] = []
         self._coordinations: list[Coordination] = []
@@ -97,7 +102,7 @@ class Engine:
 
         def listen() -> list[str]:
             self._doorman.welcome(keys.member_public)
-            sockets = CoordinatorSockets(self._context, self._address(), keys)
+            sockets = CoordinatorSockets(self._context, self._address(), keys, self._ports)
             link.coordination = Coordination(lane, self.config, sockets)
             link.coordination.on_message = self._heard
             self._coordinations.append(link.coordination)
@@ -325,8 +330,7 @@ class Engine:
                 coordination.check()
         while self._abandon and now >= self._abandon[0][0]:
             _, lane = self._abandon.pop(0)
-            lane.abandon()
-            lane.cut()
+            lane.give_up()
 
     def _attend(self, ready: Any, handler: Callable[[], None]) -> None:
         self._poller.register(ready, zmq.POLLIN)
@@ -360,7 +364,7 @@ class Engine:
             member.send("traced")
 
     def abandon_later(self, lane: Lane) -> None:
-        """A rank of this lane has vanished: what is under way has a moment left to succeed."""
+        """A rank of this lane has gone: what is under way has a moment left to succeed."""
         self._abandon.append((time.monotonic() + _GRACE_SECONDS, lane))
 
     def _close(self, lane: Lane, text: str) -> None:

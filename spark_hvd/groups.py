@@ -16,6 +16,8 @@ from spark_hvd.torch_private import process_group
 if TYPE_CHECKING:
     from spark_hvd.lane import Lane
 
+GROUP_PREFIX = "spark_hvd."
+"""Of the names of all process groups made here."""
 _LAST_SECONDS = 1.0
 """How long shutting down waits for what is still on the wire."""
 
@@ -26,9 +28,11 @@ class Groups:
     Args:
         kv: The world's key-value store.
         timeout: Seconds until a collective gives up on its peers.
+        owns_default_group: Whether all other process groups end with the world, too.
     """
 
-    def __init__(self, kv: Store, timeout: float) -> None:
+    def __init__(self, kv: Store, timeout: float, *, owns_default_group: bool) -> None:
+        self.owns_default_group = owns_default_group
         self._kv = PrefixStore("groups", kv)
         self.timeout = timeout
         self._made: dict[int, list[dist.ProcessGroup]] = {}
@@ -42,9 +46,13 @@ class Groups:
             gloo_threads: None for the world's backends; else Gloo alone, with this number of threads.
         """
         made = self._made.setdefault(process_set_id, [])
-        name = f"spark_hvd.{process_set_id}.{len(made)}"
+        name = f"{GROUP_PREFIX}{process_set_id}.{len(made)}"
         made.append(process_group(name, ranks, self._kv, timedelta(seconds=self.timeout), gloo_threads))
         return made[-1]
+
+    def of(self, process_set_id: int) -> list[dist.ProcessGroup]:
+        """Those of a process set, in the order in which they were made."""
+        return list(self._made.get(process_set_id, []))
 
     def destroy(self, process_set_id: int) -> None:
         """Destroy those of a process set; its number is never used again."""
@@ -62,6 +70,9 @@ def let_end(lanes: Sequence[Lane]) -> None:
 
     A process group waits for what is under way when it is destroyed, also where that waits for a rank that is gone.
     """
+    for lane in lanes:
+        if (lane.doomed or lane.stranded) and lane.members.nccl is not None:
+            lane.members.nccl.abort()
     # It may still end well, and the peers may need it.
     _wait([lane for lane in lanes if not lane.doomed], _LAST_SECONDS)
     for lane in lanes:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from spark_hvd.layout import RankInfo
+from spark_hvd.ports import PortRange
+
+if TYPE_CHECKING:
+    from spark_hvd.mpi_library import MPI
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +31,7 @@ class World:
     """Counts the times that the membership changed; keys of different generations never meet."""
     secret: bytes | None = field(default=None, repr=False)
     """From which the keys of the ranks' channels are derived; None where the launcher made none."""
+    ports: PortRange | None = None
+    """Where ranks listen for each other; None for any port. Gloo and NCCL choose their own."""
+    mpi: MPI.Intracomm | None = field(default=None, repr=False)
+    """The MPI communicator whose ranks are the world's, where that is not MPI_COMM_WORLD."""

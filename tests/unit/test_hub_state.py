@@ -30,7 +30,7 @@ def met() -> HubState:
 @pytest.fixture
 def going(met: HubState) -> HubState:
     for rank in (2, 1, 0):
-        met.handle({"type": "ready", "rank": rank, "port": 4000 if rank == 0 else None}, now=1.0)
+        met.handle({"type": "ready", "rank": rank, "store": ("h", 4000) if rank == 0 else None}, now=1.0)
     return met
 
 
@@ -41,10 +41,10 @@ def test_met_goes_to_all_when_the_last_rank_says_hello() -> None:
 
 
 def test_go_carries_the_port_of_rank_0_and_waits_for_every_rank(met: HubState) -> None:
-    assert met.handle({"type": "ready", "rank": 0, "port": 4000}, now=1.0) == []
-    assert met.handle({"type": "ready", "rank": 2, "port": None}, now=1.0) == []
-    decisions = met.handle({"type": "ready", "rank": 1, "port": None}, now=1.0)
-    assert [(d.rank, d.message) for d in decisions] == [(r, {"type": "go", "port": 4000}) for r in range(3)]
+    assert met.handle({"type": "ready", "rank": 0, "store": ("h", 4000)}, now=1.0) == []
+    assert met.handle({"type": "ready", "rank": 2, "store": None}, now=1.0) == []
+    decisions = met.handle({"type": "ready", "rank": 1, "store": None}, now=1.0)
+    assert [(d.rank, d.message) for d in decisions] == [(r, {"type": "go", "store": ("h", 4000)}) for r in range(3)]
 
 
 def test_a_second_attempt_of_a_task_is_refused(going: HubState) -> None:

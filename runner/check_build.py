@@ -1,0 +1,112 @@
+"""What is available in this Python: frameworks, transports, Spark, Java; ``spark-hvd check-build``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import spark_hvd
+from spark_hvd.runner import doctor_facts, doctor_probe
+from spark_hvd.runner.doctor_facts import Package
+from spark_hvd.runner.process_manager import MpiMissingError, find
+
+_PACKAGES = ("torch", "lightning", "mpi4py", "pyspark", "pyarrow")
+_SECONDS = 120.0
+
+
+def check_build() -> str:
+    """The text that ``spark-hvd check-build`` prints; takes seconds, since everything is imported."""
+    probe = Path(doctor_probe.__file__).read_text()
+    return describe(doctor_facts.packages(probe, _PACKAGES, _SECONDS), java_version(), process_managers(), petastorm())
+
+
+def describe(
+    packages: Mapping[str, Package], java: str | None, managers: Mapping[str, str], petastorm: str | None
+) -> str:
+    """Lay out what was found, as ``horovodrun --check-build`` does.
+
+    Args:
+        packages: What came of importing each.
+        java: Its version.
+        managers: Paths of MPI's process managers, by name.
+        petastorm: Its version.
+    """
+    torch, mpi = packages["torch"], packages["mpi4py"]
+    library = " ".join(str(mpi.detail.get("library", "")).split())
+    nccl = torch.detail.get("nccl_version") or ("built in, but no GPU here" if torch.detail.get("nccl") else None)
+    sections = {
+        "Frameworks": [_package("PyTorch", torch), _package("Lightning", packages["lightning"])],
+        "Transports": [
+            _line("Gloo", "" if torch.detail.get("gloo") else None, "comes with torch"),
+            _line("NCCL", nccl, "comes with torch for CUDA"),
+            _line("MPI", f"{library}, mpi4py {mpi.version}" if library else None, _why(mpi, "mpi4py mpich")),
+            _line("MPI process manager", _listed(managers), "pip install mpich"),
+        ],
+        "Cluster and data": [
+            _package("Spark", packages["pyspark"]),
+            _line("Java", java, "Spark needs it: apt install openjdk-17-jre-headless"),
+            _package("pyarrow", packages["pyarrow"]),
+            _line("Petastorm", petastorm, "pip install 'spark_hvd[petastorm]'"),
+        ],
+    }
+    lines = [f"spark_hvd {spark_hvd.__version__}, Python {sys.version.split()[0]} ({sys.executable})"]
+    for title, entries in sections.items():
+        lines += ["", f"{title}:", *entries]
+    return "\n".join(lines)
+
+
+def _listed(managers: Mapping[str, str]) -> str | None:
+    return ", ".join(f"of {name} ({path})" for name, path in managers.items()) or None
+
+
+def _package(title: str, package: Package) -> str:
+    name = {"PyTorch": "torch", "Spark": "pyspark"}.get(title, title.lower())
+    return _line(title, package.version, _why(package, name))
+
+
+def _why(package: Package, install: str) -> str:
+    return f"pip install {install}" if package.missing or package.error is None else package.error
+
+
+def _line(title: str, found: str | None, otherwise: str) -> str:
+    if found is None:
+        return f"    [ ] {title}: {otherwise}"
+    return f"    [X] {title} {found}".rstrip()
+
+
+def java_version() -> str | None:
+    """The version of the Java that Spark would start, or None."""
+    home = os.environ.get("JAVA_HOME")
+    java = os.path.join(home, "bin", "java") if home else shutil.which("java")
+    if java is None:
+        return None
+    try:
+        done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    match = re.search(r'version "([^"]+)"', done.stderr + done.stdout)
+    return match[1] if match else None
+
+
+def petastorm() -> str | None:
+    """The version of Petastorm, which is not imported: by itself it does not work with today's pyarrow."""
+    try:
+        return importlib.metadata.version("petastorm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def process_managers() -> dict[str, str]:
+    """Paths of the MPI process managers on this host, by name."""
+    found = {}
+    for name, program in (("MPICH", "mpiexec.hydra"), ("Open MPI", "orted")):
+        with contextlib.suppress(MpiMissingError):
+            found[name] = find(program, "")
+    return found

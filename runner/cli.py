@@ -1,0 +1,272 @@
+"""The command line: ``spark-hvd run``, ``spark-hvd doctor``, ``spark-hvd check-build``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+import spark_hvd
+from spark_hvd.runner import cli_session
+from spark_hvd.runner.config import BACKENDS, MPIS
+from spark_hvd.runner.errors import RankFailedError, RunError
+from spark_hvd.runner.horovodrun import refused_options, tuning_env, tuning_options
+from spark_hvd.runner.script import Script, ScriptExitError, run_script
+
+_INTERRUPTED = 130
+_SPARK_ONLY = ("procs_per_task", "cpus_per_proc", "gpus_per_proc", "ports")
+_HELP = {"help_option_names": ["-h", "--help"]}
+
+
+class _TerminatedError(KeyboardInterrupt):
+    """SIGTERM: ends the ranks as Ctrl-C does."""
+
+
+def _pairs(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    wrong = [value for value in values if not value.partition("=")[1] or value.startswith("=")]
+    if wrong:
+        raise click.BadParameter(f"{wrong[0]!r}: expected NAME=VALUE")
+    return {name: text for name, _, text in (value.partition("=") for value in values)}
+
+
+def _listed(context: click.Context, parameter: click.Parameter, value: str | None) -> list[str]:
+    return [part.strip() for part in (value or "").split(",") if part.strip()]
+
+
+def _build(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        _check_build()
+        context.exit()
+
+
+_master = click.option("--master", metavar="URL", help="Spark master: spark://host:7077, yarn, k8s://..., local[4].")
+_conf = click.option("--conf", multiple=True, callback=_pairs, metavar="KEY=VALUE", help="A setting of Spark.")
+_num_proc = click.option("-np", "--num-proc", type=click.IntRange(min=1), metavar="N", help="Number of ranks.")
+_backend = click.option("--backend", type=click.Choice(BACKENDS), help="By default NCCL for CUDA tensors, else Gloo.")
+_gpus = click.option("--gpus-per-proc", type=click.FloatRange(min=0, min_open=True), help="GPUs of each rank.")
+_interfaces = click.option(
+    "--interfaces", "--network-interfaces", callback=_listed, metavar="A,B", help='Such as "eth1" or "10.0.0.0/8".'
+)
+_ports = click.option("--ports", metavar="LOW-HIGH", help="Where this program and the ranks may listen.")
+
+
+@click.group(context_settings=_HELP)
+@click.version_option(spark_hvd.__version__, "-v", "--version", prog_name="spark-hvd")
+@click.option(
+    "-cb", "--check-build", is_flag=True, is_eager=True, expose_value=False, callback=_build,
+    help="Show what is available, then exit.",
+)  # fmt: skip
+def main() -> None:
+    """Distributed deep-learning training on Apache Spark."""
+
+
+@main.command("check-build", context_settings=_HELP)
+def check_build_command() -> None:
+    """Show which frameworks, transports and parts of Spark are available here."""
+    _check_build()
+
+
+def _check_build() -> None:
+    from spark_hvd.runner.check_build import check_build
+
+    click.echo(check_build())
+
+
+@main.command(context_settings=_HELP)
+@_master
+@_num_proc
+@_conf
+@click.option("--store", metavar="URL", help="The store of an estimator: written and read on every host.")
+@_backend
+@_gpus
+@_interfaces
+@_ports
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=3.0, help="How long to all-reduce.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_json: bool, **options: Any) -> None:
+    """Examine whether a run of N ranks will work on this cluster, and if not, why not.
+
+    Without --master, and outside of spark-submit, this machine is examined. Exit code 0: no error; 1: errors.
+    """
+    from spark_hvd.runner.examination import doctor as examine
+
+    if master is None and not cli_session.is_submitted():
+        master = f"local[{num_proc or 2}]"
+    with _ending_well(), cli_session.session(master, conf, "spark-hvd doctor") as spark:
+        report = examine(spark, num_proc, **options)
+    click.echo(report.to_json() if as_json else str(report))
+    sys.exit(0 if report.ok else 1)
+
+
+@main.command(context_settings={**_HELP, "allow_interspersed_args": False})
+@_num_proc
+@_master
+@_conf
+@_backend
+@click.option("--gloo", "controller", flag_value="gloo", help="The same as --backend gloo.")
+@click.option("--mpi", "controller", flag_value="mpi", help="The same as --backend mpi.")
+@click.option("--mpi-library", "mpi", type=click.Choice(MPIS), help="Which MPI, with --backend mpi.")
+@click.option("--procs-per-task", type=click.IntRange(min=1), metavar="N", help="Ranks in each Spark task.")
+@click.option("--cpus-per-proc", type=click.IntRange(min=1), help="Cores of each rank.")
+@_gpus
+@_interfaces
+@_ports
+@click.option("--env", multiple=True, callback=_pairs, metavar="NAME=VALUE", help="A variable of the ranks.")
+@click.option("--py-files", callback=_listed, metavar="A,B", help=".py and .zip files that the script imports from.")
+@click.option("--start-timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds for all ranks to be up.")
+@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds that the script may run.")
+@click.option("--collective-timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds of a collective.")
+@click.option("--verbose", is_flag=True, help="Log what spark_hvd does.")
+@click.option("--quiet", is_flag=True, help="Do not show what the ranks print.")
+@click.option("-m", "module", is_flag=True, help="The script is the name of a module, as for python -m.")
+@tuning_options
+@refused_options
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(
+    num_proc: int | None,
+    master: str | None,
+    conf: dict[str, str],
+    controller: str | None,
+    env: dict[str, str],
+    py_files: list[str],
+    verbose: bool,
+    quiet: bool,
+    module: bool,
+    script: str,
+    arguments: tuple[str, ...],
+    **options: Any,
+) -> None:
+    r"""Run a Python script on N ranks, each as __main__ with the arguments given.
+
+    With --master (or under spark-submit) on a Spark cluster, else as processes on this machine, without Java. The
+    exit code is 0, or that of the rank that failed first.
+
+    \b
+    spark-hvd run -np 2 train.py --epochs 3
+    spark-hvd run -np 8 --master spark://host:7077 --py-files models.py train.py
+    """
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="spark-hvd: %(message)s")
+    program = _read_script(script, arguments, module)
+    variables = {**tuning_env(options), **env}
+    kwargs = {name: value for name, value in options.items() if value not in (None, []) and name in _RUN_OPTIONS}
+    kwargs["backend"] = kwargs.get("backend", controller)
+    kwargs.update(env=variables, verbose=0 if quiet else 1)
+    _check_multiple(num_proc, kwargs.get("procs_per_task", 1))
+    with _ending_well():
+        if master is None and not cli_session.is_submitted():
+            _run_here(program, num_proc, py_files, kwargs)
+        else:
+            _run_on_spark(program, num_proc, py_files, kwargs, master, conf)
+
+
+_RUN_OPTIONS = (
+    "backend", "mpi", "interfaces", "start_timeout", "timeout", "collective_timeout", *_SPARK_ONLY
+)  # fmt: skip
+
+
+def _check_multiple(num_proc: int | None, each: int) -> None:
+    if num_proc is not None and num_proc % each:
+        raise click.UsageError(f"-np {num_proc} --procs-per-task {each}: expected -np to be a multiple of it.")
+
+
+def _read_script(script: str, arguments: tuple[str, ...], module: bool) -> Script:
+    # horovodrun takes a command; people are used to `horovodrun -np 4 python train.py`.
+    if not module and re.fullmatch(r"python[\d.]*", os.path.basename(script)):
+        rest = [argument for argument in arguments if argument != "-u"]
+        module = rest[:1] == ["-m"]
+        script, *others = rest[1:] if module else rest or [""]
+        arguments = tuple(others)
+    if module:
+        return Script.module(script, arguments)
+    try:
+        return Script.read(script, arguments)
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(
+            f"{script}: {getattr(error, 'strerror', None) or error}. Expected a Python script, or a module behind -m."
+        ) from error
+    except SyntaxError as error:
+        raise click.ClickException(f"{type(error).__name__} in {script}, line {error.lineno}: {error.msg}") from error
+
+
+def _run_here(program: Script, num_proc: int | None, py_files: list[str], kwargs: dict[str, Any]) -> None:
+    from spark_hvd.runner.local import run_local
+
+    given = [name for name in _SPARK_ONLY if name in kwargs and name != "procs_per_task"]
+    if given:
+        raise click.UsageError(f"--{given[0].replace('_', '-')} is for a Spark cluster: name one with --master.")
+    if num_proc is None:
+        raise click.UsageError("-np is missing: how many ranks? (Or --master, to use every slot of a cluster.)")
+    kwargs.pop("procs_per_task", None)
+    for path in py_files:  # ranks get this process' sys.path
+        sys.path.insert(0, os.path.dirname(os.path.abspath(path)) if path.endswith(".py") else os.path.abspath(path))
+    run_local(run_script, args=(program,), num_proc=num_proc, **kwargs)
+
+
+def _run_on_spark(
+    program: Script,
+    num_proc: int | None,
+    py_files: list[str],
+    kwargs: dict[str, Any],
+    master: str | None,
+    conf: Mapping[str, str],
+) -> None:
+    from spark_hvd.runner.launch import run as run_on_cluster
+
+    with cli_session.session(master, conf, f"spark-hvd run {os.path.basename(program.name)}") as spark:
+        cli_session.ship(spark, py_files)
+        run_on_cluster(run_script, args=(program,), num_proc=num_proc, spark=spark, **kwargs)
+
+
+@contextmanager
+def _ending_well() -> Iterator[None]:
+    """Turn what a run raises into a message and an exit code, without a traceback of ours."""
+
+    def terminate(signum: int, frame: FrameType | None) -> NoReturn:
+        raise _TerminatedError
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except _TerminatedError:
+        _leave("terminated; all ranks were stopped", 128 + signal.SIGTERM)
+    except KeyboardInterrupt:
+        _leave("interrupted; all ranks were stopped", _INTERRUPTED)
+    except RankFailedError as error:
+        # the class says nothing that its message does not
+        text = str(error).replace(f"{ScriptExitError.__module__}.{ScriptExitError.__qualname__}: ", "")
+        _leave(text, exit_code_of(error))
+    except (RunError, ValueError, TypeError) as error:
+        _leave(str(error), 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def exit_code_of(error: RankFailedError) -> int:
+    """The exit code of the rank that failed first: what its script gave to sys.exit, 128 + its signal, or 1."""
+    if isinstance(error.__cause__, ScriptExitError):
+        return error.__cause__.code
+    code = error.first.exitcode
+    if code is None or code == 0:
+        return 1
+    return code if code > 0 else 128 - code
+
+
+def _leave(text: str, code: int) -> NoReturn:
+    click.echo(f"spark-hvd: {text}", err=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    # As a file under spark-submit: this folder is no place to import from, its modules have common names.
+    if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
+        del sys.path[0]
+    main()

@@ -1,0 +1,276 @@
+"""From what the hosts are like to findings: Python and packages, memory and disks, names, clocks, the store."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from spark_hvd.runner.doctor_facts import HostFacts, Package, StoreTrial
+from spark_hvd.runner.report import Finding, Level, count
+
+_MIB = 1 << 20
+_GIB = 1 << 30
+_SHM_LEAST = 512 * _MIB
+_DISK_LEAST = _GIB
+_MEMORY_LEAST = 512 * _MIB
+"""Free memory for one rank below which it may well be killed: torch with a small model."""
+_CLOCK_MOST = 2.0
+
+# What has to be there; what differs only deserves a warning where it is not exactly ours.
+_NEEDED = ("spark_hvd", "torch", "pyarrow", "numpy", "cloudpickle", "zmq", "psutil", "fsspec")
+_INSTALL = {"zmq": "pyzmq", "spark_hvd": "spark_hvd"}
+
+
+def check_python(driver: HostFacts, hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    """Whether all run one Python: what cloudpickle makes of a function is read by the same minor version only."""
+    wrong = [host for host in hosts if _minor(host.python) != _minor(driver.python)]
+    for host in wrong:
+        yield Finding(
+            "Python",
+            Level.ERROR,
+            f"Python {host.python} ({host.executable}) on {host.name}, {driver.python} on the driver: functions "
+            "pickled by one minor version cannot be read by another",
+            f"--conf spark.pyspark.python=/path/to/python{_minor(driver.python)}   # the same on every host",
+        )
+    if not wrong:
+        yield Finding(
+            "Python", Level.OK, _by_value({host.name: f"{host.python} ({host.executable})" for host in hosts})
+        )
+
+
+def check_packages(driver: HostFacts, hosts: Sequence[HostFacts], backend: str | None) -> Iterator[Finding]:
+    """Whether every host has what ranks import, in the driver's version."""
+    bad = False
+    needed = [*_NEEDED, "mpi4py"] if backend == "mpi" else [*_NEEDED]
+    for name in needed:
+        for host in hosts:
+            here, there = driver.packages.get(name, Package()), host.packages.get(name, Package())
+            if (finding := _compare(name, driver, here, host, there)) is not None:
+                bad = True
+                yield finding
+        if driver.packages.get(name, Package()).version is None:
+            bad = True
+            yield Finding(
+                "packages",
+                Level.WARNING if name in ("torch", "mpi4py") else Level.ERROR,
+                f"{name} cannot be imported on the driver ({driver.executable}): {_why(driver.packages.get(name))}",
+                f"{driver.executable} -m pip install {_INSTALL.get(name, name)}",
+            )
+    if not bad:
+        versions = {name: driver.packages[name].version for name in needed}
+        yield Finding("packages", Level.OK, ", ".join(f"{name} {version}" for name, version in versions.items()))
+    yield from _check_mpi(driver, hosts, backend)
+
+
+def _compare(name: str, driver: HostFacts, here: Package, host: HostFacts, there: Package) -> Finding | None:
+    pip = f"{host.executable} -m pip install"
+    if there.version is None:
+        return Finding(
+            "packages",
+            Level.ERROR,
+            f"{name} cannot be imported on {host.name} by {host.executable}: {_why(there)}",
+            f"{pip} {_pinned(name, here.version)}   # on {host.name}",
+        )
+    if here.version is None or here.version == there.version:
+        return None
+    # ranks speak to the driver and to each other in spark_hvd's own messages; all else is compared for surprises
+    return Finding(
+        "packages",
+        Level.ERROR if name == "spark_hvd" else Level.WARNING,
+        f"{name} {there.version} on {host.name}, {here.version} on the driver",
+        f"{pip} {_pinned(name, here.version)}   # on {host.name}",
+    )
+
+
+def _check_mpi(driver: HostFacts, hosts: Sequence[HostFacts], backend: str | None) -> Iterator[Finding]:
+    libraries = {
+        host.name: host.packages["mpi4py"].detail["library"]
+        for host in (driver, *hosts)
+        if "mpi4py" in host.packages and "library" in host.packages["mpi4py"].detail
+    }
+    if len(set(libraries.values())) > 1:
+        yield Finding(
+            "MPI library",
+            Level.ERROR if backend == "mpi" else Level.WARNING,
+            f"hosts have different ones, which do not speak to each other: {_by_value(libraries)}",
+            f"pip install mpi4py=={driver.packages['mpi4py'].version} mpich   # on every host",
+        )
+    elif libraries:
+        yield Finding("MPI library", Level.OK, " ".join(next(iter(libraries.values())).split()))
+    elif backend != "mpi":
+        yield Finding("MPI library", Level.OK, 'none (needed for backend="mpi" only: pip install mpi4py mpich)')
+
+
+def check_resources(host: HostFacts, ranks: int, size: int) -> Iterator[Finding]:
+    """Whether a host has room for its ranks.
+
+    Args:
+        host: The host.
+        ranks: How many ranks it gets; 0 for the driver.
+        size: World size.
+    """
+    here = "no rank" if not ranks else count(ranks, "rank")
+    problems = list(_check_room(host, ranks, here, size))
+    yield from problems
+    if not problems:
+        free = min((disk.free for disk in host.disks), default=0)
+        yield Finding(
+            "resources",
+            Level.OK,
+            f"{host.name}: {host.cores:g} cores for {here}, memory {_size(host.memory_free)} free, "
+            f"/dev/shm {_size(host.shm.free)} free, disk {_size(free)} free, {host.open_files} open files",
+        )
+
+
+def _check_room(host: HostFacts, ranks: int, here: str, size: int) -> Iterator[Finding]:
+    threads = int(host.threads) if host.threads and host.threads.isdigit() else 1
+    if ranks * threads > max(host.cores, 1):
+        yield Finding(
+            "cores",
+            Level.WARNING,
+            f"{here} with OMP_NUM_THREADS={threads} on {host.name}, which has {host.cores:g} cores: they "
+            "wait for each other",
+            f'run(..., env={{"OMP_NUM_THREADS": "{max(1, int(host.cores) // ranks)}"}})'
+            if ranks <= host.cores
+            else f"Fewer ranks on {host.name}: --conf spark.executor.cores={int(host.cores)}",
+        )
+    if ranks and host.memory_free / ranks < _MEMORY_LEAST:
+        yield Finding(
+            "memory",
+            Level.WARNING,
+            f"{_size(host.memory_free)} free on {host.name} for {here}; torch alone takes 300 MB each",
+            "Fewer ranks on a host, smaller executors (spark.executor.memory), or larger machines",
+        )
+    if ranks and host.shm.error is None and host.shm.free < _SHM_LEAST:
+        yield Finding(
+            "/dev/shm",
+            Level.WARNING,
+            f"{_size(host.shm.free)} of {_size(host.shm.total)} free on {host.name}: DataLoader workers and NCCL pass "
+            'tensors through it, and die of "Bus error" when it is full',
+            "docker run --shm-size=4g ...\n"
+            "Kubernetes: volumes: [{name: shm, emptyDir: {medium: Memory}}], mounted at /dev/shm",
+        )
+    elif ranks and host.shm.error is not None:
+        yield Finding("/dev/shm", Level.WARNING, f"on {host.name}: {host.shm.error}", "mount -t tmpfs shm /dev/shm")
+    for disk in host.disks:
+        if disk.error is not None:
+            yield Finding(
+                "disk",
+                Level.ERROR,
+                f"{disk.path} on {host.name} cannot be written: {disk.error}",
+                "TMPDIR=/a/writable/directory for executors (--conf spark.executorEnv.TMPDIR=...), or spark.local.dir",
+            )
+        elif disk.free < _DISK_LEAST:
+            yield Finding(
+                "disk",
+                Level.WARNING,
+                f"{_size(disk.free)} of {_size(disk.total)} free at {disk.path} on {host.name}",
+                f"du -xhd1 {disk.path} | sort -h   # or another spark.local.dir",
+            )
+    needed = 256 + 16 * size  # sockets between ranks, files of readers
+    if 0 < host.open_files < needed:
+        yield Finding(
+            "open files",
+            Level.WARNING,
+            f"{host.open_files} at most on {host.name}; {size} ranks and their readers may need {needed}",
+            "ulimit -n 65536   # where the executor is started",
+        )
+
+
+def check_names(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    """What the hosts' own names stand for; ranks use Spark's addresses, other libraries may not."""
+    odd = []
+    for host in hosts:
+        own = {address for addresses in host.interfaces.values() for address in addresses}
+        outside = [address for address in host.resolved if not address.startswith("127.") and address != "::1"]
+        if not host.resolved:
+            odd.append(f"{host.name} stands for no address")
+        elif not outside and len(hosts) > 1:
+            odd.append(f"{host.name} stands for {', '.join(host.resolved)}, which other hosts cannot reach")
+        elif outside and own and not own & set(outside):
+            odd.append(f"{host.name} stands for {', '.join(outside)}, which none of its interfaces has")
+    if odd:
+        yield Finding(
+            "host names",
+            Level.OK,
+            f"{'; '.join(odd)}. Ranks do not mind: they use the addresses that Spark knows and tell Gloo which",
+        )
+    listed = {
+        host.name: ", ".join(f"{name} {'/'.join(found)}" for name, found in sorted(host.interfaces.items()))
+        for host in hosts
+    }
+    yield Finding("interfaces", Level.OK, _by_value(listed)[:600])
+
+
+def check_clocks(ahead: Mapping[str, float]) -> Iterator[Finding]:
+    """Whether clocks agree; ``ahead`` has the seconds by which the driver's clock is ahead of each host's."""
+    wrong = {name: offset for name, offset in ahead.items() if abs(offset) > _CLOCK_MOST}
+    for name, offset in wrong.items():
+        yield Finding(
+            "clock",
+            Level.WARNING,
+            f"{name} is {abs(offset):.1f} s {'behind' if offset > 0 else 'ahead of'} the driver: times in logs and "
+            "timelines do not fit, and signed requests to object stores fail from 15 minutes on",
+            f"chronyc makestep   # on {name}",
+        )
+    if ahead and not wrong:
+        most = max(abs(offset) for offset in ahead.values())
+        yield Finding("clock", Level.OK, f"hosts differ from the driver by {most * 1e3:.1f} ms at most")
+
+
+def check_store(url: str, driver: StoreTrial, hosts: Mapping[str, StoreTrial]) -> Iterator[Finding]:
+    """Whether the driver and the hosts, by name, can use the store, and whether it is the same one for all."""
+    bad = False
+    for place, trial in {"the driver": driver, **hosts}.items():
+        if trial.failed_step is not None:
+            bad = True
+            yield Finding(
+                "store", Level.ERROR, f"{place} cannot {trial.failed_step} at {url}: {trial.error}", _store_remedy(url)
+            )
+        elif trial.shared is False:
+            bad = True
+            yield Finding(
+                "store",
+                Level.ERROR,
+                f"{place} does not see what the driver wrote to {url}: each has a directory of its own there",
+                "A store that all hosts share: s3://, gs://, abfs://, hdfs://, or a path on NFS",
+            )
+    if not bad:
+        yield Finding("store", Level.OK, f"{url}: created, written, read, renamed and deleted on driver and every host")
+
+
+def _store_remedy(url: str) -> str:
+    protocol = url.partition("://")[0] if "://" in url else ""
+    package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "abfs": "adlfs", "hdfs": "pyarrow"}.get(protocol)
+    if package is not None:
+        return f"pip install {package}   # on every host; and credentials for {url} there"
+    return f"mkdir -p {url} && chmod a+rwx {url}   # on storage that all hosts share"
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _why(package: Package | None) -> str:
+    if package is None:
+        return "not examined"
+    return "it is not installed" if package.missing else str(package.error)
+
+
+def _pinned(name: str, version: str | None) -> str:
+    package = _INSTALL.get(name, name)
+    return f"'{package}=={version.partition('+')[0]}'" if version and version != "unknown" else package
+
+
+def _by_value(values: Mapping[str, str]) -> str:
+    """The values, each with the names that have it; without names where all have the same."""
+    names: defaultdict[str, list[str]] = defaultdict(list)
+    for name, value in values.items():
+        names[value].append(name)
+    if len(names) == 1:
+        return next(iter(names))
+    return "; ".join(f"{value} on {', '.join(where)}" for value, where in names.items())
+
+
+def _size(size: int) -> str:
+    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size // _MIB} MiB"

@@ -1,0 +1,233 @@
+"""The doctor's Spark jobs: facts from every slot, then who can connect to whom. None may hang, and none raises."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import secrets
+import socket
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd.ports import PortRange
+from spark_hvd.runner import doctor_facts, doctor_probe
+from spark_hvd.runner import spark as on_spark
+from spark_hvd.runner.doctor_facts import HostFacts, facts_from_json
+from spark_hvd.runner.doctor_network import TOKEN_BYTES, EchoServer, NetworkPlan, Ping, TaskNetwork, ping
+from spark_hvd.runner.doctor_spark_checks import SETTINGS, SparkFacts, explain_job_failure
+from spark_hvd.runner.errors import NotEnoughSlotsError
+from spark_hvd.runner.profiles import Ask, task_resources
+from spark_hvd.runner.report import Finding, Level
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+PROBE = Path(doctor_probe.__file__).read_text()
+_FACTS = Path(doctor_facts.__file__).read_text()
+_MOST_TASKS = 2000
+_IMPORT_SECONDS = 60.0
+_FACTS_SECONDS = 180.0
+_NETWORK_SECONDS = 60.0
+
+
+def spark_facts(spark: SparkSession, asked: int | None) -> SparkFacts:
+    """What the driver knows of the application; waits some seconds for executors that are still registering."""
+    resources = task_resources(spark, Ask())
+    if asked is not None:
+        with contextlib.suppress(NotEnoughSlotsError):
+            on_spark.wait_for_slots(spark, asked, 20.0, resources)
+    connect = on_spark.is_connect(spark)
+    settings = {key: value for key in SETTINGS if (value := on_spark.conf(spark, key)) is not None}
+    return SparkFacts(
+        version=spark.version,
+        master=settings.get("spark.master", "Spark Connect" if connect else "unknown"),
+        local=on_spark.is_local(spark),
+        connect=connect,
+        slots=on_spark.slots(spark, resources),
+        asked=asked,
+        busy=on_spark.busy_tasks(spark),
+        result_bytes=on_spark.max_result_bytes(spark),
+        settings=settings,
+    )
+
+
+@dataclass
+class Gathered:
+    """What came back from the executors, and what went wrong on the way."""
+
+    hosts: list[HostFacts] = field(default_factory=list)
+    problems: list[Finding] = field(default_factory=list)
+
+
+def gather(
+    spark: SparkSession,
+    tasks: int,
+    local_dirs: Sequence[str],
+    store: dict[str, Any] | None,
+    meanwhile: Callable[[], None],
+) -> Gathered:
+    """Facts of every host, by an ordinary job: it needs no barrier, and works with too few slots.
+
+    Args:
+        spark: The session.
+        tasks: How many, so that every executor gets one.
+        local_dirs: Directories whose disks matter.
+        store: Arguments of the trial of the store.
+        meanwhile: Called while the job runs.
+    """
+    name = f"spark_hvd-doctor-{uuid.uuid4().hex[:12]}"
+    task = _facts_task(_FACTS, PROBE, name, list(local_dirs), store, _IMPORT_SECONDS)
+    job = on_spark.BarrierJob(
+        spark, min(tasks, _MOST_TASKS), task, "spark_hvd.doctor: facts of every host", name, barrier=False
+    )
+    meanwhile()
+    found = Gathered()
+    if not _ended(job, _FACTS_SECONDS):
+        problem = f"the executors did not answer in {_FACTS_SECONDS:.0f} s: other jobs hold the slots, or a host hangs"
+        found.problems.append(Finding("executors", Level.ERROR, problem, "See the Executors page of the Spark UI"))
+    elif job.error is not None:
+        found.problems.append(explain_job_failure("executors", str(job.error)))
+    keys: set[str] = set()
+    for data in (json.loads(row[3]) for row in job.rows):
+        if "error" in data:
+            found.problems.append(Finding("executors", Level.ERROR, f"{data['name']}: {data['error']}"))
+        elif data["facts"] is not None and data["facts"]["key"] not in keys:
+            keys.add(data["facts"]["key"])
+            found.hosts.append(facts_from_json(data["facts"]))
+    return found
+
+
+def _facts_task(
+    facts: str, probe: str, claim: str, local_dirs: list[str], store: dict[str, Any] | None, seconds: float
+) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """The task as a nested function, with the programs as text: it runs where no spark_hvd is installed."""
+
+    def spark_hvd_doctor_task(batches: Iterator[Any]) -> Iterator[Any]:
+        import dataclasses
+        import json
+        import os
+        import socket
+        import sys
+        import types
+
+        import pyarrow
+        from pyspark import TaskContext
+
+        for _ in batches:
+            pass
+        context = TaskContext.get()
+        partition = 0 if context is None else context.partitionId()
+        said: dict[str, Any] = {"name": socket.gethostname()}
+        try:
+            module = sys.modules["spark_hvd_doctor_facts"] = types.ModuleType("spark_hvd_doctor_facts")
+            exec(compile(facts, "doctor_facts.py", "exec"), module.__dict__)
+            first = module.FirstOnHost(claim)
+            dirs = local_dirs + os.environ.get("LOCAL_DIRS", os.environ.get("SPARK_LOCAL_DIRS", "")).split(",")
+            trial = None if store is None else {**store, "name": f"{socket.gethostname()}-{partition}"}
+            said["facts"] = dataclasses.asdict(module.look(probe, dirs, trial, seconds)) if first.held else None
+            first.release()
+        except Exception as error:
+            said["error"] = f"{type(error).__name__}: {error}"
+        yield pyarrow.RecordBatch.from_arrays(
+            [
+                pyarrow.array([partition], pyarrow.int32()),
+                pyarrow.array([True]),
+                pyarrow.array([0], pyarrow.int32()),
+                pyarrow.array([json.dumps(said).encode()], pyarrow.binary()),
+            ],
+            names=["rank", "ok", "part", "chunk"],
+        )
+
+    return spark_hvd_doctor_task
+
+
+@dataclass
+class Ways:
+    """Who reached whom.
+
+    Attributes:
+        driver: Where the driver listened; None where it could not.
+        tasks: What the tasks found.
+        back: The driver's connections to tasks, by partition.
+        problems: What went wrong.
+    """
+
+    driver: tuple[str, int] | None = None
+    tasks: list[TaskNetwork] = field(default_factory=list)
+    back: dict[int, Ping] = field(default_factory=dict)
+    problems: list[Finding] = field(default_factory=list)
+
+
+def try_network(spark: SparkSession, tasks: int, ports: PortRange | None, interfaces: Sequence[str]) -> Ways:
+    """Let the tasks of one barrier stage connect to the driver and to each other, and the driver to them."""
+    ways, token = Ways(), secrets.token_bytes(TOKEN_BYTES)
+
+    def connect_back(hello: dict[str, Any]) -> None:
+        if hello.get("port"):
+            ways.back[hello["partition"]] = ping(hello["address"], hello["port"], token)
+
+    with contextlib.ExitStack() as closing:
+        if not on_spark.is_connect(spark):
+            public, bind = on_spark.driver_hosts(spark)
+            try:
+                address = str(socket.getaddrinfo(bind, None, type=socket.SOCK_STREAM)[0][4][0])
+                server = EchoServer(address, ports, token, connect_back)
+                closing.callback(server.close)
+                ways.driver = public, server.port
+            except OSError as error:
+                problem = f"the driver cannot listen on {bind}: {error.strerror or error}"
+                remedy = "--conf spark.driver.bindAddress=0.0.0.0"
+                ways.problems.append(Finding("executor to driver", Level.WARNING, problem, remedy))
+        name = f"spark_hvd-doctor-{uuid.uuid4().hex[:12]}"
+        task = _network_task(pickle.dumps(NetworkPlan(ways.driver, ports, tuple(interfaces), token)))
+        job = on_spark.BarrierJob(spark, tasks, task, f"spark_hvd.doctor: network of {tasks} tasks", name)
+        if not _ended(job, _NETWORK_SECONDS):
+            problem = f"{tasks} tasks did not start together, or did not end, in {_NETWORK_SECONDS:.0f} s"
+            remedy = "See the Stages page of the Spark UI: other jobs may hold the slots"
+            ways.problems.append(Finding("rank to rank", Level.ERROR, problem, remedy))
+        elif job.error is not None:
+            ways.problems.append(explain_job_failure("rank to rank", str(job.error)))
+    ways.tasks = [TaskNetwork.from_json(bytes(row[3]).decode()) for row in sorted(job.rows)]
+    return ways
+
+
+def _network_task(plan: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    def spark_hvd_doctor_network_task(batches: Iterator[Any]) -> Iterator[Any]:
+        import pickle
+
+        import pyarrow
+        from pyspark import BarrierTaskContext
+
+        from spark_hvd.runner.doctor_network import examine
+
+        for _ in batches:
+            pass
+        context = BarrierTaskContext.get()
+        assert isinstance(context, BarrierTaskContext)
+        found = examine(pickle.loads(plan), context)
+        yield pyarrow.RecordBatch.from_arrays(
+            [
+                pyarrow.array([found.partition], pyarrow.int32()),
+                pyarrow.array([True]),
+                pyarrow.array([0], pyarrow.int32()),
+                pyarrow.array([found.to_json().encode()], pyarrow.binary()),
+            ],
+            names=["rank", "ok", "part", "chunk"],
+        )
+
+    return spark_hvd_doctor_network_task
+
+
+def _ended(job: on_spark.BarrierJob, seconds: float) -> bool:
+    """Wait for a job; one that takes longer is cancelled."""
+    try:
+        job.wait(seconds)
+    finally:  # also when the user interrupts
+        if running := job.running:
+            job.cancel()
+            job.wait(10)
+    return not running

@@ -1,0 +1,276 @@
+"""Who can connect to whom: a small server on each side, and the task that tries the ways a run needs.
+
+The server answers only those who know the token of this examination, and says nothing but what time it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import socket
+import socketserver
+import statistics
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd.ports import PortRange, listen
+from spark_hvd.runner.doctor_facts import host_key
+from spark_hvd.runner.network import NoAddressError, choose_address, own_addresses
+from spark_hvd.runner.task import host_of
+
+if TYPE_CHECKING:
+    from pyspark import BarrierTaskContext
+
+CONNECT_SECONDS = 3.0
+_PINGS = 10
+_TIME = struct.Struct("!d")
+_LENGTH = struct.Struct("!H")
+TOKEN_BYTES = 32
+ALL_PAIRS_UP_TO = 16
+"""Hosts up to which every pair is tried; beyond, each tries its neighbour and the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """A connection that was tried.
+
+    Attributes:
+        error: Why it failed, or None.
+        rtt: Median seconds there and back.
+        ahead: Seconds by which the other side's clock is ahead of ours.
+        local: Our address on this connection.
+    """
+
+    error: str | None = None
+    rtt: float = 0.0
+    ahead: float = 0.0
+    local: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPlan:
+    """What every task is to try.
+
+    Attributes:
+        driver: The driver's (host, port); None where it has none that executors could know.
+        ports: Where ranks may listen; None for any port.
+        interfaces: The run's ``interfaces``.
+        token: What servers and clients of this examination know.
+    """
+
+    driver: tuple[str, int] | None
+    ports: PortRange | None
+    interfaces: Sequence[str]
+    token: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskNetwork:
+    """What one task found out.
+
+    Attributes:
+        partition: Number of the task.
+        key: Its machine.
+        name: Its machine's own name.
+        host: What Spark calls it.
+        address: By which other ranks will reach it; None if it has no such address.
+        port: Where it listens; None if it cannot.
+        bind_error: Why it has no address, or cannot listen there.
+        gpus: Addresses of the GPUs that Spark assigned; None without any.
+        driver: The way to the driver.
+        peers: The ways to tasks on other hosts, by partition.
+    """
+
+    partition: int
+    key: str
+    name: str
+    host: str
+    address: str | None = None
+    port: int | None = None
+    bind_error: str | None = None
+    gpus: list[str] | None = None
+    driver: Ping | None = None
+    peers: dict[int, Ping] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, text: str) -> TaskNetwork:
+        """Rebuild one from :meth:`to_json`."""
+        data = json.loads(text)
+        data["driver"] = None if data["driver"] is None else Ping(**data["driver"])
+        data["peers"] = {int(partition): Ping(**ping) for partition, ping in data["peers"].items()}
+        return cls(**data)
+
+    def to_json(self) -> str:
+        """As JSON text."""
+        return json.dumps(asdict(self))
+
+
+class EchoServer:
+    """Answers pings of those who know the token, until it is closed.
+
+    Args:
+        host: Address to listen on.
+        ports: Where to; None for any port.
+        token: The secret of this examination.
+        on_hello: Gets what a client says of itself, before its first ping is answered.
+
+    Raises:
+        OSError: the address is not one of this machine, or no port is free.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        ports: PortRange | None,
+        token: bytes,
+        on_hello: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        self._server = _Server(listen(host, ports), token, on_hello)
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), name="spark_hvd-echo", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering and free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(
+        self, listener: socket.socket, token: bytes, on_hello: Callable[[dict[str, Any]], None] | None
+    ) -> None:
+        super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket, self.server_address = listener, listener.getsockname()
+        self.token, self.on_hello = token, on_hello
+
+
+class _Handler(socketserver.BaseRequestHandler):
+    server: _Server
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self.request.settimeout(10)
+            if not hmac.compare_digest(_take(self.request, TOKEN_BYTES), self.server.token):
+                return
+            (length,) = _LENGTH.unpack(_take(self.request, _LENGTH.size))
+            hello = _take(self.request, length)
+            if hello and self.server.on_hello is not None:
+                self.server.on_hello(json.loads(hello))
+            while True:
+                _take(self.request, _TIME.size)
+                self.request.sendall(_TIME.pack(time.time()))
+
+
+def _take(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        if not (piece := connection.recv(count - len(data))):
+            raise ConnectionResetError("the other side closed the connection")
+        data += piece
+    return data
+
+
+def ping(
+    host: str, port: int, token: bytes, hello: dict[str, Any] | None = None, timeout: float = CONNECT_SECONDS
+) -> Ping:
+    """Connect to an :class:`EchoServer` and measure the way; never raises for the network.
+
+    Args:
+        host: Name or address of the other side.
+        port: Its port.
+        token: The secret of this examination.
+        hello: What to say of ourselves.
+        timeout: Seconds for the connection, and for each answer.
+    """
+    said = b"" if hello is None else json.dumps(hello).encode()
+    try:
+        with socket.create_connection((host, port), timeout) as connection:
+            connection.settimeout(timeout + CONNECT_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(token + _LENGTH.pack(len(said)) + said)
+            waits, offsets = [], []
+            for _ in range(_PINGS + 1):
+                start, before = time.perf_counter(), time.time()
+                connection.sendall(_TIME.pack(0.0))
+                (there,) = _TIME.unpack(_take(connection, _TIME.size))
+                waits.append(time.perf_counter() - start)
+                offsets.append(there - before - waits[-1] / 2)
+            # the first answer also waits for the thread that gives it
+            return Ping(None, statistics.median(waits[1:]), statistics.median(offsets[1:]), connection.getsockname()[0])
+    except OSError as error:
+        return Ping(f"{type(error).__name__}: {error.strerror or error}")
+
+
+def targets(index: int, count: int) -> list[int]:
+    """Which of ``count`` hosts number ``index`` tries to reach: all others, or of many its neighbour and the first."""
+    if count <= ALL_PAIRS_UP_TO:
+        return [other for other in range(count) if other != index]
+    return sorted({0, (index + 1) % count} - {index})
+
+
+def examine(plan: NetworkPlan, context: BarrierTaskContext) -> TaskNetwork:
+    """Try, from inside a barrier task, the ways that a rank in its place will need.
+
+    Takes two of Spark's barrier messages, a second each, and at most ten seconds where nobody answers.
+    """
+    partition, gpus = context.partitionId(), context.resources().get("gpu")
+    hosts = [host_of(info.address) for info in context.getTaskInfos()]
+    me: dict[str, Any] = {
+        "partition": partition,
+        "key": host_key(),
+        "name": socket.gethostname(),
+        "host": hosts[partition],
+        "gpus": None if gpus is None else list(gpus.addresses),
+    }
+    server = None
+    try:
+        towards = None if plan.driver is None else plan.driver[0]
+        alone = len(set(hosts)) == 1
+        me["address"] = choose_address(me["host"], plan.interfaces, towards, alone=alone, own=own_addresses()).ip
+        server = EchoServer(me["address"], plan.ports, plan.token)
+        me["port"] = server.port
+    except NoAddressError as error:
+        me["bind_error"] = str(error)
+    except OSError as error:
+        me["bind_error"] = f"{type(error).__name__}: {error.strerror or error}"
+    try:
+        driver = None if plan.driver is None else ping(*plan.driver, plan.token, me)
+        everyone = [json.loads(card) for card in context.allGather(json.dumps(me))]
+        peers = _try_peers(plan, me, everyone)
+        context.barrier()  # nobody stops listening before all have tried
+    finally:
+        if server is not None:
+            server.close()
+    return TaskNetwork(**me, driver=driver, peers=peers)
+
+
+def _try_peers(plan: NetworkPlan, me: dict[str, Any], everyone: Sequence[dict[str, Any]]) -> dict[int, Ping]:
+    """Connect to one task on each host that this one is to try; only the first task of a host does."""
+    first: dict[str, dict[str, Any]] = {}
+    for card in everyone:
+        first.setdefault(card["key"], card)
+    if first[me["key"]]["partition"] != me["partition"]:
+        return {}
+    hosts = list(first.values())
+    index = [card["key"] for card in hosts].index(me["key"])
+    chosen = [hosts[other] for other in targets(index, len(hosts)) if hosts[other].get("port")]
+    # On its own host it tries the last task there: ranks of one host connect to each other as well.
+    same_host = [card for card in everyone if card["key"] == me["key"] and card.get("port")]
+    chosen += same_host[-1:]
+    with ThreadPoolExecutor(16, "spark_hvd-ping") as pool:
+        pings = pool.map(lambda card: ping(card["address"], card["port"], plan.token), chosen)
+        return dict(zip((card["partition"] for card in chosen), pings, strict=True))

@@ -1,0 +1,133 @@
+"""From connections that were tried and all-reduces that were timed to findings."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+
+from spark_hvd.ports import PortRange
+from spark_hvd.runner.doctor_allreduce import Measured
+from spark_hvd.runner.doctor_network import Ping, TaskNetwork
+from spark_hvd.runner.report import Finding, Level, count
+
+_SLOW = 3.0
+"""A pair this many times slower than the median pair is named."""
+
+
+def check_driver_ways(
+    driver: tuple[str, int] | None, tasks: Sequence[TaskNetwork], back: Mapping[int, Ping]
+) -> Iterator[Finding]:
+    """Whether executors reach the driver, and the driver them.
+
+    Args:
+        driver: Where the driver listened; None where it could not, or has no address.
+        tasks: What the tasks found.
+        back: The driver's connections to tasks, by partition.
+    """
+    if driver is None:
+        yield Finding(
+            "executor to driver",
+            Level.WARNING,
+            "the driver has no address for executors: ranks meet among themselves, and their output stays in the "
+            "executors' logs",
+            "--conf spark.driver.bindAddress=0.0.0.0 --conf spark.driver.host=<an address that executors reach>",
+        )
+        return
+    failed = {task.name: task.driver.error for task in tasks if task.driver is not None and task.driver.error}
+    if failed:
+        yield Finding(
+            "executor to driver",
+            Level.WARNING,
+            f"{'; '.join(f'{name}: {error}' for name, error in failed.items())} (to {driver[0]}:{driver[1]}). Runs "
+            "work, but start ten seconds later, and the ranks' output stays in the executors' logs",
+            f'run(..., ports="30000-30100")   # and open these ports of {driver[0]} for the executors\n'
+            "--conf spark.driver.host=<an address that executors reach>",
+        )
+    else:
+        slowest = max((task.driver.rtt for task in tasks if task.driver is not None), default=0.0)
+        yield Finding(
+            "executor to driver", Level.OK, f"all tasks reach {driver[0]}:{driver[1]}, there and back in {_ms(slowest)}"
+        )
+    lost = [task for task in tasks if (way := back.get(task.partition)) is not None and way.error]
+    if lost:
+        yield Finding(
+            "driver to executor",
+            Level.OK,
+            f"the driver cannot connect to {', '.join(sorted({task.name for task in lost}))}; nothing needs it to",
+        )
+
+
+def check_rank_ways(tasks: Sequence[TaskNetwork], ports: PortRange | None) -> Iterator[Finding]:
+    """Whether ranks can listen on an address of their own, and reach each other there."""
+    allowed = "any port" if ports is None else f"ports {ports}"
+    by_partition = {task.partition: task for task in tasks}
+    deaf = [task for task in tasks if task.bind_error is not None]
+    for task in deaf:
+        if task.address is None:
+            found, remedy = f"{task.name}: {task.bind_error}", 'run(..., interfaces=["10.0.0.0/8"])'
+        else:
+            found = f"{task.name} cannot listen on {task.address}, {allowed}: {task.bind_error}"
+            remedy = "ss -ltnp   # who holds the ports there; or a wider range in ports="
+        yield Finding("rank to rank", Level.ERROR, found, remedy)
+    broken = [
+        (task, by_partition[partition], way)
+        for task in tasks
+        for partition, way in task.peers.items()
+        if way.error is not None
+    ]
+    for task, other, way in broken:
+        yield Finding(
+            "rank to rank",
+            Level.ERROR,
+            f"{task.name} ({task.address}) cannot connect to {other.name} ({other.address}:{other.port}): {way.error}",
+            f"nc -vz {other.address} {other.port}   # from {task.name}, while something listens there\n"
+            'Open the hosts to each other for all ports, or run(..., ports="30000-30100") and open these',
+        )
+    ways = [way.rtt for task in tasks for way in task.peers.values() if way.error is None]
+    if ways and not broken and not deaf:
+        hosts = len({task.key for task in tasks})
+        yield Finding(
+            "rank to rank",
+            Level.OK,
+            f"{count(len(ways), 'connection')} between {count(hosts, 'host')} on {allowed}: there and back in "
+            f"{_ms(statistics.median(ways))}, {_ms(max(ways))} at most",
+        )
+
+
+def check_allreduce(measured: Sequence[Measured]) -> Iterator[Finding]:
+    """How fast ranks all-reduce, and which pair of hosts is slower than the others."""
+    for result in measured:
+        if result.transport and result is measured[0]:
+            yield Finding("all-reduce", Level.OK, f"{len(result.ranks)} ranks: {_speed(result)}")
+    pairs = list(measured[1:])
+    if not pairs:
+        return
+    usual = statistics.median(pair.gb_per_s for pair in pairs)
+    slow = [pair for pair in pairs if pair.gb_per_s * _SLOW < usual]
+    for pair in slow:
+        yield Finding(
+            "all-reduce of pairs",
+            Level.WARNING,
+            f"{' and '.join(pair.ranks)}: {_speed(pair)}, where the median pair reaches {_rate(usual)}",
+            f"iperf3 -s   # on {pair.ranks[0]}; then on {pair.ranks[1]}: iperf3 -c {pair.ranks[0]}",
+        )
+    if not slow:
+        each = ", ".join(f"{'-'.join(pair.ranks)} {_rate(pair.gb_per_s)}" for pair in pairs[:8])
+        more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
+        yield Finding("all-reduce of pairs", Level.OK, f"{pairs[0].transport}: {each}{more}")
+
+
+def _speed(result: Measured) -> str:
+    return f"{_rate(result.gb_per_s)} over {result.transport} ({_bytes(result.bytes)} in {_ms(result.seconds)})"
+
+
+def _rate(gb_per_s: float) -> str:
+    return f"{gb_per_s:.2f} GB/s" if gb_per_s >= 0.1 else f"{gb_per_s * 1e3:.1f} MB/s"
+
+
+def _bytes(count: int) -> str:
+    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds < 0.01 else f"{seconds * 1e3:.0f} ms"

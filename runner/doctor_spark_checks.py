@@ -1,0 +1,247 @@
+"""From the application's settings to findings: slots, what barrier stages need, memory, what jobs may return."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from spark_hvd.runner.report import Finding, Level
+
+SETTINGS = (
+    "spark.master",
+    "spark.submit.deployMode",
+    "spark.executor.instances",
+    "spark.executor.cores",
+    "spark.executor.memory",
+    "spark.executor.memoryOverhead",
+    "spark.executor.memoryOverheadFactor",
+    "spark.executor.pyspark.memory",
+    "spark.executor.resource.gpu.amount",
+    "spark.executor.resource.gpu.discoveryScript",
+    "spark.task.resource.gpu.amount",
+    "spark.task.cpus",
+    "spark.cores.max",
+    "spark.driver.host",
+    "spark.driver.bindAddress",
+    "spark.driver.memory",
+    "spark.driver.maxResultSize",
+    "spark.dynamicAllocation.enabled",
+    "spark.speculation",
+    "spark.stage.maxConsecutiveAttempts",
+    "spark.local.dir",
+)
+"""What is asked of the application; checks see nothing else."""
+
+_RANK_BYTES = 1 << 30
+"""What a rank needs at least beside the executor's Java heap: torch, a small model, buffers."""
+_MIB = 1 << 20
+_UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparkFacts:
+    """The application as its driver sees it.
+
+    Attributes:
+        version: Spark's.
+        master: Its URL.
+        local: Whether all tasks run in the driver's JVM.
+        connect: Whether the session is a Spark Connect client.
+        slots: Tasks that can run at once, busy or not; None where that cannot be asked.
+        asked: Ranks wanted; None for every slot.
+        busy: Tasks of other jobs that run now.
+        result_bytes: How much all ranks together may return; None where that cannot be asked.
+        settings: Those of SETTINGS that are set.
+    """
+
+    version: str
+    master: str
+    local: bool
+    connect: bool
+    slots: int | None
+    asked: int | None
+    busy: int
+    result_bytes: int | None
+    settings: Mapping[str, str]
+
+    def get(self, key: str, default: str = "") -> str:
+        """A setting."""
+        return self.settings.get(key, default)
+
+
+def check_spark(facts: SparkFacts) -> Iterator[Finding]:
+    """All findings that follow from the settings alone."""
+    checks: tuple[Callable[[SparkFacts], Iterator[Finding]], ...] = (
+        check_slots,
+        check_barrier,
+        check_stage_settings,
+        check_memory,
+        check_results,
+    )
+    for check in checks:
+        yield from check(facts)
+
+
+def check_slots(facts: SparkFacts) -> Iterator[Finding]:
+    """Whether as many tasks can run at once as ranks were asked for, and whether they can now."""
+    there, asked = facts.slots, facts.asked
+    kind = "local mode: all ranks share this machine" if facts.local else f"master {facts.master}"
+    if there is None:
+        yield Finding("slots", Level.OK, f"Spark Connect cannot say how many tasks can run at once ({kind})")
+    elif there == 0 or (asked is not None and asked > there):
+        yield Finding(
+            "slots",
+            Level.ERROR,
+            f"num_proc={asked or 1}: {asked or 1} slots wanted, {there} there ({kind}{_deciding(facts)}). Every rank "
+            "needs a task slot of its own, all at the same time",
+            _more_slots(facts, asked or 1),
+        )
+    else:
+        wanted = "" if asked is None else f", {asked} wanted"
+        yield Finding("slots", Level.OK, f"{there} there{wanted} ({kind}{_deciding(facts)})")
+    if there and facts.busy:
+        enough = there - facts.busy >= (asked or there)
+        yield Finding(
+            "busy slots",
+            Level.OK if enough else Level.WARNING,
+            f"{facts.busy} of {there} slots are held by tasks of other jobs now",
+            "" if enough else "Wait for those jobs, or stop them: a run starts when all its slots are free at once",
+        )
+
+
+def _deciding(facts: SparkFacts) -> str:
+    keys = (
+        "spark.executor.instances",
+        "spark.executor.cores",
+        "spark.cores.max",
+        "spark.task.cpus",
+        "spark.task.resource.gpu.amount",
+    )
+    said = [f"{key}={facts.settings[key]}" for key in keys if key in facts.settings]
+    return "; " + ", ".join(said) if said else ""
+
+
+def _more_slots(facts: SparkFacts, asked: int) -> str:
+    fewer = f"run(..., num_proc={facts.slots})\n" if facts.slots else ""
+    if facts.local:
+        return f'{fewer}SparkSession.builder.master("local[{asked}]")'
+    cpus = int(facts.get("spark.task.cpus", "1"))
+    each = max(1, int(facts.get("spark.executor.cores", "1")) // cpus)
+    if facts.master.startswith("spark://"):
+        return f"{fewer}--conf spark.cores.max={asked * cpus}, and as many free cores in the cluster's workers"
+    return f"{fewer}--conf spark.executor.instances={math.ceil(asked / each)}"
+
+
+def check_barrier(facts: SparkFacts) -> Iterator[Finding]:
+    """Whether Spark runs a barrier stage at all."""
+    if facts.get("spark.dynamicAllocation.enabled") == "true" and not facts.local:
+        yield Finding(
+            "dynamic allocation",
+            Level.ERROR,
+            "spark.dynamicAllocation.enabled=true: Spark refuses barrier stages with it (SPARK-24942), and ranks need "
+            "one",
+            "--conf spark.dynamicAllocation.enabled=false --conf spark.executor.instances="
+            f"{max(1, facts.asked or facts.slots or 1)}",
+        )
+    else:
+        yield Finding("dynamic allocation", Level.OK, "off, as barrier stages need it")
+
+
+def check_stage_settings(facts: SparkFacts) -> Iterator[Finding]:
+    """Settings that change what other stages do, and what they do to ranks."""
+    said = []
+    if facts.get("spark.speculation") == "true":
+        said.append("spark.speculation=true: never for barrier stages, so no rank runs twice")
+    if (attempts := facts.get("spark.stage.maxConsecutiveAttempts")) not in ("", "4"):
+        said.append(f"spark.stage.maxConsecutiveAttempts={attempts}: of no effect, a run is never tried again by Spark")
+    if said:
+        yield Finding("stage settings", Level.OK, "; ".join(said))
+
+
+def check_memory(facts: SparkFacts) -> Iterator[Finding]:
+    """Whether ranks, which live outside of the executor's Java heap, have room there."""
+    limit = size_of(facts.get("spark.executor.pyspark.memory"), _MIB)
+    if limit and limit < 4 << 30:
+        yield Finding(
+            "Python memory",
+            Level.WARNING,
+            f"spark.executor.pyspark.memory={facts.get('spark.executor.pyspark.memory')} limits the address space of "
+            "Python processes; torch maps several GiB of it that it never uses",
+            "--conf spark.executor.pyspark.memory=8g, or leave it unset",
+        )
+    if facts.local or not facts.master.startswith(("yarn", "k8s")):
+        return  # nobody enforces the overhead
+    ranks = max(1, int(facts.get("spark.executor.cores", "1")) // int(facts.get("spark.task.cpus", "1")))
+    heap = size_of(facts.get("spark.executor.memory", "1g"), _MIB)
+    factor = float(facts.get("spark.executor.memoryOverheadFactor", "0.1"))
+    overhead = size_of(facts.get("spark.executor.memoryOverhead"), _MIB) or max(384 * _MIB, int(heap * factor))
+    found = f"{overhead // _MIB} MiB beside the Java heap of an executor, for {ranks} ranks"
+    if overhead < ranks * _RANK_BYTES:
+        yield Finding(
+            "memory overhead",
+            Level.WARNING,
+            f"{found}: the cluster manager kills an executor that takes more, and torch alone takes 300 MB a rank",
+            f"--conf spark.executor.memoryOverhead={ranks * 2}g",
+        )
+    else:
+        yield Finding("memory overhead", Level.OK, found)
+
+
+def check_results(facts: SparkFacts) -> Iterator[Finding]:
+    """How much the ranks may return."""
+    if facts.result_bytes is None or facts.local:  # in local mode large values go by file
+        return
+    found = f"all ranks together may return {facts.result_bytes // _MIB} MiB"
+    if facts.result_bytes < 128 * _MIB:
+        yield Finding(
+            "return values",
+            Level.WARNING,
+            f"{found} (the lesser of spark.driver.maxResultSize and a fifth of the driver's Java heap)",
+            "--conf spark.driver.maxResultSize=1g --driver-memory 4g",
+        )
+    else:
+        yield Finding("return values", Level.OK, found)
+
+
+def size_of(text: str, unit: int = 1) -> int:
+    """Bytes of one of Spark's sizes: "512m", "2g"; a bare number counts in ``unit``. 0 for what is none."""
+    match = re.fullmatch(r"(\d+)\s*([bkmgt]?)b?", text.strip().lower())
+    if match is None:
+        return 0
+    return int(match[1]) * (_UNITS[match[2]] if match[2] else unit)
+
+
+def explain_job_failure(check: str, text: str) -> Finding:
+    """A finding out of what Spark said when even a plain job of Python tasks failed.
+
+    Args:
+        check: What the job was for.
+        text: Spark's message.
+    """
+    host = match[1] if (match := re.search(r"\(TID \d+\) \((\S+) executor", text)) else "an executor"
+    if match := re.search(r"PYTHON_VERSION_MISMATCH[^\n]*|Python in worker has different version[^\n]*", text):
+        return Finding(
+            "Python version",
+            Level.ERROR,
+            f"{host}: {match[0].strip()[:300]}",
+            "PYSPARK_PYTHON=/path/to/the/same/python3.x, set for the driver and for executors "
+            "(--conf spark.pyspark.python=...)",
+        )
+    if match := re.search(r'Cannot run program "([^"]+)"[^\n]*', text):
+        return Finding(
+            "Python executable",
+            Level.ERROR,
+            f"{host} cannot start {match[1]}: {match[0][:200]}",
+            f"Install Python at {match[1]} on every host, or --conf spark.pyspark.python=/path/that/exists/there",
+        )
+    if match := re.search(r"(ModuleNotFoundError|ImportError|PACKAGE_NOT_INSTALLED)[^\n]*", text):
+        return Finding(
+            "packages",
+            Level.ERROR,
+            f"{host} cannot run Spark's Arrow functions: {match[0].strip()[:300]}",
+            "pip install pyarrow pandas   # for the Python of the executors",
+        )
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
+    return Finding(check, Level.ERROR, f"the Spark job failed: {first[:400]}", "See the log of the executor")

@@ -1,0 +1,286 @@
+"""``doctor``: whether ``run(num_proc=N)`` will work on this Spark application, and if not, why not and what to do."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+import traceback
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from spark_hvd.ports import PortRange
+from spark_hvd.runner import doctor_facts
+from spark_hvd.runner import spark as on_spark
+from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.doctor_allreduce import Measured, measure
+from spark_hvd.runner.doctor_facts import HostFacts, StoreTrial
+from spark_hvd.runner.doctor_gpu_checks import Assigned, check_gpus
+from spark_hvd.runner.doctor_host_checks import (
+    check_clocks,
+    check_names,
+    check_packages,
+    check_python,
+    check_resources,
+    check_store,
+)
+from spark_hvd.runner.doctor_jobs import PROBE, Gathered, Ways, gather, spark_facts, try_network
+from spark_hvd.runner.doctor_network_checks import check_allreduce, check_driver_ways, check_rank_ways
+from spark_hvd.runner.doctor_spark_checks import SparkFacts, check_spark
+from spark_hvd.runner.launch import run
+from spark_hvd.runner.report import Finding, Level, Report
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_log = logging.getLogger(__name__)
+_STORE_SECONDS = 30.0
+_IMPORT_SECONDS = 60.0
+_START_SECONDS = 90.0
+_COLLECTIVE_SECONDS = 30.0
+_TASKS_NEED = ("spark_hvd", "zmq", "psutil", "cloudpickle")
+
+
+class StoreLike(Protocol):
+    """What has the URL and fsspec options of a store, as ``spark_hvd.estimators.Store`` does."""
+
+    @property
+    def url(self) -> str: ...  # noqa: D102
+
+    @property
+    def storage_options(self) -> Mapping[str, Any]: ...  # noqa: D102
+
+
+def doctor(
+    spark: SparkSession | None = None,
+    num_proc: int | None = None,
+    *,
+    store: str | StoreLike | None = None,
+    gpus_per_proc: float | None = None,
+    backend: str | None = None,
+    interfaces: Sequence[str] = (),
+    ports: str | None = None,
+    seconds: float = 3.0,
+) -> Report:
+    """Examine whether ``run(num_proc=num_proc)`` will work on this Spark application.
+
+    Settings, slots, GPUs; Python, packages, memory and disks on the driver and every executor host; who can connect to
+    whom; the store; and how fast the ranks all-reduce. A check that breaks is a finding of its own, and none waits
+    without end: an application that is well takes about ten seconds, a sick one some minutes at most.
+
+    Args:
+        spark: The session; None for the active one.
+        num_proc: Ranks that the run will have; None for every slot.
+        store: The store of an estimator, or its URL: it is written and read on every host.
+        gpus_per_proc: As the run will have it.
+        backend: As the run will have it; "mpi" makes mpi4py and its library necessary.
+        interfaces: As the run will have it.
+        ports: As the run will have it.
+        seconds: How long all-reduces are timed, for the whole world and again for all pairs of hosts.
+
+    Returns:
+        The report: print it, or leave it as the last line of a notebook cell. ``report.ok`` is False if a run fails.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        ClusterError: there is no session.
+    """
+    RunConfig(num_proc=num_proc, backend=backend, interfaces=interfaces, ports=ports)
+    if not seconds > 0:
+        raise ValueError(f"seconds={seconds!r}: expected a number above 0")
+    session = on_spark.active_session(spark)
+    examination = _Examination(session, num_proc, store, gpus_per_proc, backend, interfaces, ports, seconds)
+    return examination.report()
+
+
+class _Examination:
+    """One examination: each step looks, and what it sees becomes findings; a step that breaks becomes one itself."""
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        num_proc: int | None,
+        store: str | StoreLike | None,
+        gpus_per_proc: float | None,
+        backend: str | None,
+        interfaces: Sequence[str],
+        ports: str | None,
+        seconds: float,
+    ) -> None:
+        self._spark = spark
+        self._asked = num_proc
+        self._gpus_per_proc = gpus_per_proc
+        self._backend = backend
+        self._interfaces = interfaces
+        self._port_text = ports
+        self._ports = None if ports is None else PortRange.parse(ports)
+        self._seconds = seconds
+        self._store = None if store is None else _StoreTrials(store)
+        self._findings: list[Finding] = []
+        self._driver: HostFacts | None = None
+        self._gathered = Gathered()
+        self._ways = Ways()
+
+    def report(self) -> Report:
+        start = time.monotonic()
+        facts = self._step("settings", lambda: spark_facts(self._spark, self._asked))
+        if facts is not None:
+            self._add("settings", lambda: check_spark(facts))
+            tasks = facts.slots or facts.asked or 1
+            try:
+                self._step("executors", lambda: self._look(facts, tasks))
+            finally:
+                if self._store is not None:
+                    self._step("store", self._store.clean)
+            self._judge_hosts()
+            ranks = min(tasks, facts.asked or tasks)
+            if self._can_run(facts):
+                self._step("rank to rank", lambda: self._connect(ranks))
+                self._judge_network(facts, ranks)
+                if not any(f.check == "rank to rank" and f.level is Level.ERROR for f in self._findings):
+                    self._reduce(ranks)
+        asked = "every slot" if self._asked is None else f"num_proc={self._asked}"
+        master = "unknown master" if facts is None else f"{facts.master}, Spark {facts.version}"
+        return Report(f"{asked} on {master}", tuple(self._findings), time.monotonic() - start)
+
+    def _step(self, check: str, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except Exception as error:
+            _log.debug("the doctor's check of %s broke", check, exc_info=True)
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            text = str(error).strip().splitlines() or [""]
+            self._findings.append(
+                Finding(
+                    check,
+                    Level.ERROR,
+                    f"this check broke: {type(error).__name__}: {text[0][:400]}",
+                    f"A defect of the doctor, or of what it met ({last.filename}:{last.lineno}); please report it",
+                )
+            )
+            return None
+
+    def _add(self, check: str, findings: Callable[[], Iterable[Finding]]) -> None:
+        self._step(check, lambda: self._findings.extend(findings()))
+
+    def _look(self, facts: SparkFacts, tasks: int) -> None:
+        dirs = facts.get("spark.local.dir").split(",") if facts.get("spark.local.dir") else []
+        trial = None if self._store is None else self._step("store", self._store.begin)
+
+        def look_here() -> None:
+            self._driver = doctor_facts.look(PROBE, dirs, seconds=_IMPORT_SECONDS)
+
+        self._gathered = gather(self._spark, tasks, dirs, trial, look_here)
+        self._findings += self._gathered.problems
+
+    def _judge_hosts(self) -> None:
+        driver, hosts = self._driver, self._gathered.hosts
+        if driver is None or not hosts:
+            return
+        self._add("Python", lambda: check_python(driver, hosts))
+        self._add("packages", lambda: check_packages(driver, hosts, self._backend))
+        self._add("host names", lambda: check_names(hosts))
+        store = self._store
+        if store is not None:
+            trials = {host.name: host.store for host in hosts if host.store is not None}
+            self._add("store", lambda: check_store(store.url, store.driver, trials))
+
+    def _can_run(self, facts: SparkFacts) -> bool:
+        """Whether it makes sense to start a barrier stage; what would stop one is among the findings already."""
+        lacking = any(host.packages[name].version is None for host in self._gathered.hosts for name in _TASKS_NEED)
+        refused = any(f.check == "dynamic allocation" and f.level is Level.ERROR for f in self._findings)
+        if facts.slots == 0 or refused or lacking or not self._gathered.hosts:
+            self._findings.append(
+                Finding("network", Level.WARNING, "not tried: no ranks can start, see above", "Mend the errors first")
+            )
+            return False
+        return True
+
+    def _connect(self, ranks: int) -> None:
+        self._ways = try_network(self._spark, ranks, self._ports, self._interfaces)
+        self._findings += self._ways.problems
+
+    def _judge_network(self, facts: SparkFacts, ranks: int) -> None:
+        ways, hosts = self._ways, self._gathered.hosts
+        on_host = Counter(task.key for task in ways.tasks)
+        for host in hosts:
+            self._add("resources", partial(check_resources, host, on_host[host.key], self._asked or ranks))
+        assigned = [Assigned(task.partition, task.key, task.name, task.gpus) for task in ways.tasks]
+        self._add("GPUs", lambda: check_gpus(facts, hosts, assigned, self._backend, self._gpus_per_proc))
+        if ways.tasks:
+            if not facts.connect:
+                self._add("executor to driver", lambda: check_driver_ways(ways.driver, ways.tasks, ways.back))
+            self._add("rank to rank", lambda: check_rank_ways(ways.tasks, self._ports))
+            ahead = {t.name: t.driver.ahead for t in ways.tasks if t.driver is not None and t.driver.error is None}
+            self._add("clock", lambda: check_clocks(ahead))
+
+    def _reduce(self, ranks: int) -> None:
+        """Time all-reduces in runs like any other; NCCL in one of its own, so that its failure takes nothing along."""
+        torch = [host.packages["torch"] for host in self._gathered.hosts]
+        if any(package.version is None for package in torch):
+            return
+        cuda = all(package.detail["devices"] and package.detail["nccl"] for package in torch)
+        transports = [self._backend] if self._backend else ["gloo", "nccl"] if cuda else ["gloo"]
+        for transport in transports:
+            self._add("all-reduce", partial(self._judge_speed, ranks, transport))
+
+    def _judge_speed(self, ranks: int, transport: str) -> list[Finding]:
+        return list(check_allreduce(self._measured(ranks, transport)))
+
+    def _measured(self, ranks: int, transport: str) -> list[Measured]:
+        optional: dict[str, Any] = {"gpus_per_proc": self._gpus_per_proc} if self._gpus_per_proc is not None else {}
+        try:
+            return run(
+                measure,
+                args=(self._seconds, transport),
+                num_proc=ranks,
+                spark=self._spark,
+                backend=self._backend,
+                interfaces=self._interfaces,
+                ports=self._port_text,
+                start_timeout=_START_SECONDS,
+                timeout=10 * self._seconds + 60,
+                collective_timeout=_COLLECTIVE_SECONDS,
+                verbose=0,
+                **optional,
+            )[0]
+        except Exception as error:
+            self._findings.append(
+                Finding(
+                    "all-reduce",
+                    Level.ERROR,
+                    f"{ranks} ranks over {transport}: {str(error).strip()[:1000]}",
+                    f"spark_hvd.run(lambda: 1, num_proc={ranks})   # shows the whole error",
+                )
+            )
+            return []
+
+
+class _StoreTrials:
+    """The store tried on the driver first, whose file every host then looks for."""
+
+    def __init__(self, store: str | StoreLike) -> None:
+        self.url = store if isinstance(store, str) else store.url
+        self._options = {} if isinstance(store, str) else dict(store.storage_options)
+        self._folder = f".spark_hvd-doctor-{uuid.uuid4().hex[:12]}"
+        self.driver = StoreTrial()
+
+    def _arguments(self, name: str, expect: str | None, leave: bool) -> dict[str, Any]:
+        common = {"url": self.url, "options": self._options, "folder": self._folder}
+        return {**common, "name": name, "expect": expect, "leave": leave}
+
+    def begin(self) -> dict[str, Any] | None:
+        """Try it here; returns what hosts are to do, or None if there is no use."""
+        self.driver = doctor_facts.try_store(PROBE, self._arguments("driver", None, True), _STORE_SECONDS)
+        if self.driver.failed_step is not None:
+            return None
+        return self._arguments(socket.gethostname(), "driver", False)
+
+    def clean(self) -> None:
+        """Remove everything that the trials have left."""
+        if self.driver.existed is not None:
+            common = {"url": self.url, "options": self._options, "folder": self._folder}
+            doctor_facts.clean_store(PROBE, {**common, "existed": self.driver.existed}, _STORE_SECONDS)

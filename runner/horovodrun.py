@@ -1,0 +1,125 @@
+"""The options of ``horovodrun``: which become variables of the ranks, and why others have no place here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+
+@dataclass(frozen=True, slots=True)
+class _Tuning:
+    """An option that becomes one of Horovod's variables, which the core reads.
+
+    Attributes:
+        variable: Its name.
+        kind: The type of the option's value; None for a flag.
+        meaning: The line in ``--help``.
+        text: From the value to the variable's text.
+    """
+
+    variable: str
+    kind: Any
+    meaning: str
+    text: Callable[[Any], str] = str
+
+
+def _flag(value: bool) -> str:
+    return "1" if value else "0"
+
+
+TUNING: Mapping[str, _Tuning] = {
+    "--fusion-threshold-mb": _Tuning(
+        "HOROVOD_FUSION_THRESHOLD", int, "MiB up to which collectives travel together.", lambda mb: str(mb << 20)
+    ),
+    "--cache-capacity": _Tuning("HOROVOD_CACHE_CAPACITY", int, "Names that are negotiated by a bit."),
+    "--timeline-filename": _Tuning("HOROVOD_TIMELINE", str, "Record a timeline to this file, on rank 0's host."),
+    "--timeline-mark-cycles": _Tuning("HOROVOD_TIMELINE_MARK_CYCLES", None, "Mark rounds of decisions in it.", _flag),
+    "--autotune": _Tuning("HOROVOD_AUTOTUNE", None, "Tune bucket sizes in the first steps.", _flag),
+    "--autotune-log-file": _Tuning("HOROVOD_AUTOTUNE_LOG", str, "CSV file of what was tried."),
+    "--autotune-warmup-samples": _Tuning("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", int, "Samples that do not count."),
+    "--autotune-steps-per-sample": _Tuning("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", int, "Steps of a sample."),
+    "--autotune-bayes-opt-max-samples": _Tuning("HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", int, "Samples at most."),
+    "--no-stall-check": _Tuning("HOROVOD_STALL_CHECK_DISABLE", None, "Do not say which ranks are waited for.", _flag),
+    "--stall-check-warning-time-seconds": _Tuning(
+        "HOROVOD_STALL_CHECK_TIME_SECONDS", float, "When to say which ranks a collective waits for."
+    ),
+    "--stall-check-shutdown-time-seconds": _Tuning(
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", float, "When such a collective fails; 0 for never."
+    ),
+}
+"""Those that mean something here."""
+
+_SPARK_PLACES = (
+    "Spark decides on which hosts ranks run. Use --master spark://host:7077, yarn or k8s://..., with --conf "
+    "spark.executor.instances and spark.executor.cores; without --master, ranks run on this machine."
+)
+_NO_SSH = "No ssh is used: Spark's executors start the ranks. Leave it out."
+_NOT_BOUND = "Ranks are not bound to cores; set --env OMP_NUM_THREADS=n and --conf spark.task.cpus=n."
+_ELASTIC = "The number of ranks does not change during a run: give -np alone."
+_ALWAYS = "There is nothing to choose: see docs/collectives.md for what is done on one host and between hosts."
+
+REFUSED: Mapping[tuple[str, ...], tuple[int, str]] = {
+    ("-H", "--hosts"): (1, _SPARK_PLACES),
+    ("-hostfile", "--hostfile"): (1, _SPARK_PLACES),
+    ("--host-discovery-script",): (1, _SPARK_PLACES),
+    ("-p", "--ssh-port"): (1, _NO_SSH),
+    ("-i", "--ssh-identity-file"): (1, _NO_SSH),
+    ("--min-np", "--min-num-proc"): (1, _ELASTIC),
+    ("--max-np", "--max-num-proc"): (1, _ELASTIC),
+    ("--slots-per-host", "--slots"): (1, _SPARK_PLACES),
+    ("--elastic-timeout",): (1, _ELASTIC),
+    ("--reset-limit",): (1, _ELASTIC),
+    ("--blacklist-cooldown-range",): (2, _ELASTIC),
+    ("--jsrun",): (0, "There is no jsrun here: use --backend mpi, or --backend gloo."),
+    ("--mpi-args",): (1, "MPI is started without mpirun: set its variables by --env, such as --env FI_PROVIDER=tcp."),
+    ("--binding-args",): (1, _NOT_BOUND),
+    ("--thread-affinity",): (1, _NOT_BOUND),
+    ("--tcp",): (0, "Use --env FI_PROVIDER=tcp with --backend mpi."),
+    ("--num-nccl-streams",): (1, "torch decides on NCCL's streams. Leave it out."),
+    ("--gloo-timeout-seconds",): (1, "Use --start-timeout for meeting, --collective-timeout for collectives."),
+    ("--cycle-time-ms",): (1, "Nothing happens in cycles here. Leave it out."),
+    ("--hierarchical-allreduce",): (0, _ALWAYS),
+    ("--hierarchical-allgather",): (0, _ALWAYS),
+    ("--torus-allreduce",): (0, _ALWAYS),
+    ("--mpi-threads-disable",): (0, "MPI is always used from one thread at a time. Leave it out."),
+    ("--output-filename",): (1, "Every line has its rank in front: redirect this program's output instead."),
+    ("--config-file",): (1, "Put options into a shell script, and settings of Spark into its spark-defaults.conf."),
+    ("--disable-cache",): (0, "Nothing is cached between runs. Leave it out."),
+    ("--log-level",): (1, "Use --verbose, or logging in the script."),
+}
+"""Options, the number of values that they take, and what to do instead."""
+
+
+def tuning_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of TUNING to a click command; their values arrive as keyword arguments."""
+    for name, tuning in reversed(list(TUNING.items())):
+        flag = {"is_flag": True, "default": None} if tuning.kind is None else {"type": tuning.kind}
+        command = click.option(name, help=tuning.meaning, **flag)(command)
+    return command
+
+
+def tuning_env(values: Mapping[str, Any]) -> dict[str, str]:
+    """The variables of those options that were given; takes them out of what click passed."""
+    given = {name: values[name.lstrip("-").replace("-", "_")] for name in TUNING}
+    return {TUNING[name].variable: TUNING[name].text(value) for name, value in given.items() if value is not None}
+
+
+def refused_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add hidden options that say why they have no place here."""
+    for names, (values, reason) in REFUSED.items():
+        kind: dict[str, Any] = {"is_flag": True} if values == 0 else {"nargs": values}
+        command = click.option(
+            *names, hidden=True, expose_value=False, callback=_refuse(names[0], reason), is_eager=True, **kind
+        )(command)
+    return command
+
+
+def _refuse(name: str, reason: str) -> Callable[[click.Context, click.Parameter, Any], None]:
+    def callback(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+        if value:
+            raise click.UsageError(f"{name}: {reason}", context)
+
+    return callback

@@ -1,0 +1,66 @@
+"""What MPI's process manager starts in a rank's place: it hands over what the rank needs, and waits for its end.
+
+MPICH's proxies start programs and give each an open connection (PMI_FD) over which MPI_Init finds its peers. Our ranks
+come from a fork server, with torch imported and their supervisor watching. So the proxy starts this instead, which
+passes the connection and the environment to the supervisor (SCM_RIGHTS over a Unix socket), and ends with the exit
+code that the supervisor tells it. It is started as a plain file, without site-packages: it must be quick.
+
+``mpi_shim.py guard PROGRAM ARGS...`` runs a program that is killed when the process which asked for it ends.
+``mpi_shim.py agent HOST COMMAND...`` takes the place of ssh for Open MPI: it prints what is wanted, as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+
+TOKEN = "SPARK_HVD_MPI_TOKEN"
+LAUNCH = "SPARK_HVD_LAUNCH:"
+_PASSED = ("PMI", "MPI", "OMPI", "PRTE", "OPAL")
+_PR_SET_PDEATHSIG = 1
+
+
+def address(token: str, rank: int) -> str:
+    """Where the supervisor of a rank listens: a name in Linux's abstract namespace, so that no file is left behind."""
+    return f"\0spark_hvd-mpi-{token}-{rank}"
+
+
+def main(environment: dict[str, str]) -> int:
+    """Hand over, and wait; returns the exit code."""
+    _die_with_parent()
+    rank = int(environment.get("PMI_RANK") or environment["OMPI_COMM_WORLD_RANK"])
+    passed = {key: value for key, value in environment.items() if key.startswith(_PASSED)}
+    fds = [int(environment["PMI_FD"])] if "PMI_FD" in environment else []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as supervisor:
+        supervisor.connect(address(environment[TOKEN], rank))
+        socket.send_fds(supervisor, [json.dumps(passed).encode()], fds)
+        for fd in fds:
+            os.close(fd)  # the proxy is to notice when the rank closes its own
+        code = supervisor.recv(16)
+    return int(code) if code else 1  # nothing: the supervisor is gone
+
+
+def guard(command: list[str]) -> None:
+    """Become another program, which the kernel kills when our parent ends."""
+    _die_with_parent()
+    os.execvp(command[0], command)
+
+
+def _die_with_parent() -> None:
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before we could ask
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["guard"]:
+        guard(sys.argv[2:])
+    if sys.argv[1:2] == ["agent"]:
+        print(LAUNCH + json.dumps([sys.argv[2], " ".join(sys.argv[3:]).strip()]), flush=True)
+        sys.exit(0)
+    sys.exit(main(dict(os.environ)))

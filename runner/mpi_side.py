@@ -1,0 +1,224 @@
+"""One supervisor's part in bringing up MPI: rank 0's runs mpiexec, the first of each host its proxy, each takes a shim.
+
+    rank 0's supervisor      mpiexec prints a command a host  ->  the hub passes each to the host's first supervisor
+    a host's first           runs its proxy, which connects to mpiexec and starts a shim for each rank
+    every supervisor         takes its rank's connection from the shim, and tells it at the end with what code to exit
+
+Processes that mpiexec cannot see to are ours to end: shims with their rank, then proxies, then mpiexec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from spark_hvd.layout import RankInfo, WorldLayout
+from spark_hvd.ports import PortRange
+from spark_hvd.runner import mpich, openmpi
+from spark_hvd.runner.forkserver import same_user
+from spark_hvd.runner.hub import Link
+from spark_hvd.runner.mpi_shim import LAUNCH, address
+from spark_hvd.runner.network import Address
+from spark_hvd.runner.process_manager import MpiMissingError, ProcessManager, counts_by_host, guarded, manager_env
+
+MANAGERS: dict[str, ProcessManager] = {"mpich": mpich, "openmpi": openmpi}
+
+_END_SECONDS = 2.0
+_LINES_KEPT = 40
+
+
+@dataclass(frozen=True, slots=True)
+class MpiPlan:
+    """What a supervisor knows of MPI.
+
+    Attributes:
+        layout: All ranks.
+        kind: "mpich" or "openmpi".
+        token: Names the Unix sockets of the run's supervisors.
+        address: By which other ranks reach this host.
+        ports: Where mpiexec may listen; None for any.
+    """
+
+    layout: WorldLayout
+    kind: str
+    token: str = field(repr=False)
+    address: Address
+    ports: PortRange | None
+
+    @property
+    def manager(self) -> ProcessManager:
+        """The process manager of this MPI."""
+        return MANAGERS[self.kind]
+
+    @staticmethod
+    def new_token() -> str:
+        """One for a run."""
+        return secrets.token_hex(16)
+
+
+class MpiSide:
+    """See the module's description. Its files are polled by the supervisor, on whose thread everything here runs.
+
+    Args:
+        plan: What is known beforehand.
+        me: The rank.
+        link: Connection to the hub.
+        on_failed: Told why MPI cannot come up or go on, and whether that may be the echo of another's failure.
+
+    Raises:
+        MpiMissingError: Its programs are not installed here.
+    """
+
+    def __init__(self, plan: MpiPlan, me: RankInfo, link: Link, on_failed: Callable[[str, bool], None]) -> None:
+        self.handlers: dict[int, Callable[[], None]] = {}
+        """What to call when a file descriptor can be read."""
+        self.variables: dict[str, str] | None = None
+        """What MPI_Init needs in the rank's environment, once its shim has come; PMI_FD aside."""
+        self._plan, self._me, self._link, self._on_failed = plan, me, link, on_failed
+        self._fds: list[int] = []
+        self._shim: socket.socket | None = None
+        self._programs: list[_Program] = []
+        self._launched = False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(address(plan.token, me.rank))
+        self._listener.listen()
+        self.handlers[self._listener.fileno()] = self._take_shim
+        try:
+            if me.rank == 0:
+                command = plan.manager.manager_command(plan.layout, plan.address, plan.ports)
+                self._start("mpiexec", command, self._on_launch_line)
+        except MpiMissingError:
+            self.close(1)
+            raise
+
+    def start_proxy(self, arguments: Sequence[str]) -> None:
+        """Run this host's proxy, as mpiexec has asked for it."""
+        plan = self._plan
+        try:
+            command = plan.manager.host_command(arguments, plan.address.interface)
+            self._start("MPI's proxy", command, lambda _: None)
+        except MpiMissingError as error:
+            self._on_failed(str(error), False)
+
+    def send_fds(self, rank: socket.socket) -> None:
+        """Pass the connection to the process manager on to the rank, after its variables have been sent."""
+        if self._fds:
+            socket.send_fds(rank, [b"\0"], self._fds)
+            self._close_fds()
+
+    def close(self, exit_code: int) -> None:
+        """End what is left of the process manager here; the rank has ended.
+
+        Args:
+            exit_code: What the manager is told of the rank.
+        """
+        self._listener.close()
+        if self._shim is not None:
+            with contextlib.suppress(OSError):
+                self._shim.send(str(exit_code).encode())
+            self._shim.close()
+        self._close_fds()
+        for program in reversed(self._programs):  # a proxy before mpiexec, which waits for it
+            program.end()
+        self.handlers.clear()
+
+    def _start(self, name: str, command: Sequence[str], on_line: Callable[[list[str]], None]) -> None:
+        env = manager_env(os.environ, self._plan.token)
+        program = _Program(name, guarded(command), env)
+        self._programs.append(program)
+
+        def read() -> None:
+            if program.read():
+                on_line(program.lines)
+            else:
+                del self.handlers[program.fd]
+                self._on_failed(f"{name} on host {self._me.host} {program.ending()}", program.ended_well)
+
+        self.handlers[program.fd] = read
+
+    def _on_launch_line(self, lines: Sequence[str]) -> None:
+        hosts = counts_by_host(self._plan.layout)
+        proxies = None if self._launched else self._plan.manager.read_launch(lines, len(hosts))
+        if proxies is None:
+            return
+        self._launched = True
+        for (first, _), arguments in zip(hosts, proxies, strict=True):
+            self._link.send("relay", to=first, body={"type": "proxy", "arguments": arguments})
+
+    def _take_shim(self) -> None:
+        shim, _ = self._listener.accept()
+        if not same_user(shim) or self._shim is not None:
+            shim.close()
+            return
+        text, self._fds, _, _ = socket.recv_fds(shim, 1 << 16, 1)
+        self.variables = json.loads(text)
+        self._shim = shim
+        self.handlers[shim.fileno()] = self._shim_ended
+
+    def _shim_ended(self) -> None:
+        assert self._shim is not None
+        del self.handlers[self._shim.fileno()]
+        # The manager kills all shims when one rank has gone: whose, the others' supervisors report.
+        self._on_failed("MPI's process manager has ended this rank's part", True)
+
+    def _close_fds(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+class _Program:
+    """mpiexec or a proxy."""
+
+    def __init__(self, name: str, command: Sequence[str], env: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        assert self._process.stdout is not None
+        self.fd = self._process.stdout.fileno()
+        self._partial = b""
+        self._lines: deque[str] = deque(maxlen=_LINES_KEPT) if name != "mpiexec" else deque()
+
+    @property
+    def lines(self) -> list[str]:
+        """What it has printed, by line."""
+        return list(self._lines)
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether it left with code 0, as it also does when a rank has died elsewhere."""
+        return self._process.poll() == 0
+
+    def read(self) -> bool:
+        """Take what it has printed; False when there will be no more."""
+        data = os.read(self.fd, 1 << 16)
+        *whole, self._partial = (self._partial + data).split(b"\n")
+        self._lines.extend(line.decode(errors="replace") for line in whole)
+        return bool(data)
+
+    def ending(self) -> str:
+        """How it ended, in words, and what it said last."""
+        try:
+            code = self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "closed its output"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        said = [line for line in self.lines if not line.startswith(("HYDRA_LAUNCH", LAUNCH))][-5:]
+        return how + (f": {' / '.join(said)}" if said else "")
+
+    def end(self) -> None:
+        """Wait for its end for a moment, then kill it; it ignores SIGTERM."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()

@@ -1,0 +1,138 @@
+"""What the doctor found, as a table for the terminal, HTML for a notebook, or JSON."""
+
+from __future__ import annotations
+
+import html
+import json
+import shutil
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+_COLORS = {"OK": "#2e7d32", "warning": "#b26a00", "error": "#c62828"}
+
+
+class Level(str, Enum):
+    """How much a finding matters."""
+
+    OK = "OK"
+    WARNING = "warning"  # runs work, but slower or less safely than they could
+    ERROR = "error"  # a run will fail
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was examined.
+
+    Attributes:
+        check: What was examined, in a word or two.
+        level: OK, warning or error.
+        found: What there is, with hosts, values and settings by name.
+        remedy: What to do about it, as a setting or a command to copy; empty when all is well.
+    """
+
+    check: str
+    level: Level
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings of one examination; prints as a table, and shows as one in a notebook.
+
+    Attributes:
+        subject: What was examined: the ranks asked for and the Spark master.
+        findings: In the order of the checks.
+        seconds: How long it took.
+    """
+
+    subject: str
+    findings: tuple[Finding, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no error; there may be warnings."""
+        return not self.errors
+
+    @property
+    def errors(self) -> list[Finding]:
+        """The findings that make a run fail."""
+        return [finding for finding in self.findings if finding.level is Level.ERROR]
+
+    @property
+    def warnings(self) -> list[Finding]:
+        """The findings that make a run worse than it could be."""
+        return [finding for finding in self.findings if finding.level is Level.WARNING]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain data: ``ok``, ``subject``, ``seconds``, and ``findings`` as a list of dictionaries."""
+        findings = [{**asdict(finding), "level": finding.level.value} for finding in self.findings]
+        return {"ok": self.ok, "subject": self.subject, "seconds": round(self.seconds, 3), "findings": findings}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """:meth:`as_dict` as JSON text."""
+        return json.dumps(self.as_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        return self.table(shutil.get_terminal_size((120, 24)).columns)
+
+    def table(self, width: int) -> str:
+        """The report as text, at most ``width`` columns wide where no single word is longer."""
+        column = max((len(finding.check) for finding in self.findings), default=0) + 2
+        level = max(len(each.value) for each in Level) + 2
+        lines = [f"spark_hvd doctor: {self.subject}", ""]
+        for finding in self.findings:
+            head = f"{finding.level.value:<{level}}{finding.check:<{column}}"
+            lines += _wrapped(finding.found, head, " " * len(head), width)
+            for remedy in finding.remedy.splitlines():
+                lines += _wrapped(remedy, " " * len(head) + "-> ", " " * (len(head) + 3), width)
+        return "\n".join([*lines, "", self._verdict()])
+
+    def _verdict(self) -> str:
+        counts = Counter(finding.level for finding in self.findings)
+        parts = [f"{counts[Level.OK]} OK", count(counts[Level.WARNING], "warning"), count(counts[Level.ERROR], "error")]
+        names = ", ".join(dict.fromkeys(finding.check for finding in self.errors))
+        verdict = f"A run will not work as it is: see {names}." if names else "A run will work."
+        return f"{', '.join(parts)} in {self.seconds:.1f} s. {verdict}"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(_html_row(finding) for finding in self.findings)
+        return (
+            f"<div><b>spark_hvd doctor</b>: {html.escape(self.subject)}"
+            "<table><thead><tr><th>level</th><th>check</th><th>found</th><th>remedy</th></tr></thead>"
+            f"<tbody>{rows}</tbody></table>{html.escape(self._verdict())}</div>"
+        )
+
+
+def _html_row(finding: Finding) -> str:
+    level = finding.level.value
+    remedy = "<br>".join(f"<code>{html.escape(line)}</code>" for line in finding.remedy.splitlines())
+    cells = [
+        f'<td style="color:{_COLORS[level]};font-weight:bold">{level}</td>',
+        f"<td>{html.escape(finding.check)}</td>",
+        f'<td style="text-align:left">{html.escape(finding.found)}</td>',
+        f'<td style="text-align:left">{remedy}</td>',
+    ]
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _wrapped(text: str, first: str, rest: str, width: int) -> Sequence[str]:
+    # Settings and commands are there to be copied: a line breaks between words only.
+    return textwrap.wrap(
+        text,
+        max(width, len(first) + 30),
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [first.rstrip()]
+
+
+def count(number: int, noun: str) -> str:
+    """The number and the noun: 1 host, 2 hosts."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,110 @@
+"""A Python script, or module, run as ``__main__`` on a rank: what ``spark-hvd run train.py`` sends to the ranks.
+
+The script's text travels, so it need not exist on the ranks' hosts. What it imports has to: see ``--py-files``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import runpy
+import sys
+import tokenize
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+class ScriptExitError(Exception):
+    """The script called ``sys.exit`` with something other than success.
+
+    Attributes:
+        code: The exit code, 1 to 255.
+    """
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"the script called sys.exit({self.code})"
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What to run.
+
+    Attributes:
+        name: Complete path of the script, or the name of a module.
+        arguments: ``sys.argv`` after the script's name.
+        folder: Goes to the front of ``sys.path`` on hosts that have it.
+        text: The script's source; None for a module, which every host has to have.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    folder: str
+    text: str | None = field(repr=False)
+
+    @classmethod
+    def read(cls, path: str, arguments: Sequence[str]) -> Script:
+        """Read a script.
+
+        Raises:
+            OSError: it cannot be read.
+            SyntaxError: it is no Python of this version.
+        """
+        path = os.path.abspath(path)
+        with tokenize.open(path) as file:
+            text = file.read()
+        compile(text, path, "exec", dont_inherit=True)  # a typing error shows before anything is started
+        return cls(path, tuple(arguments), os.path.dirname(path), text)
+
+    @classmethod
+    def module(cls, name: str, arguments: Sequence[str]) -> Script:
+        """A module that is run as ``python -m`` does."""
+        return cls(name, tuple(arguments), os.getcwd(), None)
+
+
+def run_script(script: Script) -> None:
+    """Run a script as ``__main__`` in this process.
+
+    Raises:
+        ScriptExitError: it called ``sys.exit`` with something other than 0 or None.
+        Exception: what it raises.
+    """
+    sys.argv = [script.name, *script.arguments]
+    if os.path.isdir(script.folder):
+        sys.path.insert(0, script.folder)
+    try:
+        if script.text is None:
+            runpy.run_module(script.name, run_name="__main__", alter_sys=True)
+        else:
+            _run_text(script.name, script.text)
+    except SystemExit as left:
+        code = exit_code(left.code)
+        if code:
+            # with its traceback, so that the report shows where the script left
+            raise ScriptExitError(code).with_traceback(left.__traceback__) from None
+
+
+def _run_text(path: str, text: str) -> None:
+    main = types.ModuleType("__main__")
+    main.__file__ = path
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main  # pickle and multiprocessing look there for what the script defines
+    # Tracebacks show the script's lines also on hosts that do not have the file.
+    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+    exec(compile(text, path, "exec", dont_inherit=True), main.__dict__)
+
+
+def exit_code(code: object) -> int:
+    """The exit code that Python itself would make of ``sys.exit(code)``; text is written to stderr."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    with contextlib.suppress(OSError):
+        print(code, file=sys.stderr, flush=True)
+    return 1

@@ -1,0 +1,113 @@
+"""The ranks of one Spark task, or of this machine: they meet the others, and are supervised at the same time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from spark_hvd.runner.hub import Link
+from spark_hvd.runner.outcome import Packed
+from spark_hvd.runner.processes import ForkServer
+from spark_hvd.runner.silence import BEAT, HUB_PATIENCE
+from spark_hvd.runner.supervise import RankJob, supervise
+
+_CONNECT_WAIT = 8.0
+"""Seconds to reach the driver's hub; less than the hub's own patience with missing tasks (FALLBACK_AFTER)."""
+
+
+class LostError(RuntimeError):
+    """This rank was stopped because others, or the hub, were not heard of any more."""
+
+
+class RefusedError(RuntimeError):
+    """The hub will not have this task run fn."""
+
+
+def meet(links: Sequence[Link], attempt: int, start_timeout: float) -> bool:
+    """Say hello to the hub for each rank of this task, and wait until every rank of the run has.
+
+    Returns:
+        False when the ranks have to meet elsewhere because some of them cannot reach this hub; the links are closed.
+
+    Raises:
+        RefusedError: the task was started a second time, or the run has been stopped.
+    """
+    connected = [link.wait_connected(min(_CONNECT_WAIT, start_timeout)) for link in links]
+    if not all(connected):
+        for link in links:
+            link.close(discard=True)
+        return False
+    for link in links:
+        link.hello(attempt)
+    answers = {_answer(link, attempt, start_timeout) for link in links}
+    if answers == {"met"}:
+        return True
+    for link in links:
+        if "stop" in answers:
+            link.send("gone")
+        link.close()
+    if answers == {"fallback"}:
+        return False
+    ranks = ", ".join(str(link.rank) for link in links)
+    raise RefusedError(f"rank {ranks} does not start: the run was stopped before all ranks had met ({answers}).")
+
+
+def _answer(link: Link, attempt: int, start_timeout: float) -> str:
+    message, deadline = None, time.monotonic() + start_timeout
+    while message is None and time.monotonic() < deadline and link.hub_silence() < HUB_PATIENCE:
+        message = link.wait(BEAT)
+    if message is None:
+        return "nothing"
+    if message["type"] == "refuse":
+        link.close()
+        raise RefusedError(
+            f"Spark started the task of rank {link.rank} a second time (task attempts {message['first_attempt']} and "
+            f"{attempt}). fn is never run twice unasked, because it may have had effects. Start the run again."
+        )
+    return str(message["type"])
+
+
+def supervise_all(
+    jobs: Sequence[RankJob],
+    links: Sequence[Link],
+    server: ForkServer,
+    on_lines: Callable[[str, list[str]], None] | None = None,
+) -> list[Packed]:
+    """Run ranks to their end, all at the same time; see :func:`spark_hvd.runner.supervise.supervise`.
+
+    Args:
+        jobs: What to run.
+        links: The ranks' connections to the hub, in the same order.
+        server: Where the processes are forked.
+        on_lines: Where output goes (stream, lines) if not to the hub.
+
+    Returns:
+        Their outcomes, in the same order.
+    """
+    if len(jobs) == 1:
+        return [supervise(jobs[0], links[0], server, on_lines)]
+    done: dict[int, Packed | BaseException] = {}
+
+    def one(job: RankJob, link: Link) -> None:
+        try:
+            done[job.me.rank] = supervise(job, link, server, on_lines)
+        except BaseException as error:  # a defect of ours: raised below, when the other ranks have been stopped
+            done[job.me.rank] = error
+            link.send("ended", ok=False, echo=False)
+
+    threads = [
+        threading.Thread(target=one, args=pair, name=f"spark_hvd-rank-{pair[0].me.rank}", daemon=True)
+        for pair in zip(jobs, links, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    outcomes = []
+    for job in jobs:
+        outcome = done[job.me.rank]
+        if isinstance(outcome, BaseException):
+            raise outcome
+        outcomes.append(outcome)
+    return outcomes

@@ -1,0 +1,84 @@
+"""Facts of an application that is well, to be changed in one point by each test of the doctor's checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from spark_hvd.runner.doctor_facts import Disk, HostFacts, Package
+from spark_hvd.runner.doctor_network import Ping, TaskNetwork
+from spark_hvd.runner.doctor_spark_checks import SparkFacts
+from spark_hvd.runner.report import Finding, Level
+
+GIB = 1 << 30
+TORCH = {"cuda": None, "cuda_available": False, "devices": [], "gloo": True, "nccl": False, "nccl_version": None}
+
+
+def host(name: str = "a", **changes: Any) -> HostFacts:
+    versions = {"spark_hvd": "0.1.0", "numpy": "2.1.0", "pyarrow": "18.0.0", "cloudpickle": "3.1.2", "zmq": "27.0.0"}
+    packages = {package: Package(version) for package, version in versions.items()}
+    packages |= {name: Package("1.0") for name in ("psutil", "fsspec")}
+    packages["torch"] = Package("2.5.0+cpu", detail=dict(TORCH))
+    packages["mpi4py"] = Package("4.1.0", detail={"library": "MPICH Version:      4.3.0"})
+    facts = HostFacts(
+        key=f"key-{name}",
+        name=name,
+        python="3.11.7",
+        executable="/opt/python",
+        system="Linux x86_64",
+        packages=packages,
+        cores=4.0,
+        memory=16 * GIB,
+        memory_free=8 * GIB,
+        shm=Disk("/dev/shm", 8 * GIB, 8 * GIB),
+        disks=[Disk("/tmp", 100 * GIB, 50 * GIB)],
+        threads="1",
+        open_files=65536,
+        resolved=["10.0.0.1"],
+        interfaces={"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]},
+        visible_gpus=None,
+    )
+    return replace(facts, **changes)
+
+
+def with_package(facts: HostFacts, name: str, package: Package) -> HostFacts:
+    return replace(facts, packages={**facts.packages, name: package})
+
+
+def with_gpus(facts: HostFacts, count: int, built: str | None = "12.6") -> HostFacts:
+    detail = {**TORCH, "cuda": built, "devices": ["NVIDIA H200"] * count, "nccl": True}
+    return with_package(facts, "torch", Package("2.5.0", detail=detail))
+
+
+def application(master: str = "yarn", **changes: Any) -> SparkFacts:
+    settings = {"spark.master": master, "spark.executor.cores": "1", **changes.pop("settings", {})}
+    facts = SparkFacts(
+        version="4.0.0",
+        master=master,
+        local=master.startswith("local["),
+        connect=False,
+        slots=4,
+        asked=4,
+        busy=0,
+        result_bytes=GIB,
+        settings=settings,
+    )
+    return replace(facts, **changes)
+
+
+def task(partition: int, key: str = "a", **changes: Any) -> TaskNetwork:
+    facts = TaskNetwork(
+        partition, f"key-{key}", key, key, f"10.0.0.{partition}", 40000 + partition, driver=Ping(rtt=1e-4)
+    )
+    return replace(facts, **changes)
+
+
+def of(check: str, findings: Iterable[Finding]) -> Finding:
+    """The one finding of a check."""
+    (found,) = [finding for finding in findings if finding.check == check]
+    return found
+
+
+def levels(findings: Iterable[Finding]) -> set[Level]:
+    return {finding.level for finding in findings}

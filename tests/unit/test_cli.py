@@ -1,0 +1,193 @@
+"""What the command line understands, before anything is started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from spark_hvd import __version__
+from spark_hvd.launch_env import read_config
+from spark_hvd.runner import RankFailedError, local
+from spark_hvd.runner.check_build import describe
+from spark_hvd.runner.cli import exit_code_of, main
+from spark_hvd.runner.doctor_facts import Package
+from spark_hvd.runner.horovodrun import REFUSED, TUNING
+from spark_hvd.runner.outcome import Failed, FailureKind
+from spark_hvd.runner.script import Script, ScriptExitError, exit_code
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `run_local` was called with, instead of starting ranks."""
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(local, "run_local", lambda fn, **kwargs: seen.append(kwargs))
+    monkeypatch.delenv("PYSPARK_GATEWAY_PORT", raising=False)
+    return seen
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("import sys\n")
+    return str(path)
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+def test_version() -> None:
+    assert invoke("--version").output == f"spark-hvd, version {__version__}\n"
+
+
+def test_arguments_after_the_script_are_the_scripts(calls: list[dict[str, Any]], script: str) -> None:
+    done = invoke("run", "-np", "2", "--backend", "gloo", "--env", "A=b=c", script, "-np", "7", "--env", "x", "--help")
+    assert done.exit_code == 0, done.output
+    (call,) = calls
+    (program,) = call.pop("args")
+    assert program.arguments == ("-np", "7", "--env", "x", "--help")
+    assert call == {"num_proc": 2, "backend": "gloo", "env": {"A": "b=c"}, "verbose": 1}
+
+
+@pytest.mark.parametrize("command", [["python", "-u"], ["python3.11"], ["/usr/bin/python3"]])
+def test_horovodruns_way_to_name_a_script(calls: list[dict[str, Any]], script: str, command: list[str]) -> None:
+    assert invoke("run", "-np", "2", *command, script, "--epochs", "3").exit_code == 0
+    (program,) = calls[0]["args"]
+    assert (program.name, program.arguments) == (script, ("--epochs", "3"))
+
+
+@pytest.mark.parametrize("arguments", [["-m", "package.train"], ["python", "-m", "package.train"]])
+def test_a_module(calls: list[dict[str, Any]], arguments: list[str]) -> None:
+    assert invoke("run", "-np", "2", *arguments, "x").exit_code == 0
+    assert calls[0]["args"] == (Script("package.train", ("x",), os.getcwd(), None),)
+
+
+def test_options_reach_the_run(calls: list[dict[str, Any]], script: str) -> None:
+    done = invoke(
+        "run", "--num-proc", "4", "--procs-per-task", "2", "--mpi", "--mpi-library", "mpich", "--network-interfaces",
+        "eth0, 10.0.0.0/8", "--start-timeout", "30", "--quiet", script,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    del calls[0]["args"]
+    assert calls[0] == {
+        "num_proc": 4, "backend": "mpi", "mpi": "mpich", "interfaces": ["eth0", "10.0.0.0/8"], "start_timeout": 30.0,
+        "env": {}, "verbose": 0,
+    }  # fmt: skip
+
+
+def test_horovods_options_become_variables_that_the_core_reads(calls: list[dict[str, Any]], script: str) -> None:
+    done = invoke(
+        "run", "-np", "2", "--fusion-threshold-mb", "32", "--autotune", "--timeline-filename", "/tmp/t.json",
+        "--stall-check-warning-time-seconds", "5", "--autotune-log-file", "x.csv", "--env", "MINE=1", script,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    config = read_config(calls[0]["env"])
+    assert (config.fusion_threshold, config.autotune, config.timeline) == (32 << 20, True, "/tmp/t.json")
+    assert (config.stall_warning, config.autotune_log) == (5.0, "x.csv")
+    assert calls[0]["env"]["MINE"] == "1"
+
+
+def test_every_tuning_option_is_known_to_the_core() -> None:
+    default = read_config({})
+    texts = {int: "7", float: "7", str: "x", None: "1"}
+    for tuning in TUNING.values():
+        assert read_config({tuning.variable: texts[tuning.kind]}) != default, tuning.variable
+
+
+@pytest.mark.parametrize("names", REFUSED)
+def test_options_without_a_place_here_say_why(names: tuple[str, ...], script: str) -> None:
+    values, reason = REFUSED[names]
+    for name in names:
+        done = invoke("run", "-np", "2", name, *(["1"] * values), script)
+        assert done.exit_code == 2
+        assert f"Error: {names[0]}: {reason}" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "-np", "3", "--procs-per-task", "2", "SCRIPT"], "expected -np to be a multiple of it"),
+        (["run", "SCRIPT"], "-np is missing: how many ranks?"),
+        (["run", "-np", "0", "SCRIPT"], "0 is not in the range"),
+        (["run", "-np", "2", "--gpus-per-proc", "1", "SCRIPT"], "--gpus-per-proc is for a Spark cluster"),
+        (["run", "-np", "2", "--env", "A", "SCRIPT"], "'A': expected NAME=VALUE"),
+        (["run", "-np", "2", "nowhere.py"], "nowhere.py: No such file or directory. Expected a Python script"),
+        (["run", "-np", "2", "python"], "Expected a Python script"),
+        (["run", "-np", "2"], "Missing argument 'SCRIPT'"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments: list[str], message: str, script: str, calls: list[Any]) -> None:
+    done = invoke(*[script if argument == "SCRIPT" else argument for argument in arguments])
+    assert done.exit_code == 2
+    assert message in done.output
+    assert not calls
+
+
+def test_a_syntax_error_shows_before_anything_is_started(tmp_path: Path, calls: list[Any]) -> None:
+    (tmp_path / "bad.py").write_text("x = 1\ndef f(:\n")
+    done = invoke("run", "-np", "2", str(tmp_path / "bad.py"))
+    assert done.exit_code == 1
+    assert "bad.py, line 2" in done.output
+    assert not calls
+
+
+def test_exit_codes() -> None:
+    def error(cause: Exception | None, code: int | None) -> RankFailedError:
+        made = RankFailedError("x", (Failed(1, "h", FailureKind.EXIT, "x", exitcode=code),))
+        made.__cause__ = cause
+        return made
+
+    assert exit_code_of(error(ScriptExitError(3), None)) == 3
+    assert exit_code_of(error(ValueError(), None)) == 1
+    assert exit_code_of(error(None, 5)) == 5
+    assert exit_code_of(error(None, -9)) == 137
+    assert [exit_code(code) for code in (None, 0, 3, True, -1, 256)] == [0, 0, 3, 1, 255, 0]
+
+
+def test_text_given_to_exit_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("no data") == 1
+    assert capsys.readouterr().err == "no data\n"
+
+
+def test_what_is_available_and_how_to_get_the_rest() -> None:
+    torch = Package("2.5.0", detail={"gloo": True, "nccl": False})
+    missing = Package(error="ModuleNotFoundError: x", missing=True)
+    broken = Package(error="ImportError: libmpi.so.12: cannot open shared object file")
+    found = {
+        "torch": torch,
+        "lightning": missing,
+        "mpi4py": broken,
+        "pyspark": Package("4.0"),
+        "pyarrow": Package("18"),
+    }
+    text = describe(found, "17.0.1", None, None)
+    for line in (
+        "[X] PyTorch 2.5.0", "[ ] Lightning: pip install lightning", "[X] Gloo", "[ ] NCCL: comes with torch for CUDA",
+        "[ ] MPI: ImportError: libmpi.so.12", "[ ] MPI process manager: pip install mpich", "[X] Spark 4.0",
+        "[X] Java 17.0.1", "[ ] Petastorm: pip install",
+    ):  # fmt: skip
+        assert line in text
+
+
+def test_help_loads_neither_spark_nor_torch() -> None:
+    program = (
+        "import sys; from spark_hvd.runner.cli import main\n"
+        "try: main(['run', '--help'])\n"
+        "except SystemExit: print([name for name in ('pyspark', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "spark-hvd run -np 2 train.py --epochs 3" in done.stdout
+
+
+def test_every_command_has_help() -> None:
+    assert isinstance(main, click.Group)
+    for name, command in main.commands.items():
+        assert command.help, name

@@ -1,0 +1,85 @@
+"""Each finding about GPUs: who gets which, and who gets one twice."""
+
+from __future__ import annotations
+
+from spark_hvd.runner.doctor_gpu_checks import Assigned, check_gpus
+from spark_hvd.runner.report import Finding, Level
+from tests.doctor_cases import application, host, levels, of, with_gpus
+
+BOTH = {"spark.executor.resource.gpu.amount": "2", "spark.task.resource.gpu.amount": "1"}
+
+
+def found(
+    devices: int,
+    assigned: list[list[str] | None],
+    settings: dict[str, str] | None = None,
+    *,
+    backend: str | None = None,
+    each: float | None = None,
+) -> list[Finding]:
+    place = with_gpus(host("a"), devices) if devices else host("a")
+    tasks = [Assigned(number, "key-a", "a", gpus) for number, gpus in enumerate(assigned)]
+    return list(check_gpus(application(settings=settings or {}), [place], tasks, backend, each))
+
+
+def test_none_anywhere() -> None:
+    (finding,) = found(0, [None, None])
+    assert finding.level is Level.OK
+    assert "on the CPU" in finding.found
+
+
+def test_each_task_has_its_own() -> None:
+    findings = found(2, [["0"], ["1"]], BOTH)
+    assert levels(findings) == {Level.OK}
+    assert "no GPU twice" in of("GPU assignment", findings).found
+
+
+def test_two_tasks_with_one_gpu() -> None:
+    finding = of("GPU assignment", found(2, [["0"], ["0"]], BOTH))
+    assert finding.level is Level.ERROR
+    assert "tasks 0, 1 on a were all given GPU 0" in finding.found
+    assert "spark.task.resource.gpu.amount=1" in finding.remedy
+
+
+def test_shares_of_a_gpu_are_a_warning() -> None:
+    findings = found(1, [["0"], ["0"]], {**BOTH, "spark.task.resource.gpu.amount": "0.5"})
+    assert of("GPU settings", findings).level is Level.WARNING
+    assert "2 ranks share one GPU" in of("GPU settings", findings).found
+    assert of("GPU assignment", findings).level is Level.WARNING
+
+
+def test_executors_with_gpus_and_tasks_without() -> None:
+    finding = of("GPU settings", found(2, [None, None], {"spark.executor.resource.gpu.amount": "2"}))
+    assert finding.level is Level.WARNING
+    assert finding.remedy == "--conf spark.task.resource.gpu.amount=1"
+
+
+def test_ranks_wanting_gpus_that_executors_were_started_without() -> None:
+    finding = of("GPU settings", found(2, [["0"], ["1"]], each=1))
+    assert finding.level is Level.ERROR
+    assert "gpus_per_proc=1" in finding.found
+    assert "discoveryScript" in finding.remedy
+
+
+def test_torch_without_cuda() -> None:
+    finding = of("CUDA", found(0, [["0"]], BOTH))
+    assert finding.level is Level.ERROR
+    assert "built without CUDA" in finding.found
+    assert finding.remedy.startswith("pip install torch")
+
+
+def test_nccl_without_gpus() -> None:
+    assert of("CUDA", found(0, [None], backend="nccl")).level is Level.ERROR
+
+
+def test_more_ranks_than_gpus_where_spark_assigns_none() -> None:
+    finding = of("GPU assignment", found(1, [None, None]))
+    assert finding.level is Level.ERROR
+    assert "2 ranks on a, which has 1 GPU(s)" in finding.found
+    assert of("GPU assignment", found(2, [None, None])).level is Level.OK
+
+
+def test_an_address_that_does_not_exist() -> None:
+    wrong = [f for f in found(1, [["3"]], BOTH) if f.level is Level.ERROR]
+    assert "task 0 on a was given GPU 3, but torch sees only 1 there" in wrong[0].found
+    assert "nvidia-smi" in wrong[0].remedy
