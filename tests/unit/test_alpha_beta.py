@@ -106,9 +106,8 @@ def test_models(name: str, parameters: int, work: float) -> None:
 
 
 def test_a_file_of_measurements_becomes_a_table() -> None:
-    lines = ["# by whom", "ranks,bytes,seconds", "4,8,0.001", "2,1048576,0.0085"]
-    assert read(lines) == [Sample(4, 8, 0.001), Sample(2, 1 << 20, 0.0085)]
-    assert read(["bytes,seconds", "8,0.5"]) == [Sample(2, 8, 0.5)]
+    lines = ["hosts,size_bytes,seconds_median", "4,8,0.001", "2,1048576,0.0085", "# rate 1gbit, 2 hosts: ..."]
+    assert read(2 * lines) == 2 * [Sample(4, 8, 0.001), Sample(2, 1 << 20, 0.0085)]
     assert faster(LINK, 1, 25).beta == pytest.approx(1 / bytes_per_second(25))
     table = prediction_table({"a network": Link(0.0, 1e-12), "RDMA": Link(1.0, 1.0)}).splitlines()
     assert len(table) == 2 + 2 * len(MODELS)

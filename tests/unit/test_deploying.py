@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 import spark_hvd.runner
+from spark_hvd.runner import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 KUBERNETES = ROOT / "examples" / "k8s"
@@ -93,7 +94,6 @@ def test_commands_can_be_copied(page: Path) -> None:
 
 
 def test_arguments_of_run_exist() -> None:
-    pytest.importorskip("spark_hvd.runner.cli")
     calls = re.findall(r"\b(run|run_local)\(([^()]*)\)", "\n".join(texts().values()))
     known = set(inspect.signature(spark_hvd.runner.run).parameters) | set(
         inspect.signature(spark_hvd.runner.run_local).parameters
@@ -104,7 +104,6 @@ def test_arguments_of_run_exist() -> None:
 
 
 def test_options_of_the_command_line_exist() -> None:
-    cli = pytest.importorskip("spark_hvd.runner.cli")
     found = [words for page in PAGES for words in commands(page.read_text()) if words[0] == "spark-hvd"]
     assert found
     for _, command, *rest in found:
