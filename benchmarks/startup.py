@@ -1,4 +1,4 @@
-"""Start-up of two ranks that only return their rank: ``spark_hvd.run`` beside PySpark's TorchDistributor.
+"""Start-up of two ranks that only return their rank: ``spark_hvd.run``, also over MPI, beside TorchDistributor.
 
     python -m benchmarks.startup --runs 5
 
@@ -24,7 +24,7 @@ os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
 os.environ["PYSPARK_PYTHON"] = sys.executable
 
 
-def ours(spark: Any) -> None:
+def ours(spark: Any, **options: Any) -> None:
     import spark_hvd
 
     def fn() -> int:
@@ -32,7 +32,11 @@ def ours(spark: Any) -> None:
 
         return hvd.rank()
 
-    assert spark_hvd.run(fn, num_proc=2, spark=spark) == [0, 1]
+    assert spark_hvd.run(fn, num_proc=2, spark=spark, **options) == [0, 1]
+
+
+def over_mpi(spark: Any) -> None:
+    ours(spark, backend="mpi")
 
 
 def torch_distributor(spark: Any) -> None:
@@ -50,7 +54,11 @@ def torch_distributor(spark: Any) -> None:
         assert TorchDistributor(num_processes=2, local_mode=False, use_gpu=False).run(fn) == 0
 
 
-PEERS: dict[str, Callable[[Any], None]] = {"spark_hvd.run": ours, "TorchDistributor": torch_distributor}
+PEERS: dict[str, Callable[[Any], None]] = {
+    "spark_hvd.run": ours,
+    'spark_hvd.run, backend="mpi"': over_mpi,
+    "TorchDistributor": torch_distributor,
+}
 
 
 def session() -> Any:

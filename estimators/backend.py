@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from spark_hvd.runner import run, run_local
-from spark_hvd.runner.spark import active_session, wait_for_slots
+from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.launch import tasks_of
+from spark_hvd.runner.spark import active_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -17,6 +19,9 @@ R = TypeVar("R")
 _turn = threading.Lock()
 """One training at a time: two barrier stages that together need more slots than there are would wait for each other's,
 and with fewer each would slow the other down. A CrossValidator with parallelism above 1 fits from several threads."""
+
+_SIZING = ("procs_per_task", "cpus_per_proc", "gpus_per_proc", "start_timeout")
+"""Those arguments of :func:`spark_hvd.run` on which the number of ranks depends."""
 
 
 class Backend(Protocol):
@@ -38,7 +43,7 @@ class SparkBackend:
         num_proc: Number of ranks; None for as many as can run at once.
         spark: The session; None for the active one.
         options: Further keywords of :func:`spark_hvd.run`: env, backend, start_timeout, timeout, collective_timeout,
-            verbose, stdout, stderr.
+            verbose, cpus_per_proc, gpus_per_proc, stdout, stderr.
     """
 
     def __init__(self, num_proc: int | None = None, *, spark: SparkSession | None = None, **options: Any) -> None:
@@ -52,8 +57,9 @@ class SparkBackend:
         Raises:
             NotEnoughSlotsError: fewer tasks can run at once than were asked for.
         """
-        timeout = self._options.get("start_timeout", 600.0)
-        return wait_for_slots(active_session(self._spark), self._num_proc, timeout)
+        options = {name: value for name, value in self._options.items() if name in _SIZING}
+        config = RunConfig(num_proc=self._num_proc, **options)
+        return tasks_of(active_session(self._spark), config)[0] * config.procs_per_task
 
     def run(self, fn: Callable[..., R], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list[R]:
         """See base class. Waits for other trainings that this process has under way."""

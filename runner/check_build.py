@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import spark_hvd
-from spark_hvd.runner import doctor_facts, doctor_probe, mpich
+from spark_hvd.runner import doctor_facts, doctor_probe
 from spark_hvd.runner.doctor_facts import Package
+from spark_hvd.runner.process_manager import MpiMissingError, find
 
 _PACKAGES = ("torch", "lightning", "mpi4py", "pyspark", "pyarrow")
 _SECONDS = 120.0
@@ -98,6 +99,6 @@ def petastorm() -> str | None:
 def process_manager() -> str | None:
     """Path of MPICH's process manager, or None."""
     try:
-        return mpich.find(mpich.MPIEXEC)
-    except mpich.MpiMissingError:
+        return find("mpiexec.hydra", "")
+    except MpiMissingError:
         return None

@@ -14,6 +14,7 @@ import traceback
 from datetime import timedelta
 from typing import Any, NoReturn
 
+from spark_hvd.layout import RankInfo
 from spark_hvd.runner.payload import dump_exception, dump_result
 from spark_hvd.runner.verdict import is_echo
 from spark_hvd.runner.wire import recv_frame, send_frame
@@ -59,15 +60,7 @@ def run_rank(control: socket.socket, stacks_fd: int) -> NoReturn:
             send_frame(control, {"type": "outcome", "ok": True}, data)
     world.leave()
     _linger(control)
-    _finalize_mpi()
     _exit(0)
-
-
-def _finalize_mpi() -> None:
-    """Leave MPI in order: all ranks are here. mpi4py would do so at the very end of Python, which we do not reach."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.Finalize()
 
 
 class _SetupError(Exception):
@@ -169,23 +162,24 @@ class _Rank:
                 check_same_mpi(me, self._kv)
         except (UnreachableError, MpiMismatchError) as error:
             raise _SetupError(str(error), error) from error
-        _use_gpu(me.local_rank, self._job["gpu_assigned"])
         context.join(
             World(me, Endpoint(host, port), secret=bytes.fromhex(self._job["secret"]), ports=ports),
             self._kv,
             timeout=self._job["collective_timeout"],
-            backend=self._job["backend"],
+            backend=self._settle_gpu(me),
         )
         send_frame(self._control, {"type": "joined"})
         return True
 
+    def _settle_gpu(self, me: RankInfo) -> str | None:
+        """Take this rank's GPU, and return the backend that suits those of all ranks."""
+        from spark_hvd.runner.gpus import GpuError, GpuShare
+        from spark_hvd.runner.own_gpu import settle
 
-def _use_gpu(local_rank: int, assigned: bool) -> None:
-    """Make the GPU that Spark assigned, else the one numbered local_rank, the current device."""
-    import torch
-
-    if torch.cuda.is_available() and torch.cuda.device_count() > 0:
-        torch.cuda.set_device(0 if assigned else local_rank % torch.cuda.device_count())
+        try:
+            return settle(me, GpuShare(**self._job["gpus"]), self._kv, self._job["backend"])
+        except GpuError as error:
+            raise _SetupError(str(error), error) from error
 
 
 def _send_failure(control: socket.socket, kind: str, error: str, exception: BaseException | None) -> None:

@@ -32,6 +32,8 @@ class RunConfig:
     timeout: float | None = None
     collective_timeout: float = 1800.0
     verbose: int = 1
+    cpus_per_proc: int | None = None
+    gpus_per_proc: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_proc is not None:
@@ -57,6 +59,12 @@ class RunConfig:
         if self.ports is not None:
             PortRange.parse(self.ports)
         check_wishes(self.interfaces)
+        for name, least, what in (("cpus_per_proc", 1, "cores"), ("gpus_per_proc", 0, "GPUs")):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{name}={value!r}: expected a whole number of {what} for each rank, or None")
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value}: expected at least {least}, or None for what the application gives")
         for name in ("start_timeout", "collective_timeout", "timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:

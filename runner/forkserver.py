@@ -142,10 +142,14 @@ def same_user(connection: socket.socket) -> bool:
 
 def _preload() -> None:
     """Import what every rank needs. A missing torch is not reported here: each rank does so, to its driver."""
+    # CUDA does not survive a fork, and reads CUDA_VISIBLE_DEVICES when it is started, so that must happen in the rank.
+    # Whoever asks here whether there is a GPU is answered without it. Ranks get an environment of their own.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     with contextlib.suppress(ImportError):
         import torch
 
         import spark_hvd.runner.child
+        import spark_hvd.runner.own_gpu
         import spark_hvd.torch  # noqa: F401
 
         # The first optimizer of a process imports torch._dynamo and sympy, which takes as long as torch itself.

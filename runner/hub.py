@@ -22,6 +22,7 @@ import zmq.utils.monitor
 from zmq.auth.thread import ThreadAuthenticator
 
 from spark_hvd.ports import PortRange, bound
+from spark_hvd.runner.heartbeat import Heartbeat
 from spark_hvd.runner.hub_state import HubState, Message, Send
 
 _log = logging.getLogger(__name__)
@@ -130,6 +131,12 @@ class Hub:
         return False
 
     @property
+    def lost(self) -> str | None:
+        """Ranks that have gone silent, their hosts and for how long; None while all are heard of."""
+        with self._lock:
+            return self._state.describe_lost() if self._state.lost else None
+
+    @property
     def fell_back(self) -> bool:
         """Whether some tasks could not reach this hub, so that all meet at rank 0's instead."""
         return self._state.fell_back
@@ -166,7 +173,11 @@ class Hub:
             except zmq.Again:
                 return
             message: Message = json.loads(body)
+            if message["type"] == "alive":  # comes on a connection of its own, see Heartbeat
+                self._socket.send_multipart([identity, body])
             if message["type"] == "output":
+                with self._lock:
+                    self._state.hear(message["rank"], time.monotonic())
                 if self._on_output is not None:
                     self._on_output(message["rank"], message["stream"], message["text"])
                 continue
@@ -189,21 +200,39 @@ class Link:
     """A task's connection to the hub.
 
     Use :meth:`wait_connected` first: until then nothing sent can have arrived.
+
+    Args:
+        address: Of the hub.
+        rank: Mine.
+        host: Mine. With it the hub is given signs of life from hello on, and notices when they end; without it (ranks
+            beside their hub) not.
     """
 
-    def __init__(self, address: HubAddress, rank: int) -> None:
+    def __init__(self, address: HubAddress, rank: int, host: str | None = None) -> None:
         self.rank = rank
+        self._host = host
+        self._address = address
+        self._heartbeat: Heartbeat | None = None
         self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.DEALER)
-        self.socket.curve_serverkey = address.server_public
-        self.socket.curve_publickey = address.client_public
-        self.socket.curve_secretkey = address.client_secret
-        self.socket.ipv6 = ":" in address.host
-        self.socket.immediate = True
+        self.socket = self._new_socket()
         self.socket.linger = 2000
         self.socket.sndtimeo = 2000
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self.socket.connect(address.url)
+        self.socket.connect(self.url)
+
+    def _new_socket(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.curve_serverkey = self._address.server_public
+        socket.curve_publickey = self._address.client_public
+        socket.curve_secretkey = self._address.client_secret
+        socket.ipv6 = ":" in self._address.host
+        socket.immediate = True
+        return socket
+
+    @property
+    def url(self) -> str:
+        """The hub's address."""
+        return self._address.url
 
     def wait_connected(self, timeout: float) -> bool:
         """Wait until both ends have proved who they are.
@@ -218,6 +247,19 @@ class Link:
         self.socket.disable_monitor()
         self._monitor.close(0)
         return connected
+
+    def hello(self, attempt: int) -> None:
+        """Tell the hub that this task, Spark's attempt ``attempt``, is there."""
+        self.send("hello", attempt=attempt, host=self._host)
+        if self._host is not None:
+            socket = self._new_socket()
+            socket.linger = 0
+            socket.connect(self.url)
+            self._heartbeat = Heartbeat(socket, {"type": "alive", "rank": self.rank})
+
+    def hub_silence(self) -> float:
+        """Seconds in which the hub has not answered this task's signs of life."""
+        return 0.0 if self._heartbeat is None else self._heartbeat.silence()
 
     def send(self, type_: str, **fields: Any) -> None:
         """Send one message; lost if the hub has gone, in which case nobody is left to care."""
@@ -248,6 +290,8 @@ class Link:
 
     def close(self, *, discard: bool = False) -> None:
         """Close; sends what is queued first (2 s at most) unless ``discard``."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         self._monitor.close(0)
         self.socket.close(0 if discard else None)
         self._context.term()

@@ -1,14 +1,16 @@
 """The hub's decisions as a pure state machine: messages and clock ticks in, messages to ranks out.
 
 The hub is where the tasks of one run meet. It does no training work: it passes on the port of rank 0's store, tells
-everyone when a rank has failed, and lets all leave together at the end. It lives on the driver; where executors
-cannot reach the driver, in rank 0's task.
+everyone when a rank has failed or is not heard of any more, and lets all leave together at the end. It lives on the
+driver; where executors cannot reach the driver, in rank 0's task.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+
+from spark_hvd.runner.silence import BEAT, SILENT_AFTER, Silences, describe
 
 Message = dict[str, Any]
 
@@ -47,6 +49,9 @@ class HubState:
     ended_ok: dict[int, int] = field(default_factory=dict)  # rank -> bytes of its value
     failed: list[int] = field(default_factory=list)
     gone: set[int] = field(default_factory=set)
+    hosts: dict[int, str] = field(default_factory=dict)
+    lost: dict[int, float] = field(default_factory=dict)  # rank -> seconds of silence
+    silences: Silences = field(default_factory=Silences)
     stopped: str | None = None
     _first_hello: float | None = None
     _going_since: float | None = None
@@ -57,9 +62,16 @@ class HubState:
     def handle(self, message: Message, now: float) -> list[Send]:
         """Take one message of a rank."""
         rank = message["rank"]
+        self.hear(rank, now)
         match message["type"]:
             case "hello":
+                if message.get("host"):
+                    self.hosts[rank] = message["host"]
                 return self._hello(rank, message["attempt"], now)
+            case "alive":
+                if rank not in self.gone:
+                    self.silences.heard(rank, now)
+                return []
             case "ready":
                 self.ready.add(rank)
                 self.store = message.get("store") or self.store
@@ -70,12 +82,21 @@ class HubState:
                 return [Send(message["to"], message["body"])] if message["to"] in self.attempts else []
             case "gone":
                 self.gone.add(rank)
+                self.silences.forget(rank)
                 return []
             case other:
                 raise AssertionError(f"unknown message {other!r}")
 
+    def hear(self, rank: int, now: float) -> None:
+        """Take anything that a rank sends as a sign of life, once it has begun to give such signs."""
+        if rank in self.silences:
+            self.silences.heard(rank, now)
+
     def tick(self, now: float) -> list[Send]:
-        """Take note of the time."""
+        """Take note of the time; to be called several times a second."""
+        self.silences.tick(now)
+        if not self.fell_back and self.silences.over(SILENT_AFTER, now):
+            return self._lose(now)
         if self._stop_at is not None and now >= self._stop_at and self.stopped is None:
             return self.stop("peer")
         if self._over(now):
@@ -86,12 +107,18 @@ class HubState:
         return []
 
     def stop(self, reason: str) -> list[Send]:
-        """Stop every rank; ``reason`` is "peer", "timeout", "interrupt" or "start"."""
+        """Stop every rank; ``reason`` is "peer", "timeout", "interrupt", "start" or "lost"."""
         if self.stopped is not None:
             return []
         self.stopped = reason
-        culprit = self.failed[0] if self.failed else None
-        return self._to_all({"type": "stop", "reason": reason, "culprit": culprit})
+        message: Message = {"type": "stop", "reason": reason, "culprit": self.failed[0] if self.failed else None}
+        if self.lost:
+            message["lost"] = self.describe_lost()
+        return self._to_all(message)
+
+    def describe_lost(self) -> str:
+        """The ranks that have gone silent, with hosts and times."""
+        return describe(self.lost, self.hosts)
 
     @property
     def all_met(self) -> bool:
@@ -100,13 +127,21 @@ class HubState:
 
     @property
     def all_gone(self) -> bool:
-        """Whether no process of any rank that said hello is left."""
-        return self.gone >= self.attempts.keys()
+        """Whether no process of any rank that said hello is left, except where nobody hears of it."""
+        return self.gone | self.lost.keys() >= self.attempts.keys()
 
     @property
     def done(self) -> bool:
         """Whether every rank has ended, well or badly."""
         return len(self.ended_ok) + len(self.failed) == self.size
+
+    def _lose(self, now: float) -> list[Send]:
+        # The ranks of a host beat at different moments: those that will be over the limit within a beat or two are
+        # named along with the first.
+        for rank, seconds in self.silences.over(SILENT_AFTER - 2 * BEAT, now).items():
+            self.lost[rank] = seconds
+            self.silences.forget(rank)
+        return self.stop("lost")
 
     def _over(self, now: float) -> bool:
         if self._going_since is None or self.timeout is None or self.stopped is not None or self.done:

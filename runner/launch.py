@@ -18,13 +18,15 @@ from spark_hvd.ports import PortRange
 from spark_hvd.runner import spark as on_spark
 from spark_hvd.runner.collect import results
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.errors import StartTimeoutError
+from spark_hvd.runner.errors import RunError, StartTimeoutError
 from spark_hvd.runner.hub import Hub
 from spark_hvd.runner.hub_state import HubState
 from spark_hvd.runner.outcome import from_rows
 from spark_hvd.runner.output import Printer
 from spark_hvd.runner.payload import dump_call
-from spark_hvd.runner.spark_errors import translate
+from spark_hvd.runner.profiles import Ask, TaskResources, task_resources
+from spark_hvd.runner.reach import Reach
+from spark_hvd.runner.spark_errors import silent, translate
 from spark_hvd.runner.task import TaskSpec
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ def run(
     timeout: float | None = None,
     collective_timeout: float = 1800.0,
     verbose: int = 1,
+    cpus_per_proc: int | None = None,
+    gpus_per_proc: int | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
 ) -> list[R]:
@@ -83,6 +87,8 @@ def run(
         timeout: Seconds that fn may run, or None for no limit. When over, every rank's stacks are in the error.
         collective_timeout: Seconds after which a collective fails that not all ranks have joined.
         verbose: 0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it.
+        cpus_per_proc: Cores for each rank, which is also its OMP_NUM_THREADS; None for what the application gives.
+        gpus_per_proc: GPUs for each rank, 0 to hide them; None for what the application gives.
         stdout: Text stream for the ranks' stdout instead of ``sys.stdout``.
         stderr: Text stream for the ranks' stderr instead of ``sys.stderr``.
 
@@ -92,8 +98,8 @@ def run(
     Raises:
         ValueError, TypeError: an argument is wrong; nothing was started.
         UnpicklableError: fn or an argument cannot be pickled; the message names the part. Nothing was started.
-        ClusterError: the application cannot run this (no session, too few slots, dynamic allocation, something
-            missing on an executor).
+        ClusterError: the application cannot run this (no session, too few slots, cores or GPUs, dynamic allocation,
+            something missing on an executor).
         StartTimeoutError: not all ranks came up in ``start_timeout``.
         RankFailedError: a rank raised, exited or was killed; has its traceback, host and last output.
         RunTimeoutError: ``timeout`` was over.
@@ -112,12 +118,14 @@ def run(
         timeout=timeout,
         collective_timeout=collective_timeout,
         verbose=verbose,
+        cpus_per_proc=cpus_per_proc,
+        gpus_per_proc=gpus_per_proc,
     )
     payload = dump_call(fn, args, kwargs or {})
     session = on_spark.active_session(spark)
     on_spark.check_barrier_possible(session)
-    tasks = on_spark.wait_for_slots(session, config.num_tasks, config.start_timeout)
-    size = tasks * procs_per_task
+    tasks, resources = tasks_of(session, config)
+    size = tasks * config.procs_per_task
     printer = make_printer(config, stdout, stderr)
     name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
@@ -127,9 +135,20 @@ def run(
         if hub is not None:
             closing.callback(hub.close)
         spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
-        spec = TaskSpec.of(config, run_id, None if hub is None else hub.address, spool)
+        spec = TaskSpec.of(
+            config,
+            run_id,
+            None if hub is None else hub.address,
+            spool,
+            may_share_gpus=resources.plan.may_share,
+        )
         job = on_spark.BarrierJob(
-            session, tasks, _task(pickle.dumps(spec), payload), f"spark_hvd.run({name}) on {size} ranks", run_id
+            session,
+            tasks,
+            _task(pickle.dumps(spec), payload),
+            f"spark_hvd.run({name}) on {size} ranks",
+            run_id,
+            resources.profile,
         )
         _attend(job, hub, size, config, printer)
         printer.flush()
@@ -137,9 +156,21 @@ def run(
             if hub is not None:  # Spark kills the other tasks in its own time; ours are told now
                 hub.stop("lost")
                 hub.wait_gone(_STOP_GRACE / 2)
-            raise translate(job.error, size) from job.error
+            lost = None if hub is None else hub.lost
+            raise (silent(lost) if lost else translate(job.error, size)) from job.error
         order = [] if hub is None else hub.snapshot()[1]
         return results(from_rows(job.rows), size, order, config.timeout)
+
+
+def tasks_of(session: SparkSession, config: RunConfig) -> tuple[int, TaskResources]:
+    """How many tasks a run has, once there is room for all of them, and what each of them gets.
+
+    Raises:
+        ClusterError: the application cannot give that; NotEnoughSlotsError where it is the number.
+    """
+    ask = Ask(config.cpus_per_proc, config.gpus_per_proc, config.procs_per_task)
+    resources = task_resources(session, ask)
+    return on_spark.wait_for_slots(session, config.num_tasks, config.start_timeout, resources), resources
 
 
 def make_printer(config: RunConfig, stdout: TextIO | None, stderr: TextIO | None) -> Printer:
@@ -197,13 +228,20 @@ def _attend(job: on_spark.BarrierJob, hub: Hub | None, size: int, config: RunCon
     """Stay with the job until it has ended: print, watch the start timeout, pass on Ctrl-C."""
     deadline = time.monotonic() + config.start_timeout
     warned = False
+    reach = Reach(size, job.placement)
     try:
         while job.running:
             job.wait(0.02)
             printer.flush()
             if hub is None:
                 continue
+            if (lost := hub.lost) is not None:
+                _end(job, hub, "lost")
+                raise silent(lost)
             started = hub.snapshot()[0]
+            if len(started) < size and (missing := reach.missing(started)) is not None:
+                _end(job, hub, "lost")
+                raise silent(missing)
             if hub.fell_back and not warned:
                 warned = True
                 _log.warning(
@@ -214,17 +252,18 @@ def _attend(job: on_spark.BarrierJob, hub: Hub | None, size: int, config: RunCon
                     hub.address.port,
                 )
             if len(started) < size and not hub.fell_back and time.monotonic() > deadline:
+                absent = reach.absent(started)
                 _end(job, hub, "start")
                 raise StartTimeoutError(
                     f"{len(started)} of {size} ranks had started after start_timeout={config.start_timeout:g} s. "
-                    "All ranks start together, when enough task slots are free: wait for the jobs that hold them, ask "
-                    "for fewer ranks, or give a larger start_timeout=."
+                    f"{absent}All ranks start together, when enough task slots are free: wait for the jobs that hold "
+                    "them, ask for fewer ranks, or give a larger start_timeout=."
                 )
     except KeyboardInterrupt:
         _end(job, hub, "interrupt")
         printer.flush()
         raise
-    except StartTimeoutError:
+    except RunError:
         raise
     except BaseException:  # a stream that cannot be written to, for example
         _end(job, hub, "interrupt")

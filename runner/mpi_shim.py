@@ -6,6 +6,7 @@ passes the connection and the environment to the supervisor (SCM_RIGHTS over a U
 code that the supervisor tells it. It is started as a plain file, without site-packages: it must be quick.
 
 ``mpi_shim.py guard PROGRAM ARGS...`` runs a program that is killed when the process which asked for it ends.
+``mpi_shim.py agent HOST COMMAND...`` takes the place of ssh for Open MPI: it prints what is wanted, as a line of JSON.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import socket
 import sys
 
 TOKEN = "SPARK_HVD_MPI_TOKEN"
+LAUNCH = "SPARK_HVD_LAUNCH:"
 _PASSED = ("PMI", "MPI", "OMPI", "PRTE", "OPAL")
 _PR_SET_PDEATHSIG = 1
 
@@ -45,7 +47,7 @@ def main(environment: dict[str, str]) -> int:
 def guard(command: list[str]) -> None:
     """Become another program, which the kernel kills when our parent ends."""
     _die_with_parent()
-    os.execv(command[0], command)
+    os.execvp(command[0], command)
 
 
 def _die_with_parent() -> None:
@@ -58,4 +60,7 @@ def _die_with_parent() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["guard"]:
         guard(sys.argv[2:])
+    if sys.argv[1:2] == ["agent"]:
+        print(LAUNCH + json.dumps([sys.argv[2], " ".join(sys.argv[3:]).strip()]), flush=True)
+        sys.exit(0)
     sys.exit(main(dict(os.environ)))

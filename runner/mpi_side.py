@@ -22,10 +22,14 @@ from dataclasses import dataclass, field
 
 from spark_hvd.layout import RankInfo, WorldLayout
 from spark_hvd.ports import PortRange
-from spark_hvd.runner import mpich
+from spark_hvd.runner import mpich, openmpi
 from spark_hvd.runner.forkserver import same_user
 from spark_hvd.runner.hub import Link
-from spark_hvd.runner.mpi_shim import address
+from spark_hvd.runner.mpi_shim import LAUNCH, address
+from spark_hvd.runner.network import Address
+from spark_hvd.runner.process_manager import MpiMissingError, ProcessManager, counts_by_host, guarded, manager_env
+
+MANAGERS: dict[str, ProcessManager] = {"mpich": mpich, "openmpi": openmpi}
 
 _END_SECONDS = 2.0
 _LINES_KEPT = 40
@@ -37,15 +41,22 @@ class MpiPlan:
 
     Attributes:
         layout: All ranks.
+        kind: "mpich" or "openmpi".
         token: Names the Unix sockets of the run's supervisors.
-        ip: This host's address.
+        address: By which other ranks reach this host.
         ports: Where mpiexec may listen; None for any.
     """
 
     layout: WorldLayout
+    kind: str
     token: str = field(repr=False)
-    ip: str
+    address: Address
     ports: PortRange | None
+
+    @property
+    def manager(self) -> ProcessManager:
+        """The process manager of this MPI."""
+        return MANAGERS[self.kind]
 
     @staticmethod
     def new_token() -> str:
@@ -63,7 +74,7 @@ class MpiSide:
         on_failed: Told why MPI cannot come up or go on, and whether that may be the echo of another's failure.
 
     Raises:
-        MpiMissingError: MPICH is not installed here.
+        MpiMissingError: Its programs are not installed here.
     """
 
     def __init__(self, plan: MpiPlan, me: RankInfo, link: Link, on_failed: Callable[[str, bool], None]) -> None:
@@ -82,16 +93,19 @@ class MpiSide:
         self.handlers[self._listener.fileno()] = self._take_shim
         try:
             if me.rank == 0:
-                self._start("mpiexec", mpich.mpiexec_command(plan.layout, plan.ip), self._on_launch_line)
-        except mpich.MpiMissingError:
+                command = plan.manager.manager_command(plan.layout, plan.address, plan.ports)
+                self._start("mpiexec", command, self._on_launch_line)
+        except MpiMissingError:
             self.close(1)
             raise
 
     def start_proxy(self, arguments: Sequence[str]) -> None:
         """Run this host's proxy, as mpiexec has asked for it."""
+        plan = self._plan
         try:
-            self._start("MPI's proxy", mpich.proxy_command(arguments), lambda _: None)
-        except mpich.MpiMissingError as error:
+            command = plan.manager.host_command(arguments, plan.address.interface)
+            self._start("MPI's proxy", command, lambda _: None)
+        except MpiMissingError as error:
             self._on_failed(str(error), False)
 
     def send_fds(self, rank: socket.socket) -> None:
@@ -117,8 +131,8 @@ class MpiSide:
         self.handlers.clear()
 
     def _start(self, name: str, command: Sequence[str], on_line: Callable[[list[str]], None]) -> None:
-        env = mpich.manager_env(os.environ, self._plan.token, self._plan.ports)
-        program = _Program(name, mpich.guarded(command), env)
+        env = manager_env(os.environ, self._plan.token)
+        program = _Program(name, guarded(command), env)
         self._programs.append(program)
 
         def read() -> None:
@@ -131,11 +145,12 @@ class MpiSide:
         self.handlers[program.fd] = read
 
     def _on_launch_line(self, lines: Sequence[str]) -> None:
-        proxies = mpich.read_launch(lines)
-        if proxies is None or self._launched:
+        hosts = counts_by_host(self._plan.layout)
+        proxies = None if self._launched else self._plan.manager.read_launch(lines, len(hosts))
+        if proxies is None:
             return
         self._launched = True
-        for (first, _), arguments in zip(mpich.counts_by_host(self._plan.layout), proxies, strict=True):
+        for (first, _), arguments in zip(hosts, proxies, strict=True):
             self._link.send("relay", to=first, body={"type": "proxy", "arguments": arguments})
 
     def _take_shim(self) -> None:
@@ -195,7 +210,7 @@ class _Program:
         except subprocess.TimeoutExpired:
             return "closed its output"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        said = [line for line in self.lines if not line.startswith("HYDRA_LAUNCH")][-5:]
+        said = [line for line in self.lines if not line.startswith(("HYDRA_LAUNCH", LAUNCH))][-5:]
         return how + (f": {' / '.join(said)}" if said else "")
 
     def end(self) -> None:

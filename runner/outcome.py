@@ -22,6 +22,7 @@ class FailureKind(str, Enum):
     SIGNAL = "signal"  # the process was killed by a signal: SIGKILL, SIGSEGV ...
     TIMEOUT = "timeout"  # it was still running when the run's time was up
     STOPPED = "stopped"  # ended by us, because another rank failed or the run was interrupted
+    LOST = "lost"  # ended by us, because another task or the hub was not heard of any more
     RESULT = "result"  # fn returned a value that cannot be pickled
     SETUP = "setup"  # the rank could not be started
     MPI = "mpi"  # MPI's process manager ended under it

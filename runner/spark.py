@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from spark_hvd.runner.errors import ClusterError, NotEnoughSlotsError
 from spark_hvd.runner.outcome import SCHEMA, Row
+from spark_hvd.runner.reach import Placement
 
 if TYPE_CHECKING:
+    from pyspark.resource import ResourceProfile
     from pyspark.sql import SparkSession
+
+    from spark_hvd.runner.profiles import TaskResources
 
 _log = logging.getLogger(__name__)
 _SETTLE = 10.0
@@ -91,13 +95,18 @@ def check_barrier_possible(spark: SparkSession) -> None:
         )
 
 
-def slots(spark: SparkSession) -> int | None:
+def slots(spark: SparkSession, resources: TaskResources) -> int | None:
     """How many tasks the cluster can run at once, busy or not; None where it cannot be asked (Spark Connect)."""
     if is_connect(spark):
         return None
     scala_context = spark.sparkContext._jsc.sc()
-    profile = scala_context.resourceProfileManager().resourceProfileFromId(0)
-    return int(scala_context.maxNumConcurrentTasks(profile))
+    profile = resources.java_profile or scala_context.resourceProfileManager().resourceProfileFromId(0)
+    there = int(scala_context.maxNumConcurrentTasks(profile))
+    if is_local(spark):  # it knows no profiles: the cores are there, if we count them ourselves
+        there = there * int(conf(spark, "spark.task.cpus") or 1) // resources.plan.cpus
+        if resources.plan.gpus and resources.plan.gpus_there is not None:
+            there = min(there, int(resources.plan.gpus_there / resources.plan.gpus))
+    return there
 
 
 def busy_tasks(spark: SparkSession) -> int:
@@ -115,13 +124,14 @@ def driver_hosts(spark: SparkSession) -> tuple[str, str]:
     return public, conf(spark, "spark.driver.bindAddress") or public
 
 
-def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: float) -> int:
+def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: float, resources: TaskResources) -> int:
     """Wait until ``num_proc`` ranks can run at once, as long as that may still happen.
 
     Args:
         spark: The session.
         num_proc: Ranks wanted; None for as many as there are slots.
         start_timeout: Seconds to wait for executors that the configuration promises.
+        resources: What each task takes.
 
     Returns:
         The number of ranks.
@@ -131,16 +141,16 @@ def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: flo
     """
     started = time.monotonic()
     while True:
-        there = slots(spark)
+        there = slots(spark, resources)
         if there is None:
             return num_proc or spark_default_parallelism(spark)
         if num_proc is None and there:
             return there
         if num_proc is not None and there >= num_proc:
             return num_proc
-        patience = _patience(spark, num_proc or 1, start_timeout)
+        patience = _patience(spark, num_proc or 1, start_timeout, resources)
         if time.monotonic() - started >= patience:
-            raise NotEnoughSlotsError(_too_few(spark, num_proc or 1, there))
+            raise NotEnoughSlotsError(_too_few(spark, num_proc or 1, there, resources))
         time.sleep(0.1)
 
 
@@ -149,36 +159,64 @@ def spark_default_parallelism(spark: SparkSession) -> int:
     return int(conf(spark, "spark.default.parallelism") or 1)
 
 
-def _patience(spark: SparkSession, num_proc: int, start_timeout: float) -> float:
+def _patience(spark: SparkSession, num_proc: int, start_timeout: float, resources: TaskResources) -> float:
     if is_local(spark):
         return 0.0
     executors = int(conf(spark, "spark.executor.instances") or 0)
     cores = int(conf(spark, "spark.executor.cores") or 1)
-    promised = executors * (cores // int(conf(spark, "spark.task.cpus") or 1))
+    each = cores // resources.plan.cpus
+    if resources.plan.gpus and resources.plan.gpus_there is not None:
+        each = min(each, int(resources.plan.gpus_there / resources.plan.gpus))
+    promised = executors * each
     return start_timeout if promised >= num_proc else min(start_timeout, _SETTLE)
 
 
-def _too_few(spark: SparkSession, num_proc: int, there: int) -> str:
+def _too_few(spark: SparkSession, num_proc: int, there: int, resources: TaskResources) -> str:
     settings = (
         "spark.executor.instances",
         "spark.executor.cores",
         "spark.cores.max",
         "spark.task.cpus",
+        "spark.executor.resource.gpu.amount",
         "spark.task.resource.gpu.amount",
     )
     now = ", ".join(f"{key}={value}" for key in settings if (value := conf(spark, key)) is not None)
     master = conf(spark, "spark.master") or ""
     if is_local(spark):
-        remedy = f'Ask for fewer ranks, or start the session with master("local[{num_proc}]")'
+        remedy = f'Ask for fewer ranks, or start the session with master("local[{num_proc * resources.plan.cpus}]")'
     else:
         remedy = (
             "Ask for fewer ranks, or give the application more executors or cores (spark.executor.instances, "
             "spark.executor.cores, spark.cores.max; fewer spark.task.cpus a task)"
         )
+    asked = f", {resources.plan.ask}" if str(resources.plan.ask) else ""
+    slots_there = f"{num_proc} slots wanted, {there} there{_amounts_there(spark, num_proc, resources)}"
     return (
-        f"num_proc={num_proc}: {num_proc} slots wanted, {there} there (master {master}{', ' + now if now else ''}). "
+        f"num_proc={num_proc}{asked}: {slots_there} (master {master}{', ' + now if now else ''}). "
         f"All ranks run at the same time, each in a Spark task. {remedy}."
     )
+
+
+def _items(sequence: Any) -> list[Any]:
+    """The elements of a Scala Seq."""
+    return [sequence.apply(index) for index in range(sequence.size())]
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _amounts_there(spark: SparkSession, num_proc: int, resources: TaskResources) -> str:
+    """Cores and GPUs, wanted and there, where a slot is more than one core."""
+    plan = resources.plan
+    texts = []
+    executors = 1 if is_local(spark) else int(spark.sparkContext._jsc.sc().getExecutorMemoryStatus().size()) - 1
+    if plan.gpus and plan.gpus_there is not None:
+        texts.append(f"{num_proc * plan.gpus:g} GPUs wanted, {executors * plan.gpus_there} there")
+    if plan.cpus > 1:
+        texts.append(f"{num_proc * plan.cpus} cores wanted, {plan.cpus} in one executor for each task")
+    return f": {'; '.join(texts)}" if texts else ""
 
 
 class BarrierJob:
@@ -193,6 +231,7 @@ class BarrierJob:
         task: Runs in each; a function of record batches, as mapInArrow takes it.
         description: What the Spark UI shows.
         tag: Unique name by which the job can be cancelled.
+        profile: What each task takes from its executor; None for the application's amounts.
         barrier: Whether all tasks have to run at the same time; without, they start as slots become free.
     """
 
@@ -203,6 +242,7 @@ class BarrierJob:
         task: Callable[[Iterator[Any]], Iterator[Any]],
         description: str,
         tag: str,
+        profile: ResourceProfile | None = None,
         *,
         barrier: bool = True,
     ) -> None:
@@ -211,7 +251,8 @@ class BarrierJob:
         self._spark = spark
         self._tag = tag
         self._description = description
-        self._frame = spark.range(0, num_proc, 1, num_proc).mapInArrow(task, SCHEMA, barrier=barrier)
+        given = {} if profile is None else {"profile": profile}  # PySpark 3.5 has no such argument
+        self._frame = spark.range(0, num_proc, 1, num_proc).mapInArrow(task, SCHEMA, barrier=barrier, **given)
         self.rows: list[Row] = []
         self.error: Exception | None = None
         # Inherits the caller's local properties, such as its scheduler pool; daemon, so that an interrupted program
@@ -238,6 +279,28 @@ class BarrierJob:
                 self._spark.sparkContext.cancelJobsWithTag(self._tag)
         except Exception as error:
             _log.warning("could not cancel the Spark job of this run: %s", error)
+
+    def placement(self) -> Placement | None:
+        """Where Spark has put the tasks so far; None where it cannot be asked (Spark Connect)."""
+        if is_connect(self._spark):
+            return None
+        scala_context: Any = self._spark.sparkContext._jsc.sc()
+        try:
+            jobs = list(scala_context.statusTracker().getJobIdsForTag(self._tag))
+            if not jobs:
+                return None
+            store = scala_context.statusStore()
+            stage = store.lastStageAttempt(store.job(max(jobs)).stageIds().apply(0))
+            tasks = _items(store.taskList(stage.stageId(), stage.attemptId(), 1 << 20))
+            executors = _items(store.executorList(True))
+        except Exception as error:
+            # What is asked here has no stable interface; without an answer Spark's own timeouts hold.
+            _log.debug("Spark does not tell where tasks are: %s", error)
+            return None
+        return Placement(
+            {task.index(): task.executorId() for task in tasks},
+            {each.id(): _host_and_port(each.hostPort()) for each in executors if each.id() != "driver"},
+        )
 
     def _run(self) -> None:
         try:

@@ -8,8 +8,25 @@ from spark_hvd.runner.errors import ClusterError, ExecutorLostError, ResultTooLa
 
 _SETUP = re.compile(r"SPARK_HVD_SETUP: (.*?):END", re.DOTALL)
 _LOST = re.compile(r"(ExecutorLostFailure|Lost executor|executor heartbeat timed out|Worker lost|ExecutorExit).*")
+_SILENT = re.compile(r"SPARK_HVD_LOST: (.*?):END", re.DOTALL)
 _CRASHED = re.compile(r"Python worker exited unexpectedly|Python worker failed to connect back")
 _TOO_LARGE = re.compile(r"(Total size of serialized results.*?maxResultSize[^\n]*)")
+
+
+_NOT_AGAIN = (
+    "fn is not run again by itself, because it may have had effects. A host that has vanished, is cut off from the "
+    "driver or is suspended looks like this. Spark itself notices after spark.network.timeout (120 s), and a run that "
+    "is started before that may wait for the host."
+)
+
+
+def silent(lost: str) -> ExecutorLostError:
+    """The error for tasks that the hub has not heard of any more.
+
+    Args:
+        lost: Names ranks, hosts and times (:func:`spark_hvd.runner.silence.describe`).
+    """
+    return ExecutorLostError(f"lost {lost}; all other ranks were stopped. {_NOT_AGAIN}")
 
 
 def translate(error: Exception, size: int) -> RunError:
@@ -25,6 +42,8 @@ def translate(error: Exception, size: int) -> RunError:
             f"{match[1]} Install spark_hvd (with pyarrow and pyzmq) for that Python on every executor, or point "
             "PYSPARK_PYTHON at one that has it."
         )
+    if match := _SILENT.search(text):
+        return ExecutorLostError(f"{match[1]}. {_NOT_AGAIN}")
     if match := _TOO_LARGE.search(text):
         return ResultTooLargeError(
             f"the values that fn returned are too large to collect: {match[1]}. Return less (save the model from rank "

@@ -17,13 +17,15 @@ import zmq
 from spark_hvd.layout import RankInfo
 from spark_hvd.ports import PortRange
 from spark_hvd.runner.child import STACKS_SIGNAL
+from spark_hvd.runner.gpus import GpuShare
 from spark_hvd.runner.hub import Link
 from spark_hvd.runner.hub_state import Message
 from spark_hvd.runner.mpi_side import MpiPlan, MpiSide
-from spark_hvd.runner.mpich import MpiMissingError
 from spark_hvd.runner.outcome import Failed, FailureKind, Packed
 from spark_hvd.runner.output import LineCutter, Tail
+from spark_hvd.runner.process_manager import MpiMissingError
 from spark_hvd.runner.processes import ForkServer, ForkServerError, RankProcess
+from spark_hvd.runner.silence import BEAT, HUB_PATIENCE
 from spark_hvd.runner.wire import FrameReader, send_frame
 
 _READ_BYTES = 64 << 10
@@ -31,6 +33,8 @@ _TERM_GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 _STACKS_WAIT = 0.5  # seconds that a fault handler may take to write the stacks
 _OUTPUT_GRACE = 10.0  # seconds that a slow driver gets to take the last output
 _MPI_SECONDS = 90.0  # for MPI's process manager to come up on all hosts; it takes one
+_FAULT_WAIT = 0.5  # seconds until the end of a process manager is taken for a cause
+_ECHO_WAIT = 2.0  # and what may be an echo of it
 _EXIT_GRACE = 5.0  # seconds that a finished rank may take for its exit handlers
 
 
@@ -46,7 +50,7 @@ class RankJob:
         env: Complete environment of the rank.
         backend: "gloo", "nccl", "mpi", or None for Gloo and NCCL.
         mpi: How MPI comes up, if it is the backend.
-        gpu_assigned: Whether CUDA_VISIBLE_DEVICES names the GPUs that Spark assigned to this task.
+        gpus: What the rank is told of its GPUs.
         start_timeout: Seconds for the process to come up and to join the others' world.
         collective_timeout: Seconds after which a collective that peers do not join fails.
         timeout: The run's ``timeout=``, for messages.
@@ -60,7 +64,7 @@ class RankJob:
     env: Mapping[str, str] = field(repr=False)
     backend: str | None
     mpi: MpiPlan | None
-    gpu_assigned: bool
+    gpus: GpuShare
     start_timeout: float
     collective_timeout: float
     timeout: float | None
@@ -85,7 +89,7 @@ def supervise(
     try:
         process = server.spawn(job.env, job.start_timeout)
     except ForkServerError as error:
-        return refuse(job.me, link, str(error))
+        return not_started(job.me, link, str(error))
     watch = _Watch(job, link, process, on_lines)
     try:
         return watch.run()
@@ -96,7 +100,7 @@ def supervise(
         link.send("gone")
 
 
-def refuse(me: RankInfo, link: Link, error: str) -> Packed:
+def not_started(me: RankInfo, link: Link, error: str) -> Packed:
     """The outcome of a rank that cannot be started; the hub is told."""
     link.send("ended", ok=False, echo=False)
     link.send("gone")
@@ -134,6 +138,7 @@ class _Watch:
         self._leaving = False
         self._mpi: MpiSide | None = None
         self._mpi_fds: set[int] = set()
+        self._mpi_fault: tuple[float, str, bool] | None = None  # when to report it, what it is, whether an echo
         self._ready: Message | None = None  # what the rank said, until MPI is ready for it as well
         limit = job.start_timeout if job.mpi is None else min(job.start_timeout, _MPI_SECONDS)
         self._deadline: float | None = time.monotonic() + limit  # to be ready; then, to be in the world
@@ -152,7 +157,7 @@ class _Watch:
             "ip": job.ip,
             "ports": None if job.ports is None else str(job.ports),
             "backend": job.backend,
-            "gpu_assigned": job.gpu_assigned,
+            "gpus": asdict(job.gpus),
             "join_timeout": job.start_timeout,
             "collective_timeout": job.collective_timeout,
         }
@@ -164,21 +169,34 @@ class _Watch:
             except MpiMissingError as error:
                 self._fail_now(FailureKind.SETUP, str(error))
         while not self._leaving and self._exitcode is None:
-            left = None if self._deadline is None else self._deadline - time.monotonic()
-            if left is not None and left <= 0:
-                self._start_took_too_long()
-            else:
-                self._step(left)
+            self._step(self._next_moment())
+            self._look_at_the_clock()
+            if self._link.hub_silence() > HUB_PATIENCE:
+                self._stop("cut off", None)
         if self._outcome is None and self._failure is None:
             self._judge_exit()
         return self._finish()
 
-    def _step(self, timeout: float | None) -> bool:
+    def _next_moment(self) -> float:
+        """Seconds until something is to be done though nothing comes."""
+        moments = [moment for moment in (self._deadline, self._mpi_fault and self._mpi_fault[0]) if moment is not None]
+        return min([BEAT, *(max(moment - time.monotonic(), 0.0) for moment in moments)])
+
+    def _look_at_the_clock(self) -> None:
+        now = time.monotonic()
+        if self._deadline is not None and now >= self._deadline:
+            self._start_took_too_long()
+        if self._mpi_fault is not None and now >= self._mpi_fault[0]:
+            (_, error, echo), self._mpi_fault = self._mpi_fault, None
+            if self._outcome is None and self._failure is None:
+                self._fail_now(FailureKind.MPI, error, echo=echo)
+
+    def _step(self, timeout: float) -> bool:
         """Handle what is there; False when nothing came within ``timeout`` seconds."""
         self._flush_output()
         mpi = self._watch_mpi()
         # While the hub is behind, the pipes are left to fill: the rank then waits in its print, and nothing is lost.
-        events = dict(self._poller.poll(20 if self._unsent else None if timeout is None else int(timeout * 1000)))
+        events = dict(self._poller.poll(20 if self._unsent else int(timeout * 1000)))
         if not events:
             return bool(self._unsent)
         if self._link.socket in events:
@@ -226,7 +244,7 @@ class _Watch:
                 if "limit" in message:
                     self._drop_large_value(**{key: message[key] for key in ("limit", "total", "largest")})
             case "stop":
-                self._stop(message["reason"], message.get("culprit"))
+                self._stop(message["reason"], message.get("culprit"), message.get("lost"))
             case other:
                 raise AssertionError(f"unexpected message {other!r}")
 
@@ -252,8 +270,9 @@ class _Watch:
             self._ready = None
 
     def _mpi_failed(self, error: str, echo: bool) -> None:
-        if self._outcome is None and self._failure is None and not self._leaving:
-            self._fail_now(FailureKind.MPI, error, echo=echo)
+        # When a rank dies, the manager tears everything down: first the reason has a chance to be heard of.
+        if self._mpi_fault is None or (self._mpi_fault[2] and not echo):
+            self._mpi_fault = time.monotonic() + (_ECHO_WAIT if echo else _FAULT_WAIT), error, echo
 
     def _start_took_too_long(self) -> None:
         self._deadline = None
@@ -280,7 +299,7 @@ class _Watch:
                 "None from the other ranks, or start the application with more spark.driver.memory.",
             )
 
-    def _stop(self, reason: str, culprit: int | None) -> None:
+    def _stop(self, reason: str, culprit: int | None, lost: str | None = None) -> None:
         self._leaving = True
         if self._outcome is not None or self._failure is not None:
             return
@@ -290,6 +309,12 @@ class _Watch:
             self._fail(
                 FailureKind.TIMEOUT, f"still running when timeout={limit} was over", trim_stacks(self._process.stacks())
             )
+        elif reason == "cut off":
+            self._fail(
+                FailureKind.LOST, f"stopped because the hub at {self._link.url} did not answer for {HUB_PATIENCE:.0f} s"
+            )
+        elif lost is not None:
+            self._fail(FailureKind.LOST, f"stopped because other ranks are not heard of any more: {lost}")
         else:
             why = {
                 "peer": f"stopped because rank {culprit} failed" if culprit is not None else "stopped: a rank failed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 import pickle
 import secrets
@@ -16,16 +17,17 @@ import psutil
 
 from spark_hvd.layout import RankInfo, WorldLayout
 from spark_hvd.ports import PortRange
-from spark_hvd.runner import mpich
 from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.gpus import GpuError, GpuShare, devices_of
 from spark_hvd.runner.hub import Hub, HubAddress, Link
 from spark_hvd.runner.hub_state import HubState
-from spark_hvd.runner.mpi_side import MpiPlan
+from spark_hvd.runner.mpi_side import MANAGERS, MpiPlan
 from spark_hvd.runner.network import Address, NoAddressError, choose_address, own_addresses
-from spark_hvd.runner.outcome import Packed, to_rows
+from spark_hvd.runner.outcome import Failed, FailureKind, Packed, to_rows
 from spark_hvd.runner.processes import ForkServer, apply_env, fork_server
-from spark_hvd.runner.supervise import RankJob, refuse
-from spark_hvd.runner.team import RefusedError, meet, supervise_all
+from spark_hvd.runner.silence import BEAT, SILENT_AFTER
+from spark_hvd.runner.supervise import RankJob, not_started
+from spark_hvd.runner.team import LostError, RefusedError, meet, supervise_all
 
 if TYPE_CHECKING:
     import pyarrow
@@ -48,8 +50,12 @@ class TaskSpec:
         procs_per_task: Ranks in each task.
         interfaces: On which interfaces or networks ranks are to meet; empty for no wish.
         ports: Where they may listen; None for any port.
-        mpi_token: Names the sockets over which MPI is brought up; None where the backend is another.
+        mpi: "mpich" or "openmpi"; None where the backend is another.
+        mpi_token: Names the sockets over which MPI is brought up.
         spool: A directory of the driver's for large values, where all tasks run on the driver's machine.
+        cpus_per_proc: Cores of a rank, if the run was asked for a number.
+        gpus_per_proc: GPUs of a rank, if the run was asked for a number.
+        may_share_gpus: Whether several ranks are meant to use one GPU.
     """
 
     run_id: str
@@ -63,11 +69,23 @@ class TaskSpec:
     procs_per_task: int
     interfaces: Sequence[str]
     ports: str | None
-    mpi_token: str | None = field(repr=False)
+    mpi: str | None
+    mpi_token: str = field(repr=False)
     spool: str | None
+    cpus_per_proc: int | None
+    gpus_per_proc: int | None
+    may_share_gpus: bool
 
     @classmethod
-    def of(cls, config: RunConfig, run_id: str, hub: HubAddress | None, spool: str | None = None) -> TaskSpec:
+    def of(
+        cls,
+        config: RunConfig,
+        run_id: str,
+        hub: HubAddress | None,
+        spool: str | None = None,
+        *,
+        may_share_gpus: bool = False,
+    ) -> TaskSpec:
         """What tasks need of a run's arguments."""
         return cls(
             run_id=run_id,
@@ -81,8 +99,12 @@ class TaskSpec:
             procs_per_task=config.procs_per_task,
             interfaces=tuple(config.interfaces),
             ports=config.ports,
-            mpi_token=MpiPlan.new_token() if config.backend == "mpi" else None,
+            mpi=(config.mpi or "mpich") if config.backend == "mpi" else None,
+            mpi_token=MpiPlan.new_token(),
             spool=spool,
+            cpus_per_proc=config.cpus_per_proc,
+            gpus_per_proc=config.gpus_per_proc,
+            may_share_gpus=may_share_gpus,
         )
 
     def job(
@@ -105,8 +127,11 @@ class TaskSpec:
             payload=payload,
             env=rank_env(self, me, address, gpus),
             backend=self.backend,
-            mpi=None if self.mpi_token is None else MpiPlan(layout, self.mpi_token, address.ip, ports),
-            gpu_assigned=gpus is not None,
+            mpi=None if self.mpi is None else MpiPlan(layout, self.mpi, self.mpi_token, address, ports),
+            # A CUDA_VISIBLE_DEVICES of the user's own is the same for all ranks, who divide it by their local rank.
+            gpus=GpuShare(
+                None if "CUDA_VISIBLE_DEVICES" in self.env else gpus, self.gpus_per_proc, self.may_share_gpus
+            ),
             start_timeout=self.start_timeout,
             collective_timeout=self.collective_timeout,
             timeout=self.timeout,
@@ -121,17 +146,22 @@ def run_task(spec: TaskSpec, payload: bytes) -> Iterator[pyarrow.RecordBatch]:
 
     context = BarrierTaskContext.get()
     assert isinstance(context, BarrierTaskContext)
-    for packed in _run_ranks(spec, payload, context):
-        for rank, ok, part, chunk in to_rows(packed, spec.spool):
-            yield pyarrow.RecordBatch.from_arrays(
-                [
-                    pyarrow.array([rank], pyarrow.int32()),
-                    pyarrow.array([ok]),
-                    pyarrow.array([part], pyarrow.int32()),
-                    pyarrow.array([chunk], pyarrow.binary()),
-                ],
-                names=["rank", "ok", "part", "chunk"],
-            )
+    packed = _run_ranks(spec, payload, context)
+    for each in packed:
+        if not each.ok and isinstance(failure := each.open(), Failed) and failure.kind is FailureKind.LOST:
+            # Spark would wait for the task of the lost rank until its own timeout (spark.network.timeout, two
+            # minutes). One failing task ends a barrier job at once.
+            raise LostError(f"SPARK_HVD_LOST: rank {failure.rank} on {failure.host} {failure.error}:END")
+    for rank, ok, part, chunk in itertools.chain.from_iterable(to_rows(each, spec.spool) for each in packed):
+        yield pyarrow.RecordBatch.from_arrays(
+            [
+                pyarrow.array([rank], pyarrow.int32()),
+                pyarrow.array([ok]),
+                pyarrow.array([part], pyarrow.int32()),
+                pyarrow.array([chunk], pyarrow.binary()),
+            ],
+            names=["rank", "ok", "part", "chunk"],
+        )
 
 
 def _run_ranks(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> list[Packed]:
@@ -141,16 +171,17 @@ def _run_ranks(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> l
     layout = WorldLayout.from_hosts(hosts)
     mine = [layout.of_process(context.partitionId() * each + place) for place in range(each)]
     gpus = context.resources().get("gpu")
+    addresses = None if gpus is None else gpus.addresses
     server = fork_server(spec.env, _executor_pid())  # starts to import torch while we meet the others
     with ExitStack() as closing:
-        links = None if spec.hub is None else [Link(spec.hub, me.rank) for me in mine]
+        links = None if spec.hub is None else [Link(spec.hub, me.rank, me.host) for me in mine]
         on_lines = None
         if links is None or not meet(links, context.taskAttemptId(), spec.start_timeout):
             on_lines = _print_here
             links = _meet_at_rank_0(spec, mine, layout, context, closing)
         for link in links:
             closing.callback(link.close)
-        return run_ranks(spec, payload, layout, mine, links, server, gpus.addresses if gpus else None, on_lines)
+        return run_ranks(spec, payload, layout, mine, links, server, addresses, on_lines)
 
 
 def run_ranks(
@@ -179,9 +210,11 @@ def run_ranks(
     alone = mine[0].local_size == mine[0].size
     try:
         address = choose_address(mine[0].host, spec.interfaces, towards, alone=alone, own=own_addresses())
-    except NoAddressError as error:
-        return [refuse(me, link, str(error)) for me, link in zip(mine, links, strict=True)]
-    jobs = [spec.job(me, layout, address, payload, gpus) for me in mine]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        own = [devices_of(gpus, len(mine), place, visible, spec.gpus_per_proc) for place in range(len(mine))]
+    except (NoAddressError, GpuError) as error:
+        return [not_started(me, link, str(error)) for me, link in zip(mine, links, strict=True)]
+    jobs = [spec.job(me, layout, address, payload, share) for me, share in zip(mine, own, strict=True)]
     return supervise_all(jobs, links, server, on_lines)
 
 
@@ -198,18 +231,27 @@ def _meet_at_rank_0(
     address = b""
     if mine[0].rank == 0:
         hub = Hub(HubState(mine[0].size, timeout=spec.timeout), mine[0].host)
-        closing.callback(hub.close)
+        closing.callback(_close_hub, hub)
         address = pickle.dumps(hub.address)
     gathered = context.allGather(base64.b64encode(address).decode())  # costs a second: its wait polls once a second
     encoded = gathered[layout.rank_of.index(0) // spec.procs_per_task]
     hub_address = pickle.loads(base64.b64decode(encoded))
-    links = [Link(hub_address, me.rank) for me in mine]
+    links = [Link(hub_address, me.rank, me.host) for me in mine]
     if not meet(links, context.taskAttemptId(), spec.start_timeout):
         raise RefusedError(
             f"rank {mine[0].rank} on {mine[0].host} can reach neither the driver nor rank 0 on {layout.ranks[0].host}. "
             "Open the network between the executors, or see spark.driver.host for the driver's address."
         )
     return links
+
+
+def _close_hub(hub: Hub) -> None:
+    """Stay until every rank has left or is lost: the driver cannot see that a task here has gone silent."""
+    hub.wait_gone(SILENT_AFTER + 2 * BEAT)
+    lost = hub.lost
+    hub.close()
+    if lost is not None:
+        raise LostError(f"SPARK_HVD_LOST: lost {lost}; all other ranks were stopped:END")
 
 
 def _print_here(stream: str, lines: list[str]) -> None:
@@ -249,9 +291,11 @@ def rank_env(spec: TaskSpec, me: RankInfo, address: Address, gpus: Sequence[str]
             ours["GLOO_SOCKET_IFNAME"] = address.interface
         if spec.interfaces:
             ours["NCCL_SOCKET_IFNAME"] = f"={address.interface}"  # the sign means: this one, not all that begin so
-    if spec.mpi_token is not None:
+    if spec.mpi is not None:
         ports = None if spec.ports is None else PortRange.parse(spec.ports)
-        ours |= mpich.rank_variables(address.interface, ports)
+        ours |= MANAGERS[spec.mpi].rank_variables(address.interface, ports)
+    if spec.cpus_per_proc is not None:
+        ours["OMP_NUM_THREADS"] = str(spec.cpus_per_proc)  # Spark's own value is that of the application's tasks
     if gpus is not None:
         ours["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return apply_env(os.environ, {**ours, **spec.env})

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from spark_hvd.runner.hub import Link
 from spark_hvd.runner.outcome import Packed
 from spark_hvd.runner.processes import ForkServer
+from spark_hvd.runner.silence import BEAT, HUB_PATIENCE
 from spark_hvd.runner.supervise import RankJob, supervise
 
 _CONNECT_WAIT = 8.0
 """Seconds to reach the driver's hub; less than the hub's own patience with missing tasks (FALLBACK_AFTER)."""
+
+
+class LostError(RuntimeError):
+    """This rank was stopped because others, or the hub, were not heard of any more."""
 
 
 class RefusedError(RuntimeError):
@@ -33,11 +39,13 @@ def meet(links: Sequence[Link], attempt: int, start_timeout: float) -> bool:
             link.close(discard=True)
         return False
     for link in links:
-        link.send("hello", attempt=attempt)
+        link.hello(attempt)
     answers = {_answer(link, attempt, start_timeout) for link in links}
     if answers == {"met"}:
         return True
     for link in links:
+        if "stop" in answers:
+            link.send("gone")
         link.close()
     if answers == {"fallback"}:
         return False
@@ -46,7 +54,9 @@ def meet(links: Sequence[Link], attempt: int, start_timeout: float) -> bool:
 
 
 def _answer(link: Link, attempt: int, start_timeout: float) -> str:
-    message = link.wait(start_timeout)
+    message, deadline = None, time.monotonic() + start_timeout
+    while message is None and time.monotonic() < deadline and link.hub_silence() < HUB_PATIENCE:
+        message = link.wait(BEAT)
     if message is None:
         return "nothing"
     if message["type"] == "refuse":

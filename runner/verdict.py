@@ -39,7 +39,7 @@ def rank_failures(failures: Sequence[Failed], order: Sequence[int] = ()) -> list
     heard = {rank: position for position, rank in enumerate(order)}
 
     def key(failure: Failed) -> tuple[bool, bool, int, float, int]:
-        stopped = failure.kind in (FailureKind.STOPPED, FailureKind.TIMEOUT)
+        stopped = failure.kind in (FailureKind.STOPPED, FailureKind.LOST, FailureKind.TIMEOUT)
         return stopped, failure.echo, heard.get(failure.rank, len(heard)), failure.ended_at, failure.rank
 
     return sorted(failures, key=key)

@@ -51,7 +51,7 @@ class Connections:
             before: What :func:`sockets` gave before the group was made.
             group: The group.
         """
-        if "cpu" not in str(dist.get_backend_config(group)):
+        if "gloo" not in str(dist.get_backend_config(group)):
             return cls({})
         ends = _ends(item for item in sockets().items() if item not in before.items())
         place = dist.get_rank(group)

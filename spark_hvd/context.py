@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -13,25 +14,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from spark_hvd import mpi_backend
 from spark_hvd.channel import own_address
 from spark_hvd.communicator import Communicator
 from spark_hvd.config import Config
-from spark_hvd.connections import Connections, sockets
-from spark_hvd.distributed import TorchCommunicator
 from spark_hvd.engine import Engine
 from spark_hvd.errors import NotInitializedError
 from spark_hvd.groups import Groups, let_end
 from spark_hvd.kv import HashStore, PrefixStore, Store
 from spark_hvd.lane import Lane
-from spark_hvd.launch_env import read_config, read_launch_env
+from spark_hvd.launch_env import read_config, read_launch_env, read_mpi_env
 from spark_hvd.layout import RankInfo, WorldLayout
 from spark_hvd.local import LocalCommunicator
-from spark_hvd.members import Members
+from spark_hvd.members import communicator_over, open_members
+from spark_hvd.mpi_world import abort_on_exceptions, is_mpi_communicator, part_of, ranks_of, world_of
+from spark_hvd.nccl import NcclGroups
 from spark_hvd.rendezvous import adopted_world, everyones, launched_world, meeting
-from spark_hvd.staging import Staging
 from spark_hvd.world import World
 
 if TYPE_CHECKING:
+    from spark_hvd.mpi_library import MPI
     from spark_hvd.process_sets import ProcessSet
 
 DEFAULT_TIMEOUT = 1800.0
@@ -107,17 +109,21 @@ def is_initialized() -> bool:
 
 
 def init(
-    comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None, **settings: Any
+    comm: Sequence[int] | MPI.Intracomm | None = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
+    **settings: Any,
 ) -> None:
     """Join the world that the launcher made; does nothing if that has happened already and nothing is asked for.
 
     In order: the world this process was in before :func:`shutdown`; a default process group that the user initialised
-    with torch.distributed, which is used and never destroyed; the world that torchrun's variables describe; a world of
-    one. torch's default process group is left initialised, for DDP, FSDP2 and other users of torch.distributed.
+    with torch.distributed, which is used and never destroyed; the world that torchrun's variables describe; over MPI,
+    the one that mpiexec started; a world of one. torch's default process group is left initialised, for DDP, FSDP2 and
+    other users of torch.distributed.
 
     Args:
         comm: Ranks of the launcher's world that make a world of their own, in which they are renumbered from 0 in
-            ascending order; each of them must pass the same list. None: all ranks.
+            ascending order; each of them must pass the same list. Or a communicator of mpi4py: the world is then made
+            by MPI out of its ranks, with their numbers there; each of them must pass it. None: all ranks.
         process_sets: Process sets to register, the same on every rank, see
             :func:`spark_hvd.process_sets.add_process_set`. Horovod's "dynamic" is understood, and needed no more.
         **settings: Values that tune the named lane, see :class:`spark_hvd.config.Config`. Rank 0's count for all. They
@@ -126,6 +132,7 @@ def init(
     Raises:
         ValueError: A setting is wrong, `comm` is no list of ranks with this one in it, a process set cannot be made,
             or the launcher's environment variables are incomplete.
+        ImportError: An MPI process manager started this process, but there is no mpi4py.
         TypeError: There is no such setting.
         MismatchError: Ranks pass different process sets.
         CollectiveError: The other ranks could not be reached.
@@ -134,7 +141,7 @@ def init(
         config = replace(read_config(), **settings)
         starts_timeline = _current is not None and "timeline" in settings
         if _current is None:
-            _join_as_launched(config)
+            _join_as_launched(comm, config)
         elif settings:
             if settings.get("stall_timeout", 0.0) is None:
                 settings["stall_timeout"] = _current.groups.timeout
@@ -147,39 +154,54 @@ def init(
         start_timeline(config.timeline, config.timeline_mark_cycles)
 
 
-def _join_as_launched(config: Config) -> None:
+def _join_as_launched(comm: Sequence[int] | MPI.Intracomm | None, config: Config) -> None:
     if dist.is_initialized():
         _adopt_default_group(config)
+    elif is_mpi_communicator(comm):
+        _join_mpi(comm, config)
     elif _joined is not None:
         join(_joined.world, _joined.kv, timeout=_joined.timeout, backend=_joined.backend, config=config)
     elif (env := read_launch_env()) is not None:
         join(*launched_world(env), config=config)
+    elif (started := read_mpi_env()) is not None:
+        _join_mpi(None, config, started.master)
     else:
         _join_nobody(config)
 
 
-def _join_part(comm: Sequence[int], config: Config) -> None:
-    """Leave the world for one of some of its ranks."""
+def _join_mpi(comm: MPI.Intracomm | None, config: Config, master: str | None = None) -> None:
+    world, kv = world_of(comm, master)
+    abort_on_exceptions()
+    join(world, kv, backend="mpi", config=config)
+
+
+def _join_part(comm: Sequence[int] | MPI.Intracomm, config: Config) -> None:
+    """Leave the world for one of some of its ranks, unless those are all."""
     here = current()
     me, size = here.world.me.rank, here.world.me.size
-    if not isinstance(comm, Sequence) or not all(isinstance(rank, int) and 0 <= rank < size for rank in comm):
-        raise ValueError(f"comm={comm!r}: expected a list of ranks from 0 to {size - 1}.")
-    ranks = sorted(set(comm))
+    ranks = ranks_of(comm, here.world.mpi, size) if is_mpi_communicator(comm) else sorted(set(_checked(comm, size)))
+    if ranks == list(range(size)):
+        return
     if me not in ranks:
         raise ValueError(f"comm={comm!r} does not have this rank, {me}; each rank passes the world that it is in.")
-    if len(ranks) == size:
-        return
     if _joined is None or not here.owns_default_group:
         raise ValueError(
             f"comm={comm!r}: torch.distributed was initialised before spark_hvd, so its world cannot be divided; "
             "register a process set instead."
         )
     layout = WorldLayout.of_ranks([here.layout.ranks[rank].host for rank in ranks])
-    world = replace(here.world, me=layout.ranks[ranks.index(me)])
+    mpi = part_of(here.world.mpi, ranks) if _joined.backend == "mpi" else None
+    world = replace(here.world, me=layout.ranks[ranks.index(me)], mpi=mpi)
     kv = PrefixStore(f"part/{'-'.join(map(str, ranks))}", _joined.kv)
     timeout, backend = _joined.timeout, _joined.backend
     shutdown()
     join(world, kv, timeout=timeout, backend=backend, config=config)
+
+
+def _checked(comm: Any, size: int) -> Sequence[int]:
+    if not isinstance(comm, Sequence) or not all(isinstance(rank, int) and 0 <= rank < size for rank in comm):
+        raise ValueError(f"comm={comm!r}: expected a list of ranks from 0 to {size - 1}.")
+    return comm
 
 
 def _register_all(process_sets: Sequence[ProcessSet] | str) -> None:
@@ -211,11 +233,13 @@ def join(
         world: Who I am.
         kv: A store that all ranks reach. One of the ranks or the launcher must keep it served.
         timeout: Seconds until a collective gives up on its peers.
-        backend: "gloo" or "nccl" for every tensor; None for NCCL on CUDA tensors and gloo on CPU tensors.
+        backend: "gloo", "nccl" or "mpi" for every tensor; None for NCCL on CUDA tensors and gloo on CPU tensors. For
+            "mpi" the process must have been started by an MPI process manager that numbers the ranks alike.
         config: Values that tune the named lane; None: the environment's.
 
     Raises:
-        RuntimeError: This process is in a world already.
+        RuntimeError: This process is in a world already, or MPI numbers the ranks in another way.
+        ImportError: `backend` is "mpi", but there is no mpi4py.
         CollectiveError: The other ranks could not be reached.
     """
     global _joined
@@ -248,7 +272,10 @@ def _adopt_default_group(config: Config) -> None:
 
 
 def _enter(world: World, layout: WorldLayout, kv: Store, timeout: float, backend: str | None, config: Config) -> None:
-    if backend is None:
+    if backend == "mpi":
+        mpi_backend.use(world.mpi, world.me.rank, world.me.size)
+        backend = mpi_backend.NAME
+    elif backend is None:
         # Plain "gloo" where there is no GPU: with "cpu:gloo" torch warns of its own plugins at every group.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     with meeting(world.me.rank, world.me.size):
@@ -277,8 +304,11 @@ def _settle(
     size = world.me.size
     groups = Groups(kv, timeout)
     try:
-        communicator: Communicator = LocalCommunicator() if size == 1 else TorchCommunicator()
-        members = _members(0, range(size), layout, world.me.rank, groups, config)
+        communicator: Communicator = LocalCommunicator() if size == 1 else communicator_over(None)
+        # A default group that the user initialised is his own affair, also when it hangs.
+        default = [dist.group.WORLD] if owns_default_group else []
+        nccl = NcclGroups(lambda: [*default, *groups.of(0)])
+        members = open_members(0, range(size), layout, world.me.rank, groups, config, nccl)
         lane = engine.open_lane(members, PrefixStore("lane/0", kv))
     except BaseException:
         engine.close("init() failed")
@@ -291,20 +321,6 @@ def _settle(
             _current = None
             engine.close("init() failed")
             raise
-
-
-def _members(
-    process_set_id: int, ranks: Sequence[int], layout: WorldLayout, me: int, groups: Groups, config: Config
-) -> Members:
-    hosts = [layout.ranks[rank].host for rank in ranks]
-    place = list(ranks).index(me)
-    if len(ranks) == 1:
-        return Members(ranks, hosts, place, LocalCommunicator())
-    before = sockets()
-    group = groups.make(process_set_id, ranks)
-    connections = Connections.since(before, group)
-    staging = Staging.open(group, hosts, config.shared_memory)
-    return Members(ranks, hosts, place, TorchCommunicator(group), staging, connections)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -344,7 +360,8 @@ def register(process_set: ProcessSet, ranks: Sequence[int]) -> None:
     number = next(here.numbers)
     me = here.world.me.rank
     if me in ranks:
-        members = _members(number, ranks, here.layout, me, here.groups, here.engine.config)
+        nccl = NcclGroups(lambda: here.groups.of(number))
+        members = open_members(number, ranks, here.layout, me, here.groups, here.engine.config, nccl)
         here.lanes[number] = here.engine.open_lane(members, PrefixStore(f"lane/{number}", here.kv))
     here.process_sets[number] = process_set
     process_set.registered_as(number)
@@ -388,4 +405,12 @@ def shutdown() -> None:
                 context.groups.destroy_all()
 
 
-atexit.register(shutdown)
+def _leave() -> None:
+    shutdown()
+    library = sys.modules.get("spark_hvd.mpi_library")
+    if library is not None:
+        library.finalize()
+
+
+mpi_backend.register()
+atexit.register(_leave)

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from spark_hvd.communicator import Handle, ReduceOp
-from spark_hvd.dtypes import as_bytes, check_op, divide, to_wire
+from spark_hvd.dtypes import as_bytes, check_op, copy_unless_shared, divide, to_dense, to_wire
 from spark_hvd.handles import Finished, Pending, failed
+from spark_hvd.nccl import NcclGroups
 from spark_hvd.shapes import (
     HEADER,
     describe,
@@ -77,7 +78,7 @@ class TorchCommunicator:
         """See base class."""
         require_dense(tensor)
         check_op(tensor.dtype, op)
-        mine, dense = _dense(tensor)
+        mine, dense = to_dense(tensor)
         if op is ReduceOp.PRODUCT and mine.is_complex():
             return self._complex_product(tensor, mine, dense)
         wire, wire_op, restore = to_wire(dense, op)
@@ -86,7 +87,7 @@ class TorchCommunicator:
         def finish() -> torch.Tensor:
             if op is ReduceOp.AVERAGE:
                 divide(wire, self._size)
-            _copy_unless_shared(mine, restore(wire))
+            copy_unless_shared(mine, restore(wire))
             return tensor
 
         return Pending("allreduce", [work], finish)
@@ -108,7 +109,7 @@ class TorchCommunicator:
     def allgather(self, tensor: torch.Tensor, rows: Sequence[int] | None = None) -> Handle[torch.Tensor]:
         """See base class."""
         require_dense(tensor)
-        _, dense = _dense(tensor)
+        _, dense = to_dense(tensor)
         if rows is None:
             headers = self._everyones(describe(tensor))
             require_same("allgather", headers)
@@ -153,12 +154,12 @@ class TorchCommunicator:
         """See base class."""
         require_dense(tensor)
         require_root(root_rank, self._size)
-        mine, dense = _dense(tensor)
+        mine, dense = to_dense(tensor)
         work = self._broadcast_bytes("broadcast", dense, root_rank)
 
         def finish() -> torch.Tensor:
             if self._rank != root_rank:
-                _copy_unless_shared(mine, dense)
+                copy_unless_shared(mine, dense)
             return tensor
 
         return Pending("broadcast", [work], finish)
@@ -172,7 +173,7 @@ class TorchCommunicator:
         if op is ReduceOp.PRODUCT and tensor.is_complex():
             whole = self.allreduce(tensor.detach().clone(), op).wait()
             return Finished(torch.split(whole, rows)[self._rank].clone())
-        _, dense = _dense(tensor)
+        _, dense = to_dense(tensor)
         wire, wire_op, restore = to_wire(dense, op)
         on_cpu = tensor.device.type == "cpu"
         if on_cpu:
@@ -221,7 +222,7 @@ class TorchCommunicator:
     def _alltoall(
         self, tensor: torch.Tensor, sent: list[int], received: list[int]
     ) -> Handle[tuple[torch.Tensor, list[int]]]:
-        _, dense = _dense(tensor)
+        _, dense = to_dense(tensor)
         out = dense.new_empty((sum(received), *dense.shape[1:]))
         row_bytes = math.prod(dense.shape[1:]) * dense.element_size()
         if row_bytes == 0:  # on every rank; rows may be none on some ranks only
@@ -255,9 +256,7 @@ class TorchCommunicator:
 
     def abort(self) -> None:
         """See base class."""
-        group = self._group if self._group is not None else dist.group.WORLD
-        assert group is not None
-        group.abort()  # NCCL's part
+        NcclGroups(lambda: [self._group if self._group is not None else dist.group.WORLD]).abort()
         dist.destroy_process_group(self._group)  # gloo's part: it closes the connections, which the peers notice
 
     def _broadcast_bytes(self, name: str, dense: torch.Tensor, root_rank: int) -> dist.Work | None:
@@ -278,18 +277,6 @@ class TorchCommunicator:
             return call()
         except RuntimeError as error:
             raise failed(name, error) from error
-
-
-def _dense(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensor without its gradient, and the same or a copy with plain contiguous memory."""
-    mine = tensor.detach()
-    dense = mine.resolve_conj().resolve_neg() if mine.is_complex() or mine.is_neg() else mine
-    return mine, dense.contiguous()
-
-
-def _copy_unless_shared(target: torch.Tensor, source: torch.Tensor) -> None:
-    if target.data_ptr() != source.data_ptr():
-        target.copy_(source)
 
 
 def _padded(wire: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -135,3 +135,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as a flat uint8 tensor: every backend moves bytes."""
     # view(uint8) refuses 0-dim tensors and conjugated ones; reshape and resolve come first.
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def to_dense(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tensor without its gradient, and the same or a copy with plain contiguous memory."""
+    mine = tensor.detach()
+    dense = mine.resolve_conj().resolve_neg() if mine.is_complex() or mine.is_neg() else mine
+    return mine, dense.contiguous()
+
+
+def copy_unless_shared(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor into another, unless that has the same memory."""
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)

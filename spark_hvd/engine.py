@@ -330,8 +330,7 @@ class Engine:
                 coordination.check()
         while self._abandon and now >= self._abandon[0][0]:
             _, lane = self._abandon.pop(0)
-            lane.abandon()
-            lane.cut()
+            lane.give_up()
 
     def _attend(self, ready: Any, handler: Callable[[], None]) -> None:
         self._poller.register(ready, zmq.POLLIN)
@@ -365,7 +364,7 @@ class Engine:
             member.send("traced")
 
     def abandon_later(self, lane: Lane) -> None:
-        """A rank of this lane has vanished: what is under way has a moment left to succeed."""
+        """A rank of this lane has gone: what is under way has a moment left to succeed."""
         self._abandon.append((time.monotonic() + _GRACE_SECONDS, lane))
 
     def _close(self, lane: Lane, text: str) -> None:

@@ -46,6 +46,10 @@ class Groups:
         made.append(process_group(name, ranks, self._kv, timedelta(seconds=self.timeout), gloo_threads))
         return made[-1]
 
+    def of(self, process_set_id: int) -> list[dist.ProcessGroup]:
+        """Those of a process set, in the order in which they were made."""
+        return list(self._made.get(process_set_id, []))
+
     def destroy(self, process_set_id: int) -> None:
         """Destroy those of a process set; its number is never used again."""
         for group in self._made.pop(process_set_id, []):
@@ -62,6 +66,9 @@ def let_end(lanes: Sequence[Lane]) -> None:
 
     A process group waits for what is under way when it is destroyed, also where that waits for a rank that is gone.
     """
+    for lane in lanes:
+        if (lane.doomed or lane.stranded) and lane.members.nccl is not None:
+            lane.members.nccl.abort()
     # It may still end well, and the peers may need it.
     _wait([lane for lane in lanes if not lane.doomed], _LAST_SECONDS)
     for lane in lanes:

@@ -53,7 +53,7 @@ class Link(Protocol):
         ...
 
     def doomed(self, lane: Lane) -> None:
-        """A rank has vanished: call :meth:`Lane.abandon` in a moment."""
+        """A rank has gone: call :meth:`Lane.give_up` in a moment."""
         ...
 
 
@@ -102,6 +102,8 @@ class Lane:
         self._broken: str | None = None
         self.doomed = False
         """Whether a rank has vanished, so that what is under way will hardly end well."""
+        self.stranded = False
+        """Whether a rank has left without its part of collectives that were begun here, perhaps on the device."""
         self._verdict = threading.Event()
         # The engine's thread only.
         self._entries: list[Entry] = []
@@ -277,6 +279,9 @@ class Lane:
                     self._doom()
                 else:
                     self.abandon(decision.done)
+                    if self._runs.begun > decision.done:
+                        self.stranded = True
+                        self._link.doomed(self)
 
     def resume(self) -> None:
         """A collective of several rounds may be able to go on."""
@@ -313,8 +318,16 @@ class Lane:
         for handle in self._runs.abandon(done):
             self._end(handle, self._broken)
 
+    def give_up(self) -> None:
+        """The moment is over in which what is under way could still succeed."""
+        if self.doomed:
+            self.abandon()
+            self.cut()
+        if self.members.nccl is not None:
+            self.members.nccl.abort_soon()
+
     def cut(self) -> None:
-        """End the connections to the other members: what is under way fails, here and there. From any thread."""
+        """End the Gloo connections to the other members: what is under way fails, here and there. From any thread."""
         if self.members.connections is not None:
             self.members.connections.cut()
 

@@ -53,6 +53,43 @@ def read_launch_env(env: Mapping[str, str] | None = None) -> LaunchEnv | None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class MpiEnv:
+    """What an MPI process manager put into the environment."""
+
+    rank: int
+    size: int
+    master: str | None
+    """The address of rank 0 for the others, if the user has set one."""
+
+
+def read_mpi_env(env: Mapping[str, str] | None = None) -> MpiEnv | None:
+    """Read the variables of MPICH's and Open MPI's mpiexec; None if neither started this process.
+
+    Args:
+        env: The environment, ``os.environ`` by default.
+
+    Raises:
+        ValueError: A variable is missing or is no number in its range.
+    """
+    env = os.environ if env is None else env
+    for rank, size in (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
+        if rank in env and size in env:
+            count = _number(env, size, 1, None)
+            return MpiEnv(_number(env, rank, 0, count - 1), count, env.get("MASTER_ADDR"))
+    return None
+
+
+def read_mpi_cuda(env: Mapping[str, str] | None = None) -> bool | None:
+    """Whether SPARK_HVD_MPI_CUDA says that MPI takes CUDA tensors, or that it does not; None if it is not set.
+
+    Args:
+        env: The environment, ``os.environ`` by default.
+    """
+    text = (os.environ if env is None else env).get("SPARK_HVD_MPI_CUDA", "")
+    return None if text == "" else _truth(text)
+
+
 def read_config(env: Mapping[str, str] | None = None) -> Config:
     """The values of Horovod's variables that have a meaning here; those that are not set have our defaults.
 

@@ -4,10 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch.distributed as dist
+
+from spark_hvd import mpi_backend
 from spark_hvd.communicator import Communicator
-from spark_hvd.connections import Connections
+from spark_hvd.config import Config
+from spark_hvd.connections import Connections, sockets
+from spark_hvd.distributed import TorchCommunicator
+from spark_hvd.groups import Groups
+from spark_hvd.layout import WorldLayout
+from spark_hvd.local import LocalCommunicator
+from spark_hvd.nccl import NcclGroups
 from spark_hvd.staging import Staging
+
+
+class Severable(Protocol):
+    """What carries collectives, and can stop doing so."""
+
+    def cut(self) -> None:
+        """Fail what is under way on this rank, and on the others where that is possible. From any thread."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,5 +42,49 @@ class Members:
     """Over process groups that nobody else uses."""
     staging: Staging | None = None
     """Memory that they share, if they do."""
-    connections: Connections | None = None
+    connections: Severable | None = None
     """Of the communicator."""
+    nccl: NcclGroups | None = None
+    """All process groups that are of no use any more when one of the ranks has gone."""
+
+
+def communicator_over(group: dist.ProcessGroup | None) -> Communicator:
+    """The communicator that talks over a process group; None for the default one."""
+    if dist.get_backend(group) == mpi_backend.NAME:
+        return mpi_backend.communicator_over(group)
+    return TorchCommunicator(group)
+
+
+def open_members(
+    process_set_id: int,
+    ranks: Sequence[int],
+    layout: WorldLayout,
+    me: int,
+    groups: Groups,
+    config: Config,
+    nccl: NcclGroups,
+) -> Members:
+    """Make what the ranks of a process set talk over; each of them must call this.
+
+    Args:
+        process_set_id: 0 for all ranks.
+        ranks: In the world, ascending.
+        layout: Of the world.
+        me: My rank in the world.
+        groups: Of the world.
+        config: Says whether to use shared memory.
+        nccl: All process groups that are of no use any more when one of the ranks has gone.
+    """
+    hosts = [layout.ranks[rank].host for rank in ranks]
+    place = list(ranks).index(me)
+    if len(ranks) == 1:
+        return Members(ranks, hosts, place, LocalCommunicator())
+    before = sockets()
+    group = groups.make(process_set_id, ranks)
+    connections: Severable
+    if dist.get_backend(group) == mpi_backend.NAME:
+        connections = mpi_backend.endpoint_of(group)
+    else:
+        connections = Connections.since(before, group)
+    staging = Staging.open(group, hosts, config.shared_memory)
+    return Members(ranks, hosts, place, communicator_over(group), staging, connections, nccl)

@@ -93,6 +93,11 @@ class Runs:
         return self._begun - (self._active is not None)
 
     @property
+    def begun(self) -> int:
+        """How many batches this rank has begun, whether they have ended or not."""
+        return self._begun
+
+    @property
     def unfinished(self) -> bool:
         """Whether collectives are under way on the wire; from any thread."""
         active = self._active

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source into its target in one call, which spares Python a microsecond or two a tensor."""
     torch._foreach_copy_(targets, sources)
+
+
+def cuda_backend(group: dist.ProcessGroup) -> Any:
+    """What carries a group's CUDA tensors: a ``ProcessGroupNCCL``, if the group has NCCL."""
+    return group._get_backend(torch.device("cuda"))
 
 
 def process_group(

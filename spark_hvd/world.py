@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from spark_hvd.layout import RankInfo
 from spark_hvd.ports import PortRange
+
+if TYPE_CHECKING:
+    from spark_hvd.mpi_library import MPI
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +33,5 @@ class World:
     """From which the keys of the ranks' channels are derived; None where the launcher made none."""
     ports: PortRange | None = None
     """Where ranks listen for each other; None for any port. Gloo and NCCL choose their own."""
+    mpi: MPI.Intracomm | None = field(default=None, repr=False)
+    """The MPI communicator whose ranks are the world's, where that is not MPI_COMM_WORLD."""

@@ -66,10 +66,26 @@ def spark() -> SparkSession:
     return active
 
 
+def fake_gpus(folder: Path, each: int = 2) -> dict[str, str]:
+    """Settings that give every worker `each` GPUs that do not exist: the first 0, 1, the next 2, 3, ..."""
+    script = folder / "gpus.sh"
+    names = ", ".join(f'\\"$((first + {number}))\\"' for number in range(each))
+    script.write_text(
+        f"#!/bin/sh\nworker=0\nuntil mkdir {folder}/worker-$worker 2>/dev/null; do worker=$((worker + 1)); done\n"
+        f'first=$((worker * {each}))\necho "{{\\"name\\": \\"gpu\\", \\"addresses\\": [{names}]}}"\n'
+    )
+    script.chmod(0o755)
+    return {
+        "spark.worker.resource.gpu.amount": str(each),
+        "spark.worker.resource.gpu.discoveryScript": str(script),
+        "spark.executor.resource.gpu.amount": str(each),
+    }
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[SparkSession]:
-    """A session on local-cluster[2,1,1024]: two executors, each a JVM of its own."""
-    session = start_session(LOCAL_CLUSTER)
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """A session on local-cluster[2,1,1024]: two executors, each a JVM of its own, with two fake GPUs."""
+    session = start_session(LOCAL_CLUSTER, **fake_gpus(tmp_path_factory.mktemp("gpus")))
     yield session
     session.stop()
 

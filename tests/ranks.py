@@ -1,4 +1,4 @@
-"""Rank processes for tests of the core: joined over a TCPStore on loopback, without the runner."""
+"""Rank processes for tests of the core, without the runner: joined over a TCPStore on loopback, or started by MPI."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import multiprocessing
 import os
 import random
 import socket
+import subprocess
+import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -83,10 +87,13 @@ class Ranks:
             if not self._pipes[rank].poll(self._timeout + 10):
                 return False, f"no answer after {self._timeout + 10} s"
             answer: tuple[bool, Any] = cloudpickle.loads(self._pipes[rank].recv_bytes())
-        except EOFError:
-            self.processes[rank].join(5)
-            return False, f"ended with exit code {self.processes[rank].exitcode}"
+        except (EOFError, ConnectionResetError):
+            return False, f"ended with exit code {self._exit_code(rank)}"
         return answer
+
+    def _exit_code(self, rank: int) -> int | None:
+        self.processes[rank].join(5)
+        return self.processes[rank].exitcode
 
     def close(self) -> None:
         """End the processes, by force if a rank hangs."""
@@ -99,6 +106,67 @@ class Ranks:
                 process.join()
 
 
+class MpiRanks(Ranks):
+    """As Ranks, started by mpiexec; a world that is joined is one of MPI."""
+
+    def __init__(
+        self, size: int, *, timeout: float = SECONDS, join: bool = True, options: tuple[str, ...] = (), **env: str
+    ) -> None:
+        """Start the processes.
+
+        Args:
+            size: World size.
+            timeout: Seconds until a collective fails, and until a call of run() does.
+            join: Whether the ranks are in a world of spark_hvd from the start.
+            options: More of mpiexec's.
+            env: More variables.
+        """
+        self.size = size
+        self._timeout = timeout
+        with tempfile.TemporaryDirectory(prefix="spark_hvd-mpi") as folder, Listener(f"{folder}/socket") as listener:
+            program = [sys.executable, "-m", "tests.mpi_rank", str(listener.address), str(timeout), str(int(join))]
+            self.mpiexec = mpiexec(size, *program, options=options, **env)
+            connections = {}
+            for _ in range(size):
+                connection = listener.accept()
+                connections[connection.recv()] = connection
+        self._pipes = [connections[rank] for rank in range(size)]
+
+    def _exit_code(self, rank: int) -> int | None:
+        return self.mpiexec.wait(10)
+
+    def close(self) -> None:
+        """End the processes, by force if a rank hangs."""
+        for pipe in self._pipes:
+            pipe.close()
+        try:
+            self.mpiexec.wait(10)
+        except subprocess.TimeoutExpired:
+            self.mpiexec.terminate()
+            self.mpiexec.wait(10)
+
+
+def mpiexec(size: int, *program: str, options: tuple[str, ...] = (), **settings: Any) -> subprocess.Popen[str]:
+    """Start a program by MPICH's mpiexec, on loopback.
+
+    Args:
+        size: Number of processes.
+        program: Command and arguments.
+        options: More of mpiexec's.
+        settings: Further variables in capitals; else for Popen.
+    """
+    root = str(Path(__file__).resolve().parents[1])
+    env = {name: settings.pop(name) for name in list(settings) if name.isupper()}
+    command = str(Path(sys.executable).with_name("mpiexec.hydra"))
+    return subprocess.Popen(
+        [command, "-iface", "lo", *options, "-n", str(size), *program],
+        env={**os.environ, "PYTHONPATH": root, **env},
+        cwd=root,
+        text=True,
+        **settings,
+    )
+
+
 def _quiet_port() -> int:
     # Rank 0 binds it seconds later, so it must lie below the range from which the kernel serves everyone else.
     for port in random.sample(range(20_000, 32_000), 100):
@@ -108,9 +176,9 @@ def _quiet_port() -> int:
 
 
 @contextlib.contextmanager
-def ranks(size: int, **options: Any) -> Iterator[Ranks]:
-    """Rank processes for the duration of a with statement; see :class:`Ranks`."""
-    world = Ranks(size, **options)
+def ranks(size: int, *, mpi: bool = False, **options: Any) -> Iterator[Ranks]:
+    """Rank processes for the duration of a with statement; see :class:`Ranks` and :class:`MpiRanks`."""
+    world = MpiRanks(size, **options) if mpi else Ranks(size, **options)
     try:
         yield world
     finally:
@@ -125,6 +193,11 @@ def _serve(
         _join(rank, size, port, listener, timeout)
     else:
         os.environ.update({name: str(value) for name, value in launch.items()})
+    serve(pipe)
+
+
+def serve(pipe: Connection) -> None:
+    """Run what comes over a pipe until it is closed."""
     while True:
         try:
             fn, args = cloudpickle.loads(pipe.recv_bytes())

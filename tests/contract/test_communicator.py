@@ -1,4 +1,4 @@
-"""What every Communicator promises; each case runs inside the ranks of a world of 1 (local), 2 and 3 (gloo)."""
+"""What every Communicator promises; each case runs inside the ranks of worlds of 1 (local), 2 and 3 (Gloo, MPI)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,23 @@ MOVABLE = [*FLOATS, *SMALL_FLOATS, *INTEGERS, *UNSIGNED, torch.complex32, *COMPL
 SHAPES = [(), (0,), (5,), (3, 4), (2, 0, 3), (2, 1, 3, 2, 1, 2, 1, 2, 2)]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=["local", "gloo2", "gloo3"])
-def world(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with ranks(request.param) as started:
+WORLDS = {
+    "local": (1, "LocalCommunicator"),
+    "gloo2": (2, "TorchCommunicator"),
+    "gloo3": (3, "TorchCommunicator"),
+    "mpi2": (2, "MpiCommunicator"),
+    "mpi3": (3, "MpiCommunicator"),
+}
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def world(name: str) -> Iterator[Ranks]:
+    with ranks(WORLDS[name][0], mpi=name.startswith("mpi")) as started:
         yield started
 
 
@@ -319,6 +333,5 @@ def test_allgather_mismatches(world: Ranks) -> None:
     world.run(allgather_mismatches)
 
 
-def test_implementations(world: Ranks) -> None:
-    names = set(world.run(lambda: type(current().communicator).__name__))
-    assert names == {"LocalCommunicator" if world.size == 1 else "TorchCommunicator"}
+def test_implementations(world: Ranks, name: str) -> None:
+    assert set(world.run(lambda: type(current().communicator).__name__)) == {WORLDS[name][1]}

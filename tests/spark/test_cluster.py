@@ -73,6 +73,16 @@ def test_num_proc_defaults_to_the_slots(cluster: SparkSession) -> None:
     assert run(lambda: hvd().size(), spark=cluster) == [2, 2]
 
 
+def test_ranks_have_the_gpus_that_spark_assigns(cluster: SparkSession) -> None:
+    def fn() -> str | None:
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    assert sorted(run(fn, spark=cluster, gpus_per_proc=2)) == ["0,1", "2,3"]  # type: ignore[type-var]
+    assert run(fn, num_proc=1, spark=cluster) == [None]
+    with pytest.raises(ClusterError, match="a task needs 3 GPUs, and an executor has 2"):
+        run(fn, num_proc=1, spark=cluster, gpus_per_proc=3)
+
+
 def test_a_failing_rank_is_named_and_the_cluster_stays_usable(cluster: SparkSession) -> None:
     def fn() -> None:
         if hvd().rank() == 1:

@@ -1,0 +1,139 @@
+"""All-reduce between hosts by size over a network of a given rate, and the latency and bandwidth that explain it.
+
+`sudo python -m benchmarks.network --rate 1gbit [--hosts 2] [--sizes 4 1024 ...] [--seconds 1] [--json]`
+
+Hosts are network namespaces of this machine, one rank each, whose cables carry the rate and no more (`tc tbf`; the
+kernel's own latency, some 30 us, stays). Prints CSV: size_bytes,seconds_median; then the fit, as a comment.
+
+The fit is t = alpha + size / beta by least squares of the relative errors, so that 4 bytes count as much as 64 MiB.
+For p ranks in a ring alpha holds 2 (p - 1) messages, and beta is the bandwidth of a link times p / (2 (p - 1)).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+SIZES = (4, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+_ROUNDS = 7
+_PORT = 29500
+
+
+def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Alpha in seconds and beta in bytes/s of t = alpha + size / beta, for the least squares of relative errors."""
+    # Divided by t, the model is 1 = alpha * (1 / t) + (1 / beta) * (size / t): two unknowns, linear.
+    ones = [1 / t for t in seconds]
+    loads = [size / t for size, t in zip(sizes, seconds, strict=True)]
+    aa, ab, bb = (
+        sum(x * y for x, y in zip(left, right, strict=True))
+        for left, right in ((ones, ones), (ones, loads), (loads, loads))
+    )
+    determinant = aa * bb - ab * ab
+    alpha = (sum(ones) * bb - sum(loads) * ab) / determinant
+    return alpha, determinant / (sum(loads) * aa - sum(ones) * ab)
+
+
+def measure(sizes: Sequence[int], seconds: float) -> list[tuple[int, float]]:
+    """Median seconds of a Gloo all-reduce of float32, on the ranks of a world given by torchrun's variables."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rows = []
+    for size in sizes:
+        tensor = torch.zeros(max(1, size // 4))
+
+        def call(calls: int, tensor: torch.Tensor = tensor) -> float:
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(calls):
+                dist.all_reduce(tensor)
+            return (time.perf_counter() - start) / calls
+
+        call(1)
+        pace = torch.tensor(call(1))
+        dist.all_reduce(pace, op=dist.ReduceOp.MAX)  # every rank must make the same number of calls
+        calls = min(200, max(1, round(seconds / _ROUNDS / float(pace))))
+        rows.append((size, statistics.median(call(calls) for _ in range(_ROUNDS))))
+    dist.destroy_process_group()
+    return rows
+
+
+def between_hosts(count: int, rate: str, sizes: Sequence[int], seconds: float) -> list[tuple[int, float]]:
+    """Make hosts, measure with a rank on each, unmake them.
+
+    Args:
+        count: Number of hosts.
+        rate: Of every cable in both directions, in tc's words; "none" for no limit.
+        sizes: Bytes of a tensor.
+        seconds: Time for each size, about.
+
+    Returns:
+        (bytes, median seconds) for each size.
+
+    Raises:
+        RuntimeError: no hosts can be made here, or a rank failed.
+    """
+    from tests.multihost.hosts import make_hosts, why_not
+
+    if (reason := why_not()) is not None:
+        raise RuntimeError(f"hosts cannot be made here: {reason}")
+    with make_hosts(count) as net, tempfile.TemporaryDirectory(prefix="network-") as folder:
+        world = {"WORLD_SIZE": str(count), "MASTER_ADDR": net[0].address, "MASTER_PORT": str(_PORT)}
+        ranks = []
+        for rank, host in enumerate(net.hosts):
+            if rate != "none":
+                net.shape(host, rate)
+            env = {**world, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+            env["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+            given = [
+                "--rank",
+                str(Path(folder, f"{rank}.json")),
+                "--seconds",
+                str(seconds),
+                "--sizes",
+                *map(str, sizes),
+            ]
+            command = [sys.executable, "-m", "benchmarks.network", *given]
+            ranks.append(host.start(*command, log=Path(folder, f"{rank}.log"), env=env))
+        if any([rank.wait() for rank in ranks]):
+            logs = (path.read_text()[-2000:] for path in sorted(Path(folder).glob("*.log")))
+            raise RuntimeError("a rank failed:\n" + "\n".join(logs))
+        return [(size, median) for size, median in json.loads(Path(folder, "0.json").read_text())]
+
+
+def main() -> None:
+    """Measure and print; or, as a rank, measure and write to a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="1gbit", help="of every cable, as tc writes it, or none")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of a tensor")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time for each size, about")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of CSV")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank is not None:
+        Path(given.rank).write_text(json.dumps(measure(given.sizes, given.seconds)))
+        return
+    rows = between_hosts(given.hosts, given.rate, given.sizes, given.seconds)
+    alpha, beta = fit(*zip(*rows, strict=True))
+    if given.json:
+        table = [{"size_bytes": size, "seconds_median": median} for size, median in rows]
+        fitted = {"alpha_seconds": alpha, "beta_bytes_per_second": beta}
+        print(json.dumps({"rate": given.rate, "hosts": given.hosts, "rows": table, **fitted}, indent=1))
+        return
+    print("size_bytes,seconds_median")
+    for size, median in rows:
+        print(f"{size},{median:.6g}")
+    print(f"# rate {given.rate}, {given.hosts} hosts: alpha {alpha:.3g} s, beta {beta:.4g} bytes/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Which GPUs a rank uses, and whether the ranks' GPUs fit together: pure functions of what Spark and the ranks say.
+
+Spark hands a task addresses: what its discovery script printed, for the usual script the numbers that nvidia-smi gives
+the host's GPUs, or UUIDs. An executor that has CUDA_VISIBLE_DEVICES may use those only. An address that is an entry of
+it means that entry; else it is a position in it, as for CUDA and for PySpark's TorchDistributor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+
+class GpuError(ValueError):
+    """The GPUs that Spark assigned, or that a host has, do not fit what the run needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuShare:
+    """What a rank is told of its GPUs.
+
+    Attributes:
+        assigned: What CUDA_VISIBLE_DEVICES holds for this rank; None where the rank chooses by its local rank.
+        per_proc: The run's ``gpus_per_proc``.
+        may_share: Whether the application means several ranks to use one GPU.
+    """
+
+    assigned: Sequence[str] | None = None
+    per_proc: int | None = None
+    may_share: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankGpus:
+    """What a rank tells the others of its GPUs.
+
+    Attributes:
+        host: Its host.
+        assigned: As in :class:`GpuShare`.
+        physical: What tells the board of its current device from others on that host; None: torch sees no GPU.
+    """
+
+    host: str
+    assigned: Sequence[str] | None
+    physical: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The backend that suits the ranks' GPUs, and what rank 0 should warn of."""
+
+    backend: str | None
+    warning: str | None = None
+
+
+def devices_of(
+    assigned: Sequence[str] | None,
+    procs_per_task: int,
+    local_index: int,
+    visible: str | None,
+    gpus_per_proc: int | None,
+) -> tuple[str, ...] | None:
+    """The GPUs of one rank of a task, as CUDA_VISIBLE_DEVICES names them; its own is the first.
+
+    Args:
+        assigned: Addresses that Spark handed to the task; None where it hands out no GPUs.
+        procs_per_task: Ranks in the task, among which its GPUs are divided; the first rank gets the first ones.
+        local_index: Which of them this rank is, from 0.
+        visible: The executor's CUDA_VISIBLE_DEVICES; None where it is not set.
+        gpus_per_proc: GPUs of a rank, 0 for none; None for equal shares of what there is.
+
+    Returns:
+        Names of GPUs, none if the rank is to see none. None where nothing was assigned: the rank then chooses by its
+        local rank among those that are visible.
+
+    Raises:
+        GpuError: the executor may not use an assigned GPU, or too few were assigned.
+    """
+    if gpus_per_proc == 0:
+        return ()
+    if assigned is None:
+        return None
+    devices = _visible_names(assigned, visible)
+    if gpus_per_proc is not None and len(devices) < gpus_per_proc * procs_per_task:
+        raise GpuError(
+            f"gpus_per_proc={gpus_per_proc}: {procs_per_task} ranks of a task need "
+            f"{gpus_per_proc * procs_per_task} GPUs, and Spark assigned {len(devices)} ({', '.join(devices)})."
+        )
+    if len(devices) < procs_per_task:
+        return tuple(devices[local_index * len(devices) // procs_per_task :][:1])
+    each = gpus_per_proc or len(devices) // procs_per_task
+    return tuple(devices[local_index * each : (local_index + 1) * each])
+
+
+def _visible_names(assigned: Sequence[str], visible: str | None) -> list[str]:
+    if visible is None:
+        return list(assigned)
+    entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
+    # A UUID may be shortened in CUDA_VISIBLE_DEVICES.
+    names = [next((entry for entry in entries if _same(entry, address)), None) for address in assigned]
+    if None not in names:
+        return [name for name in names if name is not None]
+    if all(address.isdigit() and int(address) < len(entries) for address in assigned):
+        return [entries[int(address)] for address in assigned]
+    if entries and all(entry.isdigit() for entry in entries) != all(address.isdigit() for address in assigned):
+        return list(assigned)  # numbers here and UUIDs there cannot be compared
+    raise GpuError(
+        f"Spark assigned GPUs {', '.join(assigned)}, and this executor's CUDA_VISIBLE_DEVICES={visible!r} does not "
+        "have them, neither as entries nor as positions. Unset CUDA_VISIBLE_DEVICES for the executors, or let the "
+        "discovery script print its entries."
+    )
+
+
+def _same(entry: str, address: str) -> bool:
+    return entry == address or (not entry.isdigit() and address.startswith(entry))
+
+
+def own_device(local_rank: int, local_size: int, there: int, share: GpuShare) -> int | None:
+    """The number, among the GPUs that this process sees, of the one that a rank makes its current device.
+
+    Args:
+        local_rank: The rank's position on its host.
+        local_size: Ranks on the host.
+        there: GPUs that it sees.
+        share: What it was told.
+
+    Returns:
+        None where there is none.
+
+    Raises:
+        GpuError: this host has too few for ``gpus_per_proc``.
+    """
+    if share.assigned is not None:
+        return 0 if there and share.assigned else None
+    each = share.per_proc or 1
+    if share.per_proc and there < local_size * each:
+        raise GpuError(
+            f"gpus_per_proc={share.per_proc}: {local_size} ranks on this host need {local_size * each} GPUs, and torch "
+            f"sees {there}. Ask for fewer ranks, or check nvidia-smi, CUDA_VISIBLE_DEVICES, and that torch is built "
+            "for CUDA (torch.version.cuda)."
+        )
+    return local_rank * each % there if there else None
+
+
+def choose_backend(ranks: Sequence[RankGpus], backend: str | None, may_share: bool) -> Choice:
+    """Compare the GPUs of all ranks; every rank comes to the same result.
+
+    Args:
+        ranks: Of all ranks, in rank order.
+        backend: What the run was asked for; None for a choice.
+        may_share: Whether several ranks are meant to use one GPU.
+
+    Raises:
+        GpuError: Spark handed one GPU to two tasks that should have one each, or NCCL was asked for and cannot work.
+    """
+    together: dict[tuple[str, str | None], list[int]] = {}
+    for rank, info in enumerate(ranks):
+        together.setdefault((info.host, info.physical), []).append(rank)
+    shared = [pair for group in together.values() for pair in combinations(group, 2)]
+    for first, second in shared:
+        both = [device for device in ranks[first].assigned or () if device in (ranks[second].assigned or ())]
+        if both and not may_share:
+            raise GpuError(
+                f"ranks {first} and {second} on host {ranks[first].host} were handed the same GPU {both[0]} by Spark. "
+                "Two executors there report the same GPUs: run one worker on each host, or give each worker a "
+                "discovery script (spark.worker.resource.gpu.discoveryScript) or a CUDA_VISIBLE_DEVICES of its own."
+            )
+    on_one_board = [pair for pair in shared if ranks[pair[0]].physical is not None]
+    without = [rank for rank, info in enumerate(ranks) if info.physical is None]
+    if backend == "nccl":
+        _require_nccl(ranks, on_one_board, without)
+    if backend is not None or len(without) == len(ranks):
+        return Choice(backend)
+    if on_one_board:
+        first, second = on_one_board[0]
+        return Choice(
+            "gloo",
+            f"ranks {first} and {second} share a GPU of host {ranks[first].host}, and NCCL refuses two ranks on one "
+            'GPU: Gloo carries CUDA tensors instead, through the host\'s memory. backend="mpi" is another way; whole '
+            "GPUs for every rank (gpus_per_proc=1) are the fast one.",
+        )
+    if without:
+        return Choice(
+            "gloo",
+            f"rank {without[0]} on host {ranks[without[0]].host} has no GPU that torch can use, and others have: "
+            "Gloo carries CUDA tensors instead of NCCL.",
+        )
+    return Choice(None)
+
+
+def _require_nccl(ranks: Sequence[RankGpus], on_one_board: Sequence[tuple[int, int]], without: Sequence[int]) -> None:
+    if without:
+        raise GpuError(
+            f'backend="nccl": rank {without[0]} on host {ranks[without[0]].host} has no GPU that torch can use. Use '
+            'backend="gloo", or give every rank a GPU (gpus_per_proc=1).'
+        )
+    if on_one_board:
+        first, second = on_one_board[0]
+        raise GpuError(
+            f'backend="nccl": ranks {first} and {second} share a GPU of host {ranks[first].host}, and NCCL refuses two '
+            'ranks on one GPU. Use backend="gloo" or "mpi", or give every rank a whole GPU (gpus_per_proc=1).'
+        )

@@ -1,0 +1,87 @@
+"""Open MPI's process manager (releases 4.x) without ssh.
+
+``mpirun`` starts its daemon on a host by a program that it takes for ssh, its launch agent (``plm_rsh_agent``). Ours is
+the shim: it prints what mpirun wants started, and where, and leaves it to the supervisors. (Open MPI's FAQ, "Running
+jobs under rsh/ssh".)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from spark_hvd.layout import WorldLayout
+from spark_hvd.ports import PortRange
+from spark_hvd.runner.mpi_shim import LAUNCH
+from spark_hvd.runner.network import Address
+from spark_hvd.runner.process_manager import SHIM_PROGRAM, find, host_list, shim
+
+_INTERFACE = "oob_tcp_if_include"
+_REMEDY = (
+    "Install Open MPI 4 on every executor's host (Debian and Ubuntu: apt-get install openmpi-bin), or leave mpi= away "
+    "to use MPICH's wheel: pip install 'spark_hvd[mpi]'."
+)
+
+
+def manager_command(layout: WorldLayout, address: Address, ports: PortRange | None) -> list[str]:
+    """See :class:`spark_hvd.runner.process_manager.ProcessManager`."""
+    settings = {
+        "plm": "rsh",
+        "plm_rsh_agent": " ".join(map(shlex.quote, shim("agent"))),
+        "plm_rsh_no_tree_spawn": "1",  # each daemon is asked for here, none by another daemon
+    }
+    if address.interface is not None:
+        settings[_INTERFACE] = address.interface
+    if ports is not None:
+        settings["oob_tcp_dynamic_ipv4_ports"] = str(ports)
+    options = [text for name, value in settings.items() for text in ("--mca", name, value)]
+    if os.getuid() == 0:
+        options.append("--allow-run-as-root")
+    where = ["--host", host_list(layout), "-np", str(len(layout.ranks)), "--map-by", "slot", "--bind-to", "none"]
+    return [_find("mpirun"), *options, *where, *SHIM_PROGRAM]
+
+
+def read_launch(lines: Sequence[str], hosts: int) -> list[list[str]] | None:
+    """See :class:`spark_hvd.runner.process_manager.ProcessManager`."""
+    asked = dict(json.loads(line[len(LAUNCH) :]) for line in lines if line.startswith(LAUNCH))
+    if len(asked) < hosts:
+        return None
+    commands = [shlex.split(asked[f"host{number}"]) for number in range(hosts)]
+    return [_arguments(command) for command in commands]
+
+
+def _arguments(command: Sequence[str]) -> list[str]:
+    """Those of the daemon, out of a line for a shell that sets up paths first."""
+    daemon = next(place for place, word in enumerate(command) if PurePath(word).name.startswith("orted"))
+    # It is to stay the supervisor's child.
+    return [word for word in command[daemon + 1 :] if word != "--daemonize"]
+
+
+def host_command(arguments: Sequence[str], interface: str | None) -> list[str]:
+    """See :class:`spark_hvd.runner.process_manager.ProcessManager`."""
+    own = list(arguments)
+    if interface is not None and _INTERFACE in own:  # rank 0's host may call its own by another name
+        own[own.index(_INTERFACE) + 1] = interface
+    return [_find("orted"), *own]
+
+
+def rank_variables(interface: str | None, ports: PortRange | None) -> dict[str, str]:
+    """See :class:`spark_hvd.runner.process_manager.ProcessManager`."""
+    variables = {"MPI4PY_MPIABI": "openmpi"}  # which of the libraries that it finds mpi4py's wheel loads
+    if interface is not None:
+        variables["OMPI_MCA_btl_tcp_if_include"] = interface
+    if ports is not None:
+        variables["OMPI_MCA_btl_tcp_port_min_v4"] = str(ports.low)
+        variables["OMPI_MCA_btl_tcp_port_range_v4"] = str(ports.high - ports.low + 1)
+    return variables
+
+
+def _find(program: str) -> str:
+    """Beside Open MPI's daemon: other MPIs have an mpirun, too. Debian gives the programs a second name."""
+    folder = PurePath(find("orted", _REMEDY)).parent
+    names = [f"{program}.openmpi", program]
+    return next(path for name in names if (path := shutil.which(name, path=str(folder))) is not None)

@@ -1,0 +1,66 @@
+"""In the rank's process: takes its GPU, and agrees with the other ranks on a backend that their GPUs allow."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+
+import torch
+
+from spark_hvd.kv import PrefixStore, Store
+from spark_hvd.layout import RankInfo
+from spark_hvd.rendezvous import everyones
+from spark_hvd.runner.gpus import GpuShare, RankGpus, choose_backend, own_device
+
+_log = logging.getLogger(__name__)
+
+
+def settle(me: RankInfo, share: GpuShare, kv: Store, backend: str | None) -> str | None:
+    """Make this rank's GPU the current device, and compare with the others; every rank must call this.
+
+    Args:
+        me: This rank.
+        share: What it was told of its GPUs.
+        kv: The world's key-value store.
+        backend: What the run was asked for; None for a choice.
+
+    Returns:
+        The backend to join with.
+
+    Raises:
+        GpuError: the GPUs do not fit what the run needs; on every rank, unless this host alone has too few.
+        CollectiveError: the other ranks could not be reached.
+    """
+    mine = RankGpus(me.host, share.assigned, _take(me, share))
+    if share.assigned is None and backend is not None and backend != "nccl":
+        return backend  # nothing that could conflict, on any rank
+    everyone = everyones(asdict(mine), PrefixStore("spark_hvd/gpus", kv), me.rank, me.size)
+    choice = choose_backend([RankGpus(**fact) for fact in everyone], backend, share.may_share)
+    if choice.warning is not None and me.rank == 0:
+        _log.warning("%s", choice.warning)
+    return choice.backend
+
+
+def _take(me: RankInfo, share: GpuShare) -> str | None:
+    """Make the rank's GPU the current device, and return what tells it from others on this host."""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = own_device(me.local_rank, me.local_size, there, share)
+    if device is None:
+        if share.assigned and share.per_proc:
+            _log.warning(
+                "rank %d has GPU %s of host %s, and torch cannot use it (torch %s, built for CUDA %s): it trains on "
+                "the CPU",
+                me.rank,
+                share.assigned[0],
+                me.host,
+                torch.__version__,
+                torch.version.cuda,
+            )
+        return None
+    torch.cuda.set_device(device)
+    properties = torch.cuda.get_device_properties(device)
+    # NCCL tells GPUs apart by their place on the bus, which MIG slices of one have in common; older torch has neither.
+    place = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    if None not in place:
+        return ":".join(f"{number:x}" for number in place)
+    return str(getattr(properties, "uuid", (share.assigned or [str(device)])[0]))

@@ -1,0 +1,65 @@
+"""Who has not been heard of for how long, without a clock: time in which the listener itself slept does not count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+BEAT = 1.0
+"""Seconds between two signs of life of a task."""
+SILENT_AFTER = 7.0
+"""Seconds without a sign of life after which a task counts as lost. They travel over TCP, which sends again after 0.2,
+0.6, 1.4, 3 and 6.2 s what a broken network has swallowed: an interruption of five seconds is survived."""
+HUB_PATIENCE = 30.0
+"""Seconds without an answer of the hub after which a task ends its rank. Much longer than the hub's own patience, since
+ranks train without the hub: a driver that is suspended or starved for twenty seconds must not end a healthy run. Only
+once a host is cut off for good is somebody needed who ends its ranks, and then nothing is lost by waiting."""
+_AWAKE = 1.0
+"""Who looks less often than this has been suspended, or starved, in between."""
+
+
+@dataclass(slots=True)
+class Silences:
+    """When each of a listener's peers was last heard; who was never heard is not waited for."""
+
+    _heard: dict[int, float] = field(default_factory=dict)
+    _ticked: float | None = None
+
+    def __contains__(self, peer: int) -> bool:
+        return peer in self._heard
+
+    def heard(self, peer: int, now: float) -> None:
+        """Note a sign of life."""
+        self._heard[peer] = now
+
+    def forget(self, peer: int) -> None:
+        """Stop to wait for a peer."""
+        self._heard.pop(peer, None)
+
+    def tick(self, now: float) -> None:
+        """Note that the listener is awake; to be called several times a second."""
+        if self._ticked is not None and (slept := now - self._ticked - _AWAKE) > 0:
+            # What was sent meanwhile may still lie in the kernel, so everybody gets the time back.
+            self._heard = {peer: min(now, heard + slept) for peer, heard in self._heard.items()}
+        self._ticked = now
+
+    def over(self, seconds: float, now: float) -> dict[int, float]:
+        """The peers that have been silent for at least ``seconds``, and for how long."""
+        return {peer: now - heard for peer, heard in self._heard.items() if now - heard >= seconds}
+
+
+def describe(silent: Mapping[int, float], hosts: Mapping[int, str]) -> str:
+    """Name ranks and hosts: ``ranks 2, 3 on 10.0.0.12 (last heard 7.1 s ago)``.
+
+    Args:
+        silent: Seconds of silence of each rank.
+        hosts: Host of each rank.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank in sorted(silent):
+        ranks.setdefault(hosts.get(rank, "an unknown host"), []).append(rank)
+    return "; ".join(
+        f"rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))} on {host} "
+        f"(last heard {max(silent[rank] for rank in there):.1f} s ago)"
+        for host, there in ranks.items()
+    )

@@ -1,0 +1,83 @@
+"""A backend of torch.distributed by the name of mpi4py; nothing of MPI is loaded before a group is made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from spark_hvd.communicator import Communicator
+
+if TYPE_CHECKING:
+    from spark_hvd.mpi_endpoint import Endpoint
+    from spark_hvd.mpi_group import MpiProcessGroup
+    from spark_hvd.mpi_library import MPI
+
+NAME = "mpi4py"
+"""torch has taken "mpi" for a backend that its wheels do not have."""
+
+_parent: MPI.Intracomm | None = None
+
+
+def register() -> None:
+    """Let torch.distributed know the backend; doing it again changes nothing."""
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def use(parent: MPI.Intracomm | None, rank: int, size: int) -> None:
+    """Make process groups from now on out of the ranks of a communicator. Starts MPI.
+
+    Args:
+        parent: Its ranks are those of the default process group; None for MPI_COMM_WORLD.
+        rank: My rank.
+        size: World size.
+
+    Raises:
+        ImportError: There is no mpi4py, or no MPI library.
+        RuntimeError: MPI counts the ranks in another way.
+    """
+    global _parent
+    from spark_hvd.mpi_library import MPI
+
+    _require_same(MPI.COMM_WORLD if parent is None else parent, rank, size)
+    _parent = parent
+
+
+def communicator_over(group: dist.ProcessGroup | None) -> Communicator:
+    """The communicator that talks over the same MPI communicator as a process group of this backend.
+
+    Args:
+        group: None for the default one.
+    """
+    from spark_hvd.mpi_communicator import MpiCommunicator
+
+    return MpiCommunicator(endpoint_of(group))
+
+
+def endpoint_of(group: dist.ProcessGroup | None) -> Endpoint:
+    """What a process group of this backend talks over; None for the default one."""
+    from spark_hvd.mpi_group import MpiProcessGroup
+
+    ours: Any = dist.group.WORLD if group is None else group
+    assert isinstance(ours, MpiProcessGroup)
+    return ours.endpoint
+
+
+def _create(options: Any, backend_options: Any) -> MpiProcessGroup:
+    from spark_hvd.mpi_endpoint import Endpoint
+    from spark_hvd.mpi_group import MpiProcessGroup
+    from spark_hvd.mpi_library import MPI
+
+    parent = MPI.COMM_WORLD if _parent is None else _parent
+    ranks = list(options.global_ranks_in_group) or None
+    if ranks is None:
+        _require_same(parent, options.group_rank, options.group_size)
+    return MpiProcessGroup(Endpoint.over(parent, ranks, options.group_id, options.timeout.total_seconds()))
+
+
+def _require_same(parent: MPI.Intracomm, rank: int, size: int) -> None:
+    if (rank, size) != (parent.rank, parent.size):
+        raise RuntimeError(
+            f"this process is rank {rank} of {size} for its launcher, but rank {parent.rank} of {parent.size} for MPI. "
+            "Over MPI both must count alike: let one mpiexec start all ranks, one process each."
+        )

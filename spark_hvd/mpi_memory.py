@@ -1,0 +1,69 @@
+"""Which memory MPI can reach: that of the host, and that of GPUs only if the library is CUDA-aware.
+
+Other tensors travel by way of copies in pinned host memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from spark_hvd.launch_env import read_mpi_cuda
+from spark_hvd.mpi_library import MPI
+
+
+@functools.cache
+def takes_cuda() -> bool:
+    """Whether MPI takes addresses of CUDA memory.
+
+    SPARK_HVD_MPI_CUDA in the environment says so; else MPI itself is asked, in the ways of MPI 4.1, MPICH and Open MPI.
+    """
+    told = read_mpi_cuda()
+    if told is not None:
+        return told
+    info = MPI.COMM_WORLD.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds") or ""
+    info.Free()
+    if any(kind.split(":")[0] == "cuda" for kind in kinds.split(",")):
+        return True
+    try:
+        return bool(ctypes.CDLL(None).MPIX_Query_cuda_support())
+    except AttributeError:  # the library has no such function, or its names are not global
+        return False
+
+
+def _reaches(tensor: torch.Tensor) -> bool:
+    return not tensor.is_cuda or takes_cuda()
+
+
+class Memory:
+    """Copies between where tensors are and where MPI can reach them.
+
+    Args:
+        reaches: Whether MPI can reach a tensor.
+    """
+
+    def __init__(self, reaches: Callable[[torch.Tensor], bool] = _reaches) -> None:
+        self.reaches = reaches
+
+    def is_plain(self, tensor: torch.Tensor) -> bool:
+        """Whether MPI can use a tensor's memory as it is, at once."""
+        return not tensor.is_cuda and not tensor.is_neg() and self.reaches(tensor)
+
+    def within_reach(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, or a copy on the host; what was to write it has ended."""
+        if self.reaches(tensor):
+            if tensor.is_cuda:
+                torch.cuda.current_stream(tensor.device).synchronize()
+            return tensor
+        copy = self.room(tensor, tensor.shape)
+        return copy.copy_(tensor)  # waits for the GPU
+
+    def room(self, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """An uninitialised tensor within reach, for what is to become one like another."""
+        if self.reaches(like):
+            return like.new_empty(shape)
+        return torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)

@@ -1,0 +1,244 @@
+"""Keeps MPI's non-blocking operations moving: MPI moves only while some thread is inside one of its calls.
+
+Whoever waits for an operation polls it in his own thread, so a small collective costs no switch of threads. A daemon
+thread polls the operations that nobody waits for, so that all of them go on behind a backward pass, and callbacks come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spark_hvd.errors import CollectiveError
+from spark_hvd.mpi_library import MPI, THREADS
+from spark_hvd.mpi_pace import Pace
+
+_TESTS_AT_ONCE = 64
+"""How often a waiter asks before he looks at the clock: that many take some 20 microseconds."""
+_WATCH_SECONDS = 1e-4
+"""Between two looks of the thread at operations that nobody waits for."""
+_REST_SECONDS = 1e-3
+_REST_LASTS = 0.02
+"""How long the thread stays awake after it last saw an operation; then it costs nothing, and has to be woken."""
+
+# Where MPI lets in one thread at a time, all operations share one lock, and so does starting one.
+_turns = threading.RLock()
+
+
+class Operation:
+    """One request under way. It ends once, by whichever thread finds out first; from any thread.
+
+    Args:
+        owner: Who started it.
+        name: What to call it in an error.
+        request: MPI's.
+        keep: What must stay alive until it has ended: its buffers.
+        progress: What it belongs to.
+    """
+
+    __slots__ = ("_callbacks", "_keep", "_lock", "_progress", "_request", "done", "error", "name", "owner", "waiters")
+
+    def __init__(self, owner: object, name: str, request: MPI.Request, keep: Any, progress: Progress) -> None:
+        self.owner = owner
+        self.name = name
+        self.done = False
+        self.error: str | None = None
+        """Why it failed, once it is done."""
+        self.waiters = 0
+        self._request = request
+        self._keep = keep
+        self._progress = progress
+        self._lock = threading.Lock() if THREADS else _turns
+        self._callbacks: list[Callable[[], None]] = []
+
+    def poll(self, times: int = 1) -> bool:
+        """Whether it has ended; moves all that MPI has under way a little.
+
+        Args:
+            times: How often to ask MPI.
+        """
+        if self.done:
+            return True
+        with self._lock:  # a request must not be in two calls of MPI at once
+            if not self._test(times):
+                return False
+        self._ended()
+        return True
+
+    def _test(self, times: int) -> bool:
+        if not self.done:  # meanwhile, by another thread
+            test = self._request.Test
+            try:
+                for _ in range(times):
+                    if test():
+                        break
+                else:
+                    return False
+            except MPI.Exception as error:
+                self.error = error.Get_error_string()
+            self.done = True
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """Block until it has ended.
+
+        Args:
+            seconds: How long at most.
+
+        Raises:
+            CollectiveError: It failed, or the time is up; in the latter case it goes on.
+        """
+        if not self.poll(_TESTS_AT_ONCE):
+            self.waiters += 1
+            try:
+                self._wait(seconds)
+            finally:
+                self.waiters -= 1
+        if self.error is not None:
+            raise CollectiveError(f"{self.name} failed on rank {MPI.COMM_WORLD.rank}: {self.error}")
+
+    def _wait(self, seconds: float) -> None:
+        pace = Pace()
+        until = time.monotonic() + seconds
+        while True:
+            before = time.perf_counter()
+            if self.poll():
+                return
+            pause = pace.after(before, time.perf_counter())
+            if pause:
+                if time.monotonic() > until:
+                    raise CollectiveError(
+                        f"{self.name} has waited for other ranks for {seconds:g} s on rank {MPI.COMM_WORLD.rank}, "
+                        "the timeout; one of them has not called it, or is gone."
+                    )
+                time.sleep(pause)
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call back once it has ended, from whichever thread finds out; at once if it has."""
+        with self._lock:
+            if not self.done:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def fail(self, error: str) -> None:
+        """End it as failed. MPI may still have its request, and with it the buffers."""
+        with self._lock:
+            if self.done:
+                return
+            self.error, self.done = error, True
+        self._progress.abandoned.append((self._request, self._keep))
+        self._ended()
+
+    def _ended(self) -> None:
+        self._progress.remove(self)
+        self._keep = None
+        with self._lock:  # two threads may come here
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+
+class Progress:
+    """The operations of this process, and the thread that polls them."""
+
+    def __init__(self) -> None:
+        self.abandoned: list[Any] = []
+        """Requests that were given up, with their buffers, which MPI may still write to."""
+        self._operations: dict[int, Operation] = {}
+        self._awake = threading.Event()
+        self._resting = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def start(
+        self, owner: object, name: str, call: Callable[..., MPI.Request], arguments: Sequence[Any], keep: Any
+    ) -> Operation:
+        """Start an operation, which goes on whether anybody waits for it or not.
+
+        Args:
+            owner: Who starts it.
+            name: What to call it in an error.
+            call: A method of an MPI communicator that returns a request.
+            arguments: Its arguments; they stay alive until the operation has ended.
+            keep: What else must.
+
+        Raises:
+            CollectiveError: MPI refuses.
+        """
+        try:
+            with contextlib.nullcontext() if THREADS else _turns:
+                request = call(*arguments)
+        except MPI.Exception as error:
+            raise CollectiveError(f"{name} failed on rank {MPI.COMM_WORLD.rank}: {error.Get_error_string()}") from error
+        operation = Operation(owner, name, request, (arguments, keep), self)
+        self._operations[id(operation)] = operation
+        if self._thread is None:
+            self._begin()
+        if self._resting:
+            self._awake.set()
+        return operation
+
+    def of(self, owner: object) -> list[Operation]:
+        """What is under way of an owner."""
+        return [each for each in list(self._operations.values()) if each.owner is owner]
+
+    def remove(self, operation: Operation) -> None:
+        """It has ended."""
+        self._operations.pop(id(operation), None)
+
+    def close(self) -> bool:
+        """End the thread; returns whether nothing is left under way, so that MPI can be ended."""
+        self._closed = True
+        self._awake.set()
+        if self._thread is not None:
+            self._thread.join(1.0)
+        return not self._operations and all(request.Test() for request, _ in self.abandoned)
+
+    def _begin(self) -> None:
+        with self._starting:
+            if self._thread is None and not self._closed:
+                # A daemon: it must not keep a process alive.
+                thread = threading.Thread(target=self._run, name="spark_hvd-mpi", daemon=True)
+                thread.start()
+                self._thread = thread
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._closed:
+            if self._poll():
+                time.sleep(_WATCH_SECONDS)
+                last = time.monotonic()
+            elif self._operations or time.monotonic() - last < _REST_LASTS:
+                # What there is has a waiter, who polls it himself.
+                time.sleep(_REST_SECONDS)
+            else:
+                self._rest()
+                last = time.monotonic()
+
+    def _poll(self) -> bool:
+        """Poll what nobody waits for, as long as it moves; returns whether some of it is left."""
+        pace = Pace(patience=0.0)
+        while True:
+            operations = [each for each in list(self._operations.values()) if not each.waiters]
+            before = time.perf_counter()
+            left = [each for each in operations if not each.poll()]
+            if not left or self._closed:
+                return False
+            if pace.after(before, time.perf_counter()):
+                return True
+
+    def _rest(self) -> None:
+        self._awake.clear()
+        self._resting = True  # from now on a start wakes us
+        if not self._operations and not self._closed:
+            self._awake.wait()
+        self._resting = False
+
+
+PROGRESS = Progress()
+"""Of this process; MPI is one in it, too."""

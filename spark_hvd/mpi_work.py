@@ -1,0 +1,117 @@
+"""What torch.distributed gets for an MPI operation under way: a Work, with a future of the results for DDP's hooks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spark_hvd.errors import CollectiveError
+from spark_hvd.mpi_progress import Operation
+
+
+class MpiWork(dist.Work):
+    """Operations under way as one.
+
+    Args:
+        operations: They end in any order.
+        timeout: Seconds that :meth:`wait` has if it is not told otherwise.
+        outputs: The tensors that hold the result.
+        finish: Completes them when all operations have ended; None if MPI does.
+    """
+
+    def __init__(
+        self,
+        operations: list[Operation],
+        timeout: float,
+        outputs: list[torch.Tensor],
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._operations = operations
+        self._timeout = timeout
+        self._outputs = outputs
+        self._finish = finish
+        self._finishing = threading.Lock()
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until the results are there.
+
+        Args:
+            timeout: How long at most; zero, torch's own default, stands for the group's timeout.
+
+        Raises:
+            CollectiveError: It failed, or the time is up.
+        """
+        seconds = timeout.total_seconds() if timeout else self._timeout
+        for operation in self._operations:
+            operation.wait(seconds)
+        self._complete()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the results are there, or it failed."""
+        if not all([operation.poll() for operation in self._operations]):
+            return False
+        if self._error() is None:
+            self._complete()
+        return True
+
+    def is_success(self) -> bool:
+        """Whether the results are there."""
+        return self.is_completed() and self._error() is None
+
+    def exception(self) -> CollectiveError | None:
+        """Why it failed."""
+        error = self._error()
+        return None if error is None else CollectiveError(error)
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that hold the result."""
+        return self._outputs
+
+    def synchronize(self) -> None:
+        """As :meth:`wait`."""
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """One that is completed with the list of the results' tensors."""
+        if self._future is None:
+            devices: list[Any] = sorted({each.device for each in self._outputs if each.is_cuda}, key=str)
+            future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+            self._future, left = future, len(self._operations)
+            counting = threading.Lock()
+
+            def one_is_done() -> None:
+                nonlocal left
+                with counting:
+                    left -= 1
+                    if left > 0:
+                        return
+                error = self._error()
+                if error is None:
+                    self._complete()
+                    future.set_result(self._outputs)
+                else:
+                    future.set_exception(CollectiveError(error))
+
+            for operation in self._operations:
+                operation.when_done(one_is_done)
+            if not self._operations:
+                one_is_done()
+        return self._future
+
+    def _error(self) -> str | None:
+        return next((each.error for each in self._operations if each.done and each.error is not None), None)
+
+    def _complete(self) -> None:
+        if self._finish is not None:
+            with self._finishing:
+                if self._finish is not None:
+                    self._finish()
+                    self._finish = None

@@ -1,0 +1,180 @@
+"""How ranks that an MPI process manager started become a world: who is where, and rank 0's key-value store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import psutil
+
+from spark_hvd.channel import own_address
+from spark_hvd.errors import CollectiveError
+from spark_hvd.kv import HashStore, Store, TCPStore
+from spark_hvd.layout import WorldLayout
+from spark_hvd.world import Endpoint, World
+
+if TYPE_CHECKING:
+    from spark_hvd.mpi_library import MPI
+
+_STORE_SECONDS = 300.0
+_LOOPBACK = "127.0.0.1"
+
+
+def is_mpi_communicator(comm: object) -> TypeGuard[MPI.Intracomm]:
+    """Whether this is a communicator of mpi4py; loads nothing."""
+    module = sys.modules.get("mpi4py.MPI")
+    return module is not None and isinstance(comm, module.Comm)
+
+
+def world_of(comm: MPI.Intracomm | None = None, master: str | None = None) -> tuple[World, Store]:
+    """The world whose ranks are those of a communicator, and the store that rank 0 serves; collective over it.
+
+    Args:
+        comm: None for MPI_COMM_WORLD.
+        master: The address at which others reach rank 0; None: it finds one.
+
+    Raises:
+        ImportError: There is no mpi4py, or no MPI library.
+        ValueError: `comm` is no communicator of one set of ranks that this process is in.
+        CollectiveError: No store could be made, or not be reached.
+    """
+    from spark_hvd.mpi_library import MPI
+
+    given = MPI.COMM_WORLD if comm is None else comm
+    if given == MPI.COMM_NULL or given.Is_inter():
+        raise ValueError(f"comm={comm!r}: expected an MPI intracommunicator that this process is in.")
+    own = given.Dup()
+    shared = own.Split_type(MPI.COMM_TYPE_SHARED)
+    node = shared.bcast(own.rank)
+    shared.Free()
+    places = own.allgather((MPI.Get_processor_name(), node))
+    layout = WorldLayout.of_ranks([host for host, _ in places], [node for _, node in places])
+    me = layout.ranks[own.rank]
+    if own.size == 1:
+        return World(me, None, mpi=own), HashStore()
+    store, meeting = None, None
+    if own.rank == 0:
+        with contextlib.suppress(OSError):
+            others = [host for host, its_node in places if its_node != node]
+            store, meeting = _serve(master or _address(others), own.size)
+    meeting = own.bcast(meeting)
+    if meeting is None:
+        raise CollectiveError(
+            f"rank 0, on {places[0][0]}, can serve no key-value store there; set MASTER_ADDR to one of its addresses "
+            "that the other ranks reach."
+        )
+    endpoint, secret = meeting
+    if store is None:
+        try:
+            store = TCPStore(endpoint.host, endpoint.port, own.size, False, timedelta(seconds=_STORE_SECONDS), False)
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"rank {own.rank} cannot reach rank 0 at {endpoint.host}:{endpoint.port}: {error}. Set MASTER_ADDR to "
+                "an address of rank 0's host that the other ranks reach."
+            ) from error
+    return World(me, endpoint, secret=secret, mpi=own), store
+
+
+def ranks_of(comm: MPI.Intracomm, parent: MPI.Intracomm | None, size: int) -> list[int]:
+    """The ranks of a communicator in a world made by MPI, in the communicator's order.
+
+    Args:
+        comm: The communicator.
+        parent: The world's; None for MPI_COMM_WORLD.
+        size: World size.
+
+    Raises:
+        ValueError: Some of its ranks are not in the world, or the world was not made by MPI.
+    """
+    from spark_hvd.mpi_library import MPI
+
+    mine, theirs = (MPI.COMM_WORLD if parent is None else parent).Get_group(), comm.Get_group()
+    ranks = MPI.Group.Translate_ranks(theirs, list(range(theirs.size)), mine)
+    fits = mine.size == size and MPI.UNDEFINED not in ranks
+    mine.Free()
+    theirs.Free()
+    if not fits:
+        raise ValueError(f"comm={comm!r} has ranks that are not in this world; call hvd.shutdown() before hvd.init().")
+    return list(ranks)
+
+
+def part_of(parent: MPI.Intracomm | None, ranks: Sequence[int]) -> MPI.Intracomm:
+    """A communicator of some ranks of another; each of them must call this.
+
+    Args:
+        parent: None for MPI_COMM_WORLD.
+        ranks: In `parent`, in the order that they are to have.
+    """
+    from spark_hvd.mpi_library import MPI
+
+    parent = MPI.COMM_WORLD if parent is None else parent
+    everyone = parent.Get_group()
+    members = everyone.Incl(list(ranks))
+    made = parent.Create_group(members)
+    members.Free()
+    everyone.Free()
+    return made
+
+
+def _serve(host: str, size: int) -> tuple[Store, tuple[Endpoint, bytes]]:
+    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server((host, 0), family=family)
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        host, port, size, True, timedelta(seconds=_STORE_SECONDS), False, master_listen_fd=listener.detach()
+    )
+    return store, (Endpoint(host, port), os.urandom(32))
+
+
+def _address(others: Sequence[str]) -> str:
+    """An address of this host that those other hosts reach."""
+    if not others:
+        return _LOOPBACK
+    for host in others:
+        with contextlib.suppress(OSError):  # a name that nobody resolves here
+            address = own_address(Endpoint(host, 1))
+            if not _is_loopback(address):
+                return address
+    addresses = [
+        each.address
+        for name, each_addresses in psutil.net_if_addrs().items()
+        for each in each_addresses
+        if each.family == socket.AF_INET and psutil.net_if_stats()[name].isup and not _is_loopback(each.address)
+    ]
+    if not addresses:
+        raise OSError("this host has no address but its loopback interface's")
+    return addresses[0]
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def abort_on_exceptions() -> None:
+    """Let an exception that nobody catches end all processes of the program, as it would end a program of one.
+
+    Without that the process would wait in MPI_Finalize for others that wait for it.
+    """
+    from spark_hvd.mpi_library import MPI
+
+    previous = sys.excepthook
+    if MPI.COMM_WORLD.size == 1 or getattr(previous, "aborts_mpi", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        previous(kind, error, trace)
+        if not MPI.Is_finalized():
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.flush()
+            MPI.COMM_WORLD.Abort(1)
+
+    hook.aborts_mpi = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

@@ -1,0 +1,27 @@
+"""A rank that mpiexec has started for tests.ranks: `python -m tests.mpi_rank ADDRESS TIMEOUT JOIN`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from multiprocessing.connection import Client
+
+from tests.ranks import serve
+
+
+def main() -> None:
+    """Join if asked to, and serve."""
+    address, timeout, join = sys.argv[1:]
+    if int(join):
+        from spark_hvd import context
+        from spark_hvd.mpi_world import world_of
+
+        world, kv = world_of()
+        context.join(world, kv, timeout=float(timeout), backend="mpi")
+    with Client(address) as pipe:
+        pipe.send(int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]))
+        serve(pipe)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""A Spark standalone cluster on hosts: a master on the driver's address and a worker on every host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pyspark
+
+from spark_hvd.runner import spark as on_spark
+from tests.conftest import start_session
+from tests.multihost.hosts import Host, Hosts, environment
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_HOME = Path(pyspark.__file__).parent
+_PORT = 7077
+DRIVER_PORTS = {"spark.driver.port": "7078", "spark.driver.blockManager.port": "7079"}
+"""Fixed, so that tests can block the hub's port, which is above 49151, and leave Spark's alone."""
+
+
+@dataclass(eq=False)
+class Cluster:
+    """A running cluster.
+
+    Attributes:
+        net: Its hosts.
+        cores: Task slots of each.
+        folder: For logs and work; all hosts see it.
+        session: The application's.
+    """
+
+    net: Hosts
+    cores: int
+    folder: Path
+    workers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    session: SparkSession = field(init=False)
+
+    @property
+    def master(self) -> str:
+        """The master's URL."""
+        return f"spark://{bracketed(self.net.driver)}:{_PORT}"
+
+    def start_worker(self, host: Host) -> None:
+        """Start the host's worker daemon; executors come by themselves."""
+        work = self.folder / host.name
+        env = {
+            **_daemon_env(self.net),
+            "SPARK_LOCAL_IP": host.address,
+            "SPARK_PUBLIC_DNS": host.address,
+            "SPARK_WORKER_DIR": str(work),
+            "SPARK_LOCAL_DIRS": str(work),
+        }
+        command = [str(_HOME / "bin/spark-class"), "org.apache.spark.deploy.worker.Worker", "--host"]
+        options = [bracketed(host.address), "--webui-port", "0", "-c", str(self.cores), "-m", "1g"]
+        self.workers[host.name] = host.start(
+            *command, *options, self.master, log=self.folder / f"{host.name}.log", env=env
+        )
+
+    def executor(self, host: Host) -> psutil.Process:
+        """The executor's JVM on a host."""
+        return next(process for process in self.processes(host) if "CoarseGrainedExecutorBackend" in _line(process))
+
+    def ranks(self, host: Host) -> list[psutil.Process]:
+        """The rank processes on a host: what fork servers have forked there."""
+        servers = {process.pid: process for process in self.processes(host) if "forkserver" in _line(process)}
+        return [process for process in servers.values() if process.ppid() in servers]
+
+    def processes(self, host: Host) -> list[psutil.Process]:
+        """The processes on a host."""
+        found = []
+        for pid in host.pids():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(pid))
+        return [process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+    def make_whole(self, timeout: float = 60.0) -> None:
+        """Mend what a test has broken, and wait until every slot is there again."""
+        for host in self.net.hosts:
+            self.net.mend(host)
+            if self.workers[host.name].poll() is not None:
+                self.start_worker(host)
+        self.wait_for_slots(len(self.net.hosts) * self.cores, timeout)
+
+    def wait_for_slots(self, wanted: int, timeout: float = 60.0) -> None:
+        """Wait until the application has ``wanted`` task slots."""
+        deadline = time.monotonic() + timeout
+        while (there := on_spark.slots(self.session) or 0) != wanted:
+            if time.monotonic() > deadline:
+                logs = "".join(f"\n{log.name}: {log.read_text()[-2000:]}" for log in self.folder.glob("*.log"))
+                raise TimeoutError(f"{there} of {wanted} slots after {timeout:.0f} s{logs}")
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def make_cluster(net: Hosts, folder: Path, cores: int = 1, **settings: str) -> Iterator[Cluster]:
+    """Start a cluster over hosts and an application on it; end both.
+
+    Args:
+        net: The hosts.
+        folder: For logs and work.
+        cores: Task slots of each host.
+        **settings: Of the application.
+    """
+    cluster = Cluster(net, cores, folder)
+    with contextlib.ExitStack() as undo:
+        with (folder / "master.log").open("ab") as log:
+            command = [str(_HOME / "bin/spark-class"), "org.apache.spark.deploy.master.Master", "--host"]
+            options = [bracketed(net.driver), "--port", str(_PORT), "--webui-port", "0"]
+            master = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *command, *options],
+                stdout=log,
+                stderr=log,
+                env=environment({**_daemon_env(net), "SPARK_LOCAL_IP": net.driver}),
+            )
+        undo.callback(_end, master)
+        for host in net.hosts:
+            cluster.start_worker(host)
+            undo.callback(host.end_processes)
+        cluster.session = start_session(
+            cluster.master,
+            **{
+                "spark.driver.host": bracketed(net.driver),
+                "spark.driver.bindAddress": bracketed(net.driver),
+                "spark.executor.memory": "768m",
+                **DRIVER_PORTS,
+                **settings,
+            },
+        )
+        undo.callback(cluster.session.stop)
+        cluster.wait_for_slots(len(net.hosts) * cores)
+        yield cluster
+
+
+def bracketed(address: str) -> str:
+    """An address as Spark wants it as a host: brackets round IPv6."""
+    return f"[{address}]" if ":" in address else address
+
+
+def _daemon_env(net: Hosts) -> dict[str, str]:
+    # The master would give up a worker after a minute without heartbeats, which hosts that were cut off need again.
+    options = "-Dspark.worker.timeout=600" + (" -Djava.net.preferIPv6Addresses=true" if net.six else "")
+    return {
+        "SPARK_HOME": str(_HOME),
+        "SPARK_NO_DAEMONIZE": "1",
+        "SPARK_DAEMON_MEMORY": "256m",
+        "SPARK_DAEMON_JAVA_OPTS": options,
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGTERM)
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(5)

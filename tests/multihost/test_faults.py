@@ -1,0 +1,229 @@
+"""Hosts that vanish, processes that are killed and ports that are blocked while ranks run on two hosts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from spark_hvd.runner import ExecutorLostError, RankFailedError, RunError, run
+from spark_hvd.runner.silence import HUB_PATIENCE
+from tests.conftest import wait_until
+from tests.multihost.hosts import Host
+from tests.multihost.standalone import Cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+NOTICED = 10.0
+"""Seconds within which a host that vanishes is to be noticed and named."""
+
+
+def hvd() -> Any:
+    import spark_hvd.torch
+
+    return spark_hvd.torch
+
+
+def note_start(folder: str) -> None:
+    Path(folder, f"{hvd().rank()}@{socket.gethostname()}").touch()
+
+
+def reduce_for_ever(started: str) -> None:
+    import torch
+
+    while True:
+        hvd().allreduce(torch.ones(10_000), op=hvd().Sum)
+        note_start(started)
+        time.sleep(0.05)
+
+
+def reduce_by_name_for_ever(started: str) -> None:
+    import torch
+
+    while True:
+        hvd().synchronize(hvd().allreduce_async(torch.ones(10_000), name="gradient"))
+        note_start(started)
+        time.sleep(0.05)
+
+
+class Background:
+    """A run in a thread of its own: the error it ends with, and when."""
+
+    def __init__(self, cluster: Cluster, fn: Callable[..., Any], *args: Any, num_proc: int = 2, **kwargs: Any) -> None:
+        self.error: BaseException | None = None
+        self.values: list[Any] | None = None
+        self.ended = 0.0
+
+        def body() -> None:
+            try:
+                self.values = run(fn, args, num_proc=num_proc, spark=cluster.session, start_timeout=60, **kwargs)
+            except BaseException as error:
+                self.error = error
+            self.ended = time.monotonic()
+
+        self._thread = threading.Thread(target=body)
+        self._thread.start()
+
+    def join(self, timeout: float) -> RunError:
+        """Wait for the end and return the error."""
+        self._thread.join(timeout)
+        assert not self._thread.is_alive(), f"still running after {timeout} s"
+        assert isinstance(self.error, RunError), self.error
+        return self.error
+
+
+@pytest.fixture
+def cluster(two_hosts: Cluster) -> Iterator[Cluster]:
+    two_hosts.make_whole()
+    yield two_hosts
+    two_hosts.session.sparkContext.cancelAllJobs()  # of a test that has failed
+
+
+def wait_started(cluster: Cluster, folder: Path, ranks: int) -> dict[int, Host]:
+    """Wait until all ranks have noted their start; which host each is on."""
+    notes = wait_until(lambda: len(found := sorted(folder.iterdir())) == ranks and found, 60.0)
+    hosts = {host.name: host for host in cluster.net.hosts}
+    return {int(rank): hosts[name] for rank, name in (note.name.split("@") for note in notes)}
+
+
+def test_a_lost_host_is_named_where_named_collectives_notice_first(cluster: Cluster, tmp_path: Path) -> None:
+    training = Background(cluster, reduce_by_name_for_ever, str(tmp_path))
+    victim = wait_started(cluster, tmp_path, 2)[1]
+    cluster.net.cut(victim)
+    cut = time.monotonic()
+    error = training.join(60)
+    print(f"noticed after {training.ended - cut:.1f} s: {error}")
+    assert isinstance(error, ExecutorLostError)
+    assert f"rank 1 on {victim.address} (last heard" in str(error)
+    assert training.ended - cut < NOTICED
+
+
+def test_a_network_that_comes_back_in_time_ends_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    def fn(started: str) -> int:
+        import torch
+
+        end = time.monotonic() + 12
+        more, steps = torch.ones(1), 0
+        while float(more) > 0:
+            more = hvd().allreduce(torch.tensor(float(time.monotonic() < end)), op=hvd().Min)
+            steps += 1
+            note_start(started)
+            time.sleep(0.05)
+        return steps
+
+    training = Background(cluster, fn, str(tmp_path))
+    victim = wait_started(cluster, tmp_path, 2)[1]
+    cluster.net.cut(victim)
+    time.sleep(3)
+    cluster.net.mend(victim)
+    training._thread.join(60)
+    assert training.values is not None, training.error
+
+
+def test_a_driver_that_is_suspended_ends_nothing(cluster: Cluster) -> None:
+    def fn() -> float:
+        import torch
+
+        end, total = time.monotonic() + 14, 0.0
+        while time.monotonic() < end:
+            time.sleep(0.1)
+        total += float(hvd().allreduce(torch.ones(1), op=hvd().Sum))
+        return total
+
+    me = os.getpid()
+    naps = subprocess.Popen(["sh", "-c", f"sleep 4; kill -STOP {me}; sleep 9; kill -CONT {me}"])
+    assert run(fn, num_proc=2, spark=cluster.session, start_timeout=60) == [2.0, 2.0]
+    assert naps.wait() == 0
+
+
+def test_a_killed_executor_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    training = Background(cluster, reduce_for_ever, str(tmp_path))
+    victim = wait_started(cluster, tmp_path, 2)[1]
+    cluster.executor(victim).kill()
+    killed = time.monotonic()
+    error = training.join(60)
+    print(f"noticed after {training.ended - killed:.1f} s: {error}")
+    assert isinstance(error, ExecutorLostError)
+    assert victim.address in str(error)
+    assert training.ended - killed < NOTICED
+    wait_until(lambda: not any(cluster.ranks(host) for host in cluster.net.hosts), 5.0)
+
+
+def test_a_killed_worker_and_executor_are_named(cluster: Cluster, tmp_path: Path) -> None:
+    training = Background(cluster, reduce_for_ever, str(tmp_path))
+    victim = wait_started(cluster, tmp_path, 2)[1]
+    executor = cluster.executor(victim)
+    cluster.workers[victim.name].kill()
+    executor.kill()
+    killed = time.monotonic()
+    error = training.join(60)
+    print(f"noticed after {training.ended - killed:.1f} s: {error}")
+    assert isinstance(error, ExecutorLostError)
+    assert victim.address in str(error)
+    assert training.ended - killed < NOTICED
+    wait_until(lambda: not any(cluster.ranks(host) for host in cluster.net.hosts), 5.0)
+
+
+def test_a_host_that_cannot_reach_the_hub_trains_all_the_same(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.net.block(cluster.net[0], cluster.net.driver, "49152-65535")
+    training = Background(cluster, reduce_for_ever, str(tmp_path))
+    victim = wait_started(cluster, tmp_path, 2)[1]  # they have met at rank 0
+    cluster.net.cut(victim)
+    cut = time.monotonic()
+    error = training.join(60)
+    print(f"noticed after {training.ended - cut:.1f} s: {error}")
+    assert isinstance(error, ExecutorLostError)
+    assert f"rank 1 on {victim.address} (last heard" in str(error)
+    assert training.ended - cut < NOTICED
+
+
+def test_ranks_that_cannot_reach_each_other_fail_in_time(cluster: Cluster) -> None:
+    first, second = cluster.net.hosts
+    cluster.net.block(first, second.address)
+    cluster.net.block(second, first.address)
+    started = time.monotonic()
+    with pytest.raises(RankFailedError) as caught:
+        run(lambda: None, num_proc=2, spark=cluster.session, start_timeout=15)
+    print(f"noticed after {time.monotonic() - started:.1f} s: {caught.value}")
+    assert time.monotonic() - started < 15 + NOTICED
+    assert caught.value.rank == 1
+    assert caught.value.host in {first.address, second.address}
+
+
+def test_a_host_that_is_cut_off_before_the_run_is_named(cluster: Cluster) -> None:
+    victim = cluster.net[1]
+    cluster.net.cut(victim)
+    started = time.monotonic()
+    with pytest.raises(ExecutorLostError) as caught:
+        run(lambda: None, num_proc=2, spark=cluster.session, start_timeout=60)
+    print(f"noticed after {time.monotonic() - started:.1f} s: {caught.value}")
+    assert victim.address in str(caught.value)
+    assert time.monotonic() - started < 20
+
+
+# Last, since a connection that was cut for so long takes long to come back.
+def test_a_host_whose_cable_is_pulled_is_named_in_time_and_ends_its_own_ranks(cluster: Cluster, tmp_path: Path) -> None:
+    training = Background(cluster, reduce_for_ever, str(tmp_path), num_proc=4)
+    victim = wait_started(cluster, tmp_path, 4)[2]
+    other = next(host for host in cluster.net.hosts if host is not victim)
+    cluster.net.cut(victim)
+    cut = time.monotonic()
+    error = training.join(60)
+    print(f"noticed after {training.ended - cut:.1f} s: {error}")
+    assert isinstance(error, ExecutorLostError)
+    assert f"ranks 2, 3 on {victim.address} (last heard" in str(error)
+    assert training.ended - cut < NOTICED
+    wait_until(lambda: not cluster.ranks(other), 1.0)
+    assert len(cluster.ranks(victim)) == 2, "nobody can tell them to stop"
+    wait_until(lambda: not cluster.ranks(victim), HUB_PATIENCE + 10)
+    print(f"isolated ranks ended after {time.monotonic() - cut:.1f} s")

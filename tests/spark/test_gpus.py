@@ -1,0 +1,201 @@
+"""GPUs and cores of ranks, as Spark schedules them; the GPUs are made up by discovery scripts."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import psutil
+import pytest
+
+from spark_hvd.runner import ClusterError, NotEnoughSlotsError, RankFailedError, run
+from spark_hvd.runner.outcome import FailureKind
+from tests.conftest import LOCAL_CLUSTER, fake_gpus, start_session, wait_until
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def seen() -> tuple[str | None, str | None]:
+    import torch
+
+    import spark_hvd.torch as hvd
+
+    assert float(hvd.allreduce(torch.ones(1), op=hvd.Sum)) == hvd.size()
+    return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("OMP_NUM_THREADS")
+
+
+@contextmanager
+def session_on(master: str, **settings: str) -> Iterator[SparkSession]:
+    session = start_session(master, **settings)
+    try:
+        yield session
+    finally:
+        session.stop()
+
+
+# ---- local mode: Spark has cores only --------------------------------------------------------------------------------
+
+
+def test_cores_in_local_mode(spark: SparkSession) -> None:
+    assert run(seen, spark=spark, cpus_per_proc=2, gpus_per_proc=0) == [("", "2")], "one rank of two cores"
+    with pytest.raises(
+        NotEnoughSlotsError, match=r"cpus_per_proc=2: 2 slots wanted, 1 there: 4 cores wanted.*local\[4\]"
+    ):
+        run(seen, num_proc=2, spark=spark, cpus_per_proc=2)
+
+
+def test_gpus_that_this_machine_lacks(spark: SparkSession) -> None:
+    import torch
+
+    many = torch.cuda.device_count() + 1
+    with pytest.raises(
+        RankFailedError, match=rf"gpus_per_proc={many}: 1 ranks on this host need {many} GPUs"
+    ) as caught:
+        run(seen, num_proc=1, spark=spark, gpus_per_proc=many, verbose=0)
+    assert caught.value.first.kind is FailureKind.SETUP
+
+
+# ---- local-cluster ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_amounts_other_than_the_applications(tmp_path: Path) -> None:
+    with session_on("local-cluster[2,2,1024]", **fake_gpus(tmp_path)) as session:
+        ranks = run(seen, spark=session, gpus_per_proc=1)
+        assert sorted(ranks) == [("0", "1"), ("1", "1"), ("2", "1"), ("3", "1")], "as many as there are GPUs"
+        assert sorted(run(seen, spark=session, gpus_per_proc=2, cpus_per_proc=2)) == [("0,1", "2"), ("2,3", "2")]
+        assert sorted(run(seen, spark=session, cpus_per_proc=2)) == [(None, "2")] * 2
+        assert run(seen, num_proc=1, spark=session) == [(None, "1")], "nothing asked, nothing assigned"
+        with pytest.raises(
+            NotEnoughSlotsError, match=r"gpus_per_proc=2: 3 slots wanted, 2 there: 6 GPUs wanted, 4 there"
+        ):
+            run(seen, num_proc=3, spark=session, gpus_per_proc=2)
+        with pytest.raises(ClusterError, match="a task needs 3 GPUs, and an executor has 2"):
+            run(seen, num_proc=1, spark=session, gpus_per_proc=3)
+        profiles = session.sparkContext._jsc.sc().resourceProfileManager()
+        run(seen, num_proc=1, spark=session, cpus_per_proc=2)
+        assert not profiles.resourceProfileFromId(3).equals(profiles.resourceProfileFromId(0))
+        with pytest.raises(Exception, match="ResourceProfileId 4 not found"):
+            profiles.resourceProfileFromId(4)
+
+
+@pytest.mark.slow
+def test_tasks_that_share_a_gpu(tmp_path: Path) -> None:
+    settings = {**fake_gpus(tmp_path, each=1), "spark.task.resource.gpu.amount": "0.5"}
+    with session_on("local-cluster[1,4,1024]", **settings) as session:
+        assert run(seen, spark=session) == [("0", "1")] * 2, "two tasks a GPU, whatever cores there are"
+        assert run(seen, spark=session, gpus_per_proc=1) == [("0", "1")]
+        with pytest.raises(RankFailedError, match=r'backend="nccl": rank 0 on host .* has no GPU that torch can use'):
+            run(seen, spark=session, backend="nccl", verbose=0)
+        with pytest.raises(
+            NotEnoughSlotsError, match=r"num_proc=3: 3 slots wanted, 2 there: 1\.5 GPUs wanted, 1 there"
+        ):
+            run(seen, num_proc=3, spark=session)
+
+
+@pytest.mark.slow
+def test_two_executors_that_report_the_same_gpu(tmp_path: Path) -> None:
+    script = tmp_path / "same.sh"
+    script.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0"]}\'\n')
+    script.chmod(0o755)
+    settings = {
+        "spark.worker.resource.gpu.amount": "1",
+        "spark.worker.resource.gpu.discoveryScript": str(script),
+        "spark.executor.resource.gpu.amount": "1",
+        "spark.task.resource.gpu.amount": "1",
+    }
+    with session_on(LOCAL_CLUSTER, **settings) as session:
+        with pytest.raises(
+            RankFailedError, match=r"ranks 0 and 1 on host .* were handed the same GPU 0 by Spark"
+        ) as caught:
+            run(seen, spark=session, verbose=0)
+        assert caught.value.first.kind is FailureKind.SETUP
+        assert run(seen, num_proc=1, spark=session) == [("0", "1")]
+
+
+@pytest.mark.slow
+def test_dynamic_allocation_is_refused_with_amounts_too(tmp_path: Path) -> None:
+    settings = {**fake_gpus(tmp_path), "spark.dynamicAllocation.enabled": "true"}
+    with (
+        session_on(LOCAL_CLUSTER, **settings) as session,
+        pytest.raises(ClusterError, match=r"spark\.dynamicAllocation\.enabled=false"),
+    ):
+        run(seen, num_proc=1, spark=session, gpus_per_proc=1)
+
+
+# ---- standalone: a master and two workers, processes of their own ----------------------------------------------------
+
+
+@pytest.fixture
+def standalone(tmp_path: Path) -> Iterator[str]:
+    """The master's address; each worker has two cores and two GPUs with UUIDs."""
+    import pyspark
+
+    home = Path(pyspark.__file__).parent
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    daemons = []
+
+    def start(name: str, *command: str, **variables: str) -> None:
+        env = {**os.environ, "SPARK_HOME": str(home), "SPARK_DAEMON_MEMORY": "256m", **variables}
+        with (tmp_path / f"{name}.log").open("w") as log:
+            program = [str(home / "bin" / "spark-class"), f"org.apache.spark.deploy.{command[0]}", *command[1:]]
+            daemons.append(subprocess.Popen(program, env=env, stdout=log, stderr=subprocess.STDOUT))
+
+    with ExitStack() as closing:
+        closing.callback(end, daemons)
+        address = f"spark://127.0.0.1:{port}"
+        start("master", "master.Master", "--host", "127.0.0.1", "--port", str(port), "--webui-port", "0")
+        for number in range(2):
+            script = tmp_path / f"gpus-{number}.sh"
+            script.write_text(
+                f'#!/bin/sh\necho \'{{"name": "gpu", "addresses": ["GPU-{number}a", "GPU-{number}b"]}}\'\n'
+            )
+            script.chmod(0o755)
+            options = {"amount": "2", "discoveryScript": str(script)}
+            start(
+                f"worker-{number}",
+                "worker.Worker",
+                *("--host", "127.0.0.1", "--webui-port", "0", "-c", "2", "-m", "1g"),
+                *("-d", str(tmp_path / f"work-{number}"), address),
+                SPARK_WORKER_OPTS=" ".join(
+                    f"-Dspark.worker.resource.gpu.{key}={value}" for key, value in options.items()
+                ),
+            )
+        log = tmp_path / "master.log"
+        wait_until(lambda: len(re.findall("Registering worker", log.read_text())) == 2, 60)
+        yield address
+
+
+def end(daemons: list[subprocess.Popen[bytes]]) -> None:
+    for daemon in daemons:
+        for process in [*psutil.Process(daemon.pid).children(recursive=True), daemon]:
+            process.terminate()
+    for daemon in daemons:
+        daemon.wait(20)
+
+
+@pytest.mark.slow
+def test_gpus_of_a_standalone_cluster(standalone: str) -> None:
+    settings: dict[str, Any] = {"spark.executor.resource.gpu.amount": "2", "spark.executor.memory": "512m"}
+    with session_on(standalone, **settings) as session:
+        wait_until(lambda: session.sparkContext._jsc.sc().getExecutorMemoryStatus().size() == 3, 60)
+        every = ["GPU-0a", "GPU-0b", "GPU-1a", "GPU-1b"]
+        assert sorted(run(seen, spark=session, gpus_per_proc=1)) == [(name, "1") for name in every]
+        pairs = run(seen, spark=session, gpus_per_proc=2)
+        assert sorted(pairs) == [("GPU-0a,GPU-0b", "1"), ("GPU-1a,GPU-1b", "1")]
+        assert run(seen, num_proc=1, spark=session, gpus_per_proc=0) == [("", "1")]
+        own = {"CUDA_VISIBLE_DEVICES": "7"}
+        assert run(seen, num_proc=2, spark=session, gpus_per_proc=1, env=own) == [("7", "1")] * 2

@@ -1,0 +1,141 @@
+"""Which GPUs ranks use, and how the ranks' GPUs fit together."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from spark_hvd.runner.gpus import Choice, GpuError, GpuShare, RankGpus, choose_backend, devices_of, own_device
+
+
+@pytest.mark.parametrize(
+    ("assigned", "visible", "expected"),
+    [
+        (["3"], None, ("3",)),
+        (["0", "1"], None, ("0", "1")),
+        (["GPU-aa"], None, ("GPU-aa",)),
+        (["3"], "3", ("3",)),  # as on Databricks: the task's own GPU, by its number
+        (["1"], "0,1", ("1",)),  # entry and position agree
+        (["2"], "1,2,3", ("2",)),  # an entry comes before a position
+        (["0"], "2,3", ("2",)),  # no entry: a position
+        (["1", "0"], "GPU-aa,GPU-bb", ("GPU-bb", "GPU-aa")),
+        (["GPU-aabbcc"], "GPU-xx, GPU-aabb", ("GPU-aabb",)),  # shortened
+        (["GPU-aabbcc"], "0,1", ("GPU-aabbcc",)),  # cannot be compared
+        (["3"], "GPU-b", ("3",)),
+        (["MIG-7"], "MIG-7,MIG-8", ("MIG-7",)),
+        ([], None, ()),
+    ],
+)
+def test_addresses_and_the_executors_own_variable(
+    assigned: list[str], visible: str | None, expected: tuple[str, ...]
+) -> None:
+    assert devices_of(assigned, 1, 0, visible, None) == expected
+
+
+@pytest.mark.parametrize(("assigned", "visible"), [(["5"], "2,3"), (["0"], ""), (["GPU-a"], "GPU-b")])
+def test_an_address_that_the_executor_may_not_use(assigned: list[str], visible: str) -> None:
+    with pytest.raises(GpuError, match=f"assigned GPUs {assigned[0]}.*CUDA_VISIBLE_DEVICES='{visible}' does not"):
+        devices_of(assigned, 1, 0, visible, None)
+
+
+@pytest.mark.parametrize(
+    ("assigned", "ranks", "each", "expected"),
+    [
+        ("0123", 2, None, [("0", "1"), ("2", "3")]),
+        ("0123", 4, 1, [("0",), ("1",), ("2",), ("3",)]),
+        ("0123", 2, 1, [("0",), ("1",)]),
+        ("012", 2, None, [("0",), ("1",)]),
+        ("0", 2, None, [("0",), ("0",)]),  # shared
+        ("01", 4, None, [("0",), ("0",), ("1",), ("1",)]),
+        ("01", 3, None, [("0",), ("0",), ("1",)]),
+    ],
+)
+def test_the_ranks_of_a_task_divide_its_gpus(
+    assigned: str, ranks: int, each: int | None, expected: list[tuple[str, ...]]
+) -> None:
+    assert [devices_of(list(assigned), ranks, index, None, each) for index in range(ranks)] == expected
+
+
+def test_none_asked_for_none_assigned_and_too_few() -> None:
+    assert devices_of(["0"], 1, 0, "0", 0) == ()
+    assert devices_of(None, 1, 0, None, 0) == ()
+    assert devices_of(None, 1, 0, "2,3", 1) is None
+    with pytest.raises(
+        GpuError, match=r"gpus_per_proc=2: 2 ranks of a task need 4 GPUs, and Spark assigned 3 \(0, 1, 2"
+    ):
+        devices_of(["0", "1", "2"], 2, 0, None, 2)
+
+
+def test_the_current_device() -> None:
+    assert own_device(3, 4, 2, GpuShare(("5", "6"))) == 0, "the assigned ones are all that it sees"
+    assert own_device(0, 1, 0, GpuShare(("5",))) is None, "torch without CUDA"
+    assert own_device(0, 1, 0, GpuShare(())) is None
+    assert [own_device(rank, 4, 2, GpuShare()) for rank in range(4)] == [0, 1, 0, 1]
+    assert [own_device(rank, 2, 4, GpuShare(per_proc=2)) for rank in range(2)] == [0, 2]
+    assert own_device(0, 2, 0, GpuShare()) is None
+    with pytest.raises(GpuError, match=r"gpus_per_proc=2: 2 ranks on this host need 4 GPUs, and torch sees 3\."):
+        own_device(1, 2, 3, GpuShare(per_proc=2))
+
+
+def ranks(*facts: tuple[str, str | None, str | None]) -> list[RankGpus]:
+    return [RankGpus(host, None if address is None else (address,), board) for host, address, board in facts]
+
+
+def test_one_gpu_each_leaves_the_choice_to_the_world() -> None:
+    assert choose_backend(ranks(("a", "0", "x"), ("a", "1", "y"), ("b", "0", "x")), None, False) == Choice(None)
+    assert choose_backend(ranks(("a", None, None), ("a", None, None)), None, False) == Choice(None), "no GPUs at all"
+    # Containers on one host may call different boards by the same number.
+    assert choose_backend(ranks(("a", "0", "x"), ("a", "0", "y")), "nccl", False) == Choice("nccl")
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "mpi", "nccl"])
+@pytest.mark.parametrize("board", [None, "x"])
+def test_one_gpu_handed_to_two_tasks_is_an_error(backend: str | None, board: str | None) -> None:
+    with pytest.raises(GpuError, match="ranks 1 and 2 on host a were handed the same GPU 0 by Spark"):
+        choose_backend(ranks(("b", "0", board), ("a", "0", board), ("a", "0", board)), backend, False)
+
+
+def test_ranks_that_share_a_gpu_use_gloo_and_not_nccl() -> None:
+    shared = ranks(("a", "0", "x"), ("a", "0", "x"))
+    choice = choose_backend(shared, None, True)
+    assert choice.backend == "gloo"
+    assert choice.warning is not None
+    assert "ranks 0 and 1 share a GPU of host a" in choice.warning
+    assert choose_backend(shared, "mpi", True) == Choice("mpi")
+    with pytest.raises(GpuError, match='backend="nccl": ranks 0 and 1 share a GPU of host a'):
+        choose_backend(shared, "nccl", True)
+    by_local_rank = ranks(("a", None, "x"), ("a", None, "y"), ("a", None, "x"))
+    assert choose_backend(by_local_rank, None, False).backend == "gloo", "more ranks than GPUs"
+    slices_of_one = ranks(("a", "MIG-1", "x"), ("a", "MIG-2", "x"))
+    assert choose_backend(slices_of_one, None, False).backend == "gloo"
+
+
+def test_a_rank_without_a_gpu() -> None:
+    mixed = ranks(("a", None, "x"), ("b", None, None))
+    choice = choose_backend(mixed, None, False)
+    assert choice.backend == "gloo"
+    assert choice.warning is not None
+    assert "rank 1 on host b has no GPU" in choice.warning
+    with pytest.raises(GpuError, match='backend="nccl": rank 1 on host b has no GPU that torch can use'):
+        choose_backend(mixed, "nccl", False)
+
+
+FORK_SERVER = """
+import os, torch
+asked = []
+def started(*args, **kwargs):
+    asked.append(1)
+torch.cuda._lazy_init = started
+from spark_hvd.runner.forkserver import _preload
+_preload()
+assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+assert not torch.cuda.is_initialized()
+print(len(asked))
+"""
+
+
+def test_the_fork_server_does_not_start_cuda() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK_SERVER], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["0"]
