@@ -42,8 +42,12 @@ def host_command(arguments: Sequence[str], interface: str | None) -> list[str]:
 
 
 def rank_variables(interface: str | None, ports: PortRange | None) -> dict[str, str]:
-    """See :class:`spark_hvd.runner.process_manager.ProcessManager`; they are those of libfabric's TCP provider."""
-    variables = {} if interface is None else {"FI_TCP_IFACE": interface}
+    """See :class:`spark_hvd.runner.process_manager.ProcessManager`.
+
+    They are those of UCX, over which MPICH's wheel talks, and of libfabric, over which other builds do.
+    """
+    variables = {} if interface is None else {"UCX_NET_DEVICES": interface, "FI_TCP_IFACE": interface}
     if ports is not None:
+        variables["UCX_TCP_PORT_RANGE"] = str(ports)
         variables |= {"FI_TCP_PORT_LOW_RANGE": str(ports.low), "FI_TCP_PORT_HIGH_RANGE": str(ports.high)}
     return variables

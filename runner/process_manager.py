@@ -66,7 +66,7 @@ class ProcessManager(Protocol):
         """What MPI reads from each rank's environment.
 
         Args:
-            interface: The one to use over TCP; None to leave the choice to it.
+            interface: The only one to use; None to leave the choice to it, which knows of InfiniBand and the like.
             ports: Where ranks may listen; None for any port.
         """
         ...

@@ -293,7 +293,8 @@ def rank_env(spec: TaskSpec, me: RankInfo, address: Address, gpus: Sequence[str]
             ours["NCCL_SOCKET_IFNAME"] = f"={address.interface}"  # the sign means: this one, not all that begin so
     if spec.mpi is not None:
         ports = None if spec.ports is None else PortRange.parse(spec.ports)
-        ours |= MANAGERS[spec.mpi].rank_variables(address.interface, ports)
+        only = address.interface if spec.interfaces or me.local_size == me.size else None
+        ours |= MANAGERS[spec.mpi].rank_variables(only, ports)
     if spec.cpus_per_proc is not None:
         ours["OMP_NUM_THREADS"] = str(spec.cpus_per_proc)  # Spark's own value is that of the application's tasks
     if gpus is not None:

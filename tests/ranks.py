@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, Listener
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,15 @@ class Ranks:
     Functions travel by value if their module is registered with cloudpickle.register_pickle_by_value.
     """
 
-    def __init__(self, size: int, *, timeout: float = SECONDS, join: bool = True, forked: bool = False) -> None:
-        """Start the processes.
+    def __init__(self, size: int, *, timeout: float = SECONDS, join: bool = True) -> None:
+        """Fork the processes from a server that has torch loaded: a tenth of a second instead of seconds.
+
+        They have the environment that the first world found, and end without their exit handlers.
 
         Args:
             size: World size.
             timeout: Seconds until a collective fails, and until a call of run() does.
             join: Whether the ranks are in a world of spark_hvd from the start; else they have the environment only.
-            forked: Whether to fork them from a server that has torch loaded: in a tenth of a second instead of seconds,
-                but with the environment that the first such world found, and ending without their exit handlers.
         """
         self.size = size
         self._timeout = timeout
@@ -48,9 +49,7 @@ class Ranks:
         port = listener.getsockname()[1]
         if not join:
             listener.close()
-        context = multiprocessing.get_context("forkserver" if forked else "spawn")
-        if forked:
-            context.set_forkserver_preload(["spark_hvd.torch", "tests.ranks"])
+        context = fork_context()
         self.processes = []
         self._pipes: list[Connection] = []
         for rank in range(size):
@@ -165,6 +164,14 @@ def mpiexec(size: int, *program: str, options: tuple[str, ...] = (), **settings:
         text=True,
         **settings,
     )
+
+
+def fork_context() -> ForkServerContext:
+    """Processes forked from one server for all tests, which has loaded what takes time."""
+    context = multiprocessing.get_context("forkserver")
+    # torch._dynamo is what the first optimizer of a process imports: it takes as long as torch.
+    context.set_forkserver_preload(["spark_hvd.torch", "torch._dynamo", "tests.ranks"])
+    return context
 
 
 def _quiet_port() -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+from tests.ranks import fork_context
 
 CASE_SECONDS = 60
 
@@ -22,7 +23,7 @@ class Ranks:
         self._started = False
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_context()
         self._folder = tempfile.TemporaryDirectory()
         meeting = Path(self._folder.name) / "meeting"
         self._pipes: list[Connection] = []

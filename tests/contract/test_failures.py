@@ -52,7 +52,7 @@ def test_hanging_peer() -> None:
     def fn() -> str:
         hvd.barrier()
         if hvd.rank() == 1:
-            time.sleep(4)
+            time.sleep(3)
             return "slept"
         with pytest.raises(hvd.StalledError, match=r"'loss' has waited .* for rank 1 \(rank 1 last called"):
             hvd.allreduce(torch.ones(1), name="loss")
@@ -66,7 +66,7 @@ def test_timeout_of_a_handle() -> None:
     def fn() -> str:
         hvd.barrier()
         if hvd.rank() == 1:
-            time.sleep(3)
+            time.sleep(1.5)
             return "slept"
         handle = current().communicator.allreduce(torch.ones(1), ReduceOp.SUM)
         assert not handle.done()
@@ -88,7 +88,7 @@ def test_abort_frees_the_peers() -> None:
             time.sleep(0.5)
             communicator.abort()
             hvd.shutdown()
-            time.sleep(5)  # it is the abort that the peer notices, not the end of this process
+            time.sleep(3.5)  # it is the abort that the peer notices, not the end of this process
             return 0.0
         start = time.monotonic()
         with pytest.raises(hvd.CollectiveError):

@@ -92,6 +92,19 @@ def test_open_mpi() -> None:
     check_worlds(run_local(world, num_proc=3, backend="mpi", mpi="openmpi"), "Open MPI")
 
 
+def listening() -> set[str]:
+    import torch
+
+    import spark_hvd.torch as hvd
+
+    hvd.allreduce(torch.ones(1))
+    return {each.laddr.ip for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+
+
+def test_ranks_of_one_host_stay_on_loopback() -> None:
+    assert run_local(listening, num_proc=2, backend="mpi") == [{"127.0.0.1"}] * 2
+
+
 def test_a_world_of_one() -> None:
     check_worlds(run_local(world, num_proc=1, backend="mpi"), "MPICH")
 

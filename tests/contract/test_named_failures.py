@@ -163,7 +163,7 @@ def seconds_to_end(world: Ranks, rank: int) -> float:
 
 
 def play(end: str, size: int, victim: int, moment: str, folder: Path) -> None:
-    world = Ranks(size, forked=True)
+    world = Ranks(size)
     try:
         world.run(end_like_a_program)
         clock = folder / f"{end}{size}{victim}{moment}"
@@ -250,7 +250,7 @@ def stalls(late: int, numbered: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("late", "numbered"), [(0, True), (2, False), pytest.param(2, True, marks=pytest.mark.slow)])
 def test_a_rank_is_late(late: int, numbered: bool) -> None:
-    with ranks(3, forked=True) as world:
+    with ranks(3) as world:
         answers = world.run(stalls, late, numbered)
     assert len({answer["text"] for answer in answers}) == 1
     said = rf"for rank {late} \(rank {late} last called 'what they did last', \d\.\d s ago\)"
@@ -278,7 +278,7 @@ def test_others_try_again_before_the_late_rank_comes() -> None:
                 outcomes.append(type(error).__name__)
         return outcomes
 
-    with ranks(3, forked=True) as world:
+    with ranks(3) as world:
         assert world.run(fn) == [["StalledError", "[6.0]"]] * 3
 
 
@@ -300,7 +300,7 @@ def test_what_goes_on_beside_what_waits_is_not_late() -> None:
             handle.wait()
         return str(caught.value)
 
-    with ranks(2, forked=True) as world:
+    with ranks(2) as world:
         first, second = world.run(fn)
         assert first == second
 
@@ -336,7 +336,7 @@ def test_one_rank_cannot_run_it(method: str, victim: int) -> None:
         hvd.shutdown()
         return str(caught.value), seconds
 
-    with ranks(3, forked=True) as world:
+    with ranks(3) as world:
         for text, seconds in world.run(fn):
             assert re.search(rf"'it' failed: rank {victim} could not do its part: MemoryError: no room", text)
             assert seconds < 2

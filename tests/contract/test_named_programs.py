@@ -37,7 +37,7 @@ class World:
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         if self._ranks is None:
-            self._ranks = Ranks(self.size, timeout=15, forked=True)
+            self._ranks = Ranks(self.size, timeout=15)
             self._ranks.run(add_sets)
         try:
             return self._ranks.run(fn, *args)

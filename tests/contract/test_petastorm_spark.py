@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -274,29 +272,26 @@ def test_bridged_keeps_name_and_behaviour() -> None:
     assert (wrapped(4), wrapped.__name__, wrapped.__doc__) == (8, "double", "Twice x.")
 
 
-@pytest.mark.timeout(180)
-def test_the_daemon(written: str) -> None:
+@pytest.fixture
+def daemon(spark: SparkSession) -> Iterator[SparkSession]:
+    """The session with spark.python.daemon.module set: Spark reads it for every job, but takes it at the start only."""
+    context: Any = spark.sparkContext
+    conf = context._jsc.sc().conf()
+    conf.set("spark.python.daemon.module", "spark_hvd.estimators.petastorm_daemon")
+    yield spark
+    conf.remove("spark.python.daemon.module")
+
+
+def test_the_daemon(daemon: SparkSession, written: str) -> None:
     """Code of Petastorm that nobody can wrap: row-group indexes and RDDs of data sets."""
-    code = f"""
-import sys
-from pyspark.sql import SparkSession
-from spark_hvd.estimators.petastorm_bridge import install
-install()
-from petastorm import make_reader
-from petastorm.etl.rowgroup_indexers import SingleFieldIndexer
-from petastorm.etl.rowgroup_indexing import build_rowgroup_index
-from petastorm.selectors import SingleIndexSelector
-from petastorm.spark_utils import dataset_as_rdd
-spark = (SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
-         .config("spark.python.daemon.module", "spark_hvd.estimators.petastorm_daemon").getOrCreate())
-print(sorted(int(r.id) for r in dataset_as_rdd({written!r}, spark).collect()) == list(range({ROWS})))
-build_rowgroup_index({written!r}, spark.sparkContext, [SingleFieldIndexer("ids", "id")])
-with make_reader({written!r}, rowgroup_selector=SingleIndexSelector("ids", [15]), schema_fields=["id"]) as reader:
-    print(sorted(int(r.id) for r in reader))
-spark.stop()
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=170)
-    assert run.stdout.splitlines() == ["True", str(list(range(10, 20)))], run.stderr[-3000:]
+    from petastorm.etl.rowgroup_indexers import SingleFieldIndexer
+    from petastorm.etl.rowgroup_indexing import build_rowgroup_index
+    from petastorm.selectors import SingleIndexSelector
+    from petastorm.spark_utils import dataset_as_rdd
+
+    assert sorted(int(each.id) for each in dataset_as_rdd(written, daemon).collect()) == list(range(ROWS))
+    build_rowgroup_index(written, daemon.sparkContext, [SingleFieldIndexer("ids", "id")])
+    assert sorted(read(written, rowgroup_selector=SingleIndexSelector("ids", [15]))) == list(range(10, 20))
 
 
 def test_batch_reader_warns_of_a_unischema(written: str) -> None:

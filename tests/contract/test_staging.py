@@ -26,17 +26,22 @@ def world(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         yield started
 
 
+def repeated(period: torch.Tensor, numel: int) -> torch.Tensor:
+    return period.repeat(-(-numel // len(period)))[:numel]
+
+
 def sample(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return ((torch.arange(numel) + rank) % 7 - 3).to(dtype)
+    """From -3 to 3 over and over, another number first on each rank."""
+    return repeated(((torch.arange(7) + rank) % 7 - 3).to(dtype), numel)
 
 
 def expected(numel: int, dtype: torch.dtype, op: Any) -> torch.Tensor:
-    total = sum(sample(rank, numel, torch.float64) for rank in range(hvd.size()))
+    total = sum(sample(rank, 7, torch.float64) for rank in range(hvd.size()))
     assert isinstance(total, torch.Tensor)
     if op is hvd.Average:
         total = total / hvd.size()
         total = total if dtype.is_floating_point else total.trunc()
-    return total.to(dtype)
+    return repeated(total.to(dtype), numel)
 
 
 def close(result: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -60,25 +60,39 @@ def test_no_session() -> None:
     assert "run_local" in done.stderr
 
 
-def test_busy_slots_end_in_a_start_timeout_that_says_so(spark: SparkSession) -> None:
+def test_busy_slots_end_in_a_start_timeout_that_says_so(spark: SparkSession, tmp_path: Path) -> None:
+    begun, over = tmp_path / "begun", tmp_path / "over"
+
     def occupy(batches: Any) -> Any:
-        time.sleep(8)
+        begun.touch()
+        while not over.exists():
+            time.sleep(0.05)
         yield from batches
 
     busy = threading.Thread(target=lambda: spark.range(0, 1, 1, 1).mapInArrow(occupy, "id long").collect())
     busy.start()
-    time.sleep(2)
-    with pytest.raises(StartTimeoutError, match=r"0 of 2 ranks had started after start_timeout=2 s"):
-        run(lambda: 1, num_proc=2, spark=spark, start_timeout=2)
-    busy.join()
+    try:
+        wait_until(begun.exists, 30)
+        with pytest.raises(StartTimeoutError, match=r"0 of 2 ranks had started after start_timeout=1 s"):
+            run(lambda: 1, num_proc=2, spark=spark, start_timeout=1)
+    finally:
+        over.touch()
+        busy.join()
     assert run(reduce_one, num_proc=2, spark=spark) == [2.0, 2.0]
 
 
-def test_a_second_run_waits_for_the_slots_of_the_first(spark: SparkSession) -> None:
-    first = threading.Thread(target=lambda: run(lambda: time.sleep(3), num_proc=2, spark=spark))
+def test_a_second_run_waits_for_the_slots_of_the_first(spark: SparkSession, tmp_path: Path) -> None:
+    begun, ended = tmp_path / "begun", tmp_path / "ended"
+
+    def slow() -> None:
+        begun.touch()
+        time.sleep(1)
+        ended.touch()
+
+    first = threading.Thread(target=lambda: run(slow, num_proc=2, spark=spark))
     first.start()
-    time.sleep(1)
-    assert run(reduce_one, num_proc=2, spark=spark) == [2.0, 2.0]
+    wait_until(begun.exists, 30)
+    assert run(lambda: (reduce_one(), ended.exists()), num_proc=2, spark=spark) == [(2.0, True)] * 2
     first.join()
 
 
@@ -118,19 +132,37 @@ def test_torch_missing_on_an_executor(spark: SparkSession, tmp_path: Path, monke
         run(lambda: 1, num_proc=2, spark=spark, verbose=0)
 
 
+def cut_off(*partitions: int) -> Any:
+    """A task for which the driver's published port leads nowhere, as behind a firewall, and which soon knows."""
+
+    def make(spec: bytes, payload: bytes) -> Any:
+        def wrapped(batches: Any) -> Any:
+            import dataclasses
+            import pickle
+            from unittest import mock
+
+            from pyspark import BarrierTaskContext
+
+            from spark_hvd.runner import task
+
+            told = pickle.loads(spec)
+            context = BarrierTaskContext.get()
+            assert isinstance(context, BarrierTaskContext)
+            if context.partitionId() in partitions:
+                told = dataclasses.replace(told, hub=dataclasses.replace(told.hub, port=1))
+            list(batches)
+            with mock.patch.object(task, "_CONNECT_WAIT", 2.0):
+                yield from task.run_task(told, payload)
+
+        return wrapped
+
+    return make
+
+
 def test_executors_that_cannot_reach_the_driver_meet_without_it(
-    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import dataclasses
-
-    class CutOff(launch_module.Hub):
-        """A hub whose published port leads nowhere, as behind a firewall."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.address = dataclasses.replace(self.address, port=1)
-
-    monkeypatch.setattr(launch_module, "Hub", CutOff)
+    monkeypatch.setattr(launch_module, "_task", cut_off(0, 1))
     assert run(reduce_one, num_proc=2, spark=spark) == [2.0, 2.0]
 
     def fail() -> None:
@@ -145,25 +177,7 @@ def test_executors_that_cannot_reach_the_driver_meet_without_it(
 def test_one_executor_that_cannot_reach_the_driver_makes_all_meet_without_it(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def half_cut_off(spec: bytes, payload: bytes) -> Any:
-        def wrapped(batches: Any) -> Any:
-            import dataclasses
-            import pickle
-
-            from pyspark import BarrierTaskContext
-
-            from spark_hvd.runner.task import run_task
-
-            told = pickle.loads(spec)
-            context = BarrierTaskContext.get()
-            if context.partitionId() == 1:
-                told = dataclasses.replace(told, hub=dataclasses.replace(told.hub, port=1))
-            list(batches)
-            yield from run_task(told, payload)
-
-        return wrapped
-
-    monkeypatch.setattr(launch_module, "_task", half_cut_off)
+    monkeypatch.setattr(launch_module, "_task", cut_off(1))
     with caplog.at_level(logging.WARNING, logger="spark_hvd"):
         assert run(reduce_one, num_proc=2, spark=spark) == [2.0, 2.0]
     assert "cannot reach the driver" in caplog.text
@@ -249,10 +263,25 @@ def test_a_killed_driver_leaves_no_process(tmp_path: Path) -> None:
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 10)
 
 
+LIBRARY = "def train():\n    import spark_hvd.torch as hvd\n    return hvd.rank() + 40\n"
+
+
+def test_files_of_the_session_reach_the_ranks(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirlib.py").write_text(LIBRARY)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spark.sparkContext.addPyFile(str(tmp_path / "theirlib.py"))
+    import theirlib  # type: ignore[import-not-found]
+
+    assert run(theirlib.train, num_proc=2, spark=spark) == [40, 41]
+
+
+@pytest.mark.slow
 def test_run_under_spark_submit_with_py_files(tmp_path: Path) -> None:
     import pyspark
 
-    (tmp_path / "mylib.py").write_text("def train():\n    import spark_hvd.torch as hvd\n    return hvd.rank() + 40\n")
+    (tmp_path / "mylib.py").write_text(LIBRARY)
     job = tmp_path / "job.py"
     job.write_text(
         textwrap.dedent("""

@@ -31,6 +31,7 @@ def test_digits_local() -> None:
     assert float(accuracy[1]) > 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_digits_on_spark() -> None:
     accuracy = re.search(r"accuracy (\S+)", run_example("pytorch_digits.py", "--epochs", "12"))

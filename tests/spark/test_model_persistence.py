@@ -108,15 +108,28 @@ def test_all_params_come_back(spark: SparkSession, model: TorchModel, tmp_path: 
     assert TorchModel.load(path).getBatchSize() == 4
 
 
+def predictions(pipeline: PipelineModel, numbers: DataFrame) -> list[tuple[Any, ...]]:
+    found = [(row.id, row.label__output, row.prediction) for row in pipeline.transform(numbers).collect()]
+    assert len({round(prediction, 3) for *_, prediction in found}) == 6
+    return sorted(found)
+
+
+def test_pipeline(spark: SparkSession, model: TorchModel, numbers: DataFrame, tmp_path: Path) -> None:
+    path = str(tmp_path / "pipeline")
+    pipeline = PipelineModel([VectorAssembler(inputCols=["a", "b"], outputCol="features"), model])
+    pipeline.write().overwrite().save(path)
+    pipeline.write().overwrite().save(path)
+    assert predictions(PipelineModel.load(path), numbers) == predictions(pipeline, numbers)
+
+
+@pytest.mark.slow
 def test_pipeline_in_another_process(
     spark: SparkSession, model: TorchModel, numbers: DataFrame, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "pipeline")
     pipeline = PipelineModel([VectorAssembler(inputCols=["a", "b"], outputCol="features"), model])
     pipeline.write().overwrite().save(path)
-    pipeline.write().overwrite().save(path)
-    expected = [(row.id, row.label__output, row.prediction) for row in pipeline.transform(numbers).collect()]
-    assert len({round(prediction, 3) for *_, prediction in expected}) == 6
+    expected = predictions(pipeline, numbers)
     numbers.write.parquet(str(tmp_path / "numbers"))
     script = f"""
         import json
@@ -130,7 +143,7 @@ def test_pipeline_in_another_process(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert [tuple(row) for row in json.loads(done.stdout.splitlines()[-1])] == sorted(expected)
+    assert [tuple(row) for row in json.loads(done.stdout.splitlines()[-1])] == expected
 
 
 def test_cross_validator_model(spark: SparkSession, model: TorchModel, tmp_path: Path) -> None:

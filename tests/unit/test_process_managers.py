@@ -52,6 +52,8 @@ def test_launch_lines_of_open_mpi_may_come_in_any_order() -> None:
 def test_what_ranks_are_told_of_interfaces_and_ports() -> None:
     assert mpich.rank_variables(None, None) == {}
     assert mpich.rank_variables("eth1", PortRange(5, 9)) == {
+        "UCX_NET_DEVICES": "eth1",
+        "UCX_TCP_PORT_RANGE": "5-9",
         "FI_TCP_IFACE": "eth1",
         "FI_TCP_PORT_LOW_RANGE": "5",
         "FI_TCP_PORT_HIGH_RANGE": "9",

@@ -1,0 +1,102 @@
+"""Predicted efficiency at 8, 64 and 512 ranks: the alpha-beta model, fitted on all-reduces of a shaped network.
+
+`python -m benchmarks.predict_scaling [measured.csv] [--measured-gbit 1] [--gbit 25] [--alpha-us 10]`
+
+The CSV has the columns bytes and seconds, one all-reduce a row, and ranks where it was not 2. Compute times are of
+others: see IMAGES_PER_SECOND.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.alpha_beta import Link, Sample, best, efficiency, fit, relative_errors, ring
+from benchmarks.convnets import MODELS, step_of
+
+RDMA = "RDMA"
+MEASURED = Path(__file__).with_name("gloo_1gbit.csv")
+RANKS = (8, 64, 512)
+BATCH = 64
+IMAGES_PER_SECOND = {
+    # One P100 with synthetic images, batch 64, float32. TensorFlow's "Benchmarks" of May 2017 (DGX-1).
+    "ResNet-50": 219.0,
+    # An example in Horovod's docs/benchmarks.rst: 1656.82 images/s on 16 of their GPUs; so its own losses are in it.
+    "ResNet-101": 1656.82 / 16,
+    "VGG-16": 154.0,
+}
+HOROVOD = {"ResNet-101": 0.90, "VGG-16": 0.68}
+"""At 512 GPUs with 25 Gbit/s RoCE: arXiv:1802.05799 and Horovod's docs/benchmarks.rst."""
+
+
+def read(lines: Iterable[str]) -> list[Sample]:
+    """The samples of a CSV."""
+    return [
+        Sample(int(row.get("ranks") or 2), int(row["bytes"]), float(row["seconds"]))
+        for row in csv.DictReader(line for line in lines if not line.startswith("#"))
+    ]
+
+
+def bytes_per_second(gbit: float) -> float:
+    """Of a line that carries so many Gbit/s."""
+    return gbit * 1e9 / 8
+
+
+def faster(link: Link, measured_gbit: float, gbit: float, alpha: float | None = None) -> Link:
+    """The same protocol's share of another line rate."""
+    return Link(link.alpha if alpha is None else alpha, link.beta * measured_gbit / gbit)
+
+
+def fit_table(samples: list[Sample], link: Link) -> str:
+    """What was measured beside what the fitted ring gives."""
+    lines = ["| ranks | bytes | measured ms | ring, fitted ms | off by |", "|---:|---:|---:|---:|---:|"]
+    for sample, error in zip(samples, relative_errors(link, samples), strict=True):
+        fitted = 1e3 * sample.seconds * (1 + error)
+        lines.append(
+            f"| {sample.ranks} | {sample.nbytes:,} | {1e3 * sample.seconds:.2f} | {fitted:.2f} | {error:+.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def prediction_table(links: dict[str, Link]) -> str:
+    """Efficiency of each model on each network, at each number of ranks."""
+    lines = [f"| model | network | {' | '.join(map(str, RANKS))} | 512, no overlap | 512, Horovod published |"]
+    lines.append("|---|---|" + "---:|" * (len(RANKS) + 2))
+    for name, rate in IMAGES_PER_SECOND.items():
+        step = step_of(MODELS[name], BATCH / rate)
+        for network, link in links.items():
+            cost = best if network.endswith(RDMA) else ring  # Gloo always takes the ring, NCCL chooses
+            parts = [efficiency(step, link, ranks, cost=cost) for ranks in RANKS]
+            apart = efficiency(step, link, RANKS[-1], overlap=False, cost=cost)
+            published = f"{HOROVOD[name]:.0%}" if name in HOROVOD and network.endswith(RDMA) else ""
+            cells = " | ".join(f"{part:.0%}" for part in [*parts, apart])
+            lines.append(f"| {name} | {network} | {cells} | {published} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Fit, and print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("measured", nargs="?", type=Path, default=MEASURED, help="CSV of all-reduces")
+    parser.add_argument("--measured-gbit", type=float, default=1.0, help="line rate of the network that was measured")
+    parser.add_argument("--gbit", type=float, default=25.0, help="line rate of the network to predict for")
+    parser.add_argument("--alpha-us", type=float, default=10.0, help="microseconds a message with RDMA")
+    given = parser.parse_args()
+    samples = read(given.measured.read_text().splitlines())
+    link = fit(samples)
+    rate = 1 / link.beta / bytes_per_second(given.measured_gbit)
+    print(fit_table(samples, link))
+    found = f"alpha {1e6 * link.alpha:.0f} us a message, 1/beta {1e-6 / link.beta:.0f} MB/s"
+    print(f"\n{found}: {rate:.0%} of the line rate\n")
+    links = {
+        f"as measured, {given.measured_gbit:g} Gbit/s, TCP": link,
+        f"{given.gbit:g} Gbit/s, TCP": faster(link, given.measured_gbit, given.gbit),
+        f"{given.gbit:g} Gbit/s, {RDMA}": faster(link, given.measured_gbit, given.gbit, 1e-6 * given.alpha_us),
+    }
+    print(prediction_table(links))
+
+
+if __name__ == "__main__":
+    main()
