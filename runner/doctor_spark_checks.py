@@ -240,6 +240,13 @@ def explain_job_failure(check: str, text: str) -> Finding:
             f"{host} cannot start {match[1]}: {match[0][:200]}",
             f"Install Python at {match[1]} on every host, or --conf spark.pyspark.python=/path/that/exists/there",
         )
+    if match := re.search(r"(ModuleNotFoundError|ImportError)[^\n]*spark_hvd[^\n]*", text):
+        return Finding(
+            "packages",
+            Level.ERROR,
+            f"{host} has another spark_hvd than the driver: {match[0].strip()[:300]}",
+            "pip install --force-reinstall spark_hvd   # the driver's version, for the Python of the executors",
+        )
     if match := re.search(r"(ModuleNotFoundError|ImportError|PACKAGE_NOT_INSTALLED)[^\n]*", text):
         return Finding(
             "packages",

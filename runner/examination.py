@@ -268,11 +268,12 @@ class _Examination:
                 verbose=0,
             )[0]
         except Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0][:600]
             self._findings.append(
                 Finding(
                     "all-reduce",
                     Level.ERROR,
-                    f"{ranks} ranks over {transport}: {str(error).strip()[:1000]}",
+                    f"{ranks} ranks over {transport}: {type(error).__name__}: {first}",
                     f"spark_hvd.run(lambda: 1, num_proc={ranks})   # shows the whole error",
                 )
             )

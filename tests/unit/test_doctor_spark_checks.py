@@ -112,6 +112,11 @@ def test_sizes(text: str, bytes_: int) -> None:
             "10.0.0.2 cannot start /opt/py",
         ),
         ("ModuleNotFoundError: No module named 'pyarrow'\n", "packages", "No module named 'pyarrow'"),
+        (
+            "ModuleNotFoundError: No module named 'spark_hvd.runner.x'",
+            "packages",
+            "has another spark_hvd than the driver",
+        ),
         ("\n  something else\nat x", "executors", "the Spark job failed: something else"),
     ],
 )
