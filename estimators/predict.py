@@ -5,6 +5,7 @@ A model is loaded once in each Python worker, which Spark keeps for many tasks, 
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from spark_hvd.estimators.head import Head
 from spark_hvd.estimators.modules import PackedModule, unpack
 from spark_hvd.estimators.outputs import Output, Shape, to_arrow
 from spark_hvd.estimators.tensors import TensorSpec, outputs_of
+from spark_hvd.runner.gpus import ordinal_of
 
 if TYPE_CHECKING:
     from pyspark import Broadcast
@@ -155,9 +157,12 @@ def _resources(use_gpu: bool) -> tuple[int, torch.device]:
     if not (use_gpu and torch.cuda.is_available()):
         return cores, torch.device("cpu")
     assigned = task.resources().get("gpu") if task else None
-    number = int(assigned.addresses[0]) if assigned else task.partitionId() if task else 0
-    # where CUDA_VISIBLE_DEVICES hides the others, the given address may be above what torch counts
-    return cores, torch.device("cuda", number % torch.cuda.device_count())
+    there = torch.cuda.device_count()
+    if not assigned:
+        return cores, torch.device("cuda", (task.partitionId() if task else 0) % there)
+    uuids = [str(getattr(torch.cuda.get_device_properties(number), "uuid", "")) for number in range(there)]
+    number = ordinal_of(assigned.addresses[0], os.environ.get("CUDA_VISIBLE_DEVICES"), uuids)
+    return cores, torch.device("cuda", number)
 
 
 def _from_pandas(frame: pd.DataFrame) -> pa.StructArray:

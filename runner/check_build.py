@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import re
@@ -23,16 +24,18 @@ _SECONDS = 120.0
 def check_build() -> str:
     """The text that ``spark-hvd check-build`` prints; takes seconds, since everything is imported."""
     probe = Path(doctor_probe.__file__).read_text()
-    return describe(doctor_facts.packages(probe, _PACKAGES, _SECONDS), java_version(), process_manager(), petastorm())
+    return describe(doctor_facts.packages(probe, _PACKAGES, _SECONDS), java_version(), process_managers(), petastorm())
 
 
-def describe(packages: Mapping[str, Package], java: str | None, mpiexec: str | None, petastorm: str | None) -> str:
+def describe(
+    packages: Mapping[str, Package], java: str | None, managers: Mapping[str, str], petastorm: str | None
+) -> str:
     """Lay out what was found, as ``horovodrun --check-build`` does.
 
     Args:
         packages: What came of importing each.
         java: Its version.
-        mpiexec: Path of MPICH's process manager.
+        managers: Paths of MPI's process managers, by name.
         petastorm: Its version.
     """
     torch, mpi = packages["torch"], packages["mpi4py"]
@@ -44,7 +47,7 @@ def describe(packages: Mapping[str, Package], java: str | None, mpiexec: str | N
             _line("Gloo", "" if torch.detail.get("gloo") else None, "comes with torch"),
             _line("NCCL", nccl, "comes with torch for CUDA"),
             _line("MPI", f"{library}, mpi4py {mpi.version}" if library else None, _why(mpi, "mpi4py mpich")),
-            _line("MPI process manager", mpiexec, "pip install mpich"),
+            _line("MPI process manager", _listed(managers), "pip install mpich"),
         ],
         "Cluster and data": [
             _package("Spark", packages["pyspark"]),
@@ -57,6 +60,10 @@ def describe(packages: Mapping[str, Package], java: str | None, mpiexec: str | N
     for title, entries in sections.items():
         lines += ["", f"{title}:", *entries]
     return "\n".join(lines)
+
+
+def _listed(managers: Mapping[str, str]) -> str | None:
+    return ", ".join(f"of {name} ({path})" for name, path in managers.items()) or None
 
 
 def _package(title: str, package: Package) -> str:
@@ -96,9 +103,10 @@ def petastorm() -> str | None:
         return None
 
 
-def process_manager() -> str | None:
-    """Path of MPICH's process manager, or None."""
-    try:
-        return find("mpiexec.hydra", "")
-    except MpiMissingError:
-        return None
+def process_managers() -> dict[str, str]:
+    """Paths of the MPI process managers on this host, by name."""
+    found = {}
+    for name, program in (("MPICH", "mpiexec.hydra"), ("Open MPI", "orted")):
+        with contextlib.suppress(MpiMissingError):
+            found[name] = find(program, "")
+    return found

@@ -116,6 +116,34 @@ def _same(entry: str, address: str) -> bool:
     return entry == address or (not entry.isdigit() and address.startswith(entry))
 
 
+def ordinal_of(address: str, visible: str | None, uuids: Sequence[str]) -> int:
+    """The number of an assigned GPU among those that a process sees, whose CUDA_VISIBLE_DEVICES is the executor's.
+
+    Args:
+        address: What Spark assigned.
+        visible: That; None where it is not set.
+        uuids: Of the GPUs that the process sees, as CUDA gives them, without "GPU-".
+
+    Raises:
+        GpuError: the process does not see it.
+    """
+    (name,) = _visible_names([address], visible)
+    entries = [str(number) for number in range(len(uuids))]
+    if visible is not None:
+        entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
+    if name in entries[: len(uuids)]:
+        return entries.index(name)
+    for number, uuid in enumerate(uuids):
+        if uuid and uuid == name.removeprefix("GPU-"):
+            return number
+    if name.isdigit():  # of the host's GPUs, of which this container has its own
+        return int(name) % len(uuids)
+    raise GpuError(
+        f"Spark assigned GPU {address}, and torch sees {len(uuids)} GPUs here"
+        f"{'' if visible is None else f' (CUDA_VISIBLE_DEVICES={visible!r})'}, none of which it is."
+    )
+
+
 def own_device(local_rank: int, local_size: int, there: int, share: GpuShare) -> int | None:
     """The number, among the GPUs that this process sees, of the one that a rank makes its current device.
 

@@ -157,7 +157,7 @@ def run(
                 hub.stop("lost")
                 hub.wait_gone(_STOP_GRACE / 2)
             lost = None if hub is None else hub.lost
-            raise (silent(lost) if lost else translate(job.error, size)) from job.error
+            raise (silent(lost) if lost else translate(job.error, size, job.placement())) from job.error
         order = [] if hub is None else hub.snapshot()[1]
         return results(from_rows(job.rows), size, order, config.timeout)
 

@@ -49,7 +49,7 @@ def connect(host: str, port: int, whom: str, mine: str, seconds: float = SECONDS
         time.sleep(_RETRY_SECONDS)
 
 
-def check_hosts(me: RankInfo, ip: str, kv: Store, ports: PortRange | None) -> None:
+def check_hosts(me: RankInfo, ip: str, kv: Store, ports: PortRange | None, seconds: float = SECONDS) -> None:
     """Let the first rank of every host connect to that of the next host, round in a ring.
 
     So each host's address is tried by one other: a wrong interface, or a firewall round one host, is found and named.
@@ -59,6 +59,7 @@ def check_hosts(me: RankInfo, ip: str, kv: Store, ports: PortRange | None) -> No
         ip: My address.
         kv: The ranks' key-value store.
         ports: Where to listen; None for any port, as Gloo does.
+        seconds: How long to try to connect.
 
     Raises:
         UnreachableError: I cannot connect.
@@ -71,6 +72,6 @@ def check_hosts(me: RankInfo, ip: str, kv: Store, ports: PortRange | None) -> No
         place = [me.rank, me.host, ip, listener.getsockname()[1]]
         kv.set(f"at/{me.cross_rank}", json.dumps(place))
         rank, host, address, port = json.loads(kv.get(f"at/{following}"))
-        connect(address, port, f"rank {rank} on host {host}", f"rank {me.rank} on host {me.host} ({ip})")
+        connect(address, port, f"rank {rank} on host {host}", f"rank {me.rank} on host {me.host} ({ip})", seconds)
         kv.set(f"reached/{following}", "yes")
         kv.get(f"reached/{me.cross_rank}")  # the one before me may still be on its way to my listener

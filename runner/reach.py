@@ -30,19 +30,30 @@ class Placement:
     """Where Spark has put the tasks of a run.
 
     Attributes:
-        tasks: Executor of each task, by partition.
-        executors: Host and port of every executor of the application.
+        tasks: Executor and host of each task, by partition.
+        executors: Host and port of every executor that Spark holds to be alive.
     """
 
-    tasks: Mapping[int, str]
+    tasks: Mapping[int, tuple[str, str]]
     executors: Mapping[str, tuple[str, int]]
 
     def hosts(self, size: int) -> dict[int, str]:
         """Host of each rank; empty while not all tasks are placed."""
-        if sorted(self.tasks) != list(range(size)) or not set(self.tasks.values()) <= self.executors.keys():
-            return {}
-        hosts = [self.executors[self.tasks[partition]][0] for partition in range(size)]
-        return {info.rank: info.host for info in WorldLayout.from_hosts(hosts).ranks}
+        return {info.rank: info.host for info in self._layout(size).ranks} if self._complete(size) else {}
+
+    def on_executor(self, executor: str, size: int) -> str | None:
+        """Names the ranks of an executor with their host, or None where that is not known."""
+        if not self._complete(size):
+            return None
+        layout = self._layout(size)
+        there = [layout.of_process(task) for task, (its, _) in sorted(self.tasks.items()) if its == executor]
+        return ", ".join(f"rank {info.rank} on {info.host}" for info in there) or None
+
+    def _complete(self, size: int) -> bool:
+        return sorted(self.tasks) == list(range(size))
+
+    def _layout(self, size: int) -> WorldLayout:
+        return WorldLayout.from_hosts([self.tasks[partition][1] for partition in range(size)])
 
 
 @dataclass(slots=True)

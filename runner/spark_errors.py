@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 from spark_hvd.runner.errors import ClusterError, ExecutorLostError, ResultTooLargeError, RunError, SetupError
+from spark_hvd.runner.reach import Placement
 
 _SETUP = re.compile(r"SPARK_HVD_SETUP: (.*?):END", re.DOTALL)
 _LOST = re.compile(r"(ExecutorLostFailure|Lost executor|executor heartbeat timed out|Worker lost|ExecutorExit).*")
+_EXECUTOR = re.compile(r"\(executor (\S+) ")
 _SILENT = re.compile(r"SPARK_HVD_LOST: (.*?):END", re.DOTALL)
 _CRASHED = re.compile(r"Python worker exited unexpectedly|Python worker failed to connect back")
 _TOO_LARGE = re.compile(r"(Total size of serialized results.*?maxResultSize[^\n]*)")
@@ -29,12 +31,13 @@ def silent(lost: str) -> ExecutorLostError:
     return ExecutorLostError(f"lost {lost}; all other ranks were stopped. {_NOT_AGAIN}")
 
 
-def translate(error: Exception, size: int) -> RunError:
+def translate(error: Exception, size: int, placement: Placement | None = None) -> RunError:
     """Make an error with a remedy out of one of Spark's.
 
     Args:
         error: What the Spark job raised.
         size: Number of ranks.
+        placement: Where the tasks were, where that is known.
     """
     text = str(error)
     if match := _SETUP.search(text):
@@ -50,8 +53,11 @@ def translate(error: Exception, size: int) -> RunError:
             "0 and return its path), or raise spark.driver.maxResultSize."
         )
     if match := _LOST.search(text):
+        executor = _EXECUTOR.search(text)
+        where = placement.on_executor(executor[1], size) if placement and executor else None
+        what = f"the executor of {where}" if where else "an executor"
         return ExecutorLostError(
-            f"Spark lost an executor while {size} ranks were running, and all were stopped: {match[0].strip()[:500]}. "
+            f"Spark lost {what} while {size} ranks were running, and all were stopped: {match[0].strip()[:500]}. "
             "fn is not run again by itself, because it may have had effects. Look in the executor's log; out of memory "
             "is the usual reason (spark.executor.memoryOverhead is what ranks live on)."
         )

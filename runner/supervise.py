@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import zmq
@@ -17,18 +16,18 @@ import zmq
 from spark_hvd.layout import RankInfo
 from spark_hvd.ports import PortRange
 from spark_hvd.runner.child import STACKS_SIGNAL
+from spark_hvd.runner.endings import exit_failure, start_took_too_long, stopped, too_large, trim_stacks
 from spark_hvd.runner.gpus import GpuShare
 from spark_hvd.runner.hub import Link
 from spark_hvd.runner.hub_state import Message
 from spark_hvd.runner.mpi_side import MpiPlan, MpiSide
 from spark_hvd.runner.outcome import Failed, FailureKind, Packed
-from spark_hvd.runner.output import LineCutter, Tail
 from spark_hvd.runner.process_manager import MpiMissingError
 from spark_hvd.runner.processes import ForkServer, ForkServerError, RankProcess
+from spark_hvd.runner.rank_output import RankOutput
 from spark_hvd.runner.silence import BEAT, HUB_PATIENCE
 from spark_hvd.runner.wire import FrameReader, send_frame
 
-_READ_BYTES = 64 << 10
 _TERM_GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 _STACKS_WAIT = 0.5  # seconds that a fault handler may take to write the stacks
 _OUTPUT_GRACE = 10.0  # seconds that a slow driver gets to take the last output
@@ -107,12 +106,6 @@ def not_started(me: RankInfo, link: Link, error: str) -> Packed:
     return Packed.failed(Failed(me.rank, me.host, FailureKind.SETUP, error, ended_at=time.time()))
 
 
-def trim_stacks(text: str) -> str:
-    """A fault handler's stacks without our own frames below fn, and without its list of extension modules."""
-    ours = re.compile(r'\s*File ".*/runner/(child|forkserver)\.py"|\s*File "<frozen runpy>"|Extension modules:')
-    return "\n".join(line for line in text.splitlines() if not ours.match(line)).strip()
-
-
 class _Watch:
     """One rank being watched."""
 
@@ -126,12 +119,8 @@ class _Watch:
         self._job = job
         self._link = link
         self._process = process
-        self._on_lines = on_lines
         self._frames = FrameReader(process.control)
-        self._cutters = {"out": LineCutter(), "err": LineCutter()}
-        self._fds = {process.stdout_fd: "out", process.stderr_fd: "err"}
-        self._tail = Tail()
-        self._unsent: list[tuple[str, str]] = []
+        self._output = RankOutput({process.stdout_fd: "out", process.stderr_fd: "err"}, link, on_lines)
         self._outcome: Packed | None = None
         self._failure: Failed | None = None  # as the child told it, before its last output is known
         self._exitcode: int | None = None
@@ -143,7 +132,7 @@ class _Watch:
         limit = job.start_timeout if job.mpi is None else min(job.start_timeout, _MPI_SECONDS)
         self._deadline: float | None = time.monotonic() + limit  # to be ready; then, to be in the world
         self._poller = zmq.Poller()
-        for fd in (*self._fds, process.control.fileno(), process.status_fd):
+        for fd in (*self._output.fds, process.control.fileno(), process.status_fd):
             self._poller.register(fd, zmq.POLLIN)
         self._poller.register(link.socket, zmq.POLLIN)
 
@@ -193,12 +182,11 @@ class _Watch:
 
     def _step(self, timeout: float) -> bool:
         """Handle what is there; False when nothing came within ``timeout`` seconds."""
-        self._flush_output()
+        self._output.flush()
         mpi = self._watch_mpi()
-        # While the hub is behind, the pipes are left to fill: the rank then waits in its print, and nothing is lost.
-        events = dict(self._poller.poll(20 if self._unsent else int(timeout * 1000)))
+        events = dict(self._poller.poll(20 if self._output.waiting else int(timeout * 1000)))
         if not events:
-            return bool(self._unsent)
+            return self._output.waiting
         if self._link.socket in events:
             while not self._leaving and (message := self._link.receive()) is not None:
                 self._on_message(message)
@@ -207,9 +195,10 @@ class _Watch:
                 self._on_frame(*frame)
             if self._frames.closed:
                 self._poller.unregister(self._process.control.fileno())
-        if not self._unsent:
-            for fd in [fd for fd in self._fds if fd in events]:
-                self._read_output(fd)
+        if not self._output.waiting:
+            for fd in [fd for fd in self._output.fds if fd in events]:
+                if not self._output.read(fd):
+                    self._poller.unregister(fd)
         if self._process.status_fd in events:
             self._read_status()
         for fd in [fd for fd in mpi if fd in events]:
@@ -276,14 +265,8 @@ class _Watch:
 
     def _start_took_too_long(self) -> None:
         self._deadline = None
-        seconds = f"start_timeout={self._job.start_timeout:g} s"
-        if self._mpi is not None and self._mpi.variables is None:
-            error = (
-                f"MPI's process manager did not start this rank within {_MPI_SECONDS:g} s: perhaps this host cannot "
-                "reach that of rank 0, on which it listens (see ports= and interfaces=)"
-            )
-        else:
-            error = f"this rank had not joined the others after {seconds}"
+        waits_for_mpi = self._mpi is not None and self._mpi.variables is None
+        error = start_took_too_long(self._job.start_timeout, _MPI_SECONDS if waits_for_mpi else None)
         self._take_stacks()
         self._fail_now(FailureKind.SETUP, error, trim_stacks(self._process.stacks()))
 
@@ -291,13 +274,7 @@ class _Watch:
         """The values of all ranks are too much for the driver: the largest becomes an error instead."""
         if self._outcome is not None and len(self._outcome.data) == largest:
             self._outcome = None
-            self._fail(
-                FailureKind.RESULT,
-                f"fn returned {largest >> 20} MiB, {total >> 20} MiB on all ranks together; this application can "
-                f"collect {limit >> 20} MiB (the lesser of spark.driver.maxResultSize and a fifth of the Java heap, "
-                "spark.driver.memory). Save large values from rank 0 to shared storage and return the path, return "
-                "None from the other ranks, or start the application with more spark.driver.memory.",
-            )
+            self._fail(FailureKind.RESULT, too_large(limit, total, largest))
 
     def _stop(self, reason: str, culprit: int | None, lost: str | None = None) -> None:
         self._leaving = True
@@ -316,12 +293,7 @@ class _Watch:
         elif lost is not None:
             self._fail(FailureKind.LOST, f"stopped because other ranks are not heard of any more: {lost}")
         else:
-            why = {
-                "peer": f"stopped because rank {culprit} failed" if culprit is not None else "stopped: a rank failed",
-                "interrupt": "stopped: the run was interrupted",
-                "lost": "stopped because Spark lost another rank",
-            }.get(reason, f"stopped: {reason}")
-            self._fail(FailureKind.STOPPED, why)
+            self._fail(FailureKind.STOPPED, stopped(reason, culprit))
 
     def _take_stacks(self) -> None:
         self._process.signal_group(STACKS_SIGNAL)
@@ -333,20 +305,11 @@ class _Watch:
     def _judge_exit(self) -> None:
         """The process has gone without an outcome."""
         assert self._exitcode is not None
-        while self._step(timeout=0.1) and self._fds:  # its last output, and an outcome in the socket, come first
+        while self._step(timeout=0.1) and self._output.fds:  # its last output, and an outcome in the socket, come first
             pass
         if self._outcome is not None or self._failure is not None:
             return
-        if self._exitcode < 0:
-            signum = -self._exitcode
-            name = signal.Signals(signum).name if signum in set(signal.Signals) else str(signum)
-            hint = {
-                "SIGKILL": " (often the kernel or the cluster manager: out of memory)",
-                "SIGSEGV": " (a crash in native code)",
-            }.get(name, "")
-            kind, error = FailureKind.SIGNAL, f"the process was killed by {name}{hint}"
-        else:
-            kind, error = FailureKind.EXIT, f"the process exited with code {self._exitcode} before fn returned"
+        kind, error = exit_failure(self._exitcode)
         self._fail_now(kind, error, trim_stacks(self._process.stacks()))
 
     def _fail(
@@ -378,20 +341,13 @@ class _Watch:
             while self._exitcode is None and time.monotonic() < deadline:
                 self._step(timeout=0.2)
         self.end_process()
-        while self._fds and self._step(timeout=0):
+        while self._output.fds and self._step(timeout=0):
             pass
-        for stream, cutter in self._cutters.items():
-            self._emit(stream, cutter.end())
-        deadline = time.monotonic() + _OUTPUT_GRACE
-        while self._unsent and time.monotonic() < deadline:
-            self._flush_output()
-            time.sleep(0.01)
+        self._output.end(_OUTPUT_GRACE)
         if self._outcome is not None:
             return self._outcome
         assert self._failure is not None
-        return Packed.failed(
-            Failed(**{**{name: getattr(self._failure, name) for name in Failed.__slots__}, "log_tail": str(self._tail)})
-        )
+        return Packed.failed(replace(self._failure, log_tail=str(self._output.tail)))
 
     def end_process(self) -> None:
         """SIGTERM, then SIGKILL; returns when the process and its group are gone."""
@@ -422,25 +378,3 @@ class _Watch:
             self._exitcode = -signal.SIGKILL
         with contextlib.suppress(KeyError):
             self._poller.unregister(self._process.status_fd)
-
-    def _read_output(self, fd: int) -> None:
-        stream = self._fds[fd]
-        data = os.read(fd, _READ_BYTES)
-        if data:
-            self._emit(stream, self._cutters[stream].feed(data))
-        else:
-            del self._fds[fd]
-            self._poller.unregister(fd)
-
-    def _emit(self, stream: str, lines: list[str]) -> None:
-        if not lines:
-            return
-        self._tail.add(lines)
-        if self._on_lines is not None:
-            self._on_lines(stream, lines)
-        else:
-            self._unsent.append((stream, "\n".join(lines)))
-
-    def _flush_output(self) -> None:
-        while self._unsent and self._link.try_send_output(*self._unsent[0]):
-            del self._unsent[0]

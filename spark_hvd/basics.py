@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 import torch.distributed as dist
 
-from spark_hvd.context import current
+from spark_hvd import mpi_backend
+from spark_hvd.context import current, is_initialized
 
 
 def rank() -> int:
@@ -44,27 +47,33 @@ def is_homogeneous() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether several threads of a rank may call MPI.
+    """Whether several threads of a rank may be in MPI at the same time. Where not, ours take turns.
 
     Raises:
+        NotInitializedError: Before init().
         ValueError: The world was not made by MPI.
     """
-    raise ValueError("this world was not made by MPI, so there is nothing to say of its threads.")
+    current()
+    if not mpi_enabled():
+        raise ValueError("this world was not made by MPI, so there is nothing to say of its threads.")
+    from spark_hvd.mpi_library import THREADS
+
+    return THREADS
 
 
 def mpi_enabled() -> bool:
-    """Whether the world was made by MPI."""
-    return False
+    """Whether this process is in a world that was made by MPI."""
+    return is_initialized() and dist.is_initialized() and dist.get_backend() == mpi_backend.NAME
 
 
 def mpi_built() -> bool:
-    """Whether MPI can be used."""
-    return False
+    """Whether mpi4py is installed; it brings no MPI library itself, but the extra `mpi` does."""
+    return importlib.util.find_spec("mpi4py") is not None
 
 
 def gloo_enabled() -> bool:
-    """Whether tensors on the CPU travel over Gloo."""
-    return gloo_built()
+    """Whether tensors on the CPU travel over Gloo; before init(), whether they could."""
+    return gloo_built() and not mpi_enabled()
 
 
 def gloo_built() -> bool:

@@ -149,7 +149,9 @@ def init(
         if comm is not None:
             _join_part(comm, config)
     if process_sets is not None and process_sets != "dynamic":
-        _register_all(process_sets)
+        from spark_hvd.process_sets import register_all
+
+        register_all(process_sets)
     if starts_timeline and comm is None and config.timeline is not None:
         start_timeline(config.timeline, config.timeline_mark_cycles)
 
@@ -202,21 +204,6 @@ def _checked(comm: Any, size: int) -> Sequence[int]:
     if not isinstance(comm, Sequence) or not all(isinstance(rank, int) and 0 <= rank < size for rank in comm):
         raise ValueError(f"comm={comm!r}: expected a list of ranks from 0 to {size - 1}.")
     return comm
-
-
-def _register_all(process_sets: Sequence[ProcessSet] | str) -> None:
-    from spark_hvd.process_sets import ProcessSet, add_process_set
-
-    if isinstance(process_sets, str):
-        raise ValueError(f'process_sets={process_sets!r}: expected a list of ProcessSet, or "dynamic".')
-    for number, each in enumerate(process_sets):
-        if not isinstance(each, ProcessSet):
-            raise ValueError(f"process_sets[{number}] is {each!r}; expected a ProcessSet.")
-        if current().process_sets.get(each.process_set_id or 0) is not each:
-            try:
-                add_process_set(each)
-            except ValueError as error:
-                raise type(error)(f"process_sets[{number}]: {error}") from error
 
 
 def join(
@@ -302,7 +289,7 @@ def _settle(
         config = replace(config, stall_timeout=timeout)
     engine = Engine(config, world.secret, lambda: own_address(world.endpoint), world.ports)
     size = world.me.size
-    groups = Groups(kv, timeout)
+    groups = Groups(kv, timeout, owns_default_group=owns_default_group)
     try:
         communicator: Communicator = LocalCommunicator() if size == 1 else communicator_over(None)
         # A default group that the user initialised is his own affair, also when it hangs.
@@ -401,6 +388,7 @@ def shutdown() -> None:
         if dist.is_initialized():
             if context.owns_default_group:
                 dist.destroy_process_group()
+                mpi_backend.release()
             else:
                 context.groups.destroy_all()
 

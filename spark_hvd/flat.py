@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from spark_hvd import mpi_backend
 from spark_hvd.buckets import BucketPlan, ParamSpec
 from spark_hvd.shared_memory import SharedArena, SharedSum
 from spark_hvd.torch_private import copy_all
@@ -97,7 +98,7 @@ class FlatBucket:
     @property
     def backend(self) -> str:
         """What carries it otherwise."""
-        return "nccl" if self._flat.is_cuda else "gloo"
+        return mpi_backend.carrier(self._flat.is_cuda)
 
     @property
     def nbytes(self) -> int:

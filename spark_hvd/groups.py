@@ -16,6 +16,8 @@ from spark_hvd.torch_private import process_group
 if TYPE_CHECKING:
     from spark_hvd.lane import Lane
 
+GROUP_PREFIX = "spark_hvd."
+"""Of the names of all process groups made here."""
 _LAST_SECONDS = 1.0
 """How long shutting down waits for what is still on the wire."""
 
@@ -26,9 +28,11 @@ class Groups:
     Args:
         kv: The world's key-value store.
         timeout: Seconds until a collective gives up on its peers.
+        owns_default_group: Whether all other process groups end with the world, too.
     """
 
-    def __init__(self, kv: Store, timeout: float) -> None:
+    def __init__(self, kv: Store, timeout: float, *, owns_default_group: bool) -> None:
+        self.owns_default_group = owns_default_group
         self._kv = PrefixStore("groups", kv)
         self.timeout = timeout
         self._made: dict[int, list[dist.ProcessGroup]] = {}
@@ -42,7 +46,7 @@ class Groups:
             gloo_threads: None for the world's backends; else Gloo alone, with this number of threads.
         """
         made = self._made.setdefault(process_set_id, [])
-        name = f"spark_hvd.{process_set_id}.{len(made)}"
+        name = f"{GROUP_PREFIX}{process_set_id}.{len(made)}"
         made.append(process_group(name, ranks, self._kv, timedelta(seconds=self.timeout), gloo_threads))
         return made[-1]
 

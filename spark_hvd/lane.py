@@ -275,6 +275,7 @@ class Lane:
                 self._plans.clear()
             elif isinstance(decision, Gone):
                 self.gone(decision.text)
+                self.members.on_loss(decision.rank, decision.text)
                 if decision.done is None:
                     self._doom()
                 else:
@@ -302,10 +303,12 @@ class Lane:
     def vanished(self) -> None:
         """The coordinator's connection has ended."""
         if self._broken is None:
-            self.gone(
+            text = (
                 f"rank {self.ranks[0]}, which coordinates, has ended without a word, or cannot be reached any more. "
                 "Its own output and exit code say why."
             )
+            self.gone(text)
+            self.members.on_loss(self.ranks[0], text)
             self._doom()
 
     def _doom(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from spark_hvd.communicator import Communicator
 from spark_hvd.config import Config
 from spark_hvd.connections import Connections, sockets
 from spark_hvd.distributed import TorchCommunicator
-from spark_hvd.groups import Groups
+from spark_hvd.groups import GROUP_PREFIX, Groups
 from spark_hvd.layout import WorldLayout
 from spark_hvd.local import LocalCommunicator
 from spark_hvd.nccl import NcclGroups
@@ -46,6 +46,8 @@ class Members:
     """Of the communicator."""
     nccl: NcclGroups | None = None
     """All process groups that are of no use any more when one of the ranks has gone."""
+    on_loss: Callable[[int, str], None] = lambda rank, text: None
+    """Told the rank, in the world, that has left or is gone, and what is known of it."""
 
 
 def communicator_over(group: dist.ProcessGroup | None) -> Communicator:
@@ -81,10 +83,11 @@ def open_members(
         return Members(ranks, hosts, place, LocalCommunicator())
     before = sockets()
     group = groups.make(process_set_id, ranks)
-    connections: Severable
-    if dist.get_backend(group) == mpi_backend.NAME:
-        connections = mpi_backend.endpoint_of(group)
-    else:
-        connections = Connections.since(before, group)
+    connections = Connections.since(before, group)
     staging = Staging.open(group, hosts, config.shared_memory)
-    return Members(ranks, hosts, place, communicator_over(group), staging, connections, nccl)
+    communicator = communicator_over(group)
+    if dist.get_backend(group) != mpi_backend.NAME:
+        return Members(ranks, hosts, place, communicator, staging, connections, nccl)
+    on_loss = mpi_backend.on_loss("" if groups.owns_default_group else GROUP_PREFIX)
+    endpoint = mpi_backend.endpoint_of(group)
+    return Members(ranks, hosts, place, communicator, staging, endpoint, on_loss=on_loss)

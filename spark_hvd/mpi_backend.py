@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -24,6 +26,17 @@ def register() -> None:
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
+def carrier(on_gpu: bool) -> str:
+    """What carries the world's tensors: "mpi", "nccl" or "gloo".
+
+    Args:
+        on_gpu: Whether they are on a GPU.
+    """
+    if dist.is_initialized() and dist.get_backend() == NAME:
+        return "mpi"
+    return "nccl" if on_gpu else "gloo"
+
+
 def use(parent: MPI.Intracomm | None, rank: int, size: int) -> None:
     """Make process groups from now on out of the ranks of a communicator. Starts MPI.
 
@@ -41,6 +54,12 @@ def use(parent: MPI.Intracomm | None, rank: int, size: int) -> None:
 
     _require_same(MPI.COMM_WORLD if parent is None else parent, rank, size)
     _parent = parent
+
+
+def release() -> None:
+    """Make process groups out of the ranks of MPI_COMM_WORLD again."""
+    global _parent
+    _parent = None
 
 
 def communicator_over(group: dist.ProcessGroup | None) -> Communicator:
@@ -63,16 +82,24 @@ def endpoint_of(group: dist.ProcessGroup | None) -> Endpoint:
     return ours.endpoint
 
 
+def on_loss(prefix: str) -> Callable[[int, str], None]:
+    """What to call with a rank that is gone, and what is known of it; see :func:`spark_hvd.mpi_endpoint.lose`."""
+    from spark_hvd.mpi_endpoint import lose
+
+    return functools.partial(lose, prefix=prefix)
+
+
 def _create(options: Any, backend_options: Any) -> MpiProcessGroup:
     from spark_hvd.mpi_endpoint import Endpoint
     from spark_hvd.mpi_group import MpiProcessGroup
     from spark_hvd.mpi_library import MPI
 
     parent = MPI.COMM_WORLD if _parent is None else _parent
+    name = options.group_id
     ranks = list(options.global_ranks_in_group) or None
     if ranks is None:
         _require_same(parent, options.group_rank, options.group_size)
-    return MpiProcessGroup(Endpoint.over(parent, ranks, options.group_id, options.timeout.total_seconds()))
+    return MpiProcessGroup(name, Endpoint.over(parent, ranks, name, options.timeout.total_seconds()))
 
 
 def _require_same(parent: MPI.Intracomm, rank: int, size: int) -> None:

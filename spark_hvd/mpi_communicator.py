@@ -13,7 +13,7 @@ from spark_hvd.mpi_endpoint import Endpoint
 from spark_hvd.mpi_library import MPI
 from spark_hvd.mpi_memory import Memory
 from spark_hvd.mpi_progress import Operation
-from spark_hvd.mpi_wire import AS_THEY_ARE, elements, in_blocks, in_bytes, in_parts, to_mpi, typed
+from spark_hvd.mpi_wire import elements, in_blocks, in_bytes, in_parts, ready, to_mpi
 from spark_hvd.shapes import (
     HEADER,
     describe,
@@ -78,6 +78,7 @@ class MpiCommunicator:
     def __init__(self, endpoint: Endpoint, memory: Memory | None = None) -> None:
         self._endpoint = endpoint
         self._memory = memory or Memory()
+        self._direct = memory is None
         self._mpi = endpoint.communicator
 
     @property
@@ -97,15 +98,12 @@ class MpiCommunicator:
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
         """See base class."""
-        require_dense(tensor)
-        plain = AS_THEY_ARE.get((tensor.dtype, op))
-        if plain is not None and tensor.is_contiguous() and self._memory.is_plain(tensor):
-            # MPI needs a few microseconds for a small tensor, and torch one for each of its functions.
-            datatype, mpi_op = plain
+        if op is ReduceOp.SUM and self._direct and (buffer := ready(tensor)) is not None:
             operation = self._endpoint.start(
-                "allreduce", self._mpi.Iallreduce, MPI.IN_PLACE, typed(tensor, datatype), mpi_op, keep=tensor
+                "allreduce", self._mpi.Iallreduce, MPI.IN_PLACE, buffer, MPI.SUM, keep=tensor
             )
             return MpiHandle(operation, self._endpoint.timeout, None, tensor)
+        require_dense(tensor)
         check_op(tensor.dtype, op)
         mine, dense = to_dense(tensor)
         wire, mpi_op, restore = to_mpi(self._memory.within_reach(dense), op)

@@ -13,7 +13,7 @@ from spark_hvd.mpi_library import MPI
 from spark_hvd.mpi_progress import PROGRESS, Operation
 
 _LAST_SECONDS = 1.0
-"""How long closing waits for what is under way: it may still end well, and the other ranks may need it."""
+"""How long what is under way has left when a rank leaves: it may still end well, and the other ranks may need it."""
 
 
 class Endpoint:
@@ -21,18 +21,23 @@ class Endpoint:
 
     Args:
         communicator: One that nobody else uses; it is freed with the endpoint.
+        ranks: Its ranks in the default process group.
+        name: What torch.distributed calls the process group that uses it.
         timeout: Seconds until an operation gives up on the other ranks.
     """
 
-    def __init__(self, communicator: MPI.Intracomm, timeout: float) -> None:
+    def __init__(self, communicator: MPI.Intracomm, ranks: Sequence[int], name: str, timeout: float) -> None:
         # What fails is to raise, not to end every process of the program.
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
         self.communicator = communicator
+        self.ranks = ranks
+        self.name = name
         self.rank: int = communicator.rank
         self.size: int = communicator.size
         self.timeout = timeout
         self._closed: str | None = None
         self._lock = threading.Lock()
+        _open.add(self)
 
     @classmethod
     def over(cls, parent: MPI.Intracomm, ranks: Sequence[int] | None, name: str, timeout: float) -> Endpoint:
@@ -48,9 +53,10 @@ class Endpoint:
             CollectiveError: MPI cannot make it.
         """
         everyone = parent.Get_group()
-        members = everyone.Incl(list(range(parent.size) if ranks is None else ranks))
+        ranks = range(parent.size) if ranks is None else ranks
+        members = everyone.Incl(list(ranks))
         try:
-            return cls(parent.Create_group(members, _tag(name)), timeout)
+            return cls(parent.Create_group(members, _tag(name)), ranks, name, timeout)
         except MPI.Exception as error:
             raise CollectiveError(f"MPI made no communicator for {name}: {error.Get_error_string()}") from error
         finally:
@@ -64,15 +70,20 @@ class Endpoint:
                 raise CollectiveError(f"{name} cannot start on rank {self.rank}: {self._closed}")
             return PROGRESS.start(self, name, call, arguments, keep)
 
-    def cut(self) -> None:
-        """Give up what is under way on this rank; MPI cannot be told to. From any thread."""
+    def cut(self, error: str = "this rank has left the communicator.") -> None:
+        """Give up what is under way on this rank; MPI itself cannot be told to. From any thread.
+
+        Args:
+            error: Why nothing can run over it any more.
+        """
         with self._lock:
-            self._closed = self._closed or "this rank has left the communicator."
+            self._closed = self._closed or error
         for operation in PROGRESS.of(self):
-            operation.fail("this rank has left the communicator.")
+            operation.fail(error)
 
     def close(self) -> None:
         """Let what is under way end, for a second at most, give up the rest, and free the communicator."""
+        _open.discard(self)
         until = time.monotonic() + _LAST_SECONDS
         while (left := PROGRESS.of(self)) and time.monotonic() < until:
             if not left[0].poll(8):
@@ -80,6 +91,29 @@ class Endpoint:
         self.cut()
         if not left and self.communicator != MPI.COMM_NULL:
             self.communicator.Free()
+
+
+_open: set[Endpoint] = set()
+
+
+def lose(rank: int, text: str, prefix: str) -> None:
+    """A rank has left or is gone: in a moment, in which what is under way may still end, give up what needs it.
+
+    Over Gloo a rank that leaves closes its connections, and those who wait for it know. MPI has nothing of the kind.
+
+    Args:
+        rank: In the default process group.
+        text: What has become of it, for an error.
+        prefix: Of the names of the process groups that this concerns.
+    """
+    lost = [each for each in list(_open) if rank in each.ranks and each.name.startswith(prefix)]
+
+    def give_up() -> None:
+        for endpoint in lost:
+            if endpoint in _open:
+                endpoint.cut(text)
+
+    PROGRESS.later(_LAST_SECONDS, give_up)
 
 
 def _tag(name: str) -> int:

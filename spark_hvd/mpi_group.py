@@ -18,7 +18,7 @@ from spark_hvd.mpi_endpoint import Endpoint
 from spark_hvd.mpi_library import MPI
 from spark_hvd.mpi_memory import Memory
 from spark_hvd.mpi_progress import Operation
-from spark_hvd.mpi_wire import Buffer, elements, in_blocks, in_bytes, in_parts, to_mpi
+from spark_hvd.mpi_wire import Buffer, elements, in_blocks, in_bytes, in_parts, ready, to_mpi
 from spark_hvd.mpi_work import MpiWork
 from spark_hvd.shapes import require_dense
 
@@ -51,24 +51,39 @@ class MpiProcessGroup(_ProcessGroup):
     """See torch.distributed.ProcessGroup. Ranks in its methods count in the group.
 
     Args:
+        name: By which torch.distributed knows it.
         endpoint: What it talks over, and closes in the end.
         memory: Copies what MPI cannot reach.
     """
 
-    def __init__(self, endpoint: Endpoint, memory: Memory | None = None) -> None:
+    def __init__(self, name: str, endpoint: Endpoint, memory: Memory | None = None) -> None:
         super().__init__(endpoint.rank, endpoint.size)
         self.endpoint = endpoint
+        self._name = name
         self._mpi = endpoint.communicator
         self._memory = memory or Memory()
+        self._direct = memory is None
 
     def getBackendName(self) -> str:  # noqa: N802 # torch's name
         """mpi4py."""
         return "mpi4py"
 
+    def getGroupName(self) -> str:  # noqa: N802 # torch's name
+        """The name by which torch.distributed knows it; torch itself would ask a backend below."""
+        return self._name
+
+    @property
+    def group_name(self) -> str:
+        """As :meth:`getGroupName`."""
+        return self._name
+
     # ---- reductions -----------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
         """Reduce in place over all ranks."""
+        if len(tensors) == 1 and self._direct and _is_sum(opts) and (buffer := ready(tensors[0])) is not None:
+            operation = self._start("all_reduce", self._mpi.Iallreduce, MPI.IN_PLACE, buffer, MPI.SUM, keep=tensors)
+            return MpiWork([operation], self.endpoint.timeout, tensors)
         return self._work(tensors, [self._allreduce(tensor, opts) for tensor in tensors])
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
@@ -305,6 +320,10 @@ class MpiProcessGroup(_ProcessGroup):
         if tensor.shape[0] % size:
             raise ValueError(f"{tensor.shape[0]} rows cannot be shared out evenly among {size} ranks; pass splits.")
         return [tensor.shape[0] // size] * size
+
+
+def _is_sum(opts: Any) -> bool:
+    return opts is None or bool(opts.reduceOp == dist.ReduceOp.SUM)
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

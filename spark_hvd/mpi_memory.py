@@ -49,10 +49,6 @@ class Memory:
     def __init__(self, reaches: Callable[[torch.Tensor], bool] = _reaches) -> None:
         self.reaches = reaches
 
-    def is_plain(self, tensor: torch.Tensor) -> bool:
-        """Whether MPI can use a tensor's memory as it is, at once."""
-        return not tensor.is_cuda and not tensor.is_neg() and self.reaches(tensor)
-
     def within_reach(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself, or a copy on the host; what was to write it has ended."""
         if self.reaches(tensor):

@@ -6,7 +6,6 @@ thread polls the operations that nobody waits for, so that all of them go on beh
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -52,7 +51,7 @@ class Operation:
         self._keep = keep
         self._progress = progress
         self._lock = threading.Lock() if THREADS else _turns
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] | None = None
 
     def poll(self, times: int = 1) -> bool:
         """Whether it has ended; moves all that MPI has under way a little.
@@ -120,7 +119,7 @@ class Operation:
         """Call back once it has ended, from whichever thread finds out; at once if it has."""
         with self._lock:
             if not self.done:
-                self._callbacks.append(callback)
+                self._callbacks = [*(self._callbacks or ()), callback]
                 return
         callback()
 
@@ -136,10 +135,11 @@ class Operation:
     def _ended(self) -> None:
         self._progress.remove(self)
         self._keep = None
-        with self._lock:  # two threads may come here
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        if self._callbacks is not None:  # none is added once it is done
+            with self._lock:  # two threads may come here
+                callbacks, self._callbacks = self._callbacks or [], None
+            for callback in callbacks:
+                callback()
 
 
 class Progress:
@@ -149,6 +149,7 @@ class Progress:
         self.abandoned: list[Any] = []
         """Requests that were given up, with their buffers, which MPI may still write to."""
         self._operations: dict[int, Operation] = {}
+        self._later: list[tuple[float, Callable[[], None]]] = []
         self._awake = threading.Event()
         self._resting = False
         self._closed = False
@@ -171,17 +172,23 @@ class Progress:
             CollectiveError: MPI refuses.
         """
         try:
-            with contextlib.nullcontext() if THREADS else _turns:
+            if THREADS:
                 request = call(*arguments)
+            else:
+                with _turns:
+                    request = call(*arguments)
         except MPI.Exception as error:
             raise CollectiveError(f"{name} failed on rank {MPI.COMM_WORLD.rank}: {error.Get_error_string()}") from error
         operation = Operation(owner, name, request, (arguments, keep), self)
         self._operations[id(operation)] = operation
-        if self._thread is None:
-            self._begin()
-        if self._resting:
-            self._awake.set()
+        if self._resting or self._thread is None:
+            self._wake()
         return operation
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call something in a while, from the thread."""
+        self._later.append((time.monotonic() + seconds, call))
+        self._wake()
 
     def of(self, owner: object) -> list[Operation]:
         """What is under way of an owner."""
@@ -199,6 +206,12 @@ class Progress:
             self._thread.join(1.0)
         return not self._operations and all(request.Test() for request, _ in self.abandoned)
 
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._begin()
+        if self._resting:
+            self._awake.set()
+
     def _begin(self) -> None:
         with self._starting:
             if self._thread is None and not self._closed:
@@ -210,10 +223,14 @@ class Progress:
     def _run(self) -> None:
         last = time.monotonic()
         while not self._closed:
+            for each in list(self._later):
+                if each[0] <= time.monotonic():
+                    self._later.remove(each)
+                    each[1]()
             if self._poll():
                 time.sleep(_WATCH_SECONDS)
                 last = time.monotonic()
-            elif self._operations or time.monotonic() - last < _REST_LASTS:
+            elif self._operations or self._later or time.monotonic() - last < _REST_LASTS:
                 # What there is has a waiter, who polls it himself.
                 time.sleep(_REST_SECONDS)
             else:
@@ -235,7 +252,7 @@ class Progress:
     def _rest(self) -> None:
         self._awake.clear()
         self._resting = True  # from now on a start wakes us
-        if not self._operations and not self._closed:
+        if not self._operations and not self._later and not self._closed:
             self._awake.wait()
         self._resting = False
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from spark_hvd import mpi_backend
 from spark_hvd.adasum_optimizer import AdasumOptimizer, take_over_with_adasum
 from spark_hvd.buckets import MEGABYTE
 from spark_hvd.communicator import ReduceOp
@@ -205,7 +206,7 @@ def DistributedOptimizer(
             tracing=context.engine.tracing,
         )
         if config.autotune:
-            on_gloo = all(param.device.type == "cpu" for param in params)
+            on_gloo = mpi_backend.carrier(on_gpu=any(param.is_cuda for param in params)) == "gloo"
             by_threads = [context.new_group(set_id, threads) for threads in GLOO_THREADS] if on_gloo else []
             cap = cap_mb, bucket_cap_mb is not None
             lane.tuner = StepTuner(lane, Groups(group, by_threads), device, context.engine, config, cap, in_memory)

@@ -145,6 +145,25 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     return added
 
 
+def register_all(process_sets: Sequence[ProcessSet] | str) -> None:
+    """Register process sets that are not yet; every rank of the world must, the same ones.
+
+    Raises:
+        ValueError: It is no list of process sets, or one cannot be made.
+        MismatchError: Ranks register different sets. Raised on every rank.
+    """
+    if isinstance(process_sets, str):
+        raise ValueError(f'process_sets={process_sets!r}: expected a list of ProcessSet, or "dynamic".')
+    for number, each in enumerate(process_sets):
+        if not isinstance(each, ProcessSet):
+            raise ValueError(f"process_sets[{number}] is {each!r}; expected a ProcessSet.")
+        if context.current().process_sets.get(each.process_set_id or 0) is not each:
+            try:
+                add_process_set(each)
+            except ValueError as error:
+                raise type(error)(f"process_sets[{number}]: {error}") from error
+
+
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Give up a process set; every rank of the world must, in the same order. What is under way in it fails.
 

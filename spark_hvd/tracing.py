@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from spark_hvd import mpi_backend
 from spark_hvd.request import AUTO
 from spark_hvd.trace import (
     CYCLE_START,
@@ -75,7 +76,7 @@ class Tracing:
             if len(handles) > 1 or len(handle.request.shapes) > 1:
                 recorder.span(row, MEMCPY_IN_FUSION_BUFFER, started_ns, packed_ns)
             if handle.request.shapes:
-                backend = "nccl" if handle.request.device == "cuda" else "gloo"
+                backend = mpi_backend.carrier(handle.request.device == "cuda")
                 recorder.span(row, SHARED_MEMORY if staged else wire_phase(backend, kind), packed_ns, now)
 
     def finished(self, handle: NamedHandle[Any], started_ns: int) -> None:

@@ -183,7 +183,7 @@ class Hosts:
         Args:
             host: The sender.
             to: The address.
-            ports: "N" or "FROM-TO" for TCP to these ports only.
+            ports: "N" or "FROM-TO" (65534 at most) for TCP to these ports only.
         """
         nobody = f"fd42:213:{self.number:x}::dead" if self.six else f"10.213.{self.number}.254"
         family = "-6" if self.six else "-4"
@@ -225,6 +225,7 @@ def make_hosts(
             undo.callback(sh, "ip", "netns", "del", host.name)
             undo.callback(host.end_processes)
             undo.callback(_forget_names, host)
+            undo.callback(_remove_cables, host)  # with the namespace they would go too, but at the kernel's leisure
             hosts.hosts.append(host)
             _connect(host, bridge)
         for host in hosts.hosts:
@@ -243,8 +244,14 @@ def _bridge() -> tuple[int, str]:
     raise RuntimeError("249 bridges of earlier tests are still there (ip link show type bridge)")
 
 
+def _remove_cables(host: Host) -> None:
+    for cable in host.cables:
+        subprocess.run(["ip", "link", "del", cable], capture_output=True)
+
+
 def _connect(host: Host, bridge: str) -> None:
     host.ip("link", "set", "lo", "up")
+    _remove_cables(host)  # of an earlier test that was killed: the number is ours alone
     for index, (cable, address) in enumerate(zip(host.cables, (host.address, host.second), strict=False)):
         assert address is not None
         nic = f"eth{index}"

@@ -21,7 +21,7 @@ from tests.conftest import wait_until
 from tests.multihost.hosts import Host
 from tests.multihost.standalone import Cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 NOTICED = 10.0
@@ -154,7 +154,7 @@ def test_a_killed_executor_is_named(cluster: Cluster, tmp_path: Path) -> None:
     error = training.join(60)
     print(f"noticed after {training.ended - killed:.1f} s: {error}")
     assert isinstance(error, ExecutorLostError)
-    assert victim.address in str(error)
+    assert f"the executor of rank 1 on {victim.address}" in str(error)
     assert training.ended - killed < NOTICED
     wait_until(lambda: not any(cluster.ranks(host) for host in cluster.net.hosts), 5.0)
 
@@ -169,13 +169,13 @@ def test_a_killed_worker_and_executor_are_named(cluster: Cluster, tmp_path: Path
     error = training.join(60)
     print(f"noticed after {training.ended - killed:.1f} s: {error}")
     assert isinstance(error, ExecutorLostError)
-    assert victim.address in str(error)
+    assert f"the executor of rank 1 on {victim.address}" in str(error)
     assert training.ended - killed < NOTICED
     wait_until(lambda: not any(cluster.ranks(host) for host in cluster.net.hosts), 5.0)
 
 
 def test_a_host_that_cannot_reach_the_hub_trains_all_the_same(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.net.block(cluster.net[0], cluster.net.driver, "49152-65535")
+    cluster.net.block(cluster.net[0], cluster.net.driver, "49152-65534")
     training = Background(cluster, reduce_for_ever, str(tmp_path))
     victim = wait_started(cluster, tmp_path, 2)[1]  # they have met at rank 0
     cluster.net.cut(victim)
@@ -196,8 +196,8 @@ def test_ranks_that_cannot_reach_each_other_fail_in_time(cluster: Cluster) -> No
         run(lambda: None, num_proc=2, spark=cluster.session, start_timeout=15)
     print(f"noticed after {time.monotonic() - started:.1f} s: {caught.value}")
     assert time.monotonic() - started < 15 + NOTICED
-    assert caught.value.rank == 1
-    assert caught.value.host in {first.address, second.address}
+    assert "rank 0 of 2 failed on host" in str(caught.value)
+    assert f"timed out after 15000ms while trying to connect to ({caught.value.host}" in str(caught.value)
 
 
 def test_a_host_that_is_cut_off_before_the_run_is_named(cluster: Cluster) -> None:

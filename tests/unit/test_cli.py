@@ -167,7 +167,7 @@ def test_what_is_available_and_how_to_get_the_rest() -> None:
         "pyspark": Package("4.0"),
         "pyarrow": Package("18"),
     }
-    text = describe(found, "17.0.1", None, None)
+    text = describe(found, "17.0.1", {}, None)
     for line in (
         "[X] PyTorch 2.5.0", "[ ] Lightning: pip install lightning", "[X] Gloo", "[ ] NCCL: comes with torch for CUDA",
         "[ ] MPI: ImportError: libmpi.so.12", "[ ] MPI process manager: pip install mpich", "[X] Spark 4.0",

@@ -7,7 +7,16 @@ import sys
 
 import pytest
 
-from spark_hvd.runner.gpus import Choice, GpuError, GpuShare, RankGpus, choose_backend, devices_of, own_device
+from spark_hvd.runner.gpus import (
+    Choice,
+    GpuError,
+    GpuShare,
+    RankGpus,
+    choose_backend,
+    devices_of,
+    ordinal_of,
+    own_device,
+)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +86,31 @@ def test_the_current_device() -> None:
     assert own_device(0, 2, 0, GpuShare()) is None
     with pytest.raises(GpuError, match=r"gpus_per_proc=2: 2 ranks on this host need 4 GPUs, and torch sees 3\."):
         own_device(1, 2, 3, GpuShare(per_proc=2))
+
+
+@pytest.mark.parametrize(
+    ("address", "visible", "there", "expected"),
+    [
+        ("1", None, ["a", "b"], 1),
+        ("3", "2,3", ["c", "d"], 1),
+        ("1", "2,3", ["c", "d"], 1),
+        ("GPU-d", None, ["c", "d"], 1),
+        ("GPU-d", "2,3", ["c", "d"], 1),
+        ("GPU-d", "GPU-c,GPU-d", ["c", "d"], 1),
+        ("MIG-1", "MIG-1", ["c"], 0),
+        ("3", None, ["a", "b"], 1),  # a container that has some of the host's
+    ],
+)
+def test_an_assigned_gpu_among_those_that_a_process_sees(
+    address: str, visible: str | None, there: list[str], expected: int
+) -> None:
+    assert ordinal_of(address, visible, there) == expected
+
+
+@pytest.mark.parametrize(("address", "visible"), [("GPU-x", None), ("GPU-x", "0,1")])
+def test_an_assigned_gpu_that_a_process_does_not_see(address: str, visible: str | None) -> None:
+    with pytest.raises(GpuError, match=f"Spark assigned GPU {address}, and torch sees 2 GPUs here"):
+        ordinal_of(address, visible, ["a", "b"])
 
 
 def ranks(*facts: tuple[str, str | None, str | None]) -> list[RankGpus]:

@@ -1,0 +1,73 @@
+"""What one rank prints, on its way from the pipes to the hub: nothing is lost when the hub is behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from spark_hvd.runner.hub import Link
+from spark_hvd.runner.output import LineCutter, Tail
+
+_READ_BYTES = 64 << 10
+
+
+class RankOutput:
+    """See the module's description.
+
+    Args:
+        fds: The reading ends of the rank's pipes, with "out" or "err" for each.
+        link: Connection to the hub.
+        on_lines: Where output goes (stream, lines) if not to the hub.
+    """
+
+    def __init__(self, fds: dict[int, str], link: Link, on_lines: Callable[[str, list[str]], None] | None) -> None:
+        self.fds = fds
+        """Those that are open."""
+        self.tail = Tail()
+        self._link = link
+        self._on_lines = on_lines
+        self._cutters = {stream: LineCutter() for stream in fds.values()}
+        self._unsent: list[tuple[str, str]] = []
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the hub is behind. The pipes are then left to fill, and the rank waits in its print."""
+        return bool(self._unsent)
+
+    def read(self, fd: int) -> bool:
+        """Take what is in a pipe; False when it has ended, and is to be polled no more."""
+        stream = self.fds[fd]
+        data = os.read(fd, _READ_BYTES)
+        if data:
+            self._emit(stream, self._cutters[stream].feed(data))
+            return True
+        del self.fds[fd]
+        return False
+
+    def flush(self) -> None:
+        """Send what the hub takes now."""
+        while self._unsent and self._link.try_send_output(*self._unsent[0]):
+            del self._unsent[0]
+
+    def end(self, grace: float) -> None:
+        """Send what is left, unfinished lines too.
+
+        Args:
+            grace: Seconds that a slow hub gets.
+        """
+        for stream, cutter in self._cutters.items():
+            self._emit(stream, cutter.end())
+        deadline = time.monotonic() + grace
+        while self._unsent and time.monotonic() < deadline:
+            self.flush()
+            time.sleep(0.01)
+
+    def _emit(self, stream: str, lines: list[str]) -> None:
+        if not lines:
+            return
+        self.tail.add(lines)
+        if self._on_lines is not None:
+            self._on_lines(stream, lines)
+        else:
+            self._unsent.append((stream, "\n".join(lines)))
