@@ -51,7 +51,11 @@ _master = click.option("--master", metavar="URL", help="Spark master: spark://ho
 _conf = click.option("--conf", multiple=True, callback=_pairs, metavar="KEY=VALUE", help="A setting of Spark.")
 _num_proc = click.option("-np", "--num-proc", type=click.IntRange(min=1), metavar="N", help="Number of ranks.")
 _backend = click.option("--backend", type=click.Choice(BACKENDS), help="By default NCCL for CUDA tensors, else Gloo.")
-_gpus = click.option("--gpus-per-proc", type=click.FloatRange(min=0, min_open=True), help="GPUs of each rank.")
+_gpus = click.option("--gpus-per-proc", type=click.IntRange(min=0), metavar="N", help="GPUs of each rank.")
+_cpus = click.option("--cpus-per-proc", type=click.IntRange(min=1), metavar="N", help="Cores of each rank.")
+_procs = click.option(
+    "--procs-per-task", type=click.IntRange(min=1), default=1, metavar="N", help="Ranks in each Spark task."
+)
 _interfaces = click.option(
     "--interfaces", "--network-interfaces", callback=_listed, metavar="A,B", help='Such as "eth1" or "10.0.0.0/8".'
 )
@@ -86,6 +90,8 @@ def _check_build() -> None:
 @_conf
 @click.option("--store", metavar="URL", help="The store of an estimator: written and read on every host.")
 @_backend
+@_procs
+@_cpus
 @_gpus
 @_interfaces
 @_ports
@@ -100,6 +106,7 @@ def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_js
 
     if master is None and not cli_session.is_submitted():
         master = f"local[{num_proc or 2}]"
+    _check_multiple(num_proc, options["procs_per_task"])
     with _ending_well(), cli_session.session(master, conf, "spark-hvd doctor") as spark:
         report = examine(spark, num_proc, **options)
     click.echo(report.to_json() if as_json else str(report))
@@ -114,8 +121,8 @@ def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_js
 @click.option("--gloo", "controller", flag_value="gloo", help="The same as --backend gloo.")
 @click.option("--mpi", "controller", flag_value="mpi", help="The same as --backend mpi.")
 @click.option("--mpi-library", "mpi", type=click.Choice(MPIS), help="Which MPI, with --backend mpi.")
-@click.option("--procs-per-task", type=click.IntRange(min=1), metavar="N", help="Ranks in each Spark task.")
-@click.option("--cpus-per-proc", type=click.IntRange(min=1), help="Cores of each rank.")
+@_procs
+@_cpus
 @_gpus
 @_interfaces
 @_ports
@@ -160,7 +167,7 @@ def run(
     kwargs = {name: value for name, value in options.items() if value not in (None, []) and name in _RUN_OPTIONS}
     kwargs["backend"] = kwargs.get("backend", controller)
     kwargs.update(env=variables, verbose=0 if quiet else 1)
-    _check_multiple(num_proc, kwargs.get("procs_per_task", 1))
+    _check_multiple(num_proc, options["procs_per_task"])
     with _ending_well():
         if master is None and not cli_session.is_submitted():
             _run_here(program, num_proc, py_files, kwargs)

@@ -31,7 +31,7 @@ def check_gpus(
     hosts: Sequence[HostFacts],
     tasks: Sequence[Assigned],
     backend: str | None,
-    gpus_per_proc: float | None,
+    gpus_per_proc: int | None,
 ) -> Iterator[Finding]:
     """Whether every rank has a GPU of its own, where there are any.
 
@@ -52,25 +52,17 @@ def check_gpus(
         yield Finding("GPUs", Level.OK, "none asked for and none found: ranks compute on the CPU, and Gloo carries")
         return
     yield from _check_settings(spark, gpus_per_proc)
-    yield from _check_torch(hosts, devices)
+    yield from _check_torch(hosts, devices, backend)
     shared_on_purpose = 0 < _number(spark.get(_TASK)) < 1
     if gpus_per_proc is None and not any(task.gpus for task in tasks):
-        yield from _check_local_ranks(tasks, devices, names)
+        yield from _check_local_ranks(tasks, devices, names, backend)
     else:
         yield from _check_assigned(tasks, devices, shared_on_purpose)
 
 
-def _check_settings(spark: SparkFacts, gpus_per_proc: float | None) -> Iterator[Finding]:
+def _check_settings(spark: SparkFacts, gpus_per_proc: int | None) -> Iterator[Finding]:
     executor, task = spark.get(_EXECUTOR), spark.get(_TASK)
-    if gpus_per_proc and not executor:
-        yield Finding(
-            "GPU settings",
-            Level.ERROR,
-            f"gpus_per_proc={gpus_per_proc:g}, but the executors were started without GPUs ({_EXECUTOR} is not set)",
-            f"--conf {_EXECUTOR}=1 --conf {_TASK}=1 --conf {_SCRIPT}=/opt/spark/examples/src/main/scripts/"
-            "getGpusResources.sh",
-        )
-    elif executor and not task and not gpus_per_proc:
+    if executor and not task and not gpus_per_proc:
         yield Finding(
             "GPU settings",
             Level.WARNING,
@@ -89,7 +81,7 @@ def _check_settings(spark: SparkFacts, gpus_per_proc: float | None) -> Iterator[
         yield Finding("GPU settings", Level.OK, ", ".join(said))
 
 
-def _check_torch(hosts: Sequence[HostFacts], devices: dict[str, list[str]]) -> Iterator[Finding]:
+def _check_torch(hosts: Sequence[HostFacts], devices: dict[str, list[str]], backend: str | None) -> Iterator[Finding]:
     blind = [host for host in hosts if not devices[host.key]]
     for host in blind:
         detail = host.packages["torch"].detail if "torch" in host.packages else {}
@@ -99,8 +91,8 @@ def _check_torch(hosts: Sequence[HostFacts], devices: dict[str, list[str]]) -> I
         visible = f", CUDA_VISIBLE_DEVICES={host.visible_gpus!r}" if host.visible_gpus is not None else ""
         yield Finding(
             "CUDA",
-            Level.ERROR,
-            f"torch on {host.name} sees no GPU (built {built}{visible})",
+            Level.ERROR if backend == "nccl" else Level.WARNING,
+            f"torch on {host.name} sees no GPU (built {built}{visible}): ranks there compute on the CPU",
             "nvidia-smi   # does the driver see one there?" if detail.get("cuda") else _CUDA_TORCH,
         )
     if not blind:
@@ -108,7 +100,7 @@ def _check_torch(hosts: Sequence[HostFacts], devices: dict[str, list[str]]) -> I
 
 
 def _check_local_ranks(
-    tasks: Sequence[Assigned], devices: dict[str, list[str]], names: dict[str, str]
+    tasks: Sequence[Assigned], devices: dict[str, list[str]], names: dict[str, str], backend: str | None
 ) -> Iterator[Finding]:
     """Spark assigns none: rank i of a host takes GPU i there, and starts again at 0."""
     ranks: defaultdict[str, int] = defaultdict(int)
@@ -118,9 +110,9 @@ def _check_local_ranks(
     for key, count in crowded.items():
         yield Finding(
             "GPU assignment",
-            Level.ERROR,
+            Level.ERROR if backend == "nccl" else Level.WARNING,
             f"{count} ranks on {names[key]}, which has {len(devices[key])} GPU(s): several ranks would compute on one, "
-            "and NCCL refuses that",
+            "which NCCL refuses; Gloo carries instead",
             f"--conf {_EXECUTOR}={len(devices[key])} --conf {_TASK}=1   # Spark then places no more ranks than GPUs\n"
             'run(..., backend="gloo")   # to share a GPU on purpose',
         )

@@ -20,7 +20,7 @@ from spark_hvd.runner.doctor_facts import HostFacts, facts_from_json
 from spark_hvd.runner.doctor_network import TOKEN_BYTES, EchoServer, NetworkPlan, Ping, TaskNetwork, ping
 from spark_hvd.runner.doctor_spark_checks import SETTINGS, SparkFacts, explain_job_failure
 from spark_hvd.runner.errors import NotEnoughSlotsError
-from spark_hvd.runner.profiles import Ask, task_resources
+from spark_hvd.runner.profiles import TaskResources
 from spark_hvd.runner.report import Finding, Level
 
 if TYPE_CHECKING:
@@ -34,9 +34,14 @@ _FACTS_SECONDS = 180.0
 _NETWORK_SECONDS = 60.0
 
 
-def spark_facts(spark: SparkSession, asked: int | None) -> SparkFacts:
-    """What the driver knows of the application; waits some seconds for executors that are still registering."""
-    resources = task_resources(spark, Ask())
+def spark_facts(spark: SparkSession, asked: int | None, resources: TaskResources) -> SparkFacts:
+    """What the driver knows of the application; waits some seconds for executors that are still registering.
+
+    Args:
+        spark: The session.
+        asked: Tasks wanted; None for every slot.
+        resources: What each of them takes.
+    """
     if asked is not None:
         with contextlib.suppress(NotEnoughSlotsError):
             on_spark.wait_for_slots(spark, asked, 20.0, resources)
@@ -49,6 +54,8 @@ def spark_facts(spark: SparkSession, asked: int | None) -> SparkFacts:
         connect=connect,
         slots=on_spark.slots(spark, resources),
         asked=asked,
+        procs_per_task=resources.plan.ask.procs_per_task,
+        task_cpus=resources.plan.cpus,
         busy=on_spark.busy_tasks(spark),
         result_bytes=on_spark.max_result_bytes(spark),
         settings=settings,
@@ -162,7 +169,9 @@ class Ways:
     problems: list[Finding] = field(default_factory=list)
 
 
-def try_network(spark: SparkSession, tasks: int, ports: PortRange | None, interfaces: Sequence[str]) -> Ways:
+def try_network(
+    spark: SparkSession, tasks: int, ports: PortRange | None, interfaces: Sequence[str], resources: TaskResources
+) -> Ways:
     """Let the tasks of one barrier stage connect to the driver and to each other, and the driver to them."""
     ways, token = Ways(), secrets.token_bytes(TOKEN_BYTES)
 
@@ -184,7 +193,8 @@ def try_network(spark: SparkSession, tasks: int, ports: PortRange | None, interf
                 ways.problems.append(Finding("executor to driver", Level.WARNING, problem, remedy))
         name = f"spark_hvd-doctor-{uuid.uuid4().hex[:12]}"
         task = _network_task(pickle.dumps(NetworkPlan(ways.driver, ports, tuple(interfaces), token)))
-        job = on_spark.BarrierJob(spark, tasks, task, f"spark_hvd.doctor: network of {tasks} tasks", name)
+        description = f"spark_hvd.doctor: network of {tasks} tasks"
+        job = on_spark.BarrierJob(spark, tasks, task, description, name, resources.profile)
         if not _ended(job, _NETWORK_SECONDS):
             problem = f"{tasks} tasks did not start together, or did not end, in {_NETWORK_SECONDS:.0f} s"
             remedy = "See the Stages page of the Spark UI: other jobs may hold the slots"

@@ -50,7 +50,9 @@ class SparkFacts:
         local: Whether all tasks run in the driver's JVM.
         connect: Whether the session is a Spark Connect client.
         slots: Tasks that can run at once, busy or not; None where that cannot be asked.
-        asked: Ranks wanted; None for every slot.
+        asked: Tasks wanted, of ``procs_per_task`` ranks each; None for every slot.
+        procs_per_task: Ranks in each task.
+        task_cpus: Cores of each task.
         busy: Tasks of other jobs that run now.
         result_bytes: How much all ranks together may return; None where that cannot be asked.
         settings: Those of SETTINGS that are set.
@@ -62,6 +64,8 @@ class SparkFacts:
     connect: bool
     slots: int | None
     asked: int | None
+    procs_per_task: int
+    task_cpus: int
     busy: int
     result_bytes: int | None
     settings: Mapping[str, str]
@@ -94,8 +98,8 @@ def check_slots(facts: SparkFacts) -> Iterator[Finding]:
         yield Finding(
             "slots",
             Level.ERROR,
-            f"num_proc={asked or 1}: {asked or 1} slots wanted, {there} there ({kind}{_deciding(facts)}). Every rank "
-            "needs a task slot of its own, all at the same time",
+            f"num_proc={(asked or 1) * facts.procs_per_task}: {asked or 1} slots wanted, {there} there "
+            f"({kind}{_deciding(facts)}). All ranks run at the same time, {facts.procs_per_task} in each Spark task",
             _more_slots(facts, asked or 1),
         )
     else:
@@ -124,10 +128,10 @@ def _deciding(facts: SparkFacts) -> str:
 
 
 def _more_slots(facts: SparkFacts, asked: int) -> str:
-    fewer = f"run(..., num_proc={facts.slots})\n" if facts.slots else ""
+    fewer = f"run(..., num_proc={facts.slots * facts.procs_per_task})\n" if facts.slots else ""
+    cpus = facts.task_cpus
     if facts.local:
-        return f'{fewer}SparkSession.builder.master("local[{asked}]")'
-    cpus = int(facts.get("spark.task.cpus", "1"))
+        return f'{fewer}SparkSession.builder.master("local[{asked * cpus}]")'
     each = max(1, int(facts.get("spark.executor.cores", "1")) // cpus)
     if facts.master.startswith("spark://"):
         return f"{fewer}--conf spark.cores.max={asked * cpus}, and as many free cores in the cluster's workers"
@@ -173,7 +177,7 @@ def check_memory(facts: SparkFacts) -> Iterator[Finding]:
         )
     if facts.local or not facts.master.startswith(("yarn", "k8s")):
         return  # nobody enforces the overhead
-    ranks = max(1, int(facts.get("spark.executor.cores", "1")) // int(facts.get("spark.task.cpus", "1")))
+    ranks = max(1, int(facts.get("spark.executor.cores", "1")) // facts.task_cpus) * facts.procs_per_task
     heap = size_of(facts.get("spark.executor.memory", "1g"), _MIB)
     factor = float(facts.get("spark.executor.memoryOverheadFactor", "0.1"))
     overhead = size_of(facts.get("spark.executor.memoryOverhead"), _MIB) or max(384 * _MIB, int(heap * factor))
@@ -235,6 +239,13 @@ def explain_job_failure(check: str, text: str) -> Finding:
             Level.ERROR,
             f"{host} cannot start {match[1]}: {match[0][:200]}",
             f"Install Python at {match[1]} on every host, or --conf spark.pyspark.python=/path/that/exists/there",
+        )
+    if match := re.search(r"(ModuleNotFoundError|ImportError)[^\n]*spark_hvd[^\n]*", text):
+        return Finding(
+            "packages",
+            Level.ERROR,
+            f"{host} has another spark_hvd than the driver: {match[0].strip()[:300]}",
+            "pip install --force-reinstall spark_hvd   # the driver's version, for the Python of the executors",
         )
     if match := re.search(r"(ModuleNotFoundError|ImportError|PACKAGE_NOT_INSTALLED)[^\n]*", text):
         return Finding(

@@ -30,7 +30,9 @@ from spark_hvd.runner.doctor_host_checks import (
 from spark_hvd.runner.doctor_jobs import PROBE, Gathered, Ways, gather, spark_facts, try_network
 from spark_hvd.runner.doctor_network_checks import check_allreduce, check_driver_ways, check_rank_ways
 from spark_hvd.runner.doctor_spark_checks import SparkFacts, check_spark
+from spark_hvd.runner.errors import ClusterError
 from spark_hvd.runner.launch import run
+from spark_hvd.runner.profiles import Ask, TaskResources, task_resources
 from spark_hvd.runner.report import Finding, Level, Report
 
 if TYPE_CHECKING:
@@ -59,7 +61,9 @@ def doctor(
     num_proc: int | None = None,
     *,
     store: str | StoreLike | None = None,
-    gpus_per_proc: float | None = None,
+    procs_per_task: int = 1,
+    cpus_per_proc: int | None = None,
+    gpus_per_proc: int | None = None,
     backend: str | None = None,
     interfaces: Sequence[str] = (),
     ports: str | None = None,
@@ -75,6 +79,8 @@ def doctor(
         spark: The session; None for the active one.
         num_proc: Ranks that the run will have; None for every slot.
         store: The store of an estimator, or its URL: it is written and read on every host.
+        procs_per_task: As the run will have it.
+        cpus_per_proc: As the run will have it.
         gpus_per_proc: As the run will have it.
         backend: As the run will have it; "mpi" makes mpi4py and its library necessary.
         interfaces: As the run will have it.
@@ -88,35 +94,27 @@ def doctor(
         ValueError, TypeError: an argument is wrong.
         ClusterError: there is no session.
     """
-    RunConfig(num_proc=num_proc, backend=backend, interfaces=interfaces, ports=ports)
+    config = RunConfig(
+        num_proc=num_proc,
+        procs_per_task=procs_per_task,
+        cpus_per_proc=cpus_per_proc,
+        gpus_per_proc=gpus_per_proc,
+        backend=backend,
+        interfaces=interfaces,
+        ports=ports,
+    )
     if not seconds > 0:
         raise ValueError(f"seconds={seconds!r}: expected a number above 0")
-    session = on_spark.active_session(spark)
-    examination = _Examination(session, num_proc, store, gpus_per_proc, backend, interfaces, ports, seconds)
-    return examination.report()
+    return _Examination(on_spark.active_session(spark), config, store, seconds).report()
 
 
 class _Examination:
     """One examination: each step looks, and what it sees becomes findings; a step that breaks becomes one itself."""
 
-    def __init__(
-        self,
-        spark: SparkSession,
-        num_proc: int | None,
-        store: str | StoreLike | None,
-        gpus_per_proc: float | None,
-        backend: str | None,
-        interfaces: Sequence[str],
-        ports: str | None,
-        seconds: float,
-    ) -> None:
+    def __init__(self, spark: SparkSession, config: RunConfig, store: str | StoreLike | None, seconds: float) -> None:
         self._spark = spark
-        self._asked = num_proc
-        self._gpus_per_proc = gpus_per_proc
-        self._backend = backend
-        self._interfaces = interfaces
-        self._port_text = ports
-        self._ports = None if ports is None else PortRange.parse(ports)
+        self._config = config
+        self._ports = None if config.ports is None else PortRange.parse(config.ports)
         self._seconds = seconds
         self._store = None if store is None else _StoreTrials(store)
         self._findings: list[Finding] = []
@@ -126,25 +124,43 @@ class _Examination:
 
     def report(self) -> Report:
         start = time.monotonic()
-        facts = self._step("settings", lambda: spark_facts(self._spark, self._asked))
-        if facts is not None:
-            self._add("settings", lambda: check_spark(facts))
-            tasks = facts.slots or facts.asked or 1
-            try:
-                self._step("executors", lambda: self._look(facts, tasks))
-            finally:
-                if self._store is not None:
-                    self._step("store", self._store.clean)
-            self._judge_hosts()
-            ranks = min(tasks, facts.asked or tasks)
-            if self._can_run(facts):
-                self._step("rank to rank", lambda: self._connect(ranks))
-                self._judge_network(facts, ranks)
-                if not any(f.check == "rank to rank" and f.level is Level.ERROR for f in self._findings):
-                    self._reduce(ranks)
-        asked = "every slot" if self._asked is None else f"num_proc={self._asked}"
-        master = "unknown master" if facts is None else f"{facts.master}, Spark {facts.version}"
+        config = self._config
+        resources: TaskResources | None = self._step("settings", self._task_resources)
+        facts: SparkFacts | None = None
+        if resources is not None:
+            facts = self._step("settings", lambda: spark_facts(self._spark, config.num_tasks, resources))
+        if resources is not None and facts is not None:
+            self._examine(facts, resources)
+        asked = "every slot" if config.num_proc is None else f"num_proc={config.num_proc}"
+        master = "an application that does not answer" if facts is None else f"{facts.master}, Spark {facts.version}"
         return Report(f"{asked} on {master}", tuple(self._findings), time.monotonic() - start)
+
+    def _examine(self, facts: SparkFacts, resources: TaskResources) -> None:
+        self._add("settings", lambda: check_spark(facts))
+        there = facts.slots or facts.asked or 1
+        try:
+            self._step("executors", lambda: self._look(facts, there))
+        finally:
+            if self._store is not None:
+                self._step("store", self._store.clean)
+        self._judge_hosts()
+        tasks = min(there, facts.asked or there)
+        if self._can_run(facts):
+            self._step("rank to rank", lambda: self._connect(tasks, resources))
+            self._judge_network(facts, tasks)
+            if not any(f.check == "rank to rank" and f.level is Level.ERROR for f in self._findings):
+                self._reduce(tasks * self._config.procs_per_task)
+
+    def _task_resources(self) -> TaskResources:
+        """What each task takes; where the application cannot give that, what it gives by itself."""
+        config = self._config
+        ask = Ask(config.cpus_per_proc, config.gpus_per_proc, config.procs_per_task)
+        try:
+            return task_resources(self._spark, ask)
+        except ClusterError as error:
+            found, verb, remedy = str(error).partition(" Start it with ")
+            self._findings.append(Finding("task resources", Level.ERROR, found, f"{verb}{remedy}".strip()))
+            return task_resources(self._spark, Ask(procs_per_task=config.procs_per_task))
 
     def _step(self, check: str, act: Callable[[], Any]) -> Any:
         try:
@@ -181,7 +197,7 @@ class _Examination:
         if driver is None or not hosts:
             return
         self._add("Python", lambda: check_python(driver, hosts))
-        self._add("packages", lambda: check_packages(driver, hosts, self._backend))
+        self._add("packages", lambda: check_packages(driver, hosts, self._config.backend))
         self._add("host names", lambda: check_names(hosts))
         store = self._store
         if store is not None:
@@ -199,17 +215,19 @@ class _Examination:
             return False
         return True
 
-    def _connect(self, ranks: int) -> None:
-        self._ways = try_network(self._spark, ranks, self._ports, self._interfaces)
+    def _connect(self, tasks: int, resources: TaskResources) -> None:
+        self._ways = try_network(self._spark, tasks, self._ports, self._config.interfaces, resources)
         self._findings += self._ways.problems
 
-    def _judge_network(self, facts: SparkFacts, ranks: int) -> None:
-        ways, hosts = self._ways, self._gathered.hosts
+    def _judge_network(self, facts: SparkFacts, tasks: int) -> None:
+        ways, hosts, config = self._ways, self._gathered.hosts, self._config
+        size = config.num_proc or tasks * config.procs_per_task
         on_host = Counter(task.key for task in ways.tasks)
         for host in hosts:
-            self._add("resources", partial(check_resources, host, on_host[host.key], self._asked or ranks))
+            ranks = on_host[host.key] * config.procs_per_task
+            self._add("resources", partial(check_resources, host, ranks, size))
         assigned = [Assigned(task.partition, task.key, task.name, task.gpus) for task in ways.tasks]
-        self._add("GPUs", lambda: check_gpus(facts, hosts, assigned, self._backend, self._gpus_per_proc))
+        self._add("GPUs", lambda: check_gpus(facts, hosts, assigned, config.backend, config.gpus_per_proc))
         if ways.tasks:
             if not facts.connect:
                 self._add("executor to driver", lambda: check_driver_ways(ways.driver, ways.tasks, ways.back))
@@ -223,7 +241,7 @@ class _Examination:
         if any(package.version is None for package in torch):
             return
         cuda = all(package.detail["devices"] and package.detail["nccl"] for package in torch)
-        transports = [self._backend] if self._backend else ["gloo", "nccl"] if cuda else ["gloo"]
+        transports = [self._config.backend] if self._config.backend else ["gloo", "nccl"] if cuda else ["gloo"]
         for transport in transports:
             self._add("all-reduce", partial(self._judge_speed, ranks, transport))
 
@@ -231,28 +249,31 @@ class _Examination:
         return list(check_allreduce(self._measured(ranks, transport)))
 
     def _measured(self, ranks: int, transport: str) -> list[Measured]:
-        optional: dict[str, Any] = {"gpus_per_proc": self._gpus_per_proc} if self._gpus_per_proc is not None else {}
+        config = self._config
         try:
             return run(
                 measure,
                 args=(self._seconds, transport),
                 num_proc=ranks,
                 spark=self._spark,
-                backend=self._backend,
-                interfaces=self._interfaces,
-                ports=self._port_text,
+                backend=config.backend,
+                procs_per_task=config.procs_per_task,
+                cpus_per_proc=config.cpus_per_proc,
+                gpus_per_proc=config.gpus_per_proc,
+                interfaces=config.interfaces,
+                ports=config.ports,
                 start_timeout=_START_SECONDS,
                 timeout=10 * self._seconds + 60,
                 collective_timeout=_COLLECTIVE_SECONDS,
                 verbose=0,
-                **optional,
             )[0]
         except Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0][:600]
             self._findings.append(
                 Finding(
                     "all-reduce",
                     Level.ERROR,
-                    f"{ranks} ranks over {transport}: {str(error).strip()[:1000]}",
+                    f"{ranks} ranks over {transport}: {type(error).__name__}: {first}",
                     f"spark_hvd.run(lambda: 1, num_proc={ranks})   # shows the whole error",
                 )
             )

@@ -15,6 +15,7 @@ from tests.doctor_cases import of
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(300)]
 
 
@@ -84,7 +85,7 @@ def test_executors_with_another_torch_and_one_gpu_for_two(tmp_path: Path) -> Non
     session = start_session(
         LOCAL_CLUSTER,
         **{
-            "spark.executorEnv.PYTHONPATH": str(tmp_path),
+            "spark.executorEnv.PYTHONPATH": f"{tmp_path}:{ROOT}",
             "spark.worker.resource.gpu.amount": "1",
             "spark.worker.resource.gpu.discoveryScript": str(script),
             "spark.executor.resource.gpu.amount": "1",

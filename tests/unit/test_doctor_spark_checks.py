@@ -31,6 +31,12 @@ def test_too_few_slots_name_the_setting(master: str, settings: dict[str, str], r
     assert finding.remedy.startswith("run(..., num_proc=4)")
 
 
+def test_tasks_of_several_ranks() -> None:
+    finding = of("slots", check_spark(application(asked=5, procs_per_task=2)))
+    assert "num_proc=10: 5 slots wanted, 4 there" in finding.found
+    assert finding.remedy.startswith("run(..., num_proc=8)")
+
+
 def test_no_slot_at_all_is_an_error_whatever_was_asked_for() -> None:
     finding = of("slots", check_spark(application(slots=0, asked=None)))
     assert finding.level is Level.ERROR
@@ -106,6 +112,11 @@ def test_sizes(text: str, bytes_: int) -> None:
             "10.0.0.2 cannot start /opt/py",
         ),
         ("ModuleNotFoundError: No module named 'pyarrow'\n", "packages", "No module named 'pyarrow'"),
+        (
+            "ModuleNotFoundError: No module named 'spark_hvd.runner.x'",
+            "packages",
+            "has another spark_hvd than the driver",
+        ),
         ("\n  something else\nat x", "executors", "the Spark job failed: something else"),
     ],
 )
