@@ -19,7 +19,7 @@ from tests.spark.test_torch_estimator import mse
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-BACKENDS = ["gloo"]
+BACKENDS = ["gloo", "mpi"]
 
 
 def hvd() -> Any:
