@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from spark_hvd.errors import CollectiveError
-from spark_hvd.mpi_library import MPI
+from spark_hvd.mpi_library import MPI, TURNS
 from spark_hvd.mpi_progress import PROGRESS, Operation
 
 _LAST_SECONDS = 1.0
@@ -52,16 +52,11 @@ class Endpoint:
         Raises:
             CollectiveError: MPI cannot make it.
         """
-        everyone = parent.Get_group()
         ranks = range(parent.size) if ranks is None else ranks
-        members = everyone.Incl(list(ranks))
         try:
-            return cls(parent.Create_group(members, _tag(name)), ranks, name, timeout)
+            return cls(part_of(parent, ranks, name), ranks, name, timeout)
         except MPI.Exception as error:
             raise CollectiveError(f"MPI made no communicator for {name}: {error.Get_error_string()}") from error
-        finally:
-            members.Free()
-            everyone.Free()
 
     def start(self, name: str, call: Callable[..., MPI.Request], *arguments: Any, keep: Any = None) -> Operation:
         """Start one of the communicator's operations, see :meth:`spark_hvd.mpi_progress.Progress.start`."""
@@ -90,7 +85,8 @@ class Endpoint:
                 time.sleep(1e-4)
         self.cut()
         if not left and self.communicator != MPI.COMM_NULL:
-            self.communicator.Free()
+            with TURNS:
+                self.communicator.Free()
 
 
 _open: set[Endpoint] = set()
@@ -116,5 +112,20 @@ def lose(rank: int, text: str, prefix: str) -> None:
     PROGRESS.later(_LAST_SECONDS, give_up)
 
 
-def _tag(name: str) -> int:
-    return zlib.crc32(name.encode()) & 0x7FFF  # every MPI has tags up to 32767
+def part_of(parent: MPI.Intracomm, ranks: Sequence[int], name: str) -> MPI.Intracomm:
+    """A communicator of some ranks of another; each of them must call this, and no other.
+
+    Args:
+        parent: The other one.
+        ranks: In `parent`, in the order that they are to have.
+        name: The same on all of them, and different from what others make at the same time.
+    """
+    with TURNS:
+        everyone = parent.Get_group()
+        members = everyone.Incl(list(ranks))
+        try:
+            # Every MPI has tags up to 32767.
+            return parent.Create_group(members, zlib.crc32(name.encode()) & 0x7FFF)
+        finally:
+            members.Free()
+            everyone.Free()

@@ -5,7 +5,10 @@ Nothing else imports mpi4py, and this module is imported only where a world is m
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,6 +51,10 @@ else:
 
 THREADS = MPI.Query_thread() == MPI.THREAD_MULTIPLE
 """Whether several threads may be in MPI at the same time; else they take turns."""
+
+
+TURNS: AbstractContextManager[Any] = contextlib.nullcontext() if THREADS else threading.RLock()
+"""To be held in every call of MPI: a lock where MPI lets in one thread at a time."""
 
 
 def finalize() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from spark_hvd.errors import CollectiveError
-from spark_hvd.mpi_library import MPI, THREADS
+from spark_hvd.mpi_library import MPI, THREADS, TURNS
 from spark_hvd.mpi_pace import Pace
 
 _TESTS_AT_ONCE = 64
@@ -22,9 +22,6 @@ _WATCH_SECONDS = 1e-4
 _REST_SECONDS = 1e-3
 _REST_LASTS = 0.02
 """How long the thread stays awake after it last saw an operation; then it costs nothing, and has to be woken."""
-
-# Where MPI lets in one thread at a time, all operations share one lock, and so does starting one.
-_turns = threading.RLock()
 
 
 class Operation:
@@ -50,7 +47,7 @@ class Operation:
         self._request = request
         self._keep = keep
         self._progress = progress
-        self._lock = threading.Lock() if THREADS else _turns
+        self._lock = threading.Lock() if THREADS else TURNS
         self._callbacks: list[Callable[[], None]] | None = None
 
     def poll(self, times: int = 1) -> bool:
@@ -175,7 +172,7 @@ class Progress:
             if THREADS:
                 request = call(*arguments)
             else:
-                with _turns:
+                with TURNS:
                     request = call(*arguments)
         except MPI.Exception as error:
             raise CollectiveError(f"{name} failed on rank {MPI.COMM_WORLD.rank}: {error.Get_error_string()}") from error
@@ -204,7 +201,11 @@ class Progress:
         self._awake.set()
         if self._thread is not None:
             self._thread.join(1.0)
-        return not self._operations and all(request.Test() for request, _ in self.abandoned)
+        try:
+            with TURNS:
+                return not self._operations and all(request.Test() for request, _ in self.abandoned)
+        except MPI.Exception:
+            return False
 
     def _wake(self) -> None:
         if self._thread is None:

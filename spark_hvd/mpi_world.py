@@ -111,15 +111,10 @@ def part_of(parent: MPI.Intracomm | None, ranks: Sequence[int]) -> MPI.Intracomm
         parent: None for MPI_COMM_WORLD.
         ranks: In `parent`, in the order that they are to have.
     """
+    from spark_hvd import mpi_endpoint
     from spark_hvd.mpi_library import MPI
 
-    parent = MPI.COMM_WORLD if parent is None else parent
-    everyone = parent.Get_group()
-    members = everyone.Incl(list(ranks))
-    made = parent.Create_group(members)
-    members.Free()
-    everyone.Free()
-    return made
+    return mpi_endpoint.part_of(MPI.COMM_WORLD if parent is None else parent, ranks, f"part {ranks}")
 
 
 def _serve(host: str, size: int) -> tuple[Store, tuple[Endpoint, bytes]]:
