@@ -65,8 +65,9 @@ class HubState:
         self.hear(rank, now)
         match message["type"]:
             case "hello":
-                if message.get("host"):
+                if message.get("host"):  # it will give signs of life from now on
                     self.hosts[rank] = message["host"]
+                    self.silences.heard(rank, now)
                 return self._hello(rank, message["attempt"], now)
             case "alive":
                 if rank not in self.gone:
@@ -88,7 +89,7 @@ class HubState:
                 raise AssertionError(f"unknown message {other!r}")
 
     def hear(self, rank: int, now: float) -> None:
-        """Take anything that a rank sends as a sign of life, once it has begun to give such signs."""
+        """Take anything as a sign of life that a rank sends of which such signs are expected."""
         if rank in self.silences:
             self.silences.heard(rank, now)
 

@@ -14,14 +14,14 @@ TICK = 0.05
 class Run:
     """A hub of ranks that say they are alive every second, on a clock that the test turns."""
 
-    def __init__(self, size: int, *, per_host: int = 1, may_fall_back: bool = False) -> None:
-        self.state = HubState(size, may_fall_back=may_fall_back)
+    def __init__(self, size: int, *, per_host: int = 1, beside_hub: bool = False) -> None:
+        self.state = HubState(size)
         self.now = 1000.0
         self.decisions: list[Send] = []
         self.alive = set(range(size))
         self.next_beat = {rank: self.now + rank / size for rank in range(size)}
         for rank in range(size):
-            host = f"10.0.0.{rank // per_host}"
+            host = None if beside_hub else f"10.0.0.{rank // per_host}"
             self.tell({"type": "hello", "rank": rank, "attempt": rank, "host": host})
         for rank in range(size):
             self.tell({"type": "ready", "rank": rank, "port": 4000 if rank == 0 else None})
@@ -84,9 +84,16 @@ def test_anything_that_a_rank_sends_is_a_sign_of_life() -> None:
     assert run.stops == []
 
 
-def test_ranks_that_never_gave_a_sign_of_life_are_not_waited_for() -> None:
+def test_a_rank_that_vanishes_right_after_its_hello_is_lost() -> None:
     run = Run(2)
-    run.alive.clear()  # as those of run_local, beside their hub
+    run.alive.remove(1)
+    run.go_on(SILENT_AFTER + 1)
+    assert set(run.state.lost) == {1}
+
+
+def test_ranks_beside_their_hub_are_not_waited_for() -> None:
+    run = Run(2, beside_hub=True)
+    run.alive.clear()
     run.go_on(100)
     assert run.stops == []
 
