@@ -79,7 +79,7 @@ def dies_or_leaves(end: str) -> list[str]:
 
 
 def test_a_rank_that_dies() -> None:
-    with ranks(2, forked=True) as world:
+    with ranks(2) as world:
         (survived, log), _ = world.outcomes(dies_or_leaves, "killed")
     assert survived, log
     assert (log[0], log[-1]) == ("start world", "end world")
@@ -89,7 +89,7 @@ def test_a_rank_that_dies() -> None:
 
 
 def test_a_rank_that_leaves_in_order() -> None:
-    with ranks(2, forked=True) as world:
+    with ranks(2) as world:
         assert world.run(dies_or_leaves, "left") == [[], []], "nothing waits for it on the device"
 
 
