@@ -3,10 +3,8 @@
 `sudo python -m benchmarks.network --rate 1gbit [--hosts 2] [--sizes 4 1024 ...] [--seconds 1] [--json]`
 
 Hosts are network namespaces of this machine, one rank each, whose cables carry the rate and no more (`tc tbf`; the
-kernel's own latency, some 30 us, stays). Prints CSV: size_bytes,seconds_median; then the fit, as a comment.
-
-The fit is t = alpha + size / beta by least squares of the relative errors, so that 4 bytes count as much as 64 MiB.
-For p ranks in a ring alpha holds 2 (p - 1) messages, and beta is the bandwidth of a link times p / (2 (p - 1)).
+kernel's own latency, some 30 us, stays). Prints CSV: hosts,size_bytes,seconds_median; then, as a comment, the ring
+that explains it best (``benchmarks.alpha_beta``): alpha seconds a message, beta bytes a second.
 """
 
 from __future__ import annotations
@@ -21,23 +19,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.alpha_beta import Sample, fit
+
 SIZES = (4, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 _ROUNDS = 7
 _PORT = 29500
-
-
-def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Alpha in seconds and beta in bytes/s of t = alpha + size / beta, for the least squares of relative errors."""
-    # Divided by t, the model is 1 = alpha * (1 / t) + (1 / beta) * (size / t): two unknowns, linear.
-    ones = [1 / t for t in seconds]
-    loads = [size / t for size, t in zip(sizes, seconds, strict=True)]
-    aa, ab, bb = (
-        sum(x * y for x, y in zip(left, right, strict=True))
-        for left, right in ((ones, ones), (ones, loads), (loads, loads))
-    )
-    determinant = aa * bb - ab * ab
-    alpha = (sum(ones) * bb - sum(loads) * ab) / determinant
-    return alpha, determinant / (sum(loads) * aa - sum(ones) * ab)
 
 
 def measure(sizes: Sequence[int], seconds: float) -> list[tuple[int, float]]:
@@ -123,16 +109,16 @@ def main() -> None:
         Path(given.rank).write_text(json.dumps(measure(given.sizes, given.seconds)))
         return
     rows = between_hosts(given.hosts, given.rate, given.sizes, given.seconds)
-    alpha, beta = fit(*zip(*rows, strict=True))
+    link = fit([Sample(given.hosts, size, median) for size, median in rows])
     if given.json:
         table = [{"size_bytes": size, "seconds_median": median} for size, median in rows]
-        fitted = {"alpha_seconds": alpha, "beta_bytes_per_second": beta}
+        fitted = {"alpha_seconds": link.alpha, "beta_bytes_per_second": 1 / link.beta}
         print(json.dumps({"rate": given.rate, "hosts": given.hosts, "rows": table, **fitted}, indent=1))
         return
-    print("size_bytes,seconds_median")
+    print("hosts,size_bytes,seconds_median")
     for size, median in rows:
-        print(f"{size},{median:.6g}")
-    print(f"# rate {given.rate}, {given.hosts} hosts: alpha {alpha:.3g} s, beta {beta:.4g} bytes/s")
+        print(f"{given.hosts},{size},{median:.6g}")
+    print(f"# rate {given.rate}, {given.hosts} hosts: alpha {link.alpha:.3g} s, beta {1 / link.beta:.4g} bytes/s")
 
 
 if __name__ == "__main__":

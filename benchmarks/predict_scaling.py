@@ -2,8 +2,8 @@
 
 `python -m benchmarks.predict_scaling [measured.csv] [--measured-gbit 1] [--gbit 25] [--alpha-us 10]`
 
-The CSV has the columns bytes and seconds, one all-reduce a row, and ranks where it was not 2. Compute times are of
-others: see IMAGES_PER_SECOND.
+The CSV is what `benchmarks.network` prints, of one number of hosts or of several one after the other. Compute times
+are of others: see IMAGES_PER_SECOND.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ HOROVOD = {"ResNet-101": 0.90, "VGG-16": 0.68}
 
 
 def read(lines: Iterable[str]) -> list[Sample]:
-    """The samples of a CSV."""
-    return [
-        Sample(int(row.get("ranks") or 2), int(row["bytes"]), float(row["seconds"]))
-        for row in csv.DictReader(line for line in lines if not line.startswith("#"))
-    ]
+    """The samples of a CSV with the columns hosts, size_bytes and seconds_median."""
+    rows = csv.reader(line for line in lines if line[:1].isdigit())  # neither headings nor comments
+    return [Sample(int(hosts), int(size), float(seconds)) for hosts, size, seconds in rows]
 
 
 def bytes_per_second(gbit: float) -> float:

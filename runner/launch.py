@@ -212,8 +212,10 @@ def _open_hub(
     state = HubState(size, timeout=config.timeout, may_fall_back=True, max_result_bytes=max_result_bytes)
     try:
         # ZeroMQ binds to addresses only, and the driver's host is often a name.
-        address = str(socket.getaddrinfo(bind, None, type=socket.SOCK_STREAM)[0][4][0])
-        return Hub(state, address, public, printer.put, None if config.ports is None else PortRange.parse(config.ports))
+        address = str(socket.getaddrinfo(bind.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
+        ports = None if config.ports is None else PortRange.parse(config.ports)
+        # Spark writes IPv6 addresses in brackets.
+        return Hub(state, address, public.strip("[]"), printer.put, ports)
     except (OSError, zmq.ZMQBaseError) as error:
         _log.warning(
             "the driver cannot listen on %s (%s): set spark.driver.bindAddress to an address of this machine. Training "

@@ -292,9 +292,9 @@ def _settle(
     groups = Groups(kv, timeout, owns_default_group=owns_default_group)
     try:
         communicator: Communicator = LocalCommunicator() if size == 1 else communicator_over(None)
-        # A default group that the user initialised is his own affair, also when it hangs.
-        default = [dist.group.WORLD] if owns_default_group else []
-        nccl = NcclGroups(lambda: [*default, *groups.of(0)])
+        # A default group that the user initialised is his own affair, also when it hangs. Ours is looked up, not kept:
+        # its connections close with the last reference to it, which is how peers notice that it was destroyed.
+        nccl = NcclGroups(lambda: [dist.group.WORLD if owns_default_group else None, *groups.of(0)])
         members = open_members(0, range(size), layout, world.me.rank, groups, config, nccl)
         lane = engine.open_lane(members, PrefixStore("lane/0", kv))
     except BaseException:
@@ -347,7 +347,8 @@ def register(process_set: ProcessSet, ranks: Sequence[int]) -> None:
     number = next(here.numbers)
     me = here.world.me.rank
     if me in ranks:
-        nccl = NcclGroups(lambda: here.groups.of(number))
+        groups = here.groups
+        nccl = NcclGroups(lambda: groups.of(number))
         members = open_members(number, ranks, here.layout, me, here.groups, here.engine.config, nccl)
         here.lanes[number] = here.engine.open_lane(members, PrefixStore(f"lane/{number}", here.kv))
     here.process_sets[number] = process_set
@@ -388,6 +389,7 @@ def shutdown() -> None:
         if dist.is_initialized():
             if context.owns_default_group:
                 dist.destroy_process_group()
+                context.groups.forget()
                 mpi_backend.release()
             else:
                 context.groups.destroy_all()

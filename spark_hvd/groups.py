@@ -59,6 +59,10 @@ class Groups:
         for group in self._made.pop(process_set_id, []):
             dist.destroy_process_group(group)
 
+    def forget(self) -> None:
+        """Keep none alive: torch has destroyed all, with the default group."""
+        self._made.clear()
+
     def destroy_all(self) -> None:
         """Destroy all."""
         for process_set_id in list(self._made):

@@ -35,7 +35,10 @@ WORLDS = {
 }
 
 
-@pytest.fixture(scope="module", params=WORLDS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] if name == "mpi3" else []) for name in WORLDS],
+)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

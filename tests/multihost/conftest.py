@@ -29,3 +29,10 @@ def two_hosts(net: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """A Spark cluster on two hosts with two slots each."""
     with make_cluster(net, tmp_path_factory.mktemp("cluster"), cores=2) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def two_slots(net: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A Spark cluster on two hosts with one slot each, so that two ranks are on two hosts."""
+    with make_cluster(net, tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -195,13 +195,13 @@ class Hosts:
 
 @contextlib.contextmanager
 def make_hosts(
-    count: int, *, names: Names | None = None, two_networks: bool = False, six: bool = False
+    count: int, *, names: Sequence[Names] = (), two_networks: bool = False, six: bool = False
 ) -> Iterator[Hosts]:
     """Make hosts, and unmake them with all that runs on them.
 
     Args:
         count: How many.
-        names: What their names resolve to.
+        names: What the name of each resolves to.
         two_networks: Whether each has an eth1 in a second network, on the same bridge.
         six: Whether they have IPv6 addresses instead of IPv4 addresses.
     """
@@ -228,8 +228,8 @@ def make_hosts(
             undo.callback(_remove_cables, host)  # with the namespace they would go too, but at the kernel's leisure
             hosts.hosts.append(host)
             _connect(host, bridge)
-        for host in hosts.hosts:
-            _write_names(host, hosts, names or Names())
+        for index, host in enumerate(hosts.hosts):
+            _write_names(host, hosts, names[index] if names else Names())
         yield hosts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pyspark
 
 from spark_hvd.runner import spark as on_spark
 from spark_hvd.runner.profiles import Ask, task_resources
-from tests.conftest import start_session
+from tests.conftest import start_session, wait_until
 from tests.multihost.hosts import Host, Hosts, environment
 
 if TYPE_CHECKING:
@@ -126,6 +127,8 @@ def make_cluster(net: Hosts, folder: Path, cores: int = 1, **settings: str) -> I
                 env=environment({**_daemon_env(net), "SPARK_LOCAL_IP": net.driver}),
             )
         undo.callback(_end, master)
+        # A worker or an application that finds no master gives up after a minute.
+        wait_until(lambda: _listens(net.driver, _PORT), 120.0)
         for host in net.hosts:
             cluster.start_worker(host)
             undo.callback(host.end_processes)
@@ -160,6 +163,14 @@ def _daemon_env(net: Hosts) -> dict[str, str]:
         "SPARK_DAEMON_JAVA_OPTS": options,
         "OMP_NUM_THREADS": "1",
     }
+
+
+def _listens(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), 1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _line(process: psutil.Process) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import subprocess
@@ -59,14 +60,14 @@ def reduce_by_name_for_ever(started: str) -> None:
 class Background:
     """A run in a thread of its own: the error it ends with, and when."""
 
-    def __init__(self, cluster: Cluster, fn: Callable[..., Any], *args: Any, num_proc: int = 2, **kwargs: Any) -> None:
+    def __init__(self, cluster: Cluster, fn: Callable[..., Any], *args: Any) -> None:
         self.error: BaseException | None = None
         self.values: list[Any] | None = None
         self.ended = 0.0
 
         def body() -> None:
             try:
-                self.values = run(fn, args, num_proc=num_proc, spark=cluster.session, start_timeout=60, **kwargs)
+                self.values = run(fn, args, num_proc=2, spark=cluster.session, start_timeout=60)
             except BaseException as error:
                 self.error = error
             self.ended = time.monotonic()
@@ -77,28 +78,30 @@ class Background:
     def join(self, timeout: float) -> RunError:
         """Wait for the end and return the error."""
         self._thread.join(timeout)
-        assert not self._thread.is_alive(), f"still running after {timeout} s"
+        if self._thread.is_alive():
+            faulthandler.dump_traceback(all_threads=True)
+            pytest.fail(f"still running after {timeout} s")
         assert isinstance(self.error, RunError), self.error
         return self.error
 
 
 @pytest.fixture
-def cluster(two_hosts: Cluster) -> Iterator[Cluster]:
-    two_hosts.make_whole()
-    yield two_hosts
-    two_hosts.session.sparkContext.cancelAllJobs()  # of a test that has failed
+def cluster(two_slots: Cluster) -> Iterator[Cluster]:
+    two_slots.make_whole()
+    yield two_slots
+    two_slots.session.sparkContext.cancelAllJobs()  # of a test that has failed
 
 
-def wait_started(cluster: Cluster, folder: Path, ranks: int) -> dict[int, Host]:
-    """Wait until all ranks have noted their start; which host each is on."""
-    notes = wait_until(lambda: len(found := sorted(folder.iterdir())) == ranks and found, 60.0)
+def wait_started(cluster: Cluster, folder: Path) -> dict[int, Host]:
+    """Wait until both ranks have noted their start; which host each is on."""
+    notes = wait_until(lambda: len(found := sorted(folder.iterdir())) == 2 and found, 60.0)
     hosts = {host.name: host for host in cluster.net.hosts}
     return {int(rank): hosts[name] for rank, name in (note.name.split("@") for note in notes)}
 
 
 def test_a_lost_host_is_named_where_named_collectives_notice_first(cluster: Cluster, tmp_path: Path) -> None:
     training = Background(cluster, reduce_by_name_for_ever, str(tmp_path))
-    victim = wait_started(cluster, tmp_path, 2)[1]
+    victim = wait_started(cluster, tmp_path)[1]
     cluster.net.cut(victim)
     cut = time.monotonic()
     error = training.join(60)
@@ -122,7 +125,7 @@ def test_a_network_that_comes_back_in_time_ends_nothing(cluster: Cluster, tmp_pa
         return steps
 
     training = Background(cluster, fn, str(tmp_path))
-    victim = wait_started(cluster, tmp_path, 2)[1]
+    victim = wait_started(cluster, tmp_path)[1]
     cluster.net.cut(victim)
     time.sleep(3)
     cluster.net.mend(victim)
@@ -148,7 +151,7 @@ def test_a_driver_that_is_suspended_ends_nothing(cluster: Cluster) -> None:
 
 def test_a_killed_executor_is_named(cluster: Cluster, tmp_path: Path) -> None:
     training = Background(cluster, reduce_for_ever, str(tmp_path))
-    victim = wait_started(cluster, tmp_path, 2)[1]
+    victim = wait_started(cluster, tmp_path)[1]
     cluster.executor(victim).kill()
     killed = time.monotonic()
     error = training.join(60)
@@ -161,7 +164,7 @@ def test_a_killed_executor_is_named(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_a_killed_worker_and_executor_are_named(cluster: Cluster, tmp_path: Path) -> None:
     training = Background(cluster, reduce_for_ever, str(tmp_path))
-    victim = wait_started(cluster, tmp_path, 2)[1]
+    victim = wait_started(cluster, tmp_path)[1]
     executor = cluster.executor(victim)
     cluster.workers[victim.name].kill()
     executor.kill()
@@ -177,7 +180,7 @@ def test_a_killed_worker_and_executor_are_named(cluster: Cluster, tmp_path: Path
 def test_a_host_that_cannot_reach_the_hub_trains_all_the_same(cluster: Cluster, tmp_path: Path) -> None:
     cluster.net.block(cluster.net[0], cluster.net.driver, "49152-65534")
     training = Background(cluster, reduce_for_ever, str(tmp_path))
-    victim = wait_started(cluster, tmp_path, 2)[1]  # they have met at rank 0
+    victim = wait_started(cluster, tmp_path)[1]  # they have met at rank 0
     cluster.net.cut(victim)
     cut = time.monotonic()
     error = training.join(60)
@@ -195,7 +198,7 @@ def test_ranks_that_cannot_reach_each_other_fail_in_time(cluster: Cluster) -> No
     with pytest.raises(RankFailedError) as caught:
         run(lambda: None, num_proc=2, spark=cluster.session, start_timeout=15)
     print(f"noticed after {time.monotonic() - started:.1f} s: {caught.value}")
-    assert time.monotonic() - started < 15 + NOTICED
+    assert time.monotonic() - started < 15 + 45, "start_timeout, and the slot of a host that an earlier test cut off"
     assert "rank 0 of 2 failed on host" in str(caught.value)
     assert f"timed out after 15000ms while trying to connect to ({caught.value.host}" in str(caught.value)
 
@@ -213,17 +216,17 @@ def test_a_host_that_is_cut_off_before_the_run_is_named(cluster: Cluster) -> Non
 
 # Last, since a connection that was cut for so long takes long to come back.
 def test_a_host_whose_cable_is_pulled_is_named_in_time_and_ends_its_own_ranks(cluster: Cluster, tmp_path: Path) -> None:
-    training = Background(cluster, reduce_for_ever, str(tmp_path), num_proc=4)
-    victim = wait_started(cluster, tmp_path, 4)[2]
+    training = Background(cluster, reduce_for_ever, str(tmp_path))
+    victim = wait_started(cluster, tmp_path)[1]
     other = next(host for host in cluster.net.hosts if host is not victim)
     cluster.net.cut(victim)
     cut = time.monotonic()
     error = training.join(60)
     print(f"noticed after {training.ended - cut:.1f} s: {error}")
     assert isinstance(error, ExecutorLostError)
-    assert f"ranks 2, 3 on {victim.address} (last heard" in str(error)
+    assert f"rank 1 on {victim.address} (last heard" in str(error)
     assert training.ended - cut < NOTICED
     wait_until(lambda: not cluster.ranks(other), 1.0)
-    assert len(cluster.ranks(victim)) == 2, "nobody can tell them to stop"
+    assert len(cluster.ranks(victim)) == 1, "nobody can tell them to stop"
     wait_until(lambda: not cluster.ranks(victim), HUB_PATIENCE + 10)
     print(f"isolated ranks ended after {time.monotonic() - cut:.1f} s")

@@ -13,11 +13,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_example(name: str, *arguments: str, timeout: float = 170) -> str:
+def run_program(name: str, *arguments: str, timeout: float = 170) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SPARK_LOCAL_IP": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "examples" / name), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+def run_example(name: str, *arguments: str, timeout: float = 170) -> str:
+    done = run_program(name, *arguments, timeout=timeout)
     # What a newcomer must not see at start: Spark's log. These two lines come from the JVM, and from a library of
     # Spark ML where the system has no BLAS, past every logger.
     noise = [line for line in done.stderr.splitlines() if "jdk.incubator" not in line and "netlib-blas" not in line]
@@ -75,3 +80,13 @@ def test_flights_estimator(tmp_path: Path) -> None:
 def test_digits_by_estimators(name: str) -> None:
     accuracy = re.findall(r"(?:accuracy|right)\D*(0\.\d+)", run_example(name, timeout=230))
     assert float(accuracy[-1]) > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_program_for_a_cluster() -> None:
+    printed = run_program("k8s/train.py", "--num-proc", "2", "--steps", "100").stdout
+    assert re.search(r"^\[1\] rank 1 of 2 on \S+, cpu: loss \d", printed, re.M)
+    last = re.search(r"^2 ranks on 1 hosts, loss (\S+)$", printed, re.M)
+    assert last is not None
+    assert float(last[1]) < 1e-3

@@ -20,6 +20,7 @@ from benchmarks.alpha_beta import (
     step_seconds,
 )
 from benchmarks.convnets import FORWARD_PART, MODELS, step_of
+from benchmarks.predict_scaling import bytes_per_second, faster, prediction_table, read
 
 LINK = Link(alpha=50e-6, beta=8e-9)  # TCP at 1 Gbit/s
 SIZES = [4, 1 << 10, 64 << 10, 1 << 20, 4 << 20, 25 << 20]
@@ -102,3 +103,13 @@ def test_models(name: str, parameters: int, work: float) -> None:
     assert ready == sorted(ready)
     assert ready[-1] == pytest.approx(1.0)
     assert 0 <= sum(bucket.nbytes for bucket in step.buckets) - 4 * parameters < 64 * 4 * len(layers)
+
+
+def test_a_file_of_measurements_becomes_a_table() -> None:
+    lines = ["hosts,size_bytes,seconds_median", "4,8,0.001", "2,1048576,0.0085", "# rate 1gbit, 2 hosts: ..."]
+    assert read(2 * lines) == 2 * [Sample(4, 8, 0.001), Sample(2, 1 << 20, 0.0085)]
+    assert faster(LINK, 1, 25).beta == pytest.approx(1 / bytes_per_second(25))
+    table = prediction_table({"a network": Link(0.0, 1e-12), "RDMA": Link(1.0, 1.0)}).splitlines()
+    assert len(table) == 2 + 2 * len(MODELS)
+    assert "| ResNet-50 | a network | 100% | 100% | 100% | 100% |  |" in table
+    assert "| VGG-16 | RDMA | 0% | 0% | 0% | 0% | 68% |" in table

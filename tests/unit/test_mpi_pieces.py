@@ -1,0 +1,82 @@
+"""What of MPI needs no MPI: the pace of polling, the variables of process managers, and what is said without mpi4py."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from spark_hvd.launch_env import MpiEnv, read_mpi_cuda, read_mpi_env
+from spark_hvd.mpi_pace import Pace
+from spark_hvd.mpi_world import is_mpi_communicator
+
+
+def test_pace_asks_at_once_while_bytes_move() -> None:
+    pace = Pace()
+    now = 100.0
+    for _ in range(1000):  # ten seconds of calls that take a millisecond each
+        assert pace.after(now, now + 1e-3) == 0.0
+        now += 1e-2
+
+
+def test_pace_of_a_waiter() -> None:
+    pace = Pace()
+    now, pauses = 100.0, []
+    while now < 100.2:
+        pauses.append((now - 100.0, pace.after(now, now + 1e-6)))
+        now += 1e-6 + pauses[-1][1]
+    spinning = [at for at, pause in pauses if pause == 0.0]
+    assert 2e-4 < max(spinning) < 5e-4  # a small collective ends before the first sleep
+    sleeps = [pause for _, pause in pauses if pause > 0.0]
+    assert sleeps == sorted(sleeps)
+    assert (sleeps[0], sleeps[-1]) == (pytest.approx(2e-5), pytest.approx(1e-3))
+    # as soon as something moves it is awake again
+    assert pace.after(now, now + 1e-4) == 0.0
+    assert pace.after(now + 1e-4, now + 1.01e-4) == 0.0
+
+
+def test_pace_without_patience() -> None:
+    pace = Pace(patience=0.0)
+    assert pace.after(5.0, 5.000_001) > 0.0
+    assert pace.after(6.0, 6.001) == 0.0
+    assert pace.after(6.001, 6.001_001) > 0.0
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, None),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, MpiEnv(1, 4, None)),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"},
+            MpiEnv(0, 2, "10.0.0.1"),
+        ),
+        ({"PMI_RANK": "0"}, None),  # not of a process manager that counts
+    ],
+)
+def test_process_managers(env: dict[str, str], expected: MpiEnv | None) -> None:
+    assert read_mpi_env(env) == expected
+
+
+def test_a_rank_out_of_range() -> None:
+    with pytest.raises(ValueError, match="PMI_RANK='4' in the environment is not a whole number from 0 to 3"):
+        read_mpi_env({"PMI_RANK": "4", "PMI_SIZE": "4"})
+
+
+def test_cuda_can_be_told() -> None:
+    assert read_mpi_cuda({}) is None
+    assert read_mpi_cuda({"SPARK_HVD_MPI_CUDA": "1"}) is True
+    assert read_mpi_cuda({"SPARK_HVD_MPI_CUDA": "0"}) is False
+
+
+def test_nothing_is_an_mpi_communicator_without_mpi4py() -> None:
+    assert not is_mpi_communicator([0, 1])
+    assert not is_mpi_communicator(None)
+
+
+def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.delitem(sys.modules, "spark_hvd.mpi_library", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'spark_hvd\[mpi\]'"):
+        importlib.import_module("spark_hvd.mpi_library")
