@@ -45,8 +45,7 @@ def test_strangers_get_no_answer() -> None:
         answer = ping("127.0.0.1", server.port, bytes(TOKEN_BYTES), timeout=1)
     finally:
         server.close()
-    assert answer.error is not None
-    assert "ConnectionReset" in answer.error
+    assert str(answer.error).startswith(("ConnectionReset", "BrokenPipe")), "the server closes without a word"
 
 
 def test_nobody_listening_and_nobody_answering_take_a_bounded_time() -> None:
