@@ -112,7 +112,7 @@ def check_allreduce(measured: Sequence[Measured]) -> Iterator[Finding]:
             f"iperf3 -s   # on {pair.ranks[0]}; then on {pair.ranks[1]}: iperf3 -c {pair.ranks[0]}",
         )
     if not slow:
-        each = ", ".join(f"{'-'.join(pair.ranks)} {_rate(pair.gb_per_s)}" for pair in pairs[:8])
+        each = ", ".join(f"{' with '.join(pair.ranks)} {_rate(pair.gb_per_s)}" for pair in pairs[:8])
         more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
         yield Finding("all-reduce of pairs", Level.OK, f"{pairs[0].transport}: {each}{more}")
 

@@ -45,8 +45,7 @@ def test_strangers_get_no_answer() -> None:
         answer = ping("127.0.0.1", server.port, bytes(TOKEN_BYTES), timeout=1)
     finally:
         server.close()
-    assert answer.error is not None
-    assert "ConnectionReset" in answer.error
+    assert str(answer.error).startswith(("ConnectionReset", "BrokenPipe")), "the server closes without a word"
 
 
 def test_nobody_listening_and_nobody_answering_take_a_bounded_time() -> None:
@@ -149,7 +148,7 @@ def test_speeds() -> None:
     world, pairs = measured(1.5, "a", "b", "c"), [measured(1.0, "a", "b"), measured(1.2, "b", "c")]
     findings = list(check_allreduce([world, *pairs]))
     assert of("all-reduce", findings).found == "3 ranks: 1.50 GB/s over gloo (64 MiB in 50 ms)"
-    assert of("all-reduce of pairs", findings).found == "gloo: a-b 1.00 GB/s, b-c 1.20 GB/s"
+    assert of("all-reduce of pairs", findings).found == "gloo: a with b 1.00 GB/s, b with c 1.20 GB/s"
     assert list(check_allreduce([])) == []
 
 
