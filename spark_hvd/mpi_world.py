@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from spark_hvd.mpi_library import MPI
 
 _STORE_SECONDS = 300.0
+_LAST_WORDS_SECONDS = 0.5
+"""What mpiexec has not yet passed on when a process aborts is lost, and with it the traceback."""
 _LOOPBACK = "127.0.0.1"
 
 
@@ -169,6 +172,7 @@ def abort_on_exceptions() -> None:
                 sys.stdout.flush()
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.flush()
+            time.sleep(_LAST_WORDS_SECONDS)
             MPI.COMM_WORLD.Abort(1)
 
     hook.aborts_mpi = True  # type: ignore[attr-defined]
