@@ -157,7 +157,8 @@ def _is_loopback(address: str) -> bool:
 def abort_on_exceptions() -> None:
     """Let an exception that nobody catches end all processes of the program, as it would end a program of one.
 
-    Without that the process would wait in MPI_Finalize for others that wait for it.
+    Without that the process would wait in MPI_Finalize for others that wait for it. To be called again whenever the
+    default process group has been made: torch puts a hook of its own before ours then, which keeps what we print.
     """
     from spark_hvd.mpi_library import MPI
 
@@ -166,12 +167,12 @@ def abort_on_exceptions() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        outermost = sys.excepthook is hook
         previous(kind, error, trace)
-        if not MPI.Is_finalized():
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.flush()
-            with contextlib.suppress(OSError, ValueError):
-                sys.stderr.flush()
+        if outermost and not MPI.Is_finalized():
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
             time.sleep(_LAST_WORDS_SECONDS)
             MPI.COMM_WORLD.Abort(1)
 
