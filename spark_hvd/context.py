@@ -24,7 +24,7 @@ from spark_hvd.groups import Groups, let_end
 from spark_hvd.kv import HashStore, PrefixStore, Store
 from spark_hvd.lane import Lane
 from spark_hvd.launch_env import read_config, read_launch_env, read_mpi_env
-from spark_hvd.layout import RankInfo, WorldLayout
+from spark_hvd.layout import RankInfo, WorldLayout, ranks_in
 from spark_hvd.local import LocalCommunicator
 from spark_hvd.members import communicator_over, open_members
 from spark_hvd.mpi_world import abort_on_exceptions, is_mpi_communicator, part_of, ranks_of, world_of
@@ -89,6 +89,7 @@ _lock = threading.RLock()
 _current: Context | None = None
 _joined: _Joined | None = None
 _adoptions = 0
+_started_by_mpi = False
 
 
 def current() -> Context:
@@ -148,6 +149,8 @@ def init(
             _current.engine.tune(replace(_current.engine.config, **settings))
         if comm is not None:
             _join_part(comm, config)
+        if _started_by_mpi:
+            abort_on_exceptions()  # no launcher of ours looks after the ranks
     if process_sets is not None and process_sets != "dynamic":
         from spark_hvd.process_sets import register_all
 
@@ -172,16 +175,16 @@ def _join_as_launched(comm: Sequence[int] | MPI.Intracomm | None, config: Config
 
 
 def _join_mpi(comm: MPI.Intracomm | None, config: Config, master: str | None = None) -> None:
-    world, kv = world_of(comm, master)
-    abort_on_exceptions()
-    join(world, kv, backend="mpi", config=config)
+    global _started_by_mpi
+    join(*world_of(comm, master), backend="mpi", config=config)
+    _started_by_mpi = True
 
 
 def _join_part(comm: Sequence[int] | MPI.Intracomm, config: Config) -> None:
     """Leave the world for one of some of its ranks, unless those are all."""
     here = current()
     me, size = here.world.me.rank, here.world.me.size
-    ranks = ranks_of(comm, here.world.mpi, size) if is_mpi_communicator(comm) else sorted(set(_checked(comm, size)))
+    ranks = ranks_of(comm, here.world.mpi, size) if is_mpi_communicator(comm) else ranks_in(comm, size)
     if ranks == list(range(size)):
         return
     if me not in ranks:
@@ -198,12 +201,6 @@ def _join_part(comm: Sequence[int] | MPI.Intracomm, config: Config) -> None:
     timeout, backend = _joined.timeout, _joined.backend
     shutdown()
     join(world, kv, timeout=timeout, backend=backend, config=config)
-
-
-def _checked(comm: Any, size: int) -> Sequence[int]:
-    if not isinstance(comm, Sequence) or not all(isinstance(rank, int) and 0 <= rank < size for rank in comm):
-        raise ValueError(f"comm={comm!r}: expected a list of ranks from 0 to {size - 1}.")
-    return comm
 
 
 def join(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,17 @@ class WorldLayout:
     def is_homogeneous(self) -> bool:
         """Whether every host has the same number of ranks."""
         return len({info.local_size for info in self.ranks}) == 1
+
+
+def ranks_in(comm: Any, size: int) -> list[int]:
+    """The ranks in a list of them, ascending.
+
+    Raises:
+        ValueError: It is no list of ranks of a world of this size.
+    """
+    if not isinstance(comm, Sequence) or not all(isinstance(rank, int) and 0 <= rank < size for rank in comm):
+        raise ValueError(f"comm={comm!r}: expected a list of ranks from 0 to {size - 1}.")
+    return sorted(set(comm))
 
 
 def _require_ranks(hosts: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from spark_hvd.mpi_library import MPI
 
 _STORE_SECONDS = 300.0
+_LAST_WORDS_SECONDS = 0.5
+"""What mpiexec has not yet passed on when a process aborts is lost, and with it the traceback."""
 _LOOPBACK = "127.0.0.1"
 
 
@@ -154,7 +157,8 @@ def _is_loopback(address: str) -> bool:
 def abort_on_exceptions() -> None:
     """Let an exception that nobody catches end all processes of the program, as it would end a program of one.
 
-    Without that the process would wait in MPI_Finalize for others that wait for it.
+    Without that the process would wait in MPI_Finalize for others that wait for it. To be called again whenever the
+    default process group has been made: torch puts a hook of its own before ours then, which keeps what we print.
     """
     from spark_hvd.mpi_library import MPI
 
@@ -163,12 +167,13 @@ def abort_on_exceptions() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        outermost = sys.excepthook is hook
         previous(kind, error, trace)
-        if not MPI.Is_finalized():
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.flush()
-            with contextlib.suppress(OSError, ValueError):
-                sys.stderr.flush()
+        if outermost and not MPI.Is_finalized():
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            time.sleep(_LAST_WORDS_SECONDS)
             MPI.COMM_WORLD.Abort(1)
 
     hook.aborts_mpi = True  # type: ignore[attr-defined]
