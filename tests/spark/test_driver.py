@@ -143,7 +143,7 @@ def cut_off(*partitions: int) -> Any:
 
             from pyspark import BarrierTaskContext
 
-            from spark_hvd.runner import task
+            from spark_hvd.runner import task, team
 
             told = pickle.loads(spec)
             context = BarrierTaskContext.get()
@@ -151,7 +151,7 @@ def cut_off(*partitions: int) -> Any:
             if context.partitionId() in partitions:
                 told = dataclasses.replace(told, hub=dataclasses.replace(told.hub, port=1))
             list(batches)
-            with mock.patch.object(task, "_CONNECT_WAIT", 2.0):
+            with mock.patch.object(team, "_CONNECT_WAIT", 2.0):
                 yield from task.run_task(told, payload)
 
         return wrapped
