@@ -88,7 +88,8 @@ class Reach:
         targets = set(there.executors.values())
         silent = unanswered(targets, _ANSWER)
         answering = {host for host, _ in targets - silent}
-        absent = [rank for rank in sorted(set(hosts) - set(started)) if hosts[rank] not in answering]
+        gone = {host for host, _ in silent} - answering
+        absent = [rank for rank in sorted(set(hosts) - set(started)) if hosts[rank] in gone]
         if not absent or not answering:
             return None
         names = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in absent)

@@ -298,7 +298,7 @@ class BarrierJob:
             _log.debug("Spark does not tell where tasks are: %s", error)
             return None
         return Placement(
-            {task.index(): (task.executorId(), task.host()) for task in tasks},
+            {task.index(): (task.executorId(), task.host().strip("[]")) for task in tasks},
             {each.id(): _host_and_port(each.hostPort()) for each in executors if each.id() != "driver"},
         )
 

@@ -170,7 +170,7 @@ class Hosts:
             pass
         subprocess.run(["ip", "-n", host.name, family, "route", "flush", "table", _BLOCKED], capture_output=True)
 
-    def shape(self, host: Host, rate: str, burst: str = "64kb") -> None:
+    def shape(self, host: Host, rate: str, burst: str = "256kb") -> None:
         """Limit what goes out of and into the host to a rate such as "100mbit"."""
         limit = ["root", "tbf", "rate", rate, "burst", burst, "latency", "100ms"]
         for index, cable in enumerate(host.cables):
@@ -236,12 +236,33 @@ def make_hosts(
 def _bridge() -> tuple[int, str]:
     for number in range(1, 250):
         name = f"hvdbr{number}"
+        if _abandoned(name):
+            _sweep(number, name)
         made = subprocess.run(["ip", "link", "add", name, "type", "bridge"], capture_output=True, text=True)
         if made.returncode == 0:
+            sh("ip", "link", "set", name, "alias", f"of process {os.getpid()}")
             return number, name
         if "File exists" not in made.stderr:
             raise RuntimeError(f"no bridge can be made: {made.stderr.strip()}")
-    raise RuntimeError("249 bridges of earlier tests are still there (ip link show type bridge)")
+    raise RuntimeError("249 bridges are in use by other tests (ip link show type bridge)")
+
+
+def _abandoned(bridge: str) -> bool:
+    """Whether a bridge's process was killed before it could tidy up."""
+    try:
+        owner = Path("/sys/class/net", bridge, "ifalias").read_text().split()
+    except OSError:
+        return False
+    return bool(owner) and not Path("/proc", owner[-1]).exists()
+
+
+def _sweep(number: int, bridge: str) -> None:
+    """Remove hosts of a process that was killed; theirs were killed along with it."""
+    for line in sh("ip", "netns", "list").splitlines():
+        if (name := line.split()[0]).startswith(f"hvd{number}-"):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            shutil.rmtree(_NETNS / name, ignore_errors=True)
+    subprocess.run(["ip", "link", "del", bridge], capture_output=True)
 
 
 def _remove_cables(host: Host) -> None:

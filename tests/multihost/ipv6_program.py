@@ -36,6 +36,7 @@ def main() -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with tempfile.TemporaryDirectory(prefix="ipv6-") as folder, make_hosts(2, six=True) as net:
         os.environ["SPARK_LOCAL_IP"] = bracketed(net.driver)
+        os.environ["SPARK_PREFER_IPV6"] = "true"  # else PySpark looks for its JVM at 127.0.0.1
         six = "-Djava.net.preferIPv6Addresses=true"
         os.environ["PYSPARK_SUBMIT_ARGS"] = f'--driver-java-options "{six}" pyspark-shell'
         settings: dict[str, Any] = {"spark.executor.extraJavaOptions": six}

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 NOTICED = 15.0
-"""Seconds within which a host that vanishes is named: ten, and five more for a machine that has other things to do."""
+"""Seconds within which a host that vanishes is named: ten, and five for a machine that is busy besides."""
 
 
 def hvd() -> Any:

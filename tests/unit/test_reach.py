@@ -1,0 +1,84 @@
+"""Hosts that do not answer while their ranks are missing."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from spark_hvd.runner.errors import ExecutorLostError
+from spark_hvd.runner.reach import Placement, Reach, unanswered
+from spark_hvd.runner.spark_errors import translate
+
+TASKS = {0: ("2", "10.0.0.2"), 1: ("1", "10.0.0.1"), 2: ("2", "10.0.0.2")}
+
+
+@pytest.fixture
+def answering() -> Iterator[tuple[str, int]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[str, int]]:
+    """A port that swallows requests, as a host does that is gone: its queue is full."""
+    with ExitStack() as closing:
+        listener = closing.enter_context(socket.create_server(("127.0.0.2", 0), backlog=0))
+        for _ in range(4):
+            filler = closing.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        yield listener.getsockname()
+
+
+def test_a_refusal_is_an_answer(answering: tuple[str, int], silent: tuple[str, int]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        refusing = closed.getsockname()
+    assert unanswered([answering, refusing, silent], 0.3) == {silent}
+
+
+def test_ranks_are_numbered_as_the_tasks_number_themselves() -> None:
+    assert Placement(TASKS, {}).hosts(3) == {0: "10.0.0.2", 1: "10.0.0.2", 2: "10.0.0.1"}
+    assert Placement(TASKS, {}).on_executor("2", 3) == "rank 0 on 10.0.0.2, rank 1 on 10.0.0.2"
+    assert Placement(TASKS, {}).on_executor("1", 3) == "rank 2 on 10.0.0.1"
+
+
+def test_nothing_is_named_before_all_tasks_are_placed() -> None:
+    assert Placement(TASKS, {}).hosts(4) == {}
+    assert Placement(TASKS, {}).on_executor("1", 4) is None
+
+
+def test_missing_ranks_on_hosts_that_do_not_answer_are_named(
+    answering: tuple[str, int], silent: tuple[str, int]
+) -> None:
+    there = Placement({0: ("1", "127.0.0.1"), 1: ("2", "127.0.0.2")}, {"1": answering, "2": silent})
+    reach = Reach(2, lambda: there, _look_at=0.0)
+    assert (reach.missing({0}) or "").startswith("rank 1 on 127.0.0.2 (Spark has started the task, but")
+    assert reach.missing({0}) is None, "asks every ten seconds only"
+    assert Reach(2, lambda: there, _look_at=0.0).missing({0, 1}) is None
+
+
+def test_nothing_is_concluded_where_no_host_answers(silent: tuple[str, int]) -> None:
+    there = Placement({0: ("1", "127.0.0.2")}, {"1": silent})
+    assert Reach(1, lambda: there, _look_at=0.0).missing(set()) is None
+
+
+def test_slow_ranks_on_hosts_that_answer_are_waited_for(answering: tuple[str, int]) -> None:
+    there = Placement({0: ("1", "127.0.0.1")}, {"1": answering})
+    reach = Reach(1, lambda: there, _look_at=0.0)
+    assert reach.missing(set()) is None
+    assert reach.absent(set()) == "Not heard of: rank 0 on 127.0.0.1. "
+
+
+def test_where_spark_does_not_tell_nothing_is_said() -> None:
+    reach = Reach(1, lambda: None, _look_at=0.0)
+    assert reach.missing(set()) is None
+    assert reach.absent(set()) == ""
+
+
+def test_sparks_error_gets_ranks_and_hosts() -> None:
+    error = translate(Exception("ExecutorLostFailure (executor 2 exited unrelated"), 3, Placement(TASKS, {}))
+    assert isinstance(error, ExecutorLostError)
+    assert "the executor of rank 0 on 10.0.0.2, rank 1 on 10.0.0.2 while 3 ranks" in str(error)
