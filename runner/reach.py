@@ -32,10 +32,12 @@ class Placement:
     Attributes:
         tasks: Executor and host of each task, by partition.
         executors: Host and port of every executor that Spark holds to be alive.
+        num_tasks: How many tasks the run has; None for one a rank.
     """
 
     tasks: Mapping[int, tuple[str, str]]
     executors: Mapping[str, tuple[str, int]]
+    num_tasks: int | None = None
 
     def hosts(self, size: int) -> dict[int, str]:
         """Host of each rank; empty while not all tasks are placed."""
@@ -45,15 +47,25 @@ class Placement:
         """Names the ranks of an executor with their host, or None where that is not known."""
         if not self._complete(size):
             return None
-        layout = self._layout(size)
-        there = [layout.of_process(task) for task, (its, _) in sorted(self.tasks.items()) if its == executor]
+        layout, each = self._layout(size), self._ranks_each(size)
+        processes = [
+            task * each + place
+            for task, (its, _) in sorted(self.tasks.items())
+            if its == executor
+            for place in range(each)
+        ]
+        there = [layout.of_process(process) for process in processes]
         return ", ".join(f"rank {info.rank} on {info.host}" for info in there) or None
 
     def _complete(self, size: int) -> bool:
-        return sorted(self.tasks) == list(range(size))
+        return sorted(self.tasks) == list(range(self.num_tasks or size))
+
+    def _ranks_each(self, size: int) -> int:
+        return size // (self.num_tasks or size)
 
     def _layout(self, size: int) -> WorldLayout:
-        return WorldLayout.from_hosts([self.tasks[partition][1] for partition in range(size)])
+        each = self._ranks_each(size)
+        return WorldLayout.from_hosts([self.tasks[task][1] for task in sorted(self.tasks) for _ in range(each)])
 
 
 @dataclass(slots=True)

@@ -227,7 +227,7 @@ class BarrierJob:
 
     Args:
         spark: The session.
-        num_proc: Number of tasks.
+        num_tasks: Number of tasks.
         task: Runs in each; a function of record batches, as mapInArrow takes it.
         description: What the Spark UI shows.
         tag: Unique name by which the job can be cancelled.
@@ -238,7 +238,7 @@ class BarrierJob:
     def __init__(
         self,
         spark: SparkSession,
-        num_proc: int,
+        num_tasks: int,
         task: Callable[[Iterator[Any]], Iterator[Any]],
         description: str,
         tag: str,
@@ -249,10 +249,11 @@ class BarrierJob:
         from pyspark import inheritable_thread_target
 
         self._spark = spark
+        self._num_tasks = num_tasks
         self._tag = tag
         self._description = description
         given = {} if profile is None else {"profile": profile}  # PySpark 3.5 has no such argument
-        self._frame = spark.range(0, num_proc, 1, num_proc).mapInArrow(task, SCHEMA, barrier=barrier, **given)
+        self._frame = spark.range(0, num_tasks, 1, num_tasks).mapInArrow(task, SCHEMA, barrier=barrier, **given)
         self.rows: list[Row] = []
         self.error: Exception | None = None
         # Inherits the caller's local properties, such as its scheduler pool; daemon, so that an interrupted program
@@ -300,6 +301,7 @@ class BarrierJob:
         return Placement(
             {task.index(): (task.executorId(), task.host().strip("[]")) for task in tasks},
             {each.id(): _host_and_port(each.hostPort()) for each in executors if each.id() != "driver"},
+            self._num_tasks,
         )
 
     def _run(self) -> None:

@@ -45,6 +45,13 @@ def test_ranks_are_numbered_as_the_tasks_number_themselves() -> None:
     assert Placement(TASKS, {}).on_executor("1", 3) == "rank 2 on 10.0.0.1"
 
 
+def test_several_ranks_of_a_task_are_where_it_is() -> None:
+    there = Placement(TASKS, {}, num_tasks=3)
+    assert there.hosts(6) == dict(enumerate(["10.0.0.2"] * 4 + ["10.0.0.1"] * 2))
+    assert there.on_executor("1", 6) == "rank 4 on 10.0.0.1, rank 5 on 10.0.0.1"
+    assert Placement(TASKS, {}, num_tasks=4).hosts(8) == {}
+
+
 def test_nothing_is_named_before_all_tasks_are_placed() -> None:
     assert Placement(TASKS, {}).hosts(4) == {}
     assert Placement(TASKS, {}).on_executor("1", 4) is None
