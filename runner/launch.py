@@ -142,7 +142,7 @@ def run(
             spool,
             may_share_gpus=resources.plan.may_share,
         )
-        job = on_spark.BarrierJob(
+        job = on_spark.TaskJob(
             session,
             tasks,
             _task(pickle.dumps(spec), payload),
@@ -226,7 +226,7 @@ def _open_hub(
         return None
 
 
-def _attend(job: on_spark.BarrierJob, hub: Hub | None, size: int, config: RunConfig, printer: Printer) -> None:
+def _attend(job: on_spark.TaskJob, hub: Hub | None, size: int, config: RunConfig, printer: Printer) -> None:
     """Stay with the job until it has ended: print, watch the start timeout, pass on Ctrl-C."""
     deadline = time.monotonic() + config.start_timeout
     warned = False
@@ -272,7 +272,7 @@ def _attend(job: on_spark.BarrierJob, hub: Hub | None, size: int, config: RunCon
         raise
 
 
-def _end(job: on_spark.BarrierJob, hub: Hub | None, reason: str) -> None:
+def _end(job: on_spark.TaskJob, hub: Hub | None, reason: str) -> None:
     """Stop the ranks, then, if that does not end the job, have Spark kill the tasks."""
     if hub is not None:
         hub.stop(reason)
