@@ -220,7 +220,7 @@ def _amounts_there(spark: SparkSession, num_proc: int, resources: TaskResources)
 
 
 class TaskJob:
-    """One stage, with a barrier or without, run in a thread of its own so that the caller can print, time out and be interrupted.
+    """One stage, run in a thread of its own so that the caller can print, time out and be interrupted.
 
     The stage is the job's result stage: Spark then never retries it. One that is followed by a shuffle would be
     retried whole, and fn run twice unseen.
