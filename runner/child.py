@@ -125,7 +125,7 @@ class _Rank:
         from spark_hvd.kv import TCPStore
         from spark_hvd.layout import RankInfo
         from spark_hvd.ports import PortRange, listen
-        from spark_hvd.runner.preflight import UnreachableError, check_hosts, connect
+        from spark_hvd.runner.preflight import SECONDS, UnreachableError, check_hosts, connect
         from spark_hvd.runner.same_mpi import MpiMismatchError, check_same_mpi
         from spark_hvd.world import Endpoint, World
 
@@ -153,11 +153,12 @@ class _Rank:
                 _, fds, _, _ = socket.recv_fds(self._control, 1, 1)
                 os.environ["PMI_FD"] = str(fds[0])
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+        patience = min(SECONDS, self._job["join_timeout"] / 2)  # less than the supervisor's, so that it is our words
         try:
             if self._kv is None:
-                connect(host, port, "the store of rank 0", f"rank {me.rank} on host {me.host} ({ip})")
+                connect(host, port, "the store of rank 0", f"rank {me.rank} on host {me.host} ({ip})", patience)
                 self._kv = TCPStore(host, port, me.size, False, timeout)
-            check_hosts(me, ip, self._kv, ports if mpi is not None else None)
+            check_hosts(me, ip, self._kv, ports if mpi is not None else None, patience)
             if mpi is not None:
                 check_same_mpi(me, self._kv)
         except (UnreachableError, MpiMismatchError) as error:
