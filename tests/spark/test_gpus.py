@@ -18,6 +18,7 @@ import pytest
 
 from spark_hvd.runner import ClusterError, NotEnoughSlotsError, RankFailedError, run
 from spark_hvd.runner.outcome import FailureKind
+from spark_hvd.runner.profiles import Ask, task_resources
 from tests.conftest import LOCAL_CLUSTER, fake_gpus, start_session, wait_until
 
 if TYPE_CHECKING:
@@ -84,12 +85,11 @@ def test_amounts_other_than_the_applications(tmp_path: Path) -> None:
             run(seen, num_proc=3, spark=session, gpus_per_proc=2)
         with pytest.raises(ClusterError, match="a task needs 3 GPUs, and an executor has 2"):
             run(seen, num_proc=1, spark=session, gpus_per_proc=3)
-        # Spark keeps profiles for good: one for each of the four askings above, none for the same again.
         assert run(seen, num_proc=1, spark=session, cpus_per_proc=2) == [(None, "2")]
-        profiles = session.sparkContext._jsc.sc().resourceProfileManager()
-        assert profiles.resourceProfileFromId(4).id() == 4
-        with pytest.raises(Exception, match="ResourceProfileId 5 not found"):
-            profiles.resourceProfileFromId(5)
+        # Spark keeps profiles for good, so the same asking has the same again.
+        first, again = (task_resources(session, Ask(cpus_per_proc=2)).java_profile for _ in range(2))
+        assert first.id() == again.id()
+        assert task_resources(session, Ask(cpus_per_proc=2, gpus_per_proc=1)).java_profile.id() != first.id()
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import threading
 import time
@@ -39,13 +37,11 @@ def test_several_ranks_in_each_task(spark: SparkSession) -> None:
 @pytest.mark.slow
 def test_an_executor_lost_while_mpi_runs(cluster: SparkSession, tmp_path: Path) -> None:
     def stuck(folder: str) -> None:
-        import psutil
         from mpi4py import MPI
 
         import spark_hvd.torch as hvd
 
-        java = next(each.pid for each in psutil.Process().parents() if each.name() == "java")
-        (Path(folder) / str(hvd.rank())).write_text(str(java))
+        (Path(folder) / str(hvd.rank())).touch()
         if hvd.rank() == 0:
             MPI.COMM_WORLD.Barrier()
         time.sleep(300)
@@ -60,11 +56,10 @@ def test_an_executor_lost_while_mpi_runs(cluster: SparkSession, tmp_path: Path) 
 
     runner = threading.Thread(target=go)
     runner.start()
-    wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 100.0)
-    java = wait_until(lambda: (tmp_path / "1").read_text())
-    assert int(java) in [each.pid for each in executors()]
+    wait_until(lambda: errors or len(list(tmp_path.iterdir())) == 2, 100.0)
+    assert not errors, errors
     killed = time.monotonic()
-    os.kill(int(java), signal.SIGKILL)
+    executors()[0].kill()  # a rank runs on each
     runner.join(60)
     assert not runner.is_alive()
     assert time.monotonic() - killed < 60
