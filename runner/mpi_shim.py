@@ -17,10 +17,12 @@ import os
 import signal
 import socket
 import sys
+import time
 
 TOKEN = "SPARK_HVD_MPI_TOKEN"
 LAUNCH = "SPARK_HVD_LAUNCH:"
 _PASSED = ("PMI", "MPI", "OMPI", "PRTE", "OPAL")
+_PATIENCE = 600.0  # seconds; what is not wanted any more is killed with its parent
 _PR_SET_PDEATHSIG = 1
 
 
@@ -35,13 +37,28 @@ def main(environment: dict[str, str]) -> int:
     rank = int(environment.get("PMI_RANK") or environment["OMPI_COMM_WORLD_RANK"])
     passed = {key: value for key, value in environment.items() if key.startswith(_PASSED)}
     fds = [int(environment["PMI_FD"])] if "PMI_FD" in environment else []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as supervisor:
-        supervisor.connect(address(environment[TOKEN], rank))
+    with _connected(address(environment[TOKEN], rank)) as supervisor:
         socket.send_fds(supervisor, [json.dumps(passed).encode()], fds)
         for fd in fds:
             os.close(fd)  # the proxy is to notice when the rank closes its own
         code = supervisor.recv(16)
     return int(code) if code else 1  # nothing: the supervisor is gone
+
+
+def _connected(where: str) -> socket.socket:
+    # The supervisor may still be waiting for its fork server to import torch, in another executor of this host.
+    until = time.monotonic() + _PATIENCE
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(where)
+        except ConnectionRefusedError:
+            connection.close()
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.02)
+        else:
+            return connection
 
 
 def guard(command: list[str]) -> None:

@@ -31,7 +31,7 @@ from spark_hvd.runner.wire import FrameReader, send_frame
 _TERM_GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 _STACKS_WAIT = 0.5  # seconds that a fault handler may take to write the stacks
 _OUTPUT_GRACE = 10.0  # seconds that a slow driver gets to take the last output
-_MPI_SECONDS = 90.0  # for MPI's process manager to come up on all hosts; it takes one
+_MPI_SECONDS = 300.0  # for MPI's process manager on all hosts; rank 0's may still import torch when others are up
 _FAULT_WAIT = 0.5  # seconds until the end of a process manager is taken for a cause
 _ECHO_WAIT = 2.0  # and what may be an echo of it
 _EXIT_GRACE = 5.0  # seconds that a finished rank may take for its exit handlers
@@ -129,8 +129,11 @@ class _Watch:
         self._mpi_fds: set[int] = set()
         self._mpi_fault: tuple[float, str, bool] | None = None  # when to report it, what it is, whether an echo
         self._ready: Message | None = None  # what the rank said, until MPI is ready for it as well
-        limit = job.start_timeout if job.mpi is None else min(job.start_timeout, _MPI_SECONDS)
-        self._deadline: float | None = time.monotonic() + limit  # to be ready; then, to be in the world
+        self._start_deadline = time.monotonic() + job.start_timeout
+        self._mpi_deadline = self._start_deadline
+        if job.mpi is not None:
+            self._mpi_deadline = min(self._start_deadline, time.monotonic() + _MPI_SECONDS)
+        self._deadline: float | None = self._mpi_deadline  # to be ready; then, to be in the world
         self._poller = zmq.Poller()
         for fd in (*self._output.fds, process.control.fileno(), process.status_fd):
             self._poller.register(fd, zmq.POLLIN)
@@ -203,6 +206,10 @@ class _Watch:
             self._read_status()
         for fd in [fd for fd in mpi if fd in events]:
             mpi[fd]()
+            if self._mpi is not None and self._mpi.variables is not None and self._deadline == self._mpi_deadline:
+                self._deadline = self._mpi_deadline = (
+                    self._start_deadline
+                )  # MPI is up here: now the others' time counts
             self._tell_ready()
         return True
 
