@@ -51,7 +51,7 @@ class Warm:
         return 2
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list:
-        self._world = self._world or Ranks(2)
+        self._world = self._world or Ranks(2, timeout=180.0)  # a rank that imports trackers is late
         try:
             return self._world.run(fn, *args)
         except RankError:
@@ -244,6 +244,8 @@ def test_resumed_equals_unbroken(df: DataFrame, estimator: Callable[..., Lightni
         assert early[0]["wait_count"] == early[1]["wait_count"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_callbacks_and_loggers(df: DataFrame, estimator: Callable[..., LightningEstimator], tmp_path: Path) -> None:
     tracking = f"file:{tmp_path / 'mlruns'}"
     model = estimator(
