@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from spark_hvd.layout import RankInfo, WorldLayout
 from spark_hvd.ports import PortRange
 from spark_hvd.runner import mpich, openmpi
+from spark_hvd.runner.blame import Blame
 from spark_hvd.runner.forkserver import same_user
 from spark_hvd.runner.hub import Link
 from spark_hvd.runner.mpi_shim import LAUNCH, address
@@ -71,13 +72,13 @@ class MpiSide:
         plan: What is known beforehand.
         me: The rank.
         link: Connection to the hub.
-        on_failed: Told why MPI cannot come up or go on, and whether that may be the echo of another's failure.
+        on_failed: Told why MPI cannot come up or go on, and how likely that is the cause.
 
     Raises:
         MpiMissingError: Its programs are not installed here.
     """
 
-    def __init__(self, plan: MpiPlan, me: RankInfo, link: Link, on_failed: Callable[[str, bool], None]) -> None:
+    def __init__(self, plan: MpiPlan, me: RankInfo, link: Link, on_failed: Callable[[str, Blame], None]) -> None:
         self.handlers: dict[int, Callable[[], None]] = {}
         """What to call when a file descriptor can be read."""
         self.variables: dict[str, str] | None = None
@@ -106,7 +107,7 @@ class MpiSide:
             command = plan.manager.host_command(arguments, plan.address.interface)
             self._start("MPI's proxy", command, lambda _: None)
         except MpiMissingError as error:
-            self._on_failed(str(error), False)
+            self._on_failed(str(error), Blame.CAUSE)
 
     def send_fds(self, rank: socket.socket) -> None:
         """Pass the connection to the process manager on to the rank, after its variables have been sent."""
@@ -140,7 +141,7 @@ class MpiSide:
                 on_line(program.lines)
             else:
                 del self.handlers[program.fd]
-                self._on_failed(f"{name} on host {self._me.host} {program.ending()}", program.ended_well)
+                self._on_failed(f"{name} on host {self._me.host} {program.ending()}", program.blame)
 
         self.handlers[program.fd] = read
 
@@ -167,7 +168,7 @@ class MpiSide:
         assert self._shim is not None
         del self.handlers[self._shim.fileno()]
         # The manager kills all shims when one rank has gone: whose, the others' supervisors report.
-        self._on_failed("MPI's process manager has ended this rank's part", True)
+        self._on_failed("MPI's process manager has ended this rank's part", Blame.FOLLOWED)
 
     def _close_fds(self) -> None:
         while self._fds:
@@ -192,9 +193,12 @@ class _Program:
         return list(self._lines)
 
     @property
-    def ended_well(self) -> bool:
-        """Whether it left with code 0, as it also does when a rank has died elsewhere."""
-        return self._process.poll() == 0
+    def blame(self) -> Blame:
+        """How likely its end is the cause; with code 0 it also leaves when a rank has died elsewhere."""
+        code = self._process.poll()
+        if code == 0:
+            return Blame.FOLLOWED
+        return Blame.CAUSE if code is not None and code < 0 else Blame.FAILED
 
     def read(self) -> bool:
         """Take what it has printed; False when there will be no more."""

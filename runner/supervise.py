@@ -15,6 +15,7 @@ import zmq
 
 from spark_hvd.layout import RankInfo
 from spark_hvd.ports import PortRange
+from spark_hvd.runner.blame import Blame, Suspect
 from spark_hvd.runner.child import STACKS_SIGNAL
 from spark_hvd.runner.endings import exit_failure, start_took_too_long, stopped, too_large, trim_stacks
 from spark_hvd.runner.gpus import GpuShare
@@ -32,8 +33,6 @@ _TERM_GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 _STACKS_WAIT = 0.5  # seconds that a fault handler may take to write the stacks
 _OUTPUT_GRACE = 10.0  # seconds that a slow driver gets to take the last output
 _MPI_SECONDS = 300.0  # for MPI's process manager on all hosts; rank 0's may still import torch when others are up
-_FAULT_WAIT = 0.5  # seconds until the end of a process manager is taken for a cause
-_ECHO_WAIT = 2.0  # and what may be an echo of it
 _EXIT_GRACE = 5.0  # seconds that a finished rank may take for its exit handlers
 
 
@@ -127,7 +126,7 @@ class _Watch:
         self._leaving = False
         self._mpi: MpiSide | None = None
         self._mpi_fds: set[int] = set()
-        self._mpi_fault: tuple[float, str, bool] | None = None  # when to report it, what it is, whether an echo
+        self._suspect = Suspect()  # among the parts of MPI's process manager
         self._ready: Message | None = None  # what the rank said, until MPI is ready for it as well
         self._start_deadline = time.monotonic() + job.start_timeout
         self._mpi_deadline = self._start_deadline
@@ -171,17 +170,16 @@ class _Watch:
 
     def _next_moment(self) -> float:
         """Seconds until something is to be done though nothing comes."""
-        moments = [moment for moment in (self._deadline, self._mpi_fault and self._mpi_fault[0]) if moment is not None]
+        moments = [moment for moment in (self._deadline, self._suspect.due) if moment is not None]
         return min([BEAT, *(max(moment - time.monotonic(), 0.0) for moment in moments)])
 
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             self._start_took_too_long()
-        if self._mpi_fault is not None and now >= self._mpi_fault[0]:
-            (_, error, echo), self._mpi_fault = self._mpi_fault, None
-            if self._outcome is None and self._failure is None:
-                self._fail_now(FailureKind.MPI, error, echo=echo)
+        if self._suspect.told(now) and self._outcome is None and self._failure is None:
+            assert self._suspect.error is not None
+            self._fail_now(FailureKind.MPI, self._suspect.error, echo=self._suspect.blame is not Blame.CAUSE)
 
     def _step(self, timeout: float) -> bool:
         """Handle what is there; False when nothing came within ``timeout`` seconds."""
@@ -265,10 +263,8 @@ class _Watch:
             self._link.send("ready", **self._ready)
             self._ready = None
 
-    def _mpi_failed(self, error: str, echo: bool) -> None:
-        # When a rank dies, the manager tears everything down: first the reason has a chance to be heard of.
-        if self._mpi_fault is None or (self._mpi_fault[2] and not echo):
-            self._mpi_fault = time.monotonic() + (_ECHO_WAIT if echo else _FAULT_WAIT), error, echo
+    def _mpi_failed(self, error: str, blame: Blame) -> None:
+        self._suspect.accuse(error, blame, time.monotonic())
 
     def _start_took_too_long(self) -> None:
         self._deadline = None
