@@ -46,3 +46,7 @@ class DuplicateNameError(ValueError):
 
 class StalledError(CollectiveError):
     """Some ranks did not call a collective within ``stall_timeout``; the text names them. The world goes on."""
+
+
+class HostsUpdatedInterrupt(Exception):  # noqa: N818  Horovod's name
+    """The members of an elastic world are to change; raised on all ranks at the same commit, and no failure."""
