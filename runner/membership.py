@@ -173,7 +173,10 @@ class Membership:
     # ---- workers --------------------------------------------------------------------------------------------------
 
     def _staff(self, now: float) -> None:
-        """Start workers where there are none."""
+        """Start workers where there are none, and let the agents go whose executors are to."""
+        for agent in [agent for agent in self.agents.values() if agent.leaving is not None and agent.worker is None]:
+            del self.agents[agent.number]
+            self._out.append(EndAgent(agent.number, again=True))
         idle = [
             agent
             for agent in self.agents.values()

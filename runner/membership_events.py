@@ -210,9 +210,15 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class EndAgent:
-    """Nothing is left to do for an agent; a worker that it may have is to be ended."""
+    """Nothing is left to do for an agent; a worker that it may have is to be ended.
+
+    Attributes:
+        agent: Its number.
+        again: Whether Spark is to start its task elsewhere.
+    """
 
     agent: int
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

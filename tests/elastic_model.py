@@ -242,7 +242,9 @@ class Model:
                     assert process.generation == generation
                     process.state = "returned"
                     self.tell(Ended(number))
-            case EndAgent(agent):
+            case EndAgent(agent, again):
+                if again:
+                    self.agents.pop(agent, None)
                 for process in self.alive():
                     if process.agent == agent:
                         process.state = "dead"

@@ -95,6 +95,9 @@ def test_it_ends_in_a_running_world_or_a_named_error(
             action(model, pick)
     for process in model.alive():
         process.hangs = False if process.state == "preparing" else process.hangs
+    if all(process.hangs for process in model.alive()):  # nobody is left to notice
+        for process in model.alive():
+            process.hangs = False
     # A rank that hangs while all train stops them until their collectives time out.
     for _ in range(4):
         model.run(35.0, tick=0.5)
