@@ -1,8 +1,13 @@
-"""The world that this process has joined: init, join, shutdown, and the one current Context."""
+"""The world that this process has joined: init, join, shutdown, and the one current Context.
+
+An elastic rank goes from world to world. Between two of them, and before the first, it has a provisional place: it
+can be asked who it is, but there is nobody to talk to.
+"""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import sys
 import threading
@@ -14,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from spark_hvd import mpi_backend
+from spark_hvd import elastic_launcher, mpi_backend
 from spark_hvd.channel import own_address
 from spark_hvd.communicator import Communicator
 from spark_hvd.config import Config
+from spark_hvd.connections import Connections, sockets
 from spark_hvd.engine import Engine
 from spark_hvd.errors import NotInitializedError
 from spark_hvd.groups import Groups, let_end
@@ -30,11 +36,17 @@ from spark_hvd.members import communicator_over, open_members
 from spark_hvd.mpi_world import abort_on_exceptions, is_mpi_communicator, part_of, ranks_of, world_of
 from spark_hvd.nccl import NcclGroups
 from spark_hvd.rendezvous import adopted_world, everyones, launched_world, meeting
+from spark_hvd.wires import Wires
 from spark_hvd.world import World
 
 if TYPE_CHECKING:
     from spark_hvd.mpi_library import MPI
     from spark_hvd.process_sets import ProcessSet
+
+_NO_GENERATION = (
+    "this elastic rank is in no world at the moment, so there is nobody to talk to: collectives belong inside the "
+    "function that is decorated with hvd.elastic.run."
+)
 
 DEFAULT_TIMEOUT = 1800.0
 """Seconds until a collective gives up on its peers, as in torch.distributed."""
@@ -61,6 +73,12 @@ class Context:
     """Of the process sets that this rank is in, by number."""
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """For process sets; none is used twice, as keys of the key-value store must not be."""
+    wires: Wires | None = None
+    """Of an elastic world."""
+
+    def making(self) -> contextlib.AbstractContextManager[None]:
+        """To make process groups and lanes in, so that :func:`abort` ends that too."""
+        return contextlib.nullcontext() if self.wires is None else self.wires.making()
 
     def new_group(self, process_set_id: int, gloo_threads: int | None = None) -> dist.ProcessGroup:
         """A process group of the ranks of a process set; each of them must call this, in the same order.
@@ -85,8 +103,22 @@ class _Joined:
     """How often this generation was joined over this store: every time gets keys of its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Provisional:
+    """What an elastic rank is outside its worlds."""
+
+    me: RankInfo
+    config: Config | None
+    generation: int
+
+
 _lock = threading.RLock()
 _current: Context | None = None
+_provisional: _Provisional | None = None
+_wires: Wires | None = None
+"""Of the elastic world that is joined, or is being joined."""
+_aborted: tuple[int, str] | None = None
+"""The last generation that was aborted by its number, and why."""
 _joined: _Joined | None = None
 _adoptions = 0
 _started_by_mpi = False
@@ -100,12 +132,35 @@ def current() -> Context:
     """
     context = _current
     if context is None:
-        raise NotInitializedError()
+        raise NotInitializedError() if _provisional is None else NotInitializedError(_NO_GENERATION)
     return context
 
 
+def place() -> RankInfo:
+    """Who I am: in the world, or, as an elastic rank outside one, provisionally.
+
+    Raises:
+        NotInitializedError: Neither.
+    """
+    return _provisional.me if _current is None and _provisional is not None else current().world.me
+
+
+def generation() -> int:
+    """The number of the world; outside one, as an elastic rank, that of the last.
+
+    Raises:
+        NotInitializedError: Before init().
+    """
+    return _provisional.generation if _current is None and _provisional is not None else current().world.generation
+
+
 def is_initialized() -> bool:
-    """Whether this process is in a world."""
+    """Whether this process is in a world, or waits for its first or next one as an elastic rank."""
+    return _current is not None or _provisional is not None
+
+
+def in_world() -> bool:
+    """Whether this process is in a world, so that collectives work."""
     return _current is not None
 
 
@@ -139,6 +194,9 @@ def init(
         CollectiveError: The other ranks could not be reached.
     """
     with _lock:
+        if _provisional is not None:
+            _prepare(comm, process_sets, settings)
+            return
         config = replace(read_config(), **settings)
         starts_timeline = _current is not None and "timeline" in settings
         if _current is None:
@@ -157,6 +215,37 @@ def init(
         register_all(process_sets)
     if starts_timeline and comm is None and config.timeline is not None:
         start_timeline(config.timeline, config.timeline_mark_cycles)
+
+
+def _prepare(comm: object, process_sets: object, settings: dict[str, Any]) -> None:
+    """init() of an elastic rank outside its worlds: what was set counts in those to come."""
+    global _provisional
+    assert _provisional is not None
+    if comm is not None:
+        raise ValueError(f"comm={comm!r}: an elastic world cannot be divided; register process sets instead.")
+    if process_sets and process_sets != "dynamic":
+        raise ValueError(
+            f"process_sets={process_sets!r}: process sets end with the world, and an elastic rank goes from world to "
+            "world; register them by hvd.add_process_set() inside the function that is decorated with hvd.elastic.run."
+        )
+    if settings:
+        _provisional = replace(_provisional, config=replace(_provisional.config or read_config(), **settings))
+
+
+def expect(me: RankInfo) -> None:
+    """Take a provisional place in worlds to come; the launchers of elastic ranks call it before the user's code.
+
+    init() then does nothing, who-am-I questions are answered from it, and collectives raise NotInitializedError.
+    :func:`join` replaces it by a world, :func:`abandon` brings one back.
+
+    Args:
+        me: Who I am for the time being.
+    """
+    global _provisional
+    with _lock:
+        assert _current is None, "a rank that is in a world has its place there"
+        config, number = (_provisional.config, _provisional.generation) if _provisional is not None else (None, 0)
+        _provisional = _Provisional(me, config, number)
 
 
 def _join_as_launched(comm: Sequence[int] | MPI.Intracomm | None, config: Config) -> None:
@@ -224,9 +313,9 @@ def join(
     Raises:
         RuntimeError: This process is in a world already, or MPI numbers the ranks in another way.
         ImportError: `backend` is "mpi", but there is no mpi4py.
-        CollectiveError: The other ranks could not be reached.
+        CollectiveError: The other ranks could not be reached, or :func:`abort` was called for this generation.
     """
-    global _joined
+    global _joined, _provisional
     with _lock:
         if _current is not None:
             raise RuntimeError(
@@ -238,9 +327,34 @@ def join(
             times = _joined.times + 1
         _joined = _Joined(world, kv, timeout, backend, times)
         prefixed = PrefixStore(f"spark_hvd/{world.generation}/{times}", kv)
-        infos = everyones(asdict(world.me), prefixed, world.me.rank, world.me.size)
-        layout = WorldLayout(tuple(RankInfo(**info) for info in infos), tuple(range(world.me.size)))
-        _enter(world, layout, prefixed, timeout, backend, config or read_config())
+        config = config or (_provisional and _provisional.config) or read_config()
+        if elastic_launcher.installed() is None:
+            _meet(world, prefixed, timeout, backend, config)
+        else:
+            _meet_elastically(world, prefixed, timeout, backend, config)
+        _provisional = None
+
+
+def _meet(world: World, kv: Store, timeout: float, backend: str | None, config: Config) -> None:
+    infos = everyones(asdict(world.me), kv, world.me.rank, world.me.size)
+    layout = WorldLayout(tuple(RankInfo(**info) for info in infos), tuple(range(world.me.size)))
+    _enter(world, layout, kv, timeout, backend, config)
+
+
+def _meet_elastically(world: World, kv: Store, timeout: float, backend: str | None, config: Config) -> None:
+    """Join a world that :func:`abort` can end, also before all have joined."""
+    global _joined, _wires
+    _wires = wires = Wires(world)
+    if _aborted is not None and world.generation <= _aborted[0]:
+        wires.cut(_aborted[1])
+    try:
+        with wires.making():
+            _meet(world, kv, timeout, backend, config)
+    except BaseException:
+        # It may have been joined in the very moment in which it was aborted.
+        _end("this rank gave up the generation.")
+        _joined = _wires = None
+        raise
 
 
 def _join_nobody(config: Config) -> None:
@@ -262,6 +376,7 @@ def _enter(world: World, layout: WorldLayout, kv: Store, timeout: float, backend
     elif backend is None:
         # Plain "gloo" where there is no GPU: with "cpu:gloo" torch warns of its own plugins at every group.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    before = sockets()
     with meeting(world.me.rank, world.me.size):
         dist.init_process_group(
             backend,
@@ -271,8 +386,12 @@ def _enter(world: World, layout: WorldLayout, kv: Store, timeout: float, backend
             timeout=timedelta(seconds=timeout),
         )
     try:
+        if _wires is not None:
+            _wires.add(Connections.since(before, dist.distributed_c10d._get_default_group()))
         _settle(world, layout, kv, timeout, config, owns_default_group=True)
-    except BaseException:
+    except BaseException as error:
+        if _wires is not None:
+            _wires.cut(str(error))  # what is under way would be waited for
         dist.destroy_process_group()
         raise
 
@@ -286,8 +405,10 @@ def _settle(
         config = replace(config, stall_timeout=timeout)
     engine = Engine(config, world.secret, lambda: own_address(world.endpoint), world.ports)
     size = world.me.size
-    groups = Groups(kv, timeout, owns_default_group=owns_default_group)
+    groups = Groups(kv, timeout, owns_default_group=owns_default_group, wires=_wires)
     try:
+        if _wires is not None:
+            _wires.on_cut(engine.abort)
         communicator: Communicator = LocalCommunicator() if size == 1 else communicator_over(None)
         # A default group that the user initialised is his own affair, also when it hangs. Ours is looked up, not kept:
         # its connections close with the last reference to it, which is how peers notice that it was destroyed.
@@ -297,7 +418,7 @@ def _settle(
     except BaseException:
         engine.close("init() failed")
         raise
-    _current = Context(world, layout, communicator, kv, owns_default_group, engine, lane, groups)
+    _current = Context(world, layout, communicator, kv, owns_default_group, engine, lane, groups, wires=_wires)
     if config.timeline is not None:
         try:
             start_timeline(config.timeline, config.timeline_mark_cycles)
@@ -338,58 +459,82 @@ def stop_timeline() -> None:
         here.engine.stop_timeline()
 
 
-def register(process_set: ProcessSet, ranks: Sequence[int]) -> None:
-    """Open the lane of a process set that all ranks have agreed on; every rank of the world must call this."""
-    here = current()
-    number = next(here.numbers)
-    me = here.world.me.rank
-    if me in ranks:
-        groups = here.groups
-        nccl = NcclGroups(lambda: groups.of(number))
-        members = open_members(number, ranks, here.layout, me, here.groups, here.engine.config, nccl)
-        here.lanes[number] = here.engine.open_lane(members, PrefixStore(f"lane/{number}", here.kv))
-    here.process_sets[number] = process_set
-    process_set.registered_as(number)
-
-
-def unregister(process_set: ProcessSet) -> None:
-    """Close the lane of a process set; every rank of the world must call this."""
-    here = current()
-    number = process_set.process_set_id
-    assert number is not None
-    lane = here.lanes.pop(number, None)
-    if lane is not None:
-        here.engine.close_lane(lane, f"{process_set} was removed.")
-        let_end([lane])
-        here.groups.destroy(number)
-    del here.process_sets[number]
-    process_set.registered_as(None)
-
-
 def shutdown() -> None:
     """Leave the world; does nothing outside one. init() may follow, if it follows on every rank.
 
     What is still under way fails, here and on the other ranks. A default process group that the user initialised
     himself stays. Called when the interpreter exits.
     """
-    global _current
     with _lock:
-        context, _current = _current, None
+        _end("hvd.shutdown() was called on this rank.")
+
+
+def abort(text: str, generation: int | None = None) -> None:
+    """End the connections of an elastic world at once; what the training thread waits for fails. From any thread.
+
+    :func:`join`, too, then ends with a CollectiveError soon.
+
+    Args:
+        text: Why, for the errors that follow.
+        generation: Whose world it is about. Nothing happens to a later one, and an earlier or equal one cannot be
+            joined any more: so no call is lost that comes a moment before :func:`join`. None: the one that is joined
+            or is being joined, if any.
+    """
+    global _aborted
+    if generation is not None and (_aborted is None or generation >= _aborted[0]):
+        _aborted = generation, text
+    wires = _wires
+    if wires is None or (generation is not None and wires.generation > generation):
+        return
+    wires.cut(text)
+    context = _current
+    if context is not None:
+        for lane in [context.lane, *context.lanes.values()]:
+            if lane.members.nccl is not None:
+                lane.members.nccl.abort_soon()
+
+
+def is_aborted() -> bool:
+    """Whether :func:`abort` was called for the world that this process is in."""
+    return _wires is not None and _wires.broken is not None
+
+
+def abandon() -> None:
+    """Leave an elastic world, broken or not, and take a provisional place; nobody is waited for.
+
+    Does nothing outside a world. To be called in the training thread. Process sets are unregistered.
+    """
+    global _provisional, _joined, _wires
+    with _lock:
+        context = _current
         if context is None:
             return
-        for process_set in context.process_sets.values():
-            process_set.registered_as(None)
-        context.engine.close("hvd.shutdown() was called on this rank.")
-        let_end([context.lane, *context.lanes.values()])
-        context.communicator.close()
-        # The user may have destroyed the default group himself, and all others with it.
-        if dist.is_initialized():
-            if context.owns_default_group:
-                dist.destroy_process_group()
-                context.groups.forget()
-                mpi_backend.release()
-            else:
-                context.groups.destroy_all()
+        me, config, number = context.world.me, context.engine.config, context.world.generation
+        _end("this rank has left the generation: it is over.")
+        _provisional = _Provisional(me, config, number)
+        _joined = _wires = None
+
+
+def _end(text: str) -> None:
+    global _current
+    context, _current = _current, None
+    if context is None:
+        return
+    for process_set in context.process_sets.values():
+        process_set.registered_as(None)
+    context.engine.close(text)
+    let_end([context.lane, *context.lanes.values()])
+    if context.wires is not None:
+        context.wires.cut(text)
+    context.communicator.close()
+    # The user may have destroyed the default group himself, and all others with it.
+    if dist.is_initialized():
+        if context.owns_default_group:
+            dist.destroy_process_group()
+            context.groups.forget()
+            mpi_backend.release()
+        else:
+            context.groups.destroy_all()
 
 
 def _leave() -> None:
