@@ -6,13 +6,8 @@ can be asked who it is, but there is nobody to talk to.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import itertools
-import sys
-import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +19,10 @@ from spark_hvd.channel import own_address
 from spark_hvd.communicator import Communicator
 from spark_hvd.config import Config
 from spark_hvd.connections import Connections, sockets
+from spark_hvd.departure import abandon, abort, end, is_aborted, shutdown
 from spark_hvd.engine import Engine
-from spark_hvd.errors import NotInitializedError
-from spark_hvd.groups import Groups, let_end
+from spark_hvd.groups import Groups
 from spark_hvd.kv import HashStore, PrefixStore, Store
-from spark_hvd.lane import Lane
 from spark_hvd.launch_env import read_config, read_launch_env, read_mpi_env
 from spark_hvd.layout import RankInfo, WorldLayout, ranks_in
 from spark_hvd.local import LocalCommunicator
@@ -36,6 +30,17 @@ from spark_hvd.members import communicator_over, open_members
 from spark_hvd.mpi_world import abort_on_exceptions, is_mpi_communicator, part_of, ranks_of, world_of
 from spark_hvd.nccl import NcclGroups
 from spark_hvd.rendezvous import adopted_world, everyones, launched_world, meeting
+from spark_hvd.standing import (
+    Context,
+    Joined,
+    Provisional,
+    current,
+    generation,
+    in_world,
+    is_initialized,
+    place,
+    standing,
+)
 from spark_hvd.wires import Wires
 from spark_hvd.world import World
 
@@ -43,125 +48,31 @@ if TYPE_CHECKING:
     from spark_hvd.mpi_library import MPI
     from spark_hvd.process_sets import ProcessSet
 
-_NO_GENERATION = (
-    "this elastic rank is in no world at the moment, so there is nobody to talk to: collectives belong inside the "
-    "function that is decorated with hvd.elastic.run."
-)
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "Context",
+    "abandon",
+    "abort",
+    "current",
+    "expect",
+    "generation",
+    "in_world",
+    "init",
+    "is_aborted",
+    "is_initialized",
+    "join",
+    "place",
+    "shutdown",
+    "start_timeline",
+    "stop_timeline",
+]
 
 DEFAULT_TIMEOUT = 1800.0
 """Seconds until a collective gives up on its peers, as in torch.distributed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What this process knows of the world it is in."""
-
-    world: World
-    layout: WorldLayout
-    communicator: Communicator
-    kv: Store
-    """The ranks' key-value store, with a prefix of this world's own."""
-    owns_default_group: bool
-    """False if the user had initialised torch.distributed; it is then left alone."""
-    engine: Engine
-    lane: Lane
-    """The named lane of all ranks."""
-    groups: Groups
-    process_sets: dict[int, ProcessSet] = field(default_factory=dict)
-    """Those registered, the global one aside, by number."""
-    lanes: dict[int, Lane] = field(default_factory=dict)
-    """Of the process sets that this rank is in, by number."""
-    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    """For process sets; none is used twice, as keys of the key-value store must not be."""
-    wires: Wires | None = None
-    """Of an elastic world."""
-
-    def making(self) -> contextlib.AbstractContextManager[None]:
-        """To make process groups and lanes in, so that :func:`abort` ends that too."""
-        return contextlib.nullcontext() if self.wires is None else self.wires.making()
-
-    def new_group(self, process_set_id: int, gloo_threads: int | None = None) -> dist.ProcessGroup:
-        """A process group of the ranks of a process set; each of them must call this, in the same order.
-
-        Args:
-            process_set_id: 0 for all ranks.
-            gloo_threads: None for the world's backends; else Gloo alone, with this number of threads.
-        """
-        lane = self.lanes[process_set_id] if process_set_id else self.lane
-        return self.groups.make(process_set_id, lane.ranks, gloo_threads)
-
-
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """How the world was joined, so that init() after shutdown() finds it again."""
-
-    world: World
-    kv: Store
-    timeout: float
-    backend: str | None
-    times: int
-    """How often this generation was joined over this store: every time gets keys of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Provisional:
-    """What an elastic rank is outside its worlds."""
-
-    me: RankInfo
-    config: Config | None
-    generation: int
-
-
-_lock = threading.RLock()
-_current: Context | None = None
-_provisional: _Provisional | None = None
-_wires: Wires | None = None
-"""Of the elastic world that is joined, or is being joined."""
-_aborted: tuple[int, str] | None = None
-"""The last generation that was aborted by its number, and why."""
-_joined: _Joined | None = None
 _adoptions = 0
 _started_by_mpi = False
-
-
-def current() -> Context:
-    """The world this process is in.
-
-    Raises:
-        NotInitializedError: init() has not been called, or shutdown() has.
-    """
-    context = _current
-    if context is None:
-        raise NotInitializedError() if _provisional is None else NotInitializedError(_NO_GENERATION)
-    return context
-
-
-def place() -> RankInfo:
-    """Who I am: in the world, or, as an elastic rank outside one, provisionally.
-
-    Raises:
-        NotInitializedError: Neither.
-    """
-    return _provisional.me if _current is None and _provisional is not None else current().world.me
-
-
-def generation() -> int:
-    """The number of the world; outside one, as an elastic rank, that of the last.
-
-    Raises:
-        NotInitializedError: Before init().
-    """
-    return _provisional.generation if _current is None and _provisional is not None else current().world.generation
-
-
-def is_initialized() -> bool:
-    """Whether this process is in a world, or waits for its first or next one as an elastic rank."""
-    return _current is not None or _provisional is not None
-
-
-def in_world() -> bool:
-    """Whether this process is in a world, so that collectives work."""
-    return _current is not None
 
 
 def init(
@@ -193,18 +104,18 @@ def init(
         MismatchError: Ranks pass different process sets.
         CollectiveError: The other ranks could not be reached.
     """
-    with _lock:
-        if _provisional is not None:
+    with standing.lock:
+        if standing.provisional is not None:
             _prepare(comm, process_sets, settings)
             return
         config = replace(read_config(), **settings)
-        starts_timeline = _current is not None and "timeline" in settings
-        if _current is None:
+        starts_timeline = standing.context is not None and "timeline" in settings
+        if standing.context is None:
             _join_as_launched(comm, config)
         elif settings:
             if settings.get("stall_timeout", 0.0) is None:
-                settings["stall_timeout"] = _current.groups.timeout
-            _current.engine.tune(replace(_current.engine.config, **settings))
+                settings["stall_timeout"] = standing.context.groups.timeout
+            standing.context.engine.tune(replace(standing.context.engine.config, **settings))
         if comm is not None:
             _join_part(comm, config)
         if _started_by_mpi:
@@ -219,8 +130,8 @@ def init(
 
 def _prepare(comm: object, process_sets: object, settings: dict[str, Any]) -> None:
     """init() of an elastic rank outside its worlds: what was set counts in those to come."""
-    global _provisional
-    assert _provisional is not None
+    outside = standing.provisional
+    assert outside is not None
     if comm is not None:
         raise ValueError(f"comm={comm!r}: an elastic world cannot be divided; register process sets instead.")
     if process_sets and process_sets != "dynamic":
@@ -229,7 +140,7 @@ def _prepare(comm: object, process_sets: object, settings: dict[str, Any]) -> No
             "world; register them by hvd.add_process_set() inside the function that is decorated with hvd.elastic.run."
         )
     if settings:
-        _provisional = replace(_provisional, config=replace(_provisional.config or read_config(), **settings))
+        standing.provisional = replace(outside, config=replace(outside.config or read_config(), **settings))
 
 
 def expect(me: RankInfo) -> None:
@@ -241,11 +152,10 @@ def expect(me: RankInfo) -> None:
     Args:
         me: Who I am for the time being.
     """
-    global _provisional
-    with _lock:
-        assert _current is None, "a rank that is in a world has its place there"
-        config, number = (_provisional.config, _provisional.generation) if _provisional is not None else (None, 0)
-        _provisional = _Provisional(me, config, number)
+    with standing.lock:
+        assert standing.context is None, "a rank that is in a world has its place there"
+        before = standing.provisional
+        standing.provisional = Provisional(me, None, 0) if before is None else replace(before, me=me)
 
 
 def _join_as_launched(comm: Sequence[int] | MPI.Intracomm | None, config: Config) -> None:
@@ -253,8 +163,8 @@ def _join_as_launched(comm: Sequence[int] | MPI.Intracomm | None, config: Config
         _adopt_default_group(config)
     elif is_mpi_communicator(comm):
         _join_mpi(comm, config)
-    elif _joined is not None:
-        join(_joined.world, _joined.kv, timeout=_joined.timeout, backend=_joined.backend, config=config)
+    elif (before := standing.joined) is not None:
+        join(before.world, before.kv, timeout=before.timeout, backend=before.backend, config=config)
     elif (env := read_launch_env()) is not None:
         join(*launched_world(env), config=config)
     elif (started := read_mpi_env()) is not None:
@@ -278,16 +188,16 @@ def _join_part(comm: Sequence[int] | MPI.Intracomm, config: Config) -> None:
         return
     if me not in ranks:
         raise ValueError(f"comm={comm!r} does not have this rank, {me}; each rank passes the world that it is in.")
-    if _joined is None or not here.owns_default_group:
+    if standing.joined is None or not here.owns_default_group:
         raise ValueError(
             f"comm={comm!r}: torch.distributed was initialised before spark_hvd, so its world cannot be divided; "
             "register a process set instead."
         )
     layout = WorldLayout.of_ranks([here.layout.ranks[rank].host for rank in ranks])
-    mpi = part_of(here.world.mpi, ranks) if _joined.backend == "mpi" else None
+    mpi = part_of(here.world.mpi, ranks) if standing.joined.backend == "mpi" else None
     world = replace(here.world, me=layout.ranks[ranks.index(me)], mpi=mpi)
-    kv = PrefixStore(f"part/{'-'.join(map(str, ranks))}", _joined.kv)
-    timeout, backend = _joined.timeout, _joined.backend
+    kv = PrefixStore(f"part/{'-'.join(map(str, ranks))}", standing.joined.kv)
+    timeout, backend = standing.joined.timeout, standing.joined.backend
     shutdown()
     join(world, kv, timeout=timeout, backend=backend, config=config)
 
@@ -315,24 +225,23 @@ def join(
         ImportError: `backend` is "mpi", but there is no mpi4py.
         CollectiveError: The other ranks could not be reached, or :func:`abort` was called for this generation.
     """
-    global _joined, _provisional
-    with _lock:
-        if _current is not None:
+    with standing.lock:
+        if standing.context is not None:
             raise RuntimeError(
-                f"this process is rank {_current.world.me.rank} of a world already; "
+                f"this process is rank {standing.context.world.me.rank} of a world already; "
                 "call hvd.shutdown() before it joins another."
             )
-        times = 0
-        if _joined is not None and _joined.kv is kv and _joined.world.generation == world.generation:
-            times = _joined.times + 1
-        _joined = _Joined(world, kv, timeout, backend, times)
+        times, before = 0, standing.joined
+        if before is not None and before.kv is kv and before.world.generation == world.generation:
+            times = before.times + 1
+        standing.joined = Joined(world, kv, timeout, backend, times)
         prefixed = PrefixStore(f"spark_hvd/{world.generation}/{times}", kv)
-        config = config or (_provisional and _provisional.config) or read_config()
+        config = config or (standing.provisional and standing.provisional.config) or read_config()
         if elastic_launcher.installed() is None:
             _meet(world, prefixed, timeout, backend, config)
         else:
             _meet_elastically(world, prefixed, timeout, backend, config)
-        _provisional = None
+        standing.provisional = None
 
 
 def _meet(world: World, kv: Store, timeout: float, backend: str | None, config: Config) -> None:
@@ -343,17 +252,16 @@ def _meet(world: World, kv: Store, timeout: float, backend: str | None, config: 
 
 def _meet_elastically(world: World, kv: Store, timeout: float, backend: str | None, config: Config) -> None:
     """Join a world that :func:`abort` can end, also before all have joined."""
-    global _joined, _wires
-    _wires = wires = Wires(world)
-    if _aborted is not None and world.generation <= _aborted[0]:
-        wires.cut(_aborted[1])
+    standing.wires = wires = Wires(world)
+    if standing.aborted is not None and world.generation <= standing.aborted[0]:
+        wires.cut(standing.aborted[1])
     try:
         with wires.making():
             _meet(world, kv, timeout, backend, config)
     except BaseException:
         # It may have been joined in the very moment in which it was aborted.
-        _end("this rank gave up the generation.")
-        _joined = _wires = None
+        end("this rank gave up the generation.")
+        standing.joined = standing.wires = None
         raise
 
 
@@ -386,12 +294,13 @@ def _enter(world: World, layout: WorldLayout, kv: Store, timeout: float, backend
             timeout=timedelta(seconds=timeout),
         )
     try:
-        if _wires is not None:
-            _wires.add(Connections.since(before, dist.distributed_c10d._get_default_group()))
+        if standing.wires is not None:
+            assert dist.group.WORLD is not None
+            standing.wires.add(Connections.since(before, dist.group.WORLD))
         _settle(world, layout, kv, timeout, config, owns_default_group=True)
     except BaseException as error:
-        if _wires is not None:
-            _wires.cut(str(error))  # what is under way would be waited for
+        if standing.wires is not None:
+            standing.wires.cut(str(error))  # what is under way would be waited for
         dist.destroy_process_group()
         raise
 
@@ -400,15 +309,15 @@ def _settle(
     world: World, layout: WorldLayout, kv: Store, timeout: float, config: Config, *, owns_default_group: bool
 ) -> None:
     """Open the named lane over the default process group's ranks; the world is then joined."""
-    global _current
     if config.stall_timeout is None:
         config = replace(config, stall_timeout=timeout)
+    wires = standing.wires
     engine = Engine(config, world.secret, lambda: own_address(world.endpoint), world.ports)
     size = world.me.size
-    groups = Groups(kv, timeout, owns_default_group=owns_default_group, wires=_wires)
+    groups = Groups(kv, timeout, owns_default_group=owns_default_group, wires=wires)
     try:
-        if _wires is not None:
-            _wires.on_cut(engine.abort)
+        if wires is not None:
+            wires.on_cut(engine.abort)
         communicator: Communicator = LocalCommunicator() if size == 1 else communicator_over(None)
         # A default group that the user initialised is his own affair, also when it hangs. Ours is looked up, not kept:
         # its connections close with the last reference to it, which is how peers notice that it was destroyed.
@@ -418,12 +327,12 @@ def _settle(
     except BaseException:
         engine.close("init() failed")
         raise
-    _current = Context(world, layout, communicator, kv, owns_default_group, engine, lane, groups, wires=_wires)
+    standing.context = Context(world, layout, communicator, kv, owns_default_group, engine, lane, groups, wires=wires)
     if config.timeline is not None:
         try:
             start_timeline(config.timeline, config.timeline_mark_cycles)
         except OSError:
-            _current = None
+            standing.context = None
             engine.close("init() failed")
             raise
 
@@ -459,90 +368,4 @@ def stop_timeline() -> None:
         here.engine.stop_timeline()
 
 
-def shutdown() -> None:
-    """Leave the world; does nothing outside one. init() may follow, if it follows on every rank.
-
-    What is still under way fails, here and on the other ranks. A default process group that the user initialised
-    himself stays. Called when the interpreter exits.
-    """
-    with _lock:
-        _end("hvd.shutdown() was called on this rank.")
-
-
-def abort(text: str, generation: int | None = None) -> None:
-    """End the connections of an elastic world at once; what the training thread waits for fails. From any thread.
-
-    :func:`join`, too, then ends with a CollectiveError soon.
-
-    Args:
-        text: Why, for the errors that follow.
-        generation: Whose world it is about. Nothing happens to a later one, and an earlier or equal one cannot be
-            joined any more: so no call is lost that comes a moment before :func:`join`. None: the one that is joined
-            or is being joined, if any.
-    """
-    global _aborted
-    if generation is not None and (_aborted is None or generation >= _aborted[0]):
-        _aborted = generation, text
-    wires = _wires
-    if wires is None or (generation is not None and wires.generation > generation):
-        return
-    wires.cut(text)
-    context = _current
-    if context is not None:
-        for lane in [context.lane, *context.lanes.values()]:
-            if lane.members.nccl is not None:
-                lane.members.nccl.abort_soon()
-
-
-def is_aborted() -> bool:
-    """Whether :func:`abort` was called for the world that this process is in."""
-    return _wires is not None and _wires.broken is not None
-
-
-def abandon() -> None:
-    """Leave an elastic world, broken or not, and take a provisional place; nobody is waited for.
-
-    Does nothing outside a world. To be called in the training thread. Process sets are unregistered.
-    """
-    global _provisional, _joined, _wires
-    with _lock:
-        context = _current
-        if context is None:
-            return
-        me, config, number = context.world.me, context.engine.config, context.world.generation
-        _end("this rank has left the generation: it is over.")
-        _provisional = _Provisional(me, config, number)
-        _joined = _wires = None
-
-
-def _end(text: str) -> None:
-    global _current
-    context, _current = _current, None
-    if context is None:
-        return
-    for process_set in context.process_sets.values():
-        process_set.registered_as(None)
-    context.engine.close(text)
-    let_end([context.lane, *context.lanes.values()])
-    if context.wires is not None:
-        context.wires.cut(text)
-    context.communicator.close()
-    # The user may have destroyed the default group himself, and all others with it.
-    if dist.is_initialized():
-        if context.owns_default_group:
-            dist.destroy_process_group()
-            context.groups.forget()
-            mpi_backend.release()
-        else:
-            context.groups.destroy_all()
-
-
-def _leave() -> None:
-    shutdown()
-    library = sys.modules.get("spark_hvd.mpi_library")
-    if library is not None:
-        library.finalize()
-
-
 mpi_backend.register()
-atexit.register(_leave)
