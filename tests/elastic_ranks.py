@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import queue
 import signal
@@ -16,9 +17,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
+import torch
 
+import spark_hvd.torch as hvd
 from spark_hvd import context, elastic_launcher
-from spark_hvd.errors import CollectiveError
+from spark_hvd.errors import CollectiveError, HostsUpdatedInterrupt
 from spark_hvd.kv import TCPStore
 from spark_hvd.layout import RankInfo, WorldLayout
 from spark_hvd.world import Endpoint, World
@@ -121,6 +124,51 @@ def _serve(pipe: Connection, timeout: float, place: RankInfo) -> None:
         os._exit(1)
     launcher.tell("value", value)
     context.shutdown()
+
+
+class TrainState:
+    """A model, its optimizer and a count of steps, as simple as a state can be.
+
+    Args:
+        model: Saved, restored and synchronised.
+        optimizer: Of its parameters.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.step = 0
+        self.commits = -1
+        self.resets: list[tuple[int, int, int]] = []
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy((self.step, self.model.state_dict(), self.optimizer.state_dict()))
+
+    def restore(self) -> None:
+        step, model, optimizer = copy.deepcopy(self._saved)
+        self.step = step
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+
+    def sync(self) -> None:
+        commits = hvd.allgather_object(self.commits)
+        root = commits.index(max(commits))
+        mine = (self.step, self.model.state_dict(), self.optimizer.state_dict())
+        self._saved = hvd.broadcast_object(mine, root_rank=root)
+        self.commits = max(0, *commits)
+        self.restore()
+
+    def on_reset(self) -> None:
+        self.resets.append((hvd.generation(), hvd.rank(), hvd.size()))
+
+    def commit(self) -> None:
+        self.save()
+        self.commits += 1
+        launcher = elastic_launcher.installed()
+        if launcher is not None:
+            launcher.committed(self.commits)
+            if hvd.broadcast_object(launcher.update_wanted, root_rank=0):
+                raise HostsUpdatedInterrupt
 
 
 # ---- in the test's process ------------------------------------------------------------------------------------------
