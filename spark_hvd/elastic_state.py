@@ -136,7 +136,7 @@ class ObjectState(State):
         """Keep a copy of the state, in memory that is allocated once, or twice.
 
         Raises:
-            TypeError: There is a tensor that cannot be copied, such as a sparse one.
+            TypeError: There is something that cannot be copied, such as a sparse tensor or a lock.
             RuntimeError: A copy that the save before made in the background failed.
         """
         self._take(self.commits + 1, self._steady())

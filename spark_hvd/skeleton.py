@@ -13,6 +13,9 @@ from spark_hvd.communicator import Communicator
 from spark_hvd.fusion import batches, flatten, unflatten_into
 from spark_hvd.shapes import require_dense
 
+DICTS = dict, OrderedDict, defaultdict
+"""What is looked into, besides lists and tuples; of these types themselves, as others may not be rebuilt so."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bone:
@@ -50,15 +53,7 @@ class Bones:
         Raises:
             TypeError: A tensor is sparse, has no memory of its own here, or is on neither a CPU nor a GPU.
         """
-        return self._taken_apart(value, frozenset())
-
-    def _taken_apart(self, value: Any, within: frozenset[int]) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._bone(value)
-        if id(value) in within:  # a container that contains itself can only stay whole
-            return value
-        within |= {id(value)}
-        return mapped(value, lambda item: self._taken_apart(item, within))
+        return rebuilt(value, lambda leaf: self._bone(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
     def _bone(self, tensor: torch.Tensor) -> Bone:
         require_dense(tensor)
@@ -78,7 +73,8 @@ class Bones:
 
 def tensor_key(tensor: torch.Tensor) -> Hashable:
     """Equal for tensors that are the same elements of the same memory in the same order."""
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    kind = tensor.device, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), kind
 
 
 def put_together(skeleton: Any, tensor_of: Callable[[Bone], torch.Tensor]) -> Any:
@@ -88,12 +84,16 @@ def put_together(skeleton: Any, tensor_of: Callable[[Bone], torch.Tensor]) -> An
         skeleton: Of :meth:`Bones.take_apart`.
         tensor_of: Gives the tensor of a bone; called for each of them, also if several have one number.
     """
-    if isinstance(skeleton, Bone):
-        tensor = tensor_of(skeleton)
-        if skeleton.is_parameter:
-            return torch.nn.Parameter(tensor, skeleton.requires_grad)
-        return tensor.requires_grad_() if skeleton.requires_grad else tensor
-    return mapped(skeleton, lambda item: put_together(item, tensor_of))
+
+    def fleshed_out(leaf: Any) -> Any:
+        if not isinstance(leaf, Bone):
+            return leaf
+        tensor = tensor_of(leaf)
+        if leaf.is_parameter:
+            return torch.nn.Parameter(tensor, leaf.requires_grad)
+        return tensor.requires_grad_() if leaf.requires_grad else tensor
+
+    return rebuilt(skeleton, fleshed_out)
 
 
 class Receivers:
@@ -106,6 +106,7 @@ class Receivers:
     def __init__(self) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
         self._used: set[Hashable] = set()
+        self._within: set[int] = set()
 
     def prepare(self, skeleton: Any, mine: Any = None) -> None:
         """Find or make a tensor for each bone of a skeleton.
@@ -117,14 +118,17 @@ class Receivers:
         if isinstance(skeleton, Bone):
             if skeleton.number not in self.tensors:
                 self.tensors[skeleton.number] = self._receiver(skeleton, mine)
-        elif isinstance(skeleton, dict):
-            there = mine if isinstance(mine, dict) else {}
-            for key, item in skeleton.items():
-                self.prepare(item, there.get(key))
-        elif type(skeleton) in (list, tuple):
-            alike = type(mine) is type(skeleton) and len(mine) == len(skeleton)
-            for place, item in enumerate(skeleton):
-                self.prepare(item, mine[place] if alike else None)
+        elif id(skeleton) not in self._within:
+            self._within.add(id(skeleton))
+            if type(skeleton) in DICTS:
+                there = mine if isinstance(mine, dict) else {}
+                for key, item in skeleton.items():
+                    self.prepare(item, there.get(key))
+            elif type(skeleton) in (list, tuple):
+                alike = type(mine) is type(skeleton) and len(mine) == len(skeleton)
+                for place, item in enumerate(skeleton):
+                    self.prepare(item, mine[place] if alike else None)
+            self._within.remove(id(skeleton))
 
     def _receiver(self, bone: Bone, mine: Any) -> torch.Tensor:
         if not _fits(bone, mine) or (key := tensor_key(mine)) in self._used:
@@ -171,15 +175,24 @@ def broadcast_all(communicator: Communicator, tensors: Sequence[torch.Tensor], r
             unflatten_into(flat, batch)
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A dict, list or tuple with changed items, or the value itself if nothing changes or it is something else."""
+def rebuilt(value: Any, change: Callable[[Any], Any], within: frozenset[int] = frozenset()) -> Any:
+    """Nested dicts, lists and tuples with changed leaves; where nothing changes, the very same objects.
+
+    Args:
+        value: Anything.
+        change: Applied to all that is no such container.
+        within: The ids of the containers around it.
+    """
     kind = type(value)
-    if kind in (dict, OrderedDict, defaultdict):
-        items: Any = {key: change(item) for key, item in value.items()}
+    if kind not in DICTS and kind not in (list, tuple):
+        return change(value)
+    if id(value) in within:  # a container that contains itself can only stay whole
+        return value
+    within |= {id(value)}
+    if kind in DICTS:
+        items: Any = {key: rebuilt(item, change, within) for key, item in value.items()}
         if all(items[key] is item for key, item in value.items()):
             return value
         return defaultdict(value.default_factory, items) if kind is defaultdict else kind(items)
-    if kind in (list, tuple):
-        items = [change(item) for item in value]
-        return kind(items) if any(new is not old for new, old in zip(items, value, strict=True)) else value
-    return value
+    items = [rebuilt(item, change, within) for item in value]
+    return kind(items) if any(new is not old for new, old in zip(items, value, strict=True)) else value

@@ -74,7 +74,8 @@ class _Pending:
     """A commit whose copy is under way."""
 
     commit: Commit
-    sources: list[torch.Tensor]
+    sources: dict[int, torch.Tensor]
+    """By number."""
     versions: list[int]
     copying: _Copying | None
 
@@ -86,7 +87,7 @@ class Snapshots:
         self._last: Commit | None = None
         self._spare: Commit | None = None
         self._pending: _Pending | None = None
-        self._restless: set[Hashable] = set()
+        self._restless: set[int] = set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def take(
@@ -106,27 +107,27 @@ class Snapshots:
                 is called.
 
         Raises:
-            TypeError: There is a tensor that cannot be copied: a sparse one, for example.
+            TypeError: There is something that cannot be copied: a sparse tensor or a lock, for example.
             RuntimeError: The copy of the commit before failed.
         """
         self.settle()
         bones = Bones()
-        skeletons = copy.deepcopy(take_all_apart(bones, content))
+        skeletons = _copied(take_all_apart(bones, content))
         commit, self._spare = self._spare or Commit(), None
         commit.number, commit.things, commit.skeletons = number, things, skeletons
         old = commit.buffers[: len(bones.tensors)]
         commit.buffers = [_buffer(tensor, there) for tensor, there in zip_longest(bones.tensors, old)]
         commit.devices = [tensor.device for tensor in bones.tensors]
         commit.events = []
-        wait = [index for index, each in enumerate(bones.tensors) if self._may_wait(each, steady)]
+        wait = [index for index, each in enumerate(bones.tensors) if self._may_wait(index, each, steady)]
         later = set(wait)
         self._copy(commit, bones.tensors, [index for index in range(len(bones.tensors)) if index not in later])
         if not wait:
             self._spare, self._last = self._last, commit
             return
-        sources = [bones.tensors[index] for index in wait]
-        copying = self._copy_later(commit, bones.tensors, wait)
-        self._pending = _Pending(commit, sources, [source._version for source in sources], copying)
+        sources = {index: bones.tensors[index] for index in wait}
+        versions = [source._version for source in sources.values()]
+        self._pending = _Pending(commit, sources, versions, self._copy_later(commit, bones.tensors, wait))
 
     def settle(self) -> None:
         """Wait until the commit under way is copied; to be called before a step may change steady tensors.
@@ -145,18 +146,19 @@ class Snapshots:
         for device, event in pending.commit.events:
             torch.cuda.current_stream(device).wait_event(event)
         changed = [
-            source
-            for source, version in zip(pending.sources, pending.versions, strict=True)
+            index
+            for (index, source), version in zip(pending.sources.items(), pending.versions, strict=True)
             if source._version != version
         ]
         if not changed:
             self._spare, self._last = self._last, pending.commit
             return
-        self._restless.update(tensor_key(source) for source in changed)
+        self._restless.update(changed)
+        shape = tuple(pending.sources[changed[0]].shape)
         warnings.warn(
-            f"{len(changed)} parameters or tensors of an optimizer's state were changed between state.commit() and the "
-            f"next optimizer.step(), the first of shape {tuple(changed[0].shape)}; commit {pending.commit.number} is "
-            "void, and the one before it stands. From now on commits copy them at once, which takes longer.",
+            f"{len(changed)} parameters or tensors of an optimizer's state, the first of shape {shape}, were changed "
+            f"between state.commit() and the next optimizer.step(). Commit {pending.commit.number} is void, and the "
+            "one before it stands. From now on commits copy them at once, which takes longer.",
             stacklevel=2,
         )
 
@@ -169,11 +171,10 @@ class Snapshots:
         self.settle()
         return self._last
 
-    def _may_wait(self, tensor: torch.Tensor, steady: Collection[Hashable]) -> bool:
-        if self._last is None or tensor.is_inference():
+    def _may_wait(self, number: int, tensor: torch.Tensor, steady: Collection[Hashable]) -> bool:
+        if self._last is None or number in self._restless or tensor.is_inference():
             return False  # without a commit to fall back on, the first one is made at once
-        key = tensor_key(tensor)
-        return key in steady and key not in self._restless
+        return tensor_key(tensor) in steady
 
     def _copy(self, commit: Commit, tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
         on_cpu = [index for index in indices if not tensors[index].is_cuda]
@@ -226,6 +227,17 @@ class _Copying(threading.Thread):
         self.join()
         if self._error is not None:
             raise RuntimeError(f"copying the state for a commit failed: {self._error}") from self._error
+
+
+def _copied(skeletons: dict[str, Any]) -> dict[str, Any]:
+    memo: dict[int, Any] = {}  # one, so that what two names share stays shared
+    copies: dict[str, Any] = {}
+    for name, skeleton in skeletons.items():
+        try:
+            copies[name] = copy.deepcopy(skeleton, memo)
+        except Exception as error:  # whatever a __deepcopy__ raises
+            raise TypeError(f"{name!r}: {type(skeleton).__name__} cannot be copied: {error}") from error
+    return copies
 
 
 def _buffer(tensor: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
