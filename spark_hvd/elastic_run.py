@@ -18,6 +18,11 @@ from spark_hvd.errors import CollectiveError, HostsUpdatedInterrupt
 class Restorable(Protocol):
     """What the function's first argument must be able to do; see :class:`spark_hvd.elastic_state.State`."""
 
+    @property
+    def commits(self) -> int:
+        """How many commits are behind it; -1 before the first sync."""
+        ...
+
     def sync(self) -> None:
         """Make it the same on all ranks; collective."""
         ...
@@ -117,6 +122,7 @@ def _through_generations(launcher: ElasticLauncher, state: Restorable, call: Cal
                 state.on_reset()
             before, again = me, True
             state.sync()
+            launcher.committed(state.commits)  # a newcomer has the state now
             value = call()
             if launcher.finished():
                 return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from spark_hvd import torch_elastic as elastic
 from spark_hvd.basics import (
     ccl_built,
     cross_rank,
@@ -126,6 +127,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "generation",
     "global_process_set",
     "gloo_built",

@@ -37,7 +37,7 @@ def weights(model: torch.nn.Module) -> list[float]:
     return torch.cat([param.detach().flatten() for param in model.parameters()]).tolist()
 
 
-# ---- what a rank dies in ----------------------------------------------------------------------------------------------
+# ---- what a rank dies in
 
 VICTIM_STEP = 5
 
