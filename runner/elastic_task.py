@@ -18,7 +18,7 @@ from spark_hvd.layout import RankInfo
 from spark_hvd.runner.agent import NOTICES, Agent, Report, WorkerSetup
 from spark_hvd.runner.gpus import GpuShare, devices_of
 from spark_hvd.runner.hub import Link
-from spark_hvd.runner.network import choose_address, own_addresses
+from spark_hvd.runner.network import choose_address, is_loopback, own_addresses
 from spark_hvd.runner.outcome import Packed, to_rows
 from spark_hvd.runner.processes import fork_server
 from spark_hvd.runner.task import TaskSpec, executor_pid, host_of, rank_env
@@ -110,7 +110,8 @@ def be_agent(
     """
     common = spec.task
     assert common.hub is not None
-    address = choose_address(host, common.interfaces, common.hub.host, alone=False, own=own_addresses())
+    alone = is_loopback(common.hub.host)  # who reaches the driver there is on its machine
+    address = choose_address(host, common.interfaces, common.hub.host, alone=alone, own=own_addresses())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     own = devices_of(gpus, 1, 0, visible, common.gpus_per_proc)
     server = fork_server(common.env, anchor)  # starts to import torch while we meet the driver

@@ -253,7 +253,8 @@ class Membership:
     def _broken(self, event: Broken, now: float) -> None:
         generation = self._member_of(event.worker, event.generation)
         if generation is not None:
-            self._close(generation, f"{self._name(self.workers[event.worker])}: {event.error}", now, failed=True)
+            error = event.error.splitlines()[0][:200]
+            self._close(generation, f"{self._name(self.workers[event.worker])}: {error}", now, failed=True)
 
     def _yielded(self, event: Yielded, now: float) -> None:
         generation = self._member_of(event.worker, event.generation)
@@ -318,8 +319,8 @@ class Membership:
         generation = self.generation
         name = self._name(worker)
         worker.stage, worker.loss = Stage.GONE, loss
-        self._last_error = worker.number, f"{name} {error}"
-        self._note(f"{name} {error}")
+        self._last_error = worker.number, f"{name}: {error}"
+        self._note(f"{name}: {error}")
         if loss is Loss.FAILED:
             self._count_failure(worker, now)
         if generation is None or worker.number not in generation.members:
@@ -331,7 +332,9 @@ class Membership:
             first = self.workers[generation.members[0]]
             self._end(End.FAILED, "fn raised an exception on every rank", first.number)
         else:
-            self._close(generation, f"{name} {error}", now, failed=True)
+            self._close(generation, f"{name}: {error}", now, failed=True)
+            if generation.failed and not generation.loss:
+                generation.over, generation.loss = f"{name}: {error}", True  # others only say that it is gone
 
     def _count_failure(self, worker: Worker, now: float) -> None:
         agent = self.agents.get(worker.agent)

@@ -95,6 +95,7 @@ class Generation:
         joined: Members that have met all others.
         over: Why it is over; None while it is not.
         failed: Whether it ended by a failure.
+        loss: Whether that was the loss of a member, which then is what `over` says.
         updating: Whether members were told that they change at the next commit.
         finished: Whether the elastic function has returned on all.
     """
@@ -108,6 +109,7 @@ class Generation:
     joined: set[int] = field(default_factory=set)
     over: str | None = None
     failed: bool = False
+    loss: bool = False
     updating: bool = False
     finished: bool = False
 
