@@ -10,8 +10,9 @@ from spark_hvd.runner.membership_events import Limits
 def not_started(there: int, limits: Limits) -> str:
     """Fewer than the minimum of tasks have started."""
     return (
-        f"{there} tasks had started after start_timeout={limits.start_timeout:g} s, min_num_proc="
-        f"{limits.min_num_proc}: give the application more executors or cores, wait for the jobs that hold them, or ask for fewer ranks"
+        f"{there} tasks had started after start_timeout={limits.start_timeout:g} s, "
+        f"min_num_proc={limits.min_num_proc}: give the application more executors or cores, wait for the jobs that "
+        "hold them, or ask for fewer ranks"
     )
 
 
