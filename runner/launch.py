@@ -145,7 +145,7 @@ def run(
         job = on_spark.TaskJob(
             session,
             tasks,
-            _task(pickle.dumps(spec), payload),
+            task_of("task", "run_task", pickle.dumps(spec), payload),
             f"spark_hvd.run({name}) on {size} ranks",
             run_id,
             resources.profile,
@@ -179,10 +179,18 @@ def make_printer(config: RunConfig, stdout: TextIO | None, stderr: TextIO | None
     return Printer(stdout or (None if quiet else sys.stdout), stderr or (None if quiet else sys.stderr))
 
 
-def _task(spec: bytes, payload: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """The task, as a nested function: such travel by value, so it starts even where spark_hvd is not installed."""
+def task_of(module: str, function: str, spec: bytes, payload: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """A Spark task, as a nested function: such travel by value, so it starts even where spark_hvd is not installed.
+
+    Args:
+        module: Of the runner.
+        function: In it, called with the unpickled `spec` and `payload`; yields record batches.
+        spec: Pickled.
+        payload: The pickled call.
+    """
 
     def spark_hvd_task(batches: Iterator[Any]) -> Iterator[Any]:
+        import importlib
         import pickle
         import platform
         import socket
@@ -191,13 +199,13 @@ def _task(spec: bytes, payload: bytes) -> Callable[[Iterator[Any]], Iterator[Any
         for _ in batches:
             pass
         try:
-            from spark_hvd.runner.task import run_task
+            work = getattr(importlib.import_module(f"spark_hvd.runner.{module}"), function)
         except ImportError as error:
             raise ImportError(
                 f"SPARK_HVD_SETUP: {type(error).__name__}: {error}; Python {platform.python_version()} "
                 f"({sys.executable}) on host {socket.gethostname()} cannot import spark_hvd.:END"
             ) from None
-        yield from run_task(pickle.loads(spec), payload)
+        yield from work(pickle.loads(spec), payload)
 
     return spark_hvd_task
 

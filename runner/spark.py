@@ -6,7 +6,8 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_hvd.runner.errors import ClusterError, NotEnoughSlotsError
@@ -92,6 +93,42 @@ def check_barrier_possible(spark: SparkSession) -> None:
             "spark.dynamicAllocation.enabled=true: Spark runs no barrier stage with dynamic allocation (SPARK-24942), "
             "and ranks that train together need one. Start the application with spark.dynamicAllocation.enabled=false "
             "and a fixed number of executors (spark.executor.instances)."
+        )
+
+
+def has_dynamic_allocation(spark: SparkSession) -> bool:
+    """Whether Spark starts executors as tasks wait for them."""
+    return not is_local(spark) and conf(spark, "spark.dynamicAllocation.enabled") == "true"
+
+
+def check_elastic_possible(spark: SparkSession) -> None:
+    """Refuse, or warn of, settings with which an elastic run could not do what it promises.
+
+    Raises:
+        ClusterError: it cannot run at all.
+    """
+    if is_connect(spark):
+        raise ClusterError(
+            "an elastic run is decided on the driver, which executors must reach: with Spark Connect this program is "
+            "none. Run it as a classic application (spark-submit, or SparkSession.builder.master(...)), or use "
+            "spark_hvd.run(..., max_restarts=...)"
+        )
+    if conf(spark, "spark.speculation") == "true":
+        raise ClusterError(
+            "spark.speculation=true: Spark would start a second copy of tasks that run for long, which all ranks do. "
+            "Start the application with spark.speculation=false"
+        )
+    failures = int(conf(spark, "spark.task.maxFailures") or 4)
+    if not is_local(spark) and failures < 2:
+        _log.warning(
+            "spark.task.maxFailures=%d: Spark will end the run with the first executor that is lost; start the "
+            "application with more (Spark counts lost executors for each task)",
+            failures,
+        )
+    if conf(spark, "spark.excludeOnFailure.enabled") == "true":
+        _log.warning(
+            "spark.excludeOnFailure.enabled=true: Spark may exclude hosts after lost executors, for good; an elastic "
+            "run excludes hosts itself (host_failure_limit=, cooldown_range=)"
         )
 
 
@@ -219,6 +256,28 @@ def _amounts_there(spark: SparkSession, num_proc: int, resources: TaskResources)
     return f": {'; '.join(texts)}" if texts else ""
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt of a task.
+
+    Attributes:
+        number: Spark's, unique in the application.
+        runs: Whether it has neither ended nor been lost, as far as Spark knows.
+        executor: Where.
+        leaving: Whether that executor is being decommissioned.
+    """
+
+    number: int
+    runs: bool
+    executor: str
+    leaving: bool
+
+
+def _decommissioned(executors: Iterable[str], spark: SparkSession) -> set[str]:
+    scheduler: Any = spark.sparkContext._jsc.sc().taskScheduler()
+    return {each for each in executors if scheduler.getExecutorDecommissionState(each).isDefined()}
+
+
 class TaskJob:
     """One stage, run in a thread of its own so that the caller can print, time out and be interrupted.
 
@@ -287,13 +346,10 @@ class TaskJob:
             return None
         scala_context: Any = self._spark.sparkContext._jsc.sc()
         try:
-            jobs = list(scala_context.statusTracker().getJobIdsForTag(self._tag))
-            if not jobs:
+            tasks = self._tasks()
+            if not tasks:
                 return None
-            store = scala_context.statusStore()
-            stage = store.lastStageAttempt(store.job(max(jobs)).stageIds().apply(0))
-            tasks = _items(store.taskList(stage.stageId(), stage.attemptId(), 1 << 20))
-            executors = _items(store.executorList(True))
+            executors = _items(scala_context.statusStore().executorList(True))
         except Exception as error:
             # What is asked here has no stable interface; without an answer Spark's own timeouts hold.
             _log.debug("Spark does not tell where tasks are: %s", error)
@@ -303,6 +359,29 @@ class TaskJob:
             {each.id(): _host_and_port(each.hostPort()) for each in executors if each.id() != "driver"},
             self._num_tasks,
         )
+
+    def attempts(self) -> list[Attempt]:
+        """The attempts of tasks that Spark has started, and whether each runs; empty where it cannot be asked."""
+        try:
+            found = self._tasks()
+            decommissioned = _decommissioned({task.executorId() for task in found}, self._spark)
+        except Exception as error:
+            _log.debug("Spark does not tell how tasks are: %s", error)
+            return []
+        return [
+            Attempt(task.taskId(), task.status() == "RUNNING", task.executorId(), task.executorId() in decommissioned)
+            for task in found
+        ]
+
+    def _tasks(self) -> list[Any]:
+        """Spark's own records of them."""
+        scala_context: Any = self._spark.sparkContext._jsc.sc()
+        jobs = list(scala_context.statusTracker().getJobIdsForTag(self._tag))
+        if not jobs:
+            return []
+        store = scala_context.statusStore()
+        stage = store.lastStageAttempt(store.job(max(jobs)).stageIds().apply(0))
+        return _items(store.taskList(stage.stageId(), stage.attemptId(), 1 << 20))
 
     def _run(self) -> None:
         try:

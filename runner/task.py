@@ -172,7 +172,7 @@ def _run_ranks(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> l
     mine = [layout.of_process(context.partitionId() * each + place) for place in range(each)]
     gpus = context.resources().get("gpu")
     addresses = None if gpus is None else gpus.addresses
-    server = fork_server(spec.env, _executor_pid())  # starts to import torch while we meet the others
+    server = fork_server(spec.env, executor_pid())  # starts to import torch while we meet the others
     with ExitStack() as closing:
         links = None if spec.hub is None else [Link(spec.hub, me.rank, me.host) for me in mine]
         on_lines = None
@@ -218,7 +218,7 @@ def run_ranks(
     return supervise_all(jobs, links, server, on_lines)
 
 
-def _executor_pid() -> int:
+def executor_pid() -> int:
     """The executor's JVM, above Spark's daemon, which is above this worker; this process where there is none."""
     java = [parent.pid for parent in psutil.Process().parents() if parent.name() == "java"]
     return java[0] if java else os.getpid()

@@ -173,6 +173,20 @@ class PlannedLane:
         hook = make_hook(index, self._progress, weakref.ref(self))
         self._handles.append(self._params[index].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
+    def close(self) -> None:
+        """Let go of the parameters: their hooks, and those gradients that lie in buckets, which are half reduced."""
+        remove_all(self._handles)
+        self._handles.clear()
+        for bucket in self._buckets:
+            bucket.abandon()
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                if param.grad is view:
+                    param.grad = None
+        self._buckets.clear()
+        self._progress.units.clear()
+        self._marks.clear()
+        self.tuner = None
+
     def set_passes(self, passes: int) -> None:
         """Change the number of backward passes a step; counts from zero again."""
         self._passes = passes

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from spark_hvd.elastic_run import run
 from spark_hvd.elastic_sampler import ElasticSampler
 from spark_hvd.elastic_state import ObjectState, State
 from spark_hvd.errors import HostsUpdatedInterrupt
@@ -200,5 +201,6 @@ __all__ = [
     "StateHandler",
     "TorchState",
     "get_handler_registry",
+    "run",
     "set_handler_registry",
 ]
