@@ -19,7 +19,7 @@ from spark_hvd.estimators.history import History, Row
 if TYPE_CHECKING:
     import torch
 
-    from spark_hvd.estimators.store import Store
+    from spark_hvd.store import Store
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from spark_hvd.estimators.errors import CheckpointError
-from spark_hvd.estimators.store import Store
+from spark_hvd.store import Store
+from spark_hvd.store_errors import CheckpointError
 
 FORMAT = 1
 LAST = "last.ckpt"

@@ -17,7 +17,7 @@ from spark_hvd.estimators.backend import Backend, LocalBackend, SparkBackend
 from spark_hvd.estimators.checkpoint import BEST, LAST, Checkpoints, check_fits
 from spark_hvd.estimators.columns import check_columns, columns_of, expression_of
 from spark_hvd.estimators.dataset import Column, DatasetMeta
-from spark_hvd.estimators.errors import DataError, EstimatorError, StoreError
+from spark_hvd.estimators.errors import DataError, EstimatorError
 from spark_hvd.estimators.head import head_of
 from spark_hvd.estimators.history import History
 from spark_hvd.estimators.materialize import materialize
@@ -28,13 +28,14 @@ from spark_hvd.estimators.parquet import dataset_of
 from spark_hvd.estimators.persistence import ParamsReader, ParamsWriter
 from spark_hvd.estimators.reader import Batch, ReaderSpec
 from spark_hvd.estimators.spec import Objects, TrainSpec
-from spark_hvd.estimators.store import Store
 from spark_hvd.estimators.tables import MODEL_SETTINGS
 from spark_hvd.estimators.tensors import TensorSpec
 from spark_hvd.estimators.training import Framework, train
 from spark_hvd.estimators.trial import ROWS, batch_of, first_batch, label_dtype, try_batch
 from spark_hvd.runner.errors import ExecutorLostError, RankFailedError
 from spark_hvd.runner.spark import active_session, is_local
+from spark_hvd.store import Store
+from spark_hvd.store_errors import StoreError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -166,7 +167,7 @@ class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: i
             try:
                 values = backend.run(train, (spec, pack(objects, "the parameters"), self._framework()))
             except RankFailedError as error:
-                if isinstance(error.__cause__, EstimatorError):
+                if isinstance(error.__cause__, EstimatorError | StoreError):
                     raise type(error.__cause__)(str(error.__cause__)) from error
                 raise
             except ExecutorLostError as error:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.estimators.errors import CheckpointError
 from spark_hvd.estimators.reader import Batch
 from spark_hvd.estimators.sharding import steps_of
 from spark_hvd.estimators.spec import TrainSpec
 from spark_hvd.estimators.training import Job
+from spark_hvd.store_errors import CheckpointError
 
 KEEP = "spark_hvd-keep"
 """The path under which a checkpoint stays in memory."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from spark_hvd.estimators.dataset import DatasetMeta
 from spark_hvd.estimators.sharding import steps_of
-from spark_hvd.estimators.store import Store
 from spark_hvd.estimators.tensors import TensorSpec
+from spark_hvd.store import Store
 
 if TYPE_CHECKING:
     import torch

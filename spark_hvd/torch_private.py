@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from spark_hvd.kv import Store
+
+if TYPE_CHECKING:
+    from spark_hvd.store import Store as FileStore
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -68,3 +71,29 @@ def process_group(
     )
     distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
+
+
+def sharded_writer(store: FileStore, path: str) -> Any:
+    """What writes a rank's part of a sharded checkpoint into a directory of a store."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    if store.is_local:
+        return FileSystemWriter(path)
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+    writer: Any = FsspecWriter(path, sync_files=False)  # else it syncs all disks of the host, which hold no part
+    writer.fs.fs = store.filesystem  # older ones take no options of the file system
+    return writer
+
+
+def sharded_reader(store: FileStore, path: str) -> Any:
+    """What reads parts of a sharded checkpoint from a directory of a store."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    if store.is_local:
+        return FileSystemReader(path)
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    reader: Any = FsspecReader(path)
+    reader.fs.fs = store.filesystem
+    return reader

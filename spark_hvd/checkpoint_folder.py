@@ -1,0 +1,84 @@
+"""A folder of numbered checkpoints: their names, which there are, which to try, which to delete."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd.store_errors import CheckpointError, StoreError
+
+if TYPE_CHECKING:
+    from spark_hvd.store import Store
+
+ONE_FILE = "pt"
+SHARDED = "sharded.json"
+_NAME = re.compile(r"step-(\d+)\.(pt|sharded\.json)")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The checkpoints of a kind, ``ONE_FILE`` or ``SHARDED``, right below the root of a store."""
+
+    store: Store
+    kind: str
+
+    def path(self, step: int) -> str:
+        """File of a step: for a sharded one, its manifest."""
+        return self.store.join(f"{stem(step)}.{self.kind}")
+
+    def steps(self) -> list[int]:
+        """The steps there are, ascending."""
+        names = (path.rpartition("/")[2] for path in self.store.list(self.store.url))
+        matches = (match for name in names if (match := _NAME.fullmatch(name)))
+        return sorted(int(match[1]) for match in matches if match[2] == self.kind)
+
+    def candidates(self, wanted: int | None) -> list[int]:
+        """The steps to try to read, in this order: the newest first, or the one that is wanted.
+
+        Raises:
+            CheckpointError: that is not there.
+        """
+        steps = self.steps()
+        if wanted is None:
+            return steps[::-1]
+        if wanted not in steps:
+            raise CheckpointError(f"{self.store.url} has no checkpoint of step {wanted}, but {steps or 'none at all'}")
+        return [wanted]
+
+    def superseded(self, step: int, keep: int | None) -> list[int]:
+        """The steps to delete now that there is ``step``. Later ones are left: a run that went back leaves such."""
+        if keep is None:
+            return []
+        return [each for each in self.steps() if each < step][: -(keep - 1) or None]
+
+
+def stem(step: int) -> str:
+    """How the names of a step begin, so that they sort by it."""
+    return f"step-{step:012d}"
+
+
+def store_of(where: Store | str | os.PathLike[str]) -> Store:
+    """``where`` as a store whose root is the folder.
+
+    Raises:
+        StoreError: it is gone with this process.
+    """
+    from spark_hvd.store import Store  # not above: `import spark_hvd.torch` would load fsspec
+
+    store = where if isinstance(where, Store) else Store.create(where)
+    if not store.is_shared:
+        raise StoreError(f"cannot use {store.url} for checkpoints: it goes with the process. Use a shared folder")
+    return store
+
+
+def check_step(step: Any, keep: Any = None) -> None:
+    """Raise a TypeError or ValueError unless both are whole numbers in their range, or None."""
+    for name, value, least in (("step", step, 0), ("keep", keep, 1)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}={value!r}: expected a whole number")
+        if value < least:
+            raise ValueError(f"{name}={value}: expected at least {least}")
