@@ -219,6 +219,21 @@ def _amounts_there(spark: SparkSession, num_proc: int, resources: TaskResources)
     return f": {'; '.join(texts)}" if texts else ""
 
 
+def executor_addresses(spark: SparkSession) -> dict[str, tuple[str, int]]:
+    """Host and port of every executor that Spark holds to be alive, by its name; none where it cannot tell."""
+    if is_connect(spark):
+        return {}
+    try:
+        executors = _items(spark.sparkContext._jsc.sc().statusStore().executorList(True))
+    except Exception as error:
+        # What is asked here has no stable interface; without an answer Spark's own timeouts hold.
+        _log.debug("Spark does not tell where executors are: %s", error)
+        return {}
+    addresses = {each.id(): each.hostPort() for each in executors if each.id() != "driver"}
+    # One that is starting has no port yet.
+    return {name: _host_and_port(text) for name, text in addresses.items() if text.rpartition(":")[2].isdigit()}
+
+
 class TaskJob:
     """One stage, run in a thread of its own so that the caller can print, time out and be interrupted.
 
@@ -293,14 +308,12 @@ class TaskJob:
             store = scala_context.statusStore()
             stage = store.lastStageAttempt(store.job(max(jobs)).stageIds().apply(0))
             tasks = _items(store.taskList(stage.stageId(), stage.attemptId(), 1 << 20))
-            executors = _items(store.executorList(True))
         except Exception as error:
-            # What is asked here has no stable interface; without an answer Spark's own timeouts hold.
             _log.debug("Spark does not tell where tasks are: %s", error)
             return None
         return Placement(
             {task.index(): (task.executorId(), task.host().strip("[]")) for task in tasks},
-            {each.id(): _host_and_port(each.hostPort()) for each in executors if each.id() != "driver"},
+            executor_addresses(self._spark),
             self._num_tasks,
         )
 
