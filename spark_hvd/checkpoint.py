@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,15 +23,12 @@ from typing import TYPE_CHECKING, Any
 from spark_hvd import checkpoint_sharded
 from spark_hvd.basics import rank
 from spark_hvd.checkpoint_folder import ONE_FILE, SHARDED, Folder, check_step, store_of
-from spark_hvd.checkpoint_format import NewerFormatError, from_rank_0, on_rank_0, unpack, write
-from spark_hvd.store_errors import CheckpointError
+from spark_hvd.checkpoint_format import Found, read, read_by_rank_0, write
 
 if TYPE_CHECKING:
     from spark_hvd.store import Store
 
 __all__ = ["Checkpoint", "latest", "load", "load_sharded", "save", "save_sharded"]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,33 +89,13 @@ def load(where: Store | str | os.PathLike[str], step: int | None = None) -> Chec
         CheckpointError: all are damaged, or the one asked for is damaged or missing, or a newer spark_hvd wrote it.
     """
     check_step(step)
-    read: list[tuple[bytes, dict[str, Any]]] = []  # by this rank
 
-    def newest() -> tuple[str, int] | None:
+    def newest() -> Found | None:
         folder = Folder(store_of(where), ONE_FILE)
-        there = folder.candidates(step)
-        for candidate in there:
-            path = folder.path(candidate)
-            data = folder.store.read_bytes(path)
-            try:
-                read.append((data, unpack(data, path, "Delete it to go on from the one before, or from the start")))
-            except NewerFormatError:
-                raise
-            except CheckpointError as error:
-                if candidate == there[-1]:
-                    raise
-                _log.warning("%s. Going on from the checkpoint before it", error)
-            else:
-                return path, len(data)
-        return None
+        return folder.newest(step, lambda each: read(folder.store, folder.path(each), "Delete it to do without it"))
 
-    found = on_rank_0(newest)
-    if found is None:
-        return None
-    path, length = found
-    data = from_rank_0(read[0][0] if read else None, length)
-    saved = read[0][1] if read else unpack(data, path, "", tested=True)
-    return Checkpoint(saved["step"], saved["state"])
+    saved = read_by_rank_0(newest)
+    return None if saved is None else Checkpoint(saved["step"], saved["state"])
 
 
 def latest(where: Store | str | os.PathLike[str]) -> int | None:

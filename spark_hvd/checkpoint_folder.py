@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spark_hvd.checkpoint_format import Found, NewerFormatError
 from spark_hvd.store_errors import CheckpointError, StoreError
 
 if TYPE_CHECKING:
     from spark_hvd.store import Store
 
+_log = logging.getLogger(__name__)
 ONE_FILE = "pt"
 SHARDED = "sharded.json"
 _NAME = re.compile(r"step-(\d+)\.(pt|sharded\.json)")
@@ -34,18 +38,31 @@ class Folder:
         matches = (match for name in names if (match := _NAME.fullmatch(name)))
         return sorted(int(match[1]) for match in matches if match[2] == self.kind)
 
-    def candidates(self, wanted: int | None) -> list[int]:
-        """The steps to try to read, in this order: the newest first, or the one that is wanted.
+    def newest(self, wanted: int | None, read_step: Callable[[int], Found]) -> Found | None:
+        """The newest checkpoint that is not damaged, with a warning for each that is; None where there is none yet.
+
+        Args:
+            wanted: Take this one and no other.
+            read_step: Reads the checkpoint of a step.
 
         Raises:
-            CheckpointError: that is not there.
+            StoreError: one cannot be read.
+            CheckpointError: all are damaged, the one wanted is or is not there, or one is of a newer version.
         """
         steps = self.steps()
-        if wanted is None:
-            return steps[::-1]
-        if wanted not in steps:
+        if wanted is not None and wanted not in steps:
             raise CheckpointError(f"{self.store.url} has no checkpoint of step {wanted}, but {steps or 'none at all'}")
-        return [wanted]
+        steps = steps[::-1] if wanted is None else [wanted]
+        for step in steps:
+            try:
+                return read_step(step)
+            except NewerFormatError:
+                raise
+            except CheckpointError as error:
+                if step == steps[-1]:
+                    raise
+                _log.warning("%s. Going on from the checkpoint before it", error)
+        return None
 
     def superseded(self, step: int, keep: int | None) -> list[int]:
         """The steps to delete now that there is ``step``. Later ones are left: a run that went back leaves such."""

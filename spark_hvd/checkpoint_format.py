@@ -6,6 +6,7 @@ import io
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -29,6 +30,15 @@ _PLAIN = (
 """What torch loads without running code. Exact types: a numpy.float64 is a float too, but not to the unpickler."""
 
 
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that was read: its file, the content, and the state in it."""
+
+    path: str
+    data: bytes
+    state: dict[str, Any]
+
+
 class NewerFormatError(CheckpointError):
     """A newer version of spark_hvd wrote the checkpoint."""
 
@@ -43,6 +53,17 @@ def write(store: Store, path: str, state: Mapping[str, Any]) -> None:
     _check_plain(state, "state")
     with store.writing(path) as file:
         torch.save({"format": FORMAT, **state}, file)
+
+
+def read(store: Store, path: str, otherwise: str) -> Found:
+    """Read a checkpoint; see :func:`unpack`.
+
+    Raises:
+        StoreError: it cannot be read.
+        CheckpointError: it is damaged, or, as NewerFormatError, of a newer version.
+    """
+    data = store.read_bytes(path)
+    return Found(path, data, unpack(data, path, otherwise))
 
 
 def unpack(data: bytes, path: str, otherwise: str, *, tested: bool = False) -> dict[str, Any]:
@@ -95,16 +116,36 @@ def on_rank_0(do: Callable[[], T]) -> T:
     return cast(T, value)
 
 
-def from_rank_0(content: bytes | None, length: int) -> bytes:
-    """The content of a file, ``length`` bytes, that rank 0 has read, on all ranks."""
-    if not is_initialized():
-        assert content is not None
-        return content
+def read_by_rank_0(choose: Callable[[], Found | None]) -> dict[str, Any] | None:
+    """The state that rank 0 has chosen and read, on all ranks; None where it found none. Alone where there is no world.
+
+    One rank chooses, because hosts may list a folder differently for a moment, and reads, because a store serves one
+    reader better than a thousand.
+
+    Args:
+        choose: Called on rank 0.
+
+    Raises:
+        Exception: what ``choose`` raised on rank 0, on all ranks.
+    """
+    mine: list[Found] = []
+
+    def outline() -> tuple[str, int] | None:
+        found = choose()
+        if found is None:
+            return None
+        mine.append(found)
+        return found.path, len(found.data)
+
+    outlined = on_rank_0(outline)
+    if outlined is None or not is_initialized():
+        return mine[0].state if mine else None
+    path, length = outlined
     parts = []
     for start in range(0, length, _CHUNK):
-        part = content[start : start + _CHUNK] if content is not None else b""
-        parts.append(broadcast_object(part, name="spark_hvd.checkpoint.content"))
-    return content if content is not None else b"".join(parts)
+        part = mine[0].data[start : start + _CHUNK] if mine else b""
+        parts.append(broadcast_object(part, name="spark_hvd.checkpoint.data"))
+    return mine[0].state if mine else unpack(b"".join(parts), path, "", tested=True)
 
 
 def _check_plain(value: Any, where: str) -> None:

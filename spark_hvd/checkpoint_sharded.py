@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from spark_hvd.basics import size
 from spark_hvd.checkpoint_folder import SHARDED, Folder, stem
-from spark_hvd.checkpoint_format import FORMAT, NewerFormatError, from_rank_0, on_rank_0, unpack, write
+from spark_hvd.checkpoint_format import FORMAT, Found, NewerFormatError, on_rank_0, read, read_by_rank_0, write
 from spark_hvd.store_errors import CheckpointError, StoreError
 from spark_hvd.torch_private import sharded_reader, sharded_writer
 
 if TYPE_CHECKING:
     from spark_hvd.store import Store
 
-_log = logging.getLogger(__name__)
 _STATE = "state.pt"
 _SHARDS = ".shards"
 
@@ -39,7 +37,7 @@ def save(store: Store, model: Any, optimizers: Any, state: Mapping[str, Any], st
 
     def begin() -> str:
         directory = f"{stem(step)}-{uuid.uuid4().hex[:8]}{_SHARDS}"
-        write(store, store.join(directory, _STATE), {"state": state})
+        write(store, store.join(directory, _STATE), {"step": step, "directory": directory, "state": state})
         return directory
 
     def commit() -> None:
@@ -62,38 +60,20 @@ def load(store: Store, model: Any, optimizers: Any, step: int | None) -> tuple[i
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 
-    read: list[bytes] = []  # by this rank
+    def read_step(each: int) -> Found:
+        return read(store, store.join(_checked(folder, each), _STATE), "Delete its manifest")
 
-    def newest() -> tuple[int, str, int] | None:
-        folder = Folder(store, SHARDED)
-        there = folder.candidates(step)
-        for candidate in there:
-            try:
-                directory = _checked(folder, candidate)
-                path = store.join(directory, _STATE)
-                read[:] = [store.read_bytes(path)]
-                unpack(read[0], path, "Delete its manifest")
-            except NewerFormatError:
-                raise
-            except CheckpointError as error:
-                if candidate == there[-1]:
-                    raise
-                _log.warning("%s. Going on from the checkpoint before it", error)
-            else:
-                return candidate, directory, len(read[0])
+    folder = Folder(store, SHARDED)
+    saved = read_by_rank_0(lambda: folder.newest(step, read_step))
+    if saved is None:
         return None
-
-    found = on_rank_0(newest)
-    if found is None:
-        return None
-    saved, directory, length = found
-    plain = unpack(from_rank_0(read[0] if read else None, length), directory, "", tested=True)
+    path = store.join(saved["directory"])
     weights, moments = get_state_dict(model, optimizers)
     parts: dict[str, Any] = {"model": weights, "optimizer": moments} if moments else {"model": weights}
-    with _explaining("load", store.join(directory), CheckpointError):
-        load_parts(parts, storage_reader=sharded_reader(store, store.join(directory)))
+    with _explaining("load", path, CheckpointError):
+        load_parts(parts, storage_reader=sharded_reader(store, path))
         set_state_dict(model, optimizers, model_state_dict=parts["model"], optim_state_dict=parts.get("optimizer", {}))
-    return saved, plain["state"]
+    return saved["step"], saved["state"]
 
 
 def _checked(folder: Folder, step: int) -> str:
