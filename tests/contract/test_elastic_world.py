@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -14,8 +16,10 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
+from spark_hvd import context, elastic_launcher
 from spark_hvd.elastic_run import run
-from tests.elastic_ranks import TrainState, elastic_job
+from spark_hvd.world import World
+from tests.elastic_ranks import PipeLauncher, TrainState, elastic_job
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -37,7 +41,7 @@ def weights(model: torch.nn.Module) -> list[float]:
     return torch.cat([param.detach().flatten() for param in model.parameters()]).tolist()
 
 
-# ---- what a rank dies in ----------------------------------------------------------------------------------------------
+# ---- what a rank dies in ---------------------------------------------------------------------------------------------
 
 VICTIM_STEP = 5
 
@@ -83,11 +87,6 @@ WORK: dict[str, Callable[[TrainState, int], None]] = {
 }
 
 
-def in_the_midst(work: str, step: int) -> None:
-    """A victim ends when the others are in the collective already."""
-    time.sleep(0.2)
-
-
 def train_with_victim(work: str, end: str, victim: int, steps: int = 10) -> dict[str, Any]:
     me = hvd.rank()
     model = model_of(me)
@@ -120,7 +119,7 @@ def test_others_go_on_without_a_rank(work: str, end: str, victim: int) -> None:
         job.form(job.ranks)
         others = [rank for rank in job.ranks if rank.number != victim]
         if end == "SIGKILL":
-            job.ranks[victim].process.join(30)
+            job.ranks[victim].await_end()
         else:
             time.sleep(1.0)
         if end == "SIGSTOP" or work == "ddp":
@@ -135,3 +134,74 @@ def test_others_go_on_without_a_rank(work: str, end: str, victim: int) -> None:
         assert [result["resets"][-1] for result in results] == [(1, 0, 2), (1, 1, 2)]
         assert results[0]["weights"] == results[1]["weights"]
         assert results[0]["commits"] == results[1]["commits"] == 5
+
+
+# ---- joining ---------------------------------------------------------------------------------------------------------
+
+
+def resources() -> dict[str, int]:
+    """What a rank must not have more of with each generation."""
+    maps = Path("/proc/self/maps").read_text()
+    return {
+        "file descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "memory segments": maps.count("memfd:spark_hvd"),
+    }
+
+
+def ends_while_it_joins(end: str, victims: list[int], milliseconds: list[int]) -> list[dict[str, int]]:
+    """In each generation but the last, one rank ends so many milliseconds after it was told to go."""
+    launcher = elastic_launcher.installed()
+    assert isinstance(launcher, PipeLauncher)
+    me, found = hvd.rank(), []
+    join = context.join
+
+    def joining(world: World, *args: Any, **kwargs: Any) -> None:
+        if me in victims and world.generation == victims.index(me):
+            pause = milliseconds[world.generation] / 1000
+
+            def strike() -> None:
+                time.sleep(pause)
+                os.kill(os.getpid(), getattr(signal, end))
+
+            threading.Thread(target=strike, daemon=True).start()
+        join(world, *args, **kwargs)
+        if me in victims and world.generation == victims.index(me):
+            time.sleep(10)  # it was quicker
+
+    context.join = joining  # what the launcher calls
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    state = TrainState(model, optimizer)
+
+    @run
+    def train(state: TrainState) -> None:
+        by_optimizer(state, 0)
+        found.append(resources())
+        if hvd.generation() < len(victims):
+            hvd.barrier()
+
+    train(state)
+    return found
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["a member", "who serves the store"])
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_ends_while_it_joins(end: str, first: bool) -> None:
+    """At every moment of joining: the others are free soon after they have been told."""
+    moments = [0, 1, 2, 4, 6, 8, 10, 13, 16, 20, 25, 30, 40, 60]
+    victims = list(range(2, 2 + len(moments)))
+    with elastic_job(ends_while_it_joins, end, victims, moments, count=2 + len(moments)) as job:
+        two = job.ranks[:2]
+        for victim in victims:
+            struck = job.ranks[victim]
+            job.form([struck, *two] if first else [*two, struck], join=False)
+            if end == "SIGKILL":
+                struck.await_end()
+            else:
+                time.sleep(0.3)
+            job.abort(two)
+            for rank in two:
+                rank.await_("not joined", "broken", seconds=SECONDS)
+        job.form(two)
+        assert all(job.finish(two))
