@@ -163,6 +163,7 @@ class TrainState:
         self.model, self.optimizer = model, optimizer
         self.step = 0
         self.commits = -1
+        self.restored = 0
         self.resets: list[tuple[int, int, int]] = []
         self.save()
 
@@ -170,6 +171,10 @@ class TrainState:
         self._saved = copy.deepcopy((self.step, self.model.state_dict(), self.optimizer.state_dict()))
 
     def restore(self) -> None:
+        self.restored += 1
+        self._load()
+
+    def _load(self) -> None:
         step, model, optimizer = copy.deepcopy(self._saved)
         self.step = step
         self.model.load_state_dict(model)
@@ -181,7 +186,7 @@ class TrainState:
         mine = (self.step, self.model.state_dict(), self.optimizer.state_dict())
         self._saved = hvd.broadcast_object(mine, root_rank=root)
         self.commits = max(0, *commits)
-        self.restore()
+        self._load()
 
     def on_reset(self) -> None:
         self.resets.append((hvd.generation(), hvd.rank(), hvd.size()))
