@@ -82,6 +82,7 @@ def test_a_lost_executor_is_survived_to_the_bit(
     assert record.message.startswith("restart 1 of 3: Spark lost the executor of rank 1 on 127.0.0.1")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_all_executors")
 def test_it_goes_on_with_fewer_ranks_if_they_are_enough(
     cluster: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
