@@ -174,18 +174,10 @@ class PlannedLane:
         self._handles.append(self._params[index].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Let go of the parameters: their hooks, and those gradients that lie in buckets, which are half reduced."""
+        """Let go of the parameters, because nothing will be reduced any more."""
         remove_all(self._handles)
-        self._handles.clear()
-        for bucket in self._buckets:
-            bucket.abandon()
-            for param, view in zip(bucket.params, bucket.views, strict=True):
-                if param.grad is view:
-                    param.grad = None
-        self._buckets.clear()
-        self._progress.units.clear()
-        self._marks.clear()
-        self.tuner = None
+        while self._buckets:
+            self._buckets.pop().release()
 
     def set_passes(self, passes: int) -> None:
         """Change the number of backward passes a step; counts from zero again."""
