@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import tempfile
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from spark_hvd.runner.errors import ClusterError, NotEnoughSlotsError
@@ -260,6 +262,9 @@ def executor_addresses(spark: SparkSession) -> dict[str, tuple[str, int]]:
         # What is asked here has no stable interface; without an answer Spark's own timeouts hold.
         _log.debug("Spark does not tell where executors are: %s", error)
         return {}
-    addresses = {each.id(): each.hostPort() for each in executors if each.id() != "driver"}
-    # One that is starting has no port yet.
-    return {name: _host_and_port(text) for name, text in addresses.items() if text.rpartition(":")[2].isdigit()}
+    return listening({each.id(): each.hostPort() for each in executors if each.id() != "driver"})
+
+
+def listening(executors: Mapping[str, str]) -> dict[str, tuple[str, int]]:
+    """Host and port of those executors that have one; Spark knows one that is starting by its host alone."""
+    return {name: _host_and_port(text) for name, text in executors.items() if re.search(r":\d+$", text)}

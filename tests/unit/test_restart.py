@@ -19,6 +19,7 @@ from spark_hvd.runner.errors import (
 )
 from spark_hvd.runner.outcome import Failed, FailureKind
 from spark_hvd.runner.restart import check_least, reason_to_restart, with_restarts
+from spark_hvd.runner.spark import listening
 
 
 def failed(kind: FailureKind) -> RankFailedError:
@@ -115,6 +116,11 @@ def test_the_last_error_says_how_many_were_made() -> None:
 def test_arguments(arguments: dict[str, object], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         RunConfig(num_proc=4, **arguments)  # type: ignore[arg-type]
+
+
+def test_an_executor_that_is_starting_has_no_port_yet() -> None:
+    executors = {"0": "10.0.0.7:40001", "1": "10.0.0.8", "2": "[fd00::1]:40002", "3": "[fd00::2]"}
+    assert listening(executors) == {"0": ("10.0.0.7", 40001), "2": ("fd00::1", 40002)}
 
 
 def test_a_least_number_above_the_clusters() -> None:
