@@ -28,7 +28,7 @@ import torch
 
 from spark_hvd.estimators.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.estimators.reader import Batch, ReaderSpec, open_reader
-from spark_hvd.estimators.store import Store
+from spark_hvd.store import Store
 
 FEATURES = [f"f{number}" for number in range(20)]
 NAMES = (*FEATURES, "label")

@@ -12,42 +12,41 @@ if TYPE_CHECKING:
     from spark_hvd.estimators.backend import LocalBackend, SparkBackend
     from spark_hvd.estimators.callbacks import Callback, CSVLogger, EarlyStopping, MLflow, TensorBoard, TrainState
     from spark_hvd.estimators.errors import (
-        CheckpointError,
         DataError,
         EstimatorError,
         ModelError,
         NotFiniteLossError,
-        StoreError,
     )
     from spark_hvd.estimators.history import History
     from spark_hvd.estimators.lightning import LightningEstimator, LightningModel
     from spark_hvd.estimators.model import TorchModel
     from spark_hvd.estimators.reuse import clear_materialized_data
-    from spark_hvd.estimators.store import Store
     from spark_hvd.estimators.torch import TorchEstimator
+    from spark_hvd.store import Store
+    from spark_hvd.store_errors import CheckpointError, StoreError
 
 _HOME = {
-    "CSVLogger": "callbacks",
-    "Callback": "callbacks",
-    "CheckpointError": "errors",
-    "DataError": "errors",
-    "EarlyStopping": "callbacks",
-    "EstimatorError": "errors",
-    "History": "history",
-    "LightningEstimator": "lightning",
-    "LightningModel": "lightning",
-    "LocalBackend": "backend",
-    "MLflow": "callbacks",
-    "ModelError": "errors",
-    "NotFiniteLossError": "errors",
-    "SparkBackend": "backend",
-    "Store": "store",
-    "StoreError": "errors",
-    "TensorBoard": "callbacks",
-    "TorchEstimator": "torch",
-    "TorchModel": "model",
-    "TrainState": "callbacks",
-    "clear_materialized_data": "reuse",
+    "CSVLogger": "spark_hvd.estimators.callbacks",
+    "Callback": "spark_hvd.estimators.callbacks",
+    "CheckpointError": "spark_hvd.store_errors",
+    "DataError": "spark_hvd.estimators.errors",
+    "EarlyStopping": "spark_hvd.estimators.callbacks",
+    "EstimatorError": "spark_hvd.estimators.errors",
+    "History": "spark_hvd.estimators.history",
+    "LightningEstimator": "spark_hvd.estimators.lightning",
+    "LightningModel": "spark_hvd.estimators.lightning",
+    "LocalBackend": "spark_hvd.estimators.backend",
+    "MLflow": "spark_hvd.estimators.callbacks",
+    "ModelError": "spark_hvd.estimators.errors",
+    "NotFiniteLossError": "spark_hvd.estimators.errors",
+    "SparkBackend": "spark_hvd.estimators.backend",
+    "Store": "spark_hvd.store",
+    "StoreError": "spark_hvd.store_errors",
+    "TensorBoard": "spark_hvd.estimators.callbacks",
+    "TorchEstimator": "spark_hvd.estimators.torch",
+    "TorchModel": "spark_hvd.estimators.model",
+    "TrainState": "spark_hvd.estimators.callbacks",
+    "clear_materialized_data": "spark_hvd.estimators.reuse",
 }
 
 __all__ = [
@@ -77,7 +76,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(f"spark_hvd.estimators.{_HOME[name]}"), name)
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

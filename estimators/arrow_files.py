@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
+from spark_hvd.estimators.arrow_store import arrow_filesystem
 from spark_hvd.estimators.dataset import RowGroup, listed
 from spark_hvd.estimators.errors import DataError
-from spark_hvd.estimators.store import Store
+from spark_hvd.store import Store
 
 KEPT_OPEN = 16
 """Files that stay open for the next row group."""
@@ -29,7 +30,7 @@ class RowGroups:
     """
 
     def __init__(self, store: Store, columns: tuple[str, ...]) -> None:
-        self._filesystem = store.arrow_filesystem()
+        self._filesystem = arrow_filesystem(store)
         self._inner_path = store.inner_path
         self._columns = list(columns)
         # Reading ahead of the columns saves round trips of a network, and costs a copy on a disk.

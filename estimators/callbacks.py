@@ -19,7 +19,7 @@ from spark_hvd.estimators.history import History, Row
 if TYPE_CHECKING:
     import torch
 
-    from spark_hvd.estimators.store import Store
+    from spark_hvd.store import Store
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class TrainState:
         epoch: From 0.
         epochs: How many there will be.
         step: Batches done in this epoch.
-        steps: Batches in an epoch, the same on every rank.
+        steps: Batches in this epoch, the same on every rank.
         global_step: Batches done since the first epoch, those of a resumed run included.
         model: The model, on its device.
         optimizer: The optimizer, its gradients averaged over ranks.

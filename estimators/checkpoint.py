@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from spark_hvd.estimators.errors import CheckpointError
-from spark_hvd.estimators.store import Store
+from spark_hvd.checkpoint_format import read, read_by_rank_0, write
+from spark_hvd.store import Store
+from spark_hvd.store_errors import CheckpointError
 
-FORMAT = 1
 LAST = "last.ckpt"
 BEST = "best.ckpt"
 
@@ -37,35 +36,22 @@ class Checkpoints:
         """Write ``state``: dicts, lists, numbers, text and tensors, nothing else.
 
         Raises:
+            TypeError: something else is in it.
             StoreError: it cannot be written; a former one is still there, whole.
         """
-        data = io.BytesIO()
-        torch.save({"format": FORMAT, **state}, data)
-        self.store.write_bytes(self.store.checkpoint_path(self.run_id, name), data.getvalue())
+        write(self.store, self.store.checkpoint_path(self.run_id, name), state)
 
     def load(self, name: str = LAST) -> dict[str, Any]:
-        """Read one, onto the CPU. No code is run by it: only tensors and plain data are unpickled.
+        """Read one, onto the CPU; on ranks, rank 0 reads for all. No code is run by it.
 
         Raises:
             StoreError: it cannot be read.
             CheckpointError: it is damaged, or a newer version wrote it.
         """
         path = self.store.checkpoint_path(self.run_id, name)
-        data = self.store.read_bytes(path)
-        try:
-            state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-            format_ = state["format"]
-        except Exception as error:
-            raise CheckpointError(
-                f"the checkpoint {path} ({len(data):,} bytes) is damaged: {type(error).__name__}: "
-                f"{str(error).splitlines()[0]}. Delete it to train run_id={self.run_id!r} from the start, or give "
-                "another run_id"
-            ) from error
-        if format_ > FORMAT:
-            raise CheckpointError(
-                f"the checkpoint {path} has format {format_}, written by a newer spark_hvd; this one reads formats up "
-                f"to {FORMAT}. Update spark_hvd, or give another run_id"
-            )
+        otherwise = f"Delete it to train run_id={self.run_id!r} from the start, or give another run_id"
+        state = read_by_rank_0(lambda: read(self.store, path, otherwise))
+        assert state is not None
         return state
 
 

@@ -20,11 +20,3 @@ class ModelError(EstimatorError, ValueError):
 
 class NotFiniteLossError(EstimatorError):
     """The loss became NaN or infinite; the text names rank, epoch and batch."""
-
-
-class StoreError(EstimatorError):
-    """The store cannot be reached, read, written, or holds something else than expected."""
-
-
-class CheckpointError(StoreError):
-    """A checkpoint or a saved model is damaged, of another model, or of a newer version of spark_hvd."""

@@ -7,6 +7,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from spark_hvd.estimators.backend import Backend, LocalBackend, SparkBackend
 from spark_hvd.estimators.checkpoint import BEST, LAST, Checkpoints, check_fits
 from spark_hvd.estimators.columns import check_columns, columns_of, expression_of
 from spark_hvd.estimators.dataset import Column, DatasetMeta
-from spark_hvd.estimators.errors import DataError, EstimatorError, StoreError
+from spark_hvd.estimators.errors import DataError, EstimatorError
 from spark_hvd.estimators.head import head_of
 from spark_hvd.estimators.history import History
 from spark_hvd.estimators.materialize import materialize
@@ -28,13 +29,14 @@ from spark_hvd.estimators.parquet import dataset_of
 from spark_hvd.estimators.persistence import ParamsReader, ParamsWriter
 from spark_hvd.estimators.reader import Batch, ReaderSpec
 from spark_hvd.estimators.spec import Objects, TrainSpec
-from spark_hvd.estimators.store import Store
 from spark_hvd.estimators.tables import MODEL_SETTINGS
 from spark_hvd.estimators.tensors import TensorSpec
-from spark_hvd.estimators.training import Framework, train
+from spark_hvd.estimators.training import Framework, check_order, train
 from spark_hvd.estimators.trial import ROWS, batch_of, first_batch, label_dtype, try_batch
 from spark_hvd.runner.errors import ExecutorLostError, RankFailedError
 from spark_hvd.runner.spark import active_session, is_local
+from spark_hvd.store import Store
+from spark_hvd.store_errors import StoreError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -161,17 +163,20 @@ class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: i
         if spec.resume:
             state = checkpoints.load()
             check_fits(state, objects.model, spec.run_id)
+            if settings["random_seed"] is None:  # else the order of rows would be another
+                spec = replace(spec, seed=state["seed"])
+            check_order(state, spec)
             history = History(state["history"])
         if len(history) < spec.epochs:
             try:
                 values = backend.run(train, (spec, pack(objects, "the parameters"), self._framework()))
             except RankFailedError as error:
-                if isinstance(error.__cause__, EstimatorError):
+                if isinstance(error.__cause__, EstimatorError | StoreError):
                     raise type(error.__cause__)(str(error.__cause__)) from error
                 raise
             except ExecutorLostError as error:
                 raise ExecutorLostError(
-                    f"{error} The checkpoint of the last whole epoch, if there was one, is kept: fit again with "
+                    f"{error} The last checkpoint, if there was one, is kept: fit again with "
                     f"run_id={spec.run_id!r} to go on from it."
                 ) from error
             assert values[0] is not None
@@ -198,6 +203,11 @@ class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: i
                 f"num_proc={settings['num_proc']} and backend are both given: give the number to the backend, "
                 "SparkBackend(num_proc=...)"
             )
+        if settings["backend"] is not None and (settings["max_restarts"] or settings["min_num_proc"] is not None):
+            raise ValueError(
+                f"max_restarts={settings['max_restarts']}, min_num_proc={settings['min_num_proc']} and backend are "
+                "given: give them to the backend, SparkBackend(max_restarts=...)"
+            )
         self._check(settings)
         return settings
 
@@ -210,7 +220,10 @@ class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: i
 
     def _backend(self, settings: Settings) -> Backend:
         backend: Backend = settings["backend"] or SparkBackend(
-            settings["num_proc"], verbose=min(settings["verbose"], 1)
+            settings["num_proc"],
+            verbose=min(settings["verbose"], 1),
+            max_restarts=settings["max_restarts"],
+            min_num_proc=settings["min_num_proc"],
         )
         return backend
 

@@ -18,8 +18,14 @@ class History(list[Row]):
     Keys: ``epoch`` (from 1), ``loss``, each metric, the same with ``val_`` before them where there is validation,
     ``lr`` (of the first parameter group, during the epoch), ``seconds`` and ``rows_per_second`` (of training, over all
     ranks). Losses and metrics are means over all rows of the epoch, on all ranks. ``skipped_steps`` counts steps left
-    out because gradients were not finite, where ``terminate_on_nan`` is off.
+    out because gradients were not finite, where ``terminate_on_nan`` is off. ``restarts`` counts how often the ranks
+    had been started again when the epoch ended (``max_restarts``); without any there is no such key.
     """
+
+    @property
+    def restarts(self) -> int:
+        """How often the ranks were started again."""
+        return max((int(row.get("restarts", 0)) for row in self), default=0)
 
     def to_pandas(self) -> pd.DataFrame:
         """A DataFrame with a row an epoch, indexed by it."""

@@ -8,7 +8,7 @@ import tempfile
 from typing import Any
 
 import spark_hvd.torch as hvd
-from spark_hvd.estimators.store import Store
+from spark_hvd.store import Store
 
 _FOLDERS = ("dirpath", "_root_dir", "_save_dir")
 """Where ModelCheckpoint, profilers and loggers keep the folder they were given; those of loggers are private."""

@@ -67,7 +67,7 @@ class _Fit:
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified in DDP")
             self.trainer.fit(
                 self.module,
-                TrainLoader(job, len(job.history)),
+                TrainLoader(job),
                 validation,
                 ckpt_path=KEEP if job.resumed is not None else None,
             )
@@ -169,7 +169,8 @@ class _Fit:
             row["loss"] = loss / rows_with_loss
         row.update(_means(metrics))
         row.update(lr=self.rate, **speed(seconds, sum(rows)))
-        job.history.append(row)
+        job.add(row)
+        job.feed.skip(-job.feed.given % job.steps)  # the epoch was left early (limit_train_batches)
         trainer.save_checkpoint(KEEP)
         kept, self.checkpoint_io.kept = self.checkpoint_io.kept, None
         weights = self.module.state_dict()

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.estimators.errors import CheckpointError
 from spark_hvd.estimators.reader import Batch
 from spark_hvd.estimators.sharding import steps_of
 from spark_hvd.estimators.spec import TrainSpec
 from spark_hvd.estimators.training import Job
+from spark_hvd.store_errors import CheckpointError
 
 KEEP = "spark_hvd-keep"
 """The path under which a checkpoint stays in memory."""
@@ -57,24 +57,17 @@ class TrainLoader:
 
     Args:
         job: Reads them.
-        first_epoch: The epoch that the first batch is of.
     """
 
-    def __init__(self, job: Job, first_epoch: int) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
-        self._batches = job.train_batches(first_epoch)
-        self._given = 0
 
     def __len__(self) -> int:
         return self._job.steps
 
     def __iter__(self) -> Iterator[Batch]:
         # Nothing happens before the first batch is asked for: Lightning makes iterators that it does not use.
-        started = -self._given % len(self)
-        for _ in islice(self._batches, started):  # an epoch was left early (limit_train_batches)
-            self._given += 1
-        for batch in islice(self._batches, len(self)):
-            self._given += 1
+        for batch in islice(self._job.feed, len(self)):
             yield batch_dict(self._job.spec, batch)
 
 

@@ -19,9 +19,10 @@ from pyspark.sql.types import BooleanType, IntegralType
 from spark_hvd.estimators import reuse
 from spark_hvd.estimators.columns import check_columns, expression_of, quoted
 from spark_hvd.estimators.dataset import Column, DatasetMeta, RowGroup
-from spark_hvd.estimators.errors import DataError, EstimatorError, StoreError
-from spark_hvd.estimators.store import Store
+from spark_hvd.estimators.errors import DataError, EstimatorError
 from spark_hvd.estimators.writing import TRAIN, VALIDATION, Report, WriteTask, ragged
+from spark_hvd.store import Store
+from spark_hvd.store_errors import StoreError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -161,7 +162,7 @@ def _check(reports: Sequence[Report], task: WriteTask) -> None:
     """Raise what the tasks found wrong, taken together.
 
     Raises:
-        EstimatorError: the error of a task; of its class.
+        EstimatorError, StoreError: the error of a task; of its class.
     """
     for report in reports:
         if report.error:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from spark_hvd.estimators.arrow_store import arrow_filesystem
 from spark_hvd.estimators.dataset import Column, DatasetMeta, RowGroup, listed
-from spark_hvd.estimators.errors import DataError, StoreError
-from spark_hvd.estimators.store import Store
-from spark_hvd.estimators.store_errors import explaining
+from spark_hvd.estimators.errors import DataError
+from spark_hvd.store import Store
+from spark_hvd.store_errors import StoreError, explaining
 
 UNISCHEMA = b"dataset-toolkit.unischema.v1"
 _METADATA = "_common_metadata"
@@ -101,7 +102,7 @@ def _open(store: Store, file: str) -> pq.ParquetFile:
     try:
         with (
             explaining("read the footer of", file),
-            store.arrow_filesystem().open_input_file(store.inner_path(file)) as source,
+            arrow_filesystem(store).open_input_file(store.inner_path(file)) as source,
         ):
             return pq.ParquetFile(source)
     except StoreError as error:

@@ -19,12 +19,12 @@ import torch
 from spark_hvd.estimators.arrow_files import where
 from spark_hvd.estimators.arrow_values import columns_yielded
 from spark_hvd.estimators.batches import Blocks, ColumnBatch, Layout, RowShapes, cut
-from spark_hvd.estimators.errors import StoreError
 from spark_hvd.estimators.petastorm_bridge import install
 from spark_hvd.estimators.petastorm_schema import decoded_spec
 from spark_hvd.estimators.reader import ReaderSpec
 from spark_hvd.estimators.sharding import Piece, batch_rows, pieces_of_pass
 from spark_hvd.estimators.windows import WINDOW_BYTES, Window, windows_of
+from spark_hvd.store_errors import StoreError
 
 POOLS = ("thread", "process", "dummy")
 

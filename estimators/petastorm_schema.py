@@ -15,7 +15,7 @@ from spark_hvd.estimators.errors import DataError
 from spark_hvd.estimators.petastorm_bridge import install
 from spark_hvd.estimators.petastorm_parquet import ParquetDataset
 from spark_hvd.estimators.reader import ReaderSpec
-from spark_hvd.estimators.store import Store
+from spark_hvd.store import Store
 
 
 def load_unischema(store: Store, url: str) -> Any:

@@ -15,6 +15,7 @@ from spark_hvd.estimators.petastorm_bridge import install
 from spark_hvd.estimators.petastorm_parquet import ParquetDatasetPiece
 from spark_hvd.estimators.reader import ReaderSpec
 from spark_hvd.estimators.sharding import Piece
+from spark_hvd.store_errors import StoreError
 
 install()
 
@@ -49,7 +50,7 @@ class PieceWorker(ArrowReaderWorker):  # type: ignore[misc]
         """Publish (number, arrays or exception)."""
         try:
             result: Arrays | Exception = self._arrays(piece)
-        except EstimatorError as error:
+        except (EstimatorError, StoreError) as error:
             result = error
         except Exception as error:
             group = self._spec.dataset.row_groups[piece.group]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-    from spark_hvd.estimators.store import Store
+    from spark_hvd.store import Store
 
 Batch = dict[str, "torch.Tensor"]
 """Column name -> tensor of shape (rows, *shape of the column); all of one length."""

@@ -30,8 +30,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.estimators.errors import StoreError
-from spark_hvd.estimators.store import Store
+from spark_hvd.store import Store
+from spark_hvd.store_errors import StoreError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from spark_hvd.estimators.dataset import DatasetMeta
 from spark_hvd.estimators.sharding import steps_of
-from spark_hvd.estimators.store import Store
 from spark_hvd.estimators.tensors import TensorSpec
+from spark_hvd.store import Store
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +51,7 @@ class TrainSpec:
         verbose: 0 nothing, 1 a line an epoch, 2 the steps of the way too.
         reader: Fields of ReaderSpec, and "kind"; the same for training and validation but for ``workers``.
         val_workers: ``workers`` in validation.
+        checkpoint_every: Batches between checkpoints within an epoch; None for none.
         resume: Whether the run has a checkpoint to go on from.
         trainer: What LightningEstimator gives to the Trainer.
     """
@@ -84,6 +85,7 @@ class TrainSpec:
     verbose: int = 1
     reader: Mapping[str, Any] = field(default_factory=dict)
     val_workers: int = 2
+    checkpoint_every: int | None = None
     resume: bool = False
     trainer: Mapping[str, Any] = field(default_factory=dict)
 

@@ -50,6 +50,18 @@ _WHERE = rows(
         "Where data and checkpoints lie; every executor must reach it. By default a temporary folder, on one machine.",
     ),
     ("run_id", None, c.text, "Name of the run. If the store has a checkpoint of that name, the run goes on from it."),
+    (
+        "max_restarts",
+        0,
+        c.whole(0),
+        "How often ranks are started again, from the last checkpoint, after an executor was lost or a rank was killed.",
+    ),
+    (
+        "min_num_proc",
+        None,
+        c.whole(1),
+        "Ranks that are enough for a restart if the cluster has shrunk; by default num_proc.",
+    ),
     ("use_gpu", True, c.flag, "Train on GPUs where ranks have them."),
     ("verbose", 1, c.whole(0), "0: print nothing; 1: a line an epoch."),
 )
@@ -144,6 +156,12 @@ _TORCH = rows(
     ("gradient_clip_norm", None, c.number(above=0), "Largest norm of all gradients together, after averaging."),
     ("gradient_clip_value", None, c.number(above=0), "Largest absolute value of an element of a gradient."),
     ("terminate_on_nan", True, c.flag, "Fail when a loss is not finite; else leave such steps out and go on."),
+    (
+        "checkpoint_every",
+        None,
+        c.whole(1),
+        "Batches after which a checkpoint is written within an epoch; by default one is written after each epoch.",
+    ),
     (
         "train_minibatch_fn",
         None,

@@ -46,6 +46,13 @@ class TorchEstimator(SparkEstimator):
                 "loss is missing: validation needs it, also where train_minibatch_fn has a loss of its own"
             )
 
+        every, passes = settings["checkpoint_every"], settings["backward_passes_per_step"]
+        if every is not None and every % passes:
+            raise ValueError(
+                f"checkpoint_every={every} with backward_passes_per_step={passes}: expected a multiple of it, for a "
+                "checkpoint has no gradients"
+            )
+
     def _framework(self) -> Framework:
         return TorchFramework()
 
@@ -72,6 +79,7 @@ class TorchEstimator(SparkEstimator):
             "clip_norm": settings["gradient_clip_norm"],
             "clip_value": settings["gradient_clip_value"],
             "lr_interval": settings["lr_scheduler_interval"],
+            "checkpoint_every": settings["checkpoint_every"],
             "terminate_on_nan": settings["terminate_on_nan"],
             "loss_weights": None if weights is None else tuple(weights),
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from spark_hvd.estimators.spec import TrainSpec
 from spark_hvd.estimators.tensors import outputs_of, tensors_of
 from spark_hvd.estimators.training import NAN_CHECK_EVERY, Job, not_finite, speed
 
+_NOTHING: dict[str, Any] = {"step": 0, "skipped": 0, "seconds": 0.0, "sums": [], "lr": None}
+"""What has begun of an epoch that begins."""
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -35,6 +37,7 @@ class _Loop:
         self.job, self.spec = job, job.spec
         spec, objects = job.spec, job.objects
         self.model = objects.model.to(job.device)
+        self.scaled = 1.0
         self.optimizer, self.scheduler = self._optimizer()
         self.objective = make_objective(spec, job)
         self.metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
@@ -43,7 +46,7 @@ class _Loop:
             self.scaler.load_state_dict(job.resumed["scaler"])
         self.minibatch = _calling(objects.minibatch) if objects.minibatch else None
         self.skipped = 0
-        done = len(job.history)
+        self.begun = job.begun
         self.state = TrainState(
             rank=hvd.rank(),
             size=hvd.size(),
@@ -53,8 +56,8 @@ class _Loop:
             optimizer=self.optimizer,
             store=spec.store,
             run_id=spec.run_id,
-            epoch=done,
-            global_step=done * job.steps,
+            epoch=len(job.history),
+            global_step=job.resumed["global_step"] if job.resumed else 0,
             history=job.history,
         )
 
@@ -67,7 +70,8 @@ class _Loop:
             if scheduler is not None:
                 scheduler.load_state_dict(resumed["scheduler"])
             if spec.scale_lr:
-                scale(optimizer, scheduler, hvd.size() / resumed["size"])
+                self.scaled = hvd.size() / resumed["size"]
+                scale(optimizer, scheduler, self.scaled)
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
         reduced = hvd.DistributedOptimizer(
             optimizer,
@@ -81,26 +85,32 @@ class _Loop:
         state, callbacks = self.state, self.job.objects.callbacks
         for callback in callbacks:
             callback.on_train_begin(state)
-        batches = self.job.train_batches(state.epoch)
         while state.epoch < self.spec.epochs and not state.stop:
-            self._epoch(batches)
+            self._epoch()
         for callback in callbacks:
             callback.on_train_end(state)
         return state.history
 
-    def _epoch(self, batches: Iterator[Batch]) -> None:
+    def _epoch(self) -> None:
         state, job = self.state, self.job
-        job.seed(state.epoch)
-        state.step, self.skipped = 0, 0
+        begun, self.begun = self.begun or _NOTHING, None  # an epoch that was cut off goes on where its checkpoint is
+        state.step, self.skipped = begun["step"], begun["skipped"]
+        state.steps = state.step + job.steps_left(state.step)
+        job.seed(state.epoch, state.step)
         for callback in job.objects.callbacks:
             callback.on_epoch_begin(state)
-        rate = self.optimizer.param_groups[0]["lr"]
-        began = time.monotonic()
+        rate = self.optimizer.param_groups[0]["lr"] if begun["lr"] is None else begun["lr"] * self.scaled
+        began = time.monotonic() - begun["seconds"]
         self.model.train()
         sums = Sums(self.metrics.names, job.device)
+        if begun["sums"]:
+            sums.values = _on_rank_0(torch.tensor(begun["sums"], dtype=sums.values.dtype, device=job.device))
         self.optimizer.zero_grad()
-        for number in range(job.steps):
-            self._batch(next(batches), number, sums)
+        every = self.spec.checkpoint_every
+        for number in range(state.step, state.steps):
+            self._batch(next(job.feed), number, sums)
+            if every and state.step % every == 0 and state.step < state.steps:
+                self._keep_begun(sums, began, rate)
         seconds = time.monotonic() - began
         validation = self._validate()
         stop = torch.tensor([float(state.stop)], dtype=torch.float64, device=job.device)
@@ -114,7 +124,7 @@ class _Loop:
         row.update(lr=rate, **speed(seconds, values[0]))
         if self.skipped:
             row["skipped_steps"] = self.skipped
-        state.history.append(row)
+        job.add(row)
         self._schedule("epoch", row)
         state.stop = values[-1] > 0
         for callback in job.objects.callbacks:
@@ -123,6 +133,17 @@ class _Loop:
         job.report()
         state.stop = self._anyone_stops(state.stop)
         state.epoch += 1
+
+    def _keep_begun(self, sums: Sums, began: float, rate: float) -> None:
+        """Write a checkpoint within an epoch. Whoever goes on from it does what this run does, to the bit."""
+        state = self.state
+        self._share_buffers()
+        total = hvd.allreduce(sums.values, op=hvd.Sum, name="spark_hvd.begun")
+        sums.values = _on_rank_0(total)
+        seconds = time.monotonic() - began
+        begun = {"step": state.step, "skipped": self.skipped, "seconds": seconds, "sums": total.tolist(), "lr": rate}
+        self.job.keep_begun(self.model, self._rest, begun)
+        self.job.seed(state.epoch, state.step)
 
     def _anyone_stops(self, stop: bool) -> bool:
         if not self.job.objects.callbacks:
@@ -134,7 +155,7 @@ class _Loop:
         spec, state, device = self.spec, self.state, self.job.device
         inputs, labels = tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device)
         weights = batch[spec.weight].to(device) if spec.weight else None
-        last = (number + 1) % spec.backward_passes == 0 or number + 1 == self.job.steps
+        last = (number + 1) % spec.backward_passes == 0 or number + 1 == self.state.steps
         if self.minibatch is not None:
             outputs, loss = self.minibatch(
                 model=self.model,
@@ -155,11 +176,11 @@ class _Loop:
                 self._step()
         state.loss = loss.detach()
         state.step, state.global_step = number + 1, state.global_step + 1
-        looked_at = device.type == "cpu" or number % NAN_CHECK_EVERY == 0 or number + 1 == self.job.steps
+        looked_at = device.type == "cpu" or number % NAN_CHECK_EVERY == 0 or number + 1 == state.steps
         if spec.terminate_on_nan and looked_at:
             value = float(state.loss)
             if value - value != 0.0:
-                raise not_finite(value, state.epoch, number, self.job.steps)
+                raise not_finite(value, state.epoch, number, state.steps)
         sums.add(len(inputs[0]), state.loss, self.metrics(outputs, labels))
         for callback in self.job.objects.callbacks:
             callback.on_batch_end(state)
@@ -203,9 +224,7 @@ class _Loop:
 
     def _validate(self) -> Sums:
         spec, device = self.spec, self.job.device
-        buffers = dict(self.model.named_buffers())
-        if buffers and hvd.size() > 1:  # running statistics differ between ranks; rank 0's are the ones that are saved
-            hvd.broadcast_parameters(buffers, root_rank=0)
+        self._share_buffers()
         sums = Sums(self.metrics.names, device)
         if self.job.validation is None:
             return sums
@@ -218,8 +237,14 @@ class _Loop:
                 sums.add(len(inputs[0]), loss, self.metrics(outputs, labels))
         return sums
 
+    def _share_buffers(self) -> None:
+        buffers = dict(self.model.named_buffers())
+        if buffers and hvd.size() > 1:  # running statistics differ between ranks; rank 0's are the ones that are saved
+            hvd.broadcast_parameters(buffers, root_rank=0)
+
     def _rest(self) -> dict[str, Any]:
         return {
+            "global_step": self.state.global_step,
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "scaler": self.scaler.state_dict(),
@@ -250,6 +275,11 @@ def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
 def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
     trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
     return [(name, param) for name, param in model.named_parameters() if id(param) in trained]
+
+
+def _on_rank_0(total: torch.Tensor) -> torch.Tensor:
+    """A sum over ranks as one rank's, so that all together have it once."""
+    return total if hvd.rank() == 0 else torch.zeros_like(total)
 
 
 def _finite(params: list[torch.nn.Parameter]) -> bool:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 import spark_hvd.torch as hvd
+from spark_hvd.checkpoint_format import on_rank_0
+from spark_hvd.context import current
 from spark_hvd.estimators.checkpoint import BEST, LAST, Checkpoints, check_fits
 from spark_hvd.estimators.errors import NotFiniteLossError
+from spark_hvd.estimators.feed import Feed
 from spark_hvd.estimators.history import History
+from spark_hvd.estimators.position import Position, Shares
 from spark_hvd.estimators.reader import Batch, Reader, ReaderSpec, open_reader
 from spark_hvd.estimators.spec import Objects, TrainSpec
+from spark_hvd.store_errors import CheckpointError
 
 if TYPE_CHECKING:
     from spark_hvd.estimators.modules import PackedModule
@@ -31,7 +37,8 @@ class Framework(Protocol):
     def fit(self, job: Job) -> History:
         """Train on this rank, together with the others.
 
-        Epochs ``len(job.history)`` to ``spec.epochs`` are to be done; ``job.keep`` is to be called after each.
+        Epochs ``len(job.history)`` to ``spec.epochs`` are to be done, the first from ``job.begun`` on. ``job.keep`` is
+        to be called after each.
         """
         ...
 
@@ -47,8 +54,8 @@ class Job:
         resumed: The checkpoint to go on from.
         history: Rows of the epochs done.
         checkpoints: Of the run.
-        train: Reads this rank's share.
-        validation: The same for validation.
+        feed: Batches to train on.
+        validation: Reads this rank's share of the data to validate on.
     """
 
     spec: TrainSpec
@@ -57,7 +64,7 @@ class Job:
     resumed: dict[str, Any] | None
     history: History
     checkpoints: Checkpoints
-    train: Reader
+    feed: Feed
     validation: Reader | None
 
     @property
@@ -65,21 +72,40 @@ class Job:
         """Batches of an epoch, the same on every rank."""
         return self.spec.epoch_steps(hvd.size())
 
-    def train_batches(self, first_epoch: int) -> Iterator[Batch]:
-        """Endless batches from where ``first_epoch`` begins: pass after pass over the data."""
-        number, skipped = divmod(first_epoch * self.steps, self.spec.pass_steps(hvd.size()))
-        passes = itertools.count(number)
-        return itertools.islice(itertools.chain.from_iterable(map(self.train.batches, passes)), skipped, None)
+    @property
+    def begun(self) -> dict[str, Any] | None:
+        """What the checkpoint has of an epoch that was cut off: what was given to :meth:`keep_begun`."""
+        return self.resumed["begun"] if self.resumed else None
+
+    def steps_left(self, done: int) -> int:
+        """Batches that an epoch has left on each rank after ``done``; to be asked when it begins or goes on."""
+        if self.spec.steps:
+            return self.spec.steps - done
+        if not done:
+            return self.steps
+        assert self.resumed is not None
+        # Not the feed's: with other ranks, nothing may be left of the pass, and it is at the next.
+        position = Position.of_plain(self.resumed["position"])
+        taken, batches = position.split(hvd.size())
+        return len(self.feed.shares.batches(taken, hvd.rank(), hvd.size())) - batches
 
     def validation_batches(self) -> Iterator[Batch]:
         """The batches of one validation."""
         assert self.validation is not None
         return itertools.islice(self.validation.batches(0), self.spec.val_steps)
 
-    def seed(self, epoch: int) -> None:
-        """Set torch's seed for an epoch: another on each rank, the same whether the run was resumed or not."""
-        seed = (self.spec.seed * 1_000_003 + epoch) * 65_537 + hvd.rank()
+    def seed(self, epoch: int, done: int = 0) -> None:
+        """Set torch's seed for an epoch, or its rest after ``done`` batches: another on each rank.
+
+        The same whether the run was resumed or not.
+        """
+        seed = (self.spec.seed * 1_000_003 + epoch) * 65_537 + hvd.rank() + done * 2_147_483_647
         torch.manual_seed(seed % 2**63)  # more is too much for torch
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Append the row of an epoch to the history."""
+        restarts = current().world.generation
+        self.history.append({**row, "restarts": restarts} if restarts else row)
 
     def keep(self, model: torch.nn.Module, rest: Callable[[], dict[str, Any]]) -> None:
         """Write the checkpoint of an epoch, whose row is the last of ``history``; on rank 0.
@@ -93,12 +119,32 @@ class Job:
         key = self.spec.monitor or ("val_loss" if "val_loss" in self.history[-1] else "loss")
         if key not in self.history[-1] and self.spec.monitor:
             raise ValueError(f"monitor={key!r}: expected one of {sorted(self.history[-1])}")
-        plain = {"history": [dict(row) for row in self.history], "size": hvd.size(), "seed": self.spec.seed}
-        state = {"model": model.state_dict(), **rest(), **plain}
+        state = {"model": model.state_dict(), **rest(), **self._plain(), "begun": None}
         # Without a loss, which a LightningModule may not report, no epoch is the best.
         if key in self.history[-1] and self.history.best(key, self.spec.monitor_mode) is self.history[-1]:
-            self.checkpoints.save({"model": state["model"], **plain}, BEST)
+            self.checkpoints.save({"model": state["model"], **self._plain()}, BEST)
         self.checkpoints.save(state, LAST)
+
+    def keep_begun(self, model: torch.nn.Module, rest: Callable[[], dict[str, Any]], begun: dict[str, Any]) -> None:
+        """Write a checkpoint within an epoch; on rank 0.
+
+        Args:
+            model: Its weights.
+            rest: As in :meth:`keep`.
+            begun: What the epoch needs to go on, as plain data.
+        """
+        if hvd.rank() == 0:
+            state = {"model": model.state_dict(), **rest(), **self._plain(), "begun": begun}
+            self.checkpoints.save(state, LAST)
+
+    def _plain(self) -> dict[str, Any]:
+        return {
+            "history": [dict(row) for row in self.history],
+            "size": hvd.size(),
+            "seed": self.spec.seed,
+            "position": self.feed.position.to_plain(),
+            "order": order_of(self.spec),
+        }
 
     def report(self) -> None:
         """Print the last row of the history, on rank 0."""
@@ -117,7 +163,9 @@ def train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> Histor
     objects: Objects = unpack(packed)
     device = _device(spec.use_gpu)
     checkpoints = Checkpoints(spec.store, spec.run_id)
-    resumed = checkpoints.load() if spec.resume else None
+    # After a restart the run has a checkpoint that it had not when it was started, unless it was lost before the first.
+    started_again = current().world.generation > 0 and on_rank_0(checkpoints.exists)
+    resumed = checkpoints.load() if spec.resume or started_again else None
     if resumed is not None:
         check_fits(resumed, objects.model, spec.run_id)
         objects.model.load_state_dict(resumed["model"])
@@ -134,15 +182,66 @@ def train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> Histor
             "size": hvd.size(),
         }
         reader = ReaderSpec(**common, dataset=spec.train, batch_size=spec.batch_size, shuffle=spec.shuffle)
-        train_reader = cleanup.enter_context(closing(open_reader(reader, spec.reader.get("kind"))))
+        kind = spec.reader.get("kind")
+        feed = Feed(
+            cleanup.enter_context(closing(open_reader(reader, kind))),
+            lambda rank, size: open_reader(replace(reader, rank=rank, size=size), kind),
+            Shares(spec.train.rows, spec.batch_size, reader.drop_last),
+            hvd.rank(),
+            hvd.size(),
+            _position(spec, resumed),
+        )
         val_reader = None
         if spec.validation is not None:
             common.update(workers=spec.val_workers, drop_last=False)
             validation = ReaderSpec(**common, dataset=spec.validation, batch_size=spec.val_batch_size)
-            val_reader = cleanup.enter_context(closing(open_reader(validation, spec.reader.get("kind"))))
-        job = Job(spec, objects, device, resumed, history, checkpoints, train_reader, val_reader)
+            val_reader = cleanup.enter_context(closing(open_reader(validation, kind)))
+        job = Job(spec, objects, device, resumed, history, checkpoints, feed, val_reader)
         history = framework.fit(job)
     return history if hvd.rank() == 0 else None
+
+
+def order_of(spec: TrainSpec) -> dict[str, Any]:
+    """On what the order of the rows in a pass depends, besides the number of ranks."""
+    layout = zlib.crc32(repr([group.rows for group in spec.train.row_groups]).encode())
+    return {
+        "random_seed": spec.seed,
+        "batch_size": spec.batch_size,
+        "shuffle": spec.shuffle,
+        "shuffle_buffer_size": spec.reader.get("window_rows"),
+        "drop_last": bool(spec.reader.get("drop_last")),
+        "inmemory_cache_all": bool(spec.reader.get("cache")),
+        "the rows": spec.train.rows,
+        "the row groups": layout,
+    }
+
+
+def check_order(state: Mapping[str, Any], spec: TrainSpec) -> None:
+    """Make sure that an epoch that was cut off can go on with the rows that it has left.
+
+    Raises:
+        CheckpointError: they come in another order now.
+    """
+    order = order_of(spec)
+    differ = [name for name, value in state["order"].items() if order[name] != value]
+    if state["begun"] is not None and differ:
+        name = differ[0]
+        numbers = "" if name.startswith("the ") else f", {name}={state['order'][name]!r} then and {order[name]!r} now"
+        raise CheckpointError(
+            f"run_id={spec.run_id!r} was cut off within epoch {len(state['history']) + 1}, and its rows would come in "
+            f"another order now: {name} changed{numbers}. Fit the same data with the parameters of then (num_proc too, "
+            "which decides on the row groups; min_num_proc allows fewer ranks), or give another run_id"
+        )
+
+
+def _position(spec: TrainSpec, resumed: dict[str, Any] | None) -> Position:
+    """Where to go on: at the place of the checkpoint, or at the next pass if the order of rows is another now."""
+    if resumed is None:
+        return Position()
+    position = Position.of_plain(resumed["position"])
+    if not position.taken or resumed["order"] == order_of(spec):
+        return position
+    return Position(position.number + 1)
 
 
 def not_finite(loss: float, epoch: int, batch: int, steps: int) -> NotFiniteLossError:

@@ -20,8 +20,8 @@ from spark_hvd.estimators.learning_rate import make_optimizer, make_scheduler
 from spark_hvd.estimators.objective import Metrics, Objective
 from spark_hvd.estimators.reader import Batch, ReaderSpec, open_reader
 from spark_hvd.estimators.spec import Objects, TrainSpec
-from spark_hvd.estimators.store import Store
 from spark_hvd.estimators.tensors import outputs_of, tensors_of
+from spark_hvd.store import Store
 
 ROWS = 32
 """At most so many rows are tried: enough for batch normalisation, little enough to take no time."""

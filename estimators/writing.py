@@ -23,7 +23,8 @@ import pyarrow.parquet as pq
 
 from spark_hvd.estimators.dataset import Column
 from spark_hvd.estimators.errors import DataError, EstimatorError
-from spark_hvd.estimators.store import Store
+from spark_hvd.store import Store
+from spark_hvd.store_errors import StoreError
 
 TRAIN, VALIDATION = "train", "validation"
 
@@ -119,7 +120,7 @@ def write_partition(
             for split, rows in groups.items()
             if rows
         ]
-    except EstimatorError as error:
+    except (EstimatorError, StoreError) as error:
         report.error, report.kind = str(error), type(error).__name__
     if report.rows or report.error:
         yield pa.RecordBatch.from_arrays([pa.array([report.to_bytes()], pa.binary())], ["report"])

@@ -152,7 +152,13 @@ class _Rank:
         except (UnreachableError, MpiMismatchError) as error:
             raise SetupError(str(error), error) from error
         context.join(
-            World(me, Endpoint(host, port), secret=bytes.fromhex(self._job["secret"]), ports=ports),
+            World(
+                me,
+                Endpoint(host, port),
+                self._job["generation"],
+                secret=bytes.fromhex(self._job["secret"]),
+                ports=ports,
+            ),
             self._kv,
             timeout=self._job["collective_timeout"],
             backend=self._settle_gpu(me),

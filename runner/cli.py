@@ -22,7 +22,7 @@ from spark_hvd.runner.horovodrun import refused_options, tuning_env, tuning_opti
 from spark_hvd.runner.script import Script, ScriptExitError, run_script
 
 _INTERRUPTED = 130
-_SPARK_ONLY = ("procs_per_task", "cpus_per_proc", "gpus_per_proc", "ports")
+_SPARK_ONLY = ("procs_per_task", "cpus_per_proc", "gpus_per_proc", "ports", "min_num_proc")
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -131,6 +131,8 @@ def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_js
 @click.option("--start-timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds for all ranks to be up.")
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds that the script may run.")
 @click.option("--collective-timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds of a collective.")
+@click.option("--max-restarts", type=click.IntRange(min=0), metavar="N", help="Restarts after lost ranks.")
+@click.option("--min-num-proc", type=click.IntRange(min=1), metavar="N", help="Ranks that are enough for a restart.")
 @click.option("--verbose", is_flag=True, help="Log what spark_hvd does.")
 @click.option("--quiet", is_flag=True, help="Do not show what the ranks print.")
 @click.option("-m", "module", is_flag=True, help="The script is the name of a module, as for python -m.")
@@ -176,7 +178,7 @@ def run(
 
 
 _RUN_OPTIONS = (
-    "backend", "mpi", "interfaces", "start_timeout", "timeout", "collective_timeout", *_SPARK_ONLY
+    "backend", "mpi", "interfaces", "start_timeout", "timeout", "collective_timeout", "max_restarts", *_SPARK_ONLY
 )  # fmt: skip
 
 

@@ -34,6 +34,8 @@ class RunConfig:
     verbose: int = 1
     cpus_per_proc: int | None = None
     gpus_per_proc: int | None = None
+    max_restarts: int = 0
+    min_num_proc: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_proc is not None:
@@ -52,6 +54,7 @@ class RunConfig:
                 'backend="mpi"'
             )
         self._check_tasks()
+        self._check_restarts()
         if isinstance(self.interfaces, str) or not all(isinstance(each, str) for each in self.interfaces):
             raise TypeError(
                 f'interfaces={self.interfaces!r}: expected a list of names and networks, such as ["eth1", "10.0.0.0/8"]'
@@ -86,4 +89,25 @@ class RunConfig:
             raise ValueError(
                 f"procs_per_task={each} with num_proc={self.num_proc}: expected at least 1, and a number that divides "
                 "num_proc: every Spark task has the same number of ranks"
+            )
+
+    def _check_restarts(self) -> None:
+        if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int):
+            raise TypeError(f"max_restarts={self.max_restarts!r}: expected a whole number")
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts={self.max_restarts}: expected 0, for none, or more")
+        least, each = self.min_num_proc, self.procs_per_task
+        if least is None:
+            return
+        if isinstance(least, bool) or not isinstance(least, int):
+            raise TypeError(f"min_num_proc={least!r}: expected a whole number of ranks, or None for num_proc")
+        if not self.max_restarts:
+            raise ValueError(
+                f"min_num_proc={least} with max_restarts=0: it says how many ranks are enough for a restart; give "
+                "max_restarts too"
+            )
+        if least < 1 or least % each or (self.num_proc is not None and least > self.num_proc):
+            raise ValueError(
+                f"min_num_proc={least} with num_proc={self.num_proc}, procs_per_task={each}: expected a multiple of "
+                "procs_per_task, from 1 to num_proc"
             )

@@ -22,13 +22,15 @@ from spark_hvd.runner.elastic_hub import ElasticHub
 from spark_hvd.runner.elastic_results import elastic_results
 from spark_hvd.runner.elastic_task import ElasticSpec
 from spark_hvd.runner.errors import ClusterError, RunTimeoutError
-from spark_hvd.runner.launch import make_printer, task_of
+from spark_hvd.runner.launch import make_printer
 from spark_hvd.runner.membership_events import End, Verdict
 from spark_hvd.runner.outcome import from_rows
 from spark_hvd.runner.output import Printer
 from spark_hvd.runner.payload import dump_call
 from spark_hvd.runner.profiles import Ask, task_resources
 from spark_hvd.runner.spark_errors import translate_elastic
+from spark_hvd.runner.spark_job import TaskJob
+from spark_hvd.runner.spark_task import task_of
 from spark_hvd.runner.task import TaskSpec
 
 if TYPE_CHECKING:
@@ -159,7 +161,7 @@ def run_elastic(
         hub = _open_hub(session, config, printer)
         closing.callback(hub.close)
         common_spec = TaskSpec.of(config.common, run_id, hub.address, spool, may_share_gpus=resources.plan.may_share)
-        job = on_spark.TaskJob(
+        job = TaskJob(
             session,
             config.limits.max_num_proc,
             task_of(
@@ -256,7 +258,7 @@ def _open_hub(session: SparkSession, config: ElasticConfig, printer: Printer) ->
         ) from error
 
 
-def _watch_spark(job: on_spark.TaskJob, hub: ElasticHub) -> Callable[[], None]:
+def _watch_spark(job: TaskJob, hub: ElasticHub) -> Callable[[], None]:
     """Pass on what Spark knows of executors: those that it has lost, and those that are to go."""
     next_look = time.monotonic()
 

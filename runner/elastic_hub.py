@@ -80,7 +80,7 @@ class ElasticState:
             if self.membership.verdict is None:
                 return self._act(self.membership.handle(AgentLost(agent, message["why"]), now))
             return []
-        if agent not in self.membership.agents:
+        if agent not in self.membership.roster.agents:
             # It was given up, and comes back: what it has been part of goes on without it.
             return (
                 [] if kind == "alive" and agent not in self._present else [Send(agent, {"type": "end", "again": True})]
@@ -231,7 +231,7 @@ class ElasticHub(HubServer):
     def tasks(self) -> dict[int, int]:
         """The agent of each Spark task, of those alive."""
         with self._lock:
-            return {agent.task: agent.number for agent in self._state.membership.agents.values()}
+            return {agent.task: agent.number for agent in self._state.membership.roster.agents.values()}
 
     def leaving(self, agents: Iterable[int], why: str) -> None:
         """Executors of these agents will go."""

@@ -46,7 +46,7 @@ class StartTimeoutError(RunError):
 
 
 class ExecutorLostError(RunError):
-    """Spark lost an executor during the run. fn is not run again: it may have had effects."""
+    """Spark lost an executor during the run. fn is not run again but by ``max_restarts``: it may have had effects."""
 
 
 class ResultTooLargeError(RunError):

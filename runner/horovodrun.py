@@ -67,7 +67,7 @@ REFUSED: Mapping[tuple[str, ...], tuple[int, str]] = {
     ("--host-discovery-script",): (1, _SPARK_PLACES),
     ("-p", "--ssh-port"): (1, _NO_SSH),
     ("-i", "--ssh-identity-file"): (1, _NO_SSH),
-    ("--min-np", "--min-num-proc"): (1, _ELASTIC),
+    ("--min-np",): (1, _ELASTIC),
     ("--max-np", "--max-num-proc"): (1, _ELASTIC),
     ("--slots-per-host", "--slots"): (1, _SPARK_PLACES),
     ("--elastic-timeout",): (1, _ELASTIC),

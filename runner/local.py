@@ -13,12 +13,15 @@ from typing import Any, TextIO, TypeVar
 from spark_hvd.layout import WorldLayout
 from spark_hvd.runner.collect import results
 from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.errors import RunError
 from spark_hvd.runner.hub import Hub, Link
 from spark_hvd.runner.hub_state import HubState
 from spark_hvd.runner.launch import make_printer
 from spark_hvd.runner.outcome import Packed
+from spark_hvd.runner.output import Printer
 from spark_hvd.runner.payload import dump_call
 from spark_hvd.runner.processes import fork_server
+from spark_hvd.runner.restart import with_restarts
 from spark_hvd.runner.task import TaskSpec, run_ranks
 from spark_hvd.runner.team import RefusedError, meet
 
@@ -40,6 +43,7 @@ def run_local(
     timeout: float | None = None,
     collective_timeout: float = 1800.0,
     verbose: int = 1,
+    max_restarts: int = 0,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
 ) -> list[R]:
@@ -58,9 +62,10 @@ def run_local(
         env: Changes to the environment of the ranks; None as a value unsets a variable. OMP_NUM_THREADS is each rank's
             share of the cores, unless it is set here or in this process.
         start_timeout: Seconds for all ranks to be up.
-        timeout: Seconds that fn may run, or None for no limit.
+        timeout: Seconds that fn may run in one start, or None for no limit.
         collective_timeout: Seconds after which a collective fails that not all ranks have joined.
         verbose: 0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it.
+        max_restarts: How often all ranks are started again after one was killed by a signal; see :func:`spark_hvd.run`.
         stdout: Text stream for the ranks' stdout instead of ``sys.stdout``.
         stderr: Text stream for the ranks' stderr instead of ``sys.stderr``.
 
@@ -84,16 +89,28 @@ def run_local(
         timeout=timeout,
         collective_timeout=collective_timeout,
         verbose=verbose,
+        max_restarts=max_restarts,
     )
     if "OMP_NUM_THREADS" not in os.environ:
         config = replace(config, env={"OMP_NUM_THREADS": str(cores_each(num_proc)), **config.env})
     payload = dump_call(fn, args, kwargs or {})
     printer = make_printer(config, stdout, stderr)
+    run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
+
+    def start(generation: int, lost: RunError | None) -> list[R]:
+        return _attempt(config, run_id, payload, num_proc, printer, generation)
+
+    return with_restarts(start, config.max_restarts)
+
+
+def _attempt(
+    config: RunConfig, run_id: str, payload: bytes, num_proc: int, printer: Printer, generation: int
+) -> list[Any]:
     outcomes: list[list[Packed] | BaseException] = []
     with ExitStack() as cleanup:
         hub = Hub(HubState(num_proc, timeout=config.timeout), HOST, on_output=printer.put)
         cleanup.callback(hub.close)
-        spec = TaskSpec.of(config, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address)
+        spec = TaskSpec.of(config, run_id, hub.address, generation=generation)
 
         def ranks() -> None:
             try:

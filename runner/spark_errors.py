@@ -16,10 +16,9 @@ _CRASHED = re.compile(r"Python worker exited unexpectedly|Python worker failed t
 _TOO_LARGE = re.compile(r"(Total size of serialized results.*?maxResultSize[^\n]*)")
 
 
-_NOT_AGAIN = (
-    "fn is not run again by itself, because it may have had effects. A host that has vanished, is cut off from the "
-    "driver or is suspended looks like this. Spark itself notices after spark.network.timeout (120 s), and a run that "
-    "is started before that may wait for the host."
+_SILENT_HOST = (
+    "A host that has vanished, is cut off from the driver or is suspended looks like this. Spark itself notices after "
+    "spark.network.timeout (120 s), and a run that is started before that may wait for the host."
 )
 
 
@@ -29,7 +28,7 @@ def silent(lost: str) -> ExecutorLostError:
     Args:
         lost: Names ranks, hosts and times (:func:`spark_hvd.runner.silence.describe`).
     """
-    return ExecutorLostError(f"lost {lost}; all other ranks were stopped. {_NOT_AGAIN}")
+    return ExecutorLostError(f"lost {lost}; all other ranks were stopped. {_SILENT_HOST}")
 
 
 def translate(error: Exception, size: int, placement: Placement | None = None) -> RunError:
@@ -47,7 +46,7 @@ def translate(error: Exception, size: int, placement: Placement | None = None) -
             "PYSPARK_PYTHON at one that has it."
         )
     if match := _SILENT.search(text):
-        return ExecutorLostError(f"{match[1]}. {_NOT_AGAIN}")
+        return ExecutorLostError(f"{match[1]}. {_SILENT_HOST}")
     if match := _TOO_LARGE.search(text):
         return ResultTooLargeError(
             f"the values that fn returned are too large to collect: {match[1]}. Return less (save the model from rank "
@@ -59,14 +58,13 @@ def translate(error: Exception, size: int, placement: Placement | None = None) -
         what = f"the executor of {where}" if where else "an executor"
         return ExecutorLostError(
             f"Spark lost {what} while {size} ranks were running, and all were stopped: {match[0].strip()[:500]}. "
-            "fn is not run again by itself, because it may have had effects. Look in the executor's log; out of memory "
-            "is the usual reason (spark.executor.memoryOverhead is what ranks live on)."
+            "Look in the executor's log; out of memory is the usual reason (spark.executor.memoryOverhead is what "
+            "ranks live on)."
         )
     if _CRASHED.search(text):
         return ExecutorLostError(
-            f"a Spark Python worker was killed while {size} ranks were running, and all were stopped. fn is not run "
-            "again by itself. Look in the executor's log; out of memory is the usual reason "
-            "(spark.executor.memoryOverhead is what ranks live on)."
+            f"a Spark Python worker was killed while {size} ranks were running, and all were stopped. Look in the "
+            "executor's log; out of memory is the usual reason (spark.executor.memoryOverhead is what ranks live on)."
         )
     if "SPARK-24820" in text or "SPARK-24819" in text or "SPARK-24942" in text:
         return ClusterError(f"Spark refused the barrier stage: {text.splitlines()[0]}")

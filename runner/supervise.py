@@ -53,6 +53,7 @@ class RankJob:
         collective_timeout: Seconds after which a collective that peers do not join fails.
         timeout: The run's ``timeout=``, for messages.
         secret: The world's.
+        generation: The world's.
     """
 
     me: RankInfo
@@ -67,6 +68,7 @@ class RankJob:
     collective_timeout: float
     timeout: float | None
     secret: bytes = field(repr=False)
+    generation: int
 
 
 def supervise(
@@ -145,6 +147,7 @@ class _Watch:
             "type": "job",
             "rank_info": asdict(job.me),
             "secret": job.secret.hex(),  # over the anonymous socket pair of this rank alone
+            "generation": job.generation,
             "ip": job.ip,
             "ports": None if job.ports is None else str(job.ports),
             "backend": job.backend,

@@ -56,6 +56,7 @@ class TaskSpec:
         cpus_per_proc: Cores of a rank, if the run was asked for a number.
         gpus_per_proc: GPUs of a rank, if the run was asked for a number.
         may_share_gpus: Whether several ranks are meant to use one GPU.
+        generation: How often the ranks of this run were started before.
     """
 
     run_id: str
@@ -75,6 +76,7 @@ class TaskSpec:
     cpus_per_proc: int | None
     gpus_per_proc: int | None
     may_share_gpus: bool
+    generation: int
 
     @classmethod
     def of(
@@ -85,6 +87,7 @@ class TaskSpec:
         spool: str | None = None,
         *,
         may_share_gpus: bool = False,
+        generation: int = 0,
     ) -> TaskSpec:
         """What tasks need of a run's arguments."""
         return cls(
@@ -105,6 +108,7 @@ class TaskSpec:
             cpus_per_proc=config.cpus_per_proc,
             gpus_per_proc=config.gpus_per_proc,
             may_share_gpus=may_share_gpus,
+            generation=generation,
         )
 
     def job(
@@ -136,6 +140,7 @@ class TaskSpec:
             collective_timeout=self.collective_timeout,
             timeout=self.timeout,
             secret=self.secret,
+            generation=self.generation,
         )
 
 
@@ -281,7 +286,7 @@ def rank_env(spec: TaskSpec, me: RankInfo, address: Address, gpus: Sequence[str]
         "GROUP_RANK": str(me.cross_rank),
         "GROUP_WORLD_SIZE": str(me.cross_size),
         "TORCHELASTIC_RUN_ID": spec.run_id,
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(spec.generation),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: nobody may bind its port again
         "PYTHONUNBUFFERED": "1",
     }

@@ -21,6 +21,7 @@ from spark_hvd.config import Config
 from spark_hvd.connections import Connections, sockets
 from spark_hvd.departure import abandon, abort, end, is_aborted, shutdown
 from spark_hvd.engine import Engine
+from spark_hvd.errors import CollectiveError
 from spark_hvd.groups import Groups
 from spark_hvd.kv import HashStore, PrefixStore, Store
 from spark_hvd.launch_env import read_config, read_launch_env, read_mpi_env
@@ -41,6 +42,7 @@ from spark_hvd.standing import (
     place,
     standing,
 )
+from spark_hvd.torch_private import forget_names
 from spark_hvd.wires import Wires
 from spark_hvd.world import World
 
@@ -252,9 +254,7 @@ def _meet(world: World, kv: Store, timeout: float, backend: str | None, config: 
 
 def _meet_elastically(world: World, kv: Store, timeout: float, backend: str | None, config: Config) -> None:
     """Join a world that :func:`abort` can end, also before all have joined."""
-    standing.wires = wires = Wires(world)
-    if standing.aborted is not None and world.generation <= standing.aborted[0]:
-        wires.cut(standing.aborted[1])
+    wires = standing.wired(Wires(world.generation, world.endpoint, world.me.size))
     try:
         with wires.making():
             _meet(world, kv, timeout, backend, config)
@@ -285,14 +285,18 @@ def _enter(world: World, layout: WorldLayout, kv: Store, timeout: float, backend
         # Plain "gloo" where there is no GPU: with "cpu:gloo" torch warns of its own plugins at every group.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     before = sockets()
-    with meeting(world.me.rank, world.me.size):
-        dist.init_process_group(
-            backend,
-            store=PrefixStore("default_group", kv),
-            rank=world.me.rank,
-            world_size=world.me.size,
-            timeout=timedelta(seconds=timeout),
-        )
+    try:
+        with meeting(world.me.rank, world.me.size):
+            dist.init_process_group(
+                backend,
+                store=PrefixStore("default_group", kv),
+                rank=world.me.rank,
+                world_size=world.me.size,
+                timeout=timedelta(seconds=timeout),
+            )
+    except CollectiveError:
+        forget_names()
+        raise
     try:
         if standing.wires is not None:
             assert dist.group.WORLD is not None

@@ -39,6 +39,8 @@ class Bones:
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.keys: list[Hashable] = []
+        """Their keys, see :func:`tensor_key`."""
         self._known: dict[Hashable, int] = {}
 
     def take_apart(self, value: Any) -> Any:
@@ -61,20 +63,22 @@ class Bones:
         number = self._known.setdefault(key, len(self.tensors)) if tensor.numel() else len(self.tensors)
         if number == len(self.tensors):
             self.tensors.append(tensor.detach())
+            self.keys.append(key)
         return Bone(
             number,
             tensor.dtype,
             tuple(tensor.shape),
             tensor.device.type,
-            isinstance(tensor, torch.nn.Parameter),
+            # the exact type first: what isinstance does for parameters takes longer than all the rest
+            type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter),
             tensor.requires_grad and tensor.is_leaf,
         )
 
 
 def tensor_key(tensor: torch.Tensor) -> Hashable:
     """Equal for tensors that are the same elements of the same memory in the same order."""
-    kind = tensor.device, tensor.dtype, tensor.is_conj(), tensor.is_neg()
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), kind
+    # No two devices have an address in common.
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def put_together(skeleton: Any, tensor_of: Callable[[Bone], torch.Tensor]) -> Any:

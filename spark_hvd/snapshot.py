@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from spark_hvd.skeleton import Bone, Bones, put_together, tensor_key
+from spark_hvd.skeleton import Bone, Bones, put_together
 from spark_hvd.state_sync import take_all_apart
 from spark_hvd.torch_private import copy_all
 
@@ -119,7 +119,8 @@ class Snapshots:
         commit.buffers = [_buffer(tensor, there) for tensor, there in zip_longest(bones.tensors, old)]
         commit.devices = [tensor.device for tensor in bones.tensors]
         commit.events = []
-        wait = [index for index, each in enumerate(bones.tensors) if self._may_wait(index, each, steady)]
+        calm = [key in steady for key in bones.keys]
+        wait = [index for index, each in enumerate(bones.tensors) if calm[index] and self._may_wait(index, each)]
         later = set(wait)
         self._copy(commit, bones.tensors, [index for index in range(len(bones.tensors)) if index not in later])
         if not wait:
@@ -171,10 +172,9 @@ class Snapshots:
         self.settle()
         return self._last
 
-    def _may_wait(self, number: int, tensor: torch.Tensor, steady: Collection[Hashable]) -> bool:
-        if self._last is None or number in self._restless or tensor.is_inference():
-            return False  # without a commit to fall back on, the first one is made at once
-        return tensor_key(tensor) in steady
+    def _may_wait(self, number: int, tensor: torch.Tensor) -> bool:
+        # Without a commit to fall back on, the first one is made at once.
+        return self._last is not None and number not in self._restless and not tensor.is_inference()
 
     def _copy(self, commit: Commit, tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
         on_cpu = [index for index in indices if not tensors[index].is_cuda]

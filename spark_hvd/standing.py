@@ -108,6 +108,13 @@ class Standing:
         self.aborted: tuple[int, str] | None = None
         """The last generation that was aborted by its number, and why."""
 
+    def wired(self, wires: Wires) -> Wires:
+        """These connections are to be made; they are cut at once if their generation was aborted already."""
+        self.wires = wires
+        if self.aborted is not None and wires.generation <= self.aborted[0]:
+            wires.cut(self.aborted[1])
+        return wires
+
 
 standing = Standing()
 """This process'."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from spark_hvd import checkpoint
 from spark_hvd import torch_elastic as elastic
 from spark_hvd.basics import (
     ccl_built,
@@ -123,6 +124,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "checkpoint",
     "cross_rank",
     "cross_size",
     "cuda_built",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from spark_hvd.kv import Store
+
+if TYPE_CHECKING:
+    from spark_hvd.store import Store as FileStore
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -30,6 +33,16 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 def cuda_backend(group: dist.ProcessGroup) -> Any:
     """What carries a group's CUDA tensors: a ``ProcessGroupNCCL``, if the group has NCCL."""
     return group._get_backend(torch.device("cuda"))
+
+
+def forget_names() -> None:
+    """Name process groups as if there had been none, after the default one could not be made.
+
+    torch numbers them, and puts the number before the keys at which ranks look for each other. It counts those that
+    could not be made, and begins anew only when a default group is destroyed: ranks of which one has failed to make a
+    group and another has not would wait for each other at different keys for ever.
+    """
+    distributed_c10d._world.group_count = 0
 
 
 def process_group(
@@ -68,3 +81,29 @@ def process_group(
     )
     distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
+
+
+def sharded_writer(store: FileStore, path: str) -> Any:
+    """What writes a rank's part of a sharded checkpoint into a directory of a store."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    if store.is_local:
+        return FileSystemWriter(path)
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+    writer: Any = FsspecWriter(path, sync_files=False)  # else it syncs all disks of the host, which hold no part
+    writer.fs.fs = store.filesystem  # older ones take no options of the file system
+    return writer
+
+
+def sharded_reader(store: FileStore, path: str) -> Any:
+    """What reads parts of a sharded checkpoint from a directory of a store."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    if store.is_local:
+        return FileSystemReader(path)
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    reader: Any = FsspecReader(path)
+    reader.fs.fs = store.filesystem
+    return reader

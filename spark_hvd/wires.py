@@ -21,7 +21,7 @@ from spark_hvd.errors import CollectiveError
 
 if TYPE_CHECKING:
     from spark_hvd.members import Severable
-    from spark_hvd.world import World
+    from spark_hvd.world import Endpoint
 
 _AGAIN_SECONDS = 0.05
 """Between two cuts, while a group is being made: its sockets come one after the other."""
@@ -31,19 +31,22 @@ class Wires:
     """See the module's description.
 
     Args:
-        world: Whose.
+        generation: Of the world.
+        endpoint: Of its key-value store; None where there is none.
+        size: Number of ranks.
     """
 
-    def __init__(self, world: World) -> None:
-        self.generation = world.generation
+    def __init__(self, generation: int, endpoint: Endpoint | None, size: int) -> None:
+        self.generation = generation
         self.broken: str | None = None
         """Why they were cut."""
-        self._size = world.me.size
+        self._size = size
         self._store = set[tuple[str, int]]()
-        if world.endpoint is not None:
-            found = socket.getaddrinfo(world.endpoint.host, world.endpoint.port, type=socket.SOCK_STREAM)
-            self._store = {(str(each[4][0]), world.endpoint.port) for each in found}
+        if endpoint is not None:
+            found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+            self._store = {(str(each[4][0]), endpoint.port) for each in found}
         self._lock = threading.Lock()
+        self._cutting = threading.Lock()
         self._known: list[Severable] = []
         self._listeners: list[Callable[[str], None]] = []
         self._before: Sockets | None = None
@@ -71,7 +74,8 @@ class Wires:
                 raise
             raise CollectiveError(f"the ranks could not meet: {error}") from error
         finally:
-            self._before = None
+            with self._cutting:  # or it would cut what comes next
+                self._before = None
         self._require_whole()
 
     def add(self, known: Severable) -> None:
@@ -110,12 +114,12 @@ class Wires:
             known = list(self._known)
         for each in known:
             each.cut()
-        before = self._before
-        if before is not None:
-            cut_to(self._store)
-            fresh = {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
-            cut_among(fresh)
-            answer(fresh, self._size)
+        with self._cutting:
+            if self._before is not None:
+                cut_to(self._store)
+                fresh = {fd: inode for fd, inode in sockets().items() if self._before.get(fd) != inode}
+                cut_among(fresh)
+                answer(fresh, self._size)
 
     def _require_whole(self) -> None:
         if self.broken is not None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import faulthandler
+import functools
 import os
 import queue
+import select
 import signal
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 import cloudpickle
@@ -21,6 +25,7 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd import context, elastic_launcher
+from spark_hvd.elastic_store import reach_store
 from spark_hvd.errors import CollectiveError, HostsUpdatedInterrupt
 from spark_hvd.kv import TCPStore
 from spark_hvd.layout import RankInfo, WorldLayout
@@ -85,10 +90,7 @@ class PipeLauncher:
         self.generation, self.doomed, self.update_wanted = generation, None, False
         try:
             if self._kv is None:
-                try:
-                    self._kv = TCPStore(HOST, port, None, False, timedelta(seconds=self._timeout))
-                except RuntimeError as error:
-                    raise CollectiveError(f"no store: {error}") from error
+                self._kv = reach_store(Endpoint(HOST, port), generation, self._timeout)
             world = World(me, Endpoint(HOST, port), generation)
             context.join(world, self._kv, timeout=self._timeout)
         except CollectiveError as error:
@@ -112,8 +114,31 @@ class PipeLauncher:
         return bool(fields[0])
 
 
-def _serve(pipe: Connection, timeout: float, place: RankInfo) -> None:
-    fn, args = cloudpickle.loads(pipe.recv_bytes())
+def _nursery(address: Any) -> None:
+    """Fork ranks from a process that has loaded what optimizers import, which takes seconds."""
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    orders = Client(address)
+    while True:
+        try:
+            orders.recv()
+        except EOFError:
+            os._exit(0)
+        if os.fork() == 0:
+            orders.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            pipe = Client(address)
+            pipe.send(os.getpid())
+            try:
+                _serve(pipe)
+            except EOFError:
+                os._exit(4)
+            os._exit(0)
+
+
+def _serve(pipe: Connection) -> None:
+    fn, args, timeout, place = cloudpickle.loads(pipe.recv_bytes())
+    faulthandler.register(signal.SIGUSR1, sys.__stderr__)
     launcher = PipeLauncher(pipe, timeout)
     elastic_launcher.install(launcher)
     context.expect(place)
@@ -138,6 +163,7 @@ class TrainState:
         self.model, self.optimizer = model, optimizer
         self.step = 0
         self.commits = -1
+        self.restored = 0
         self.resets: list[tuple[int, int, int]] = []
         self.save()
 
@@ -145,6 +171,10 @@ class TrainState:
         self._saved = copy.deepcopy((self.step, self.model.state_dict(), self.optimizer.state_dict()))
 
     def restore(self) -> None:
+        self.restored += 1
+        self._load()
+
+    def _load(self) -> None:
         step, model, optimizer = copy.deepcopy(self._saved)
         self.step = step
         self.model.load_state_dict(model)
@@ -156,7 +186,7 @@ class TrainState:
         mine = (self.step, self.model.state_dict(), self.optimizer.state_dict())
         self._saved = hvd.broadcast_object(mine, root_rank=root)
         self.commits = max(0, *commits)
-        self.restore()
+        self._load()
 
     def on_reset(self) -> None:
         self.resets.append((hvd.generation(), hvd.rank(), hvd.size()))
@@ -174,30 +204,47 @@ class TrainState:
 # ---- in the test's process ------------------------------------------------------------------------------------------
 
 
+class _Nursery:
+    """Where ranks come from; one for all tests of this process."""
+
+    def __init__(self) -> None:
+        self._listener = Listener(f"\0spark_hvd-elastic-ranks-{os.getpid()}")
+        process = fork_context().Process(target=_nursery, args=(self._listener.address,), daemon=True)
+        process.start()
+        self._orders = self._listener.accept()
+
+    def fork(self) -> tuple[Connection, int]:
+        self._orders.send("fork")
+        pipe = self._listener.accept()
+        return pipe, pipe.recv()
+
+
+_the_nursery = functools.cache(_Nursery)
+
+
 class Rank:
     """One process, as the test sees it."""
 
     def __init__(self, job: ElasticJob, number: int) -> None:
         self.number = number
-        self._messages: list[tuple[Any, ...]] = []
-        self._pipe, theirs = fork_context().Pipe()
+        self._pipe, self.pid = _the_nursery().fork()
+        self._end = os.pidfd_open(self.pid)
         place = WorldLayout.of_ranks([HOST] * (number + 1)).ranks[number]
-        self.process = fork_context().Process(target=_serve, args=(theirs, job.timeout, place), daemon=True)
-        self.process.start()
-        theirs.close()
-        self._pipe.send_bytes(cloudpickle.dumps((job.fn, job.args)))
+        self._pipe.send_bytes(cloudpickle.dumps((job.fn, job.args, job.timeout, place)))
 
     def say(self, *message: Any) -> None:
         with contextlib.suppress(OSError):
             self._pipe.send(message)
 
-    def await_(self, *kinds: str, seconds: float = SECONDS) -> tuple[Any, ...]:
+    def await_(self, *kinds: str, seconds: float = 20.0) -> tuple[Any, ...]:
         """The next message of one of these kinds; those before it are passed over."""
         until = time.monotonic() + seconds
         passed = []
         while True:
             try:
                 if not self._pipe.poll(max(0.0, until - time.monotonic())):
+                    self.kill(signal.SIGUSR1)  # prints where it hangs
+                    time.sleep(0.5)
                     raise AssertionError(f"process {self.number}: no {kinds} within {seconds} s, but {passed}")
                 message = self._pipe.recv()
             except (EOFError, ConnectionResetError):
@@ -209,14 +256,17 @@ class Rank:
             passed.append(message[:2])
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        signal.pidfd_send_signal(self._end, number)
+
+    def await_end(self, seconds: float = SECONDS) -> None:
+        """Wait until the process is gone."""
+        assert select.select([self._end], [], [], seconds)[0], f"process {self.number} is still there"
 
     def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.kill()
         self._pipe.close()
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join()
+        os.close(self._end)
 
 
 class ElasticJob:
@@ -249,8 +299,9 @@ class ElasticJob:
         for rank, info in zip(members, infos, strict=True):
             rank.say("go", self.generation, asdict(info), port)
         if join:
-            for rank in members:
-                rank.await_("joined")
+            for rank in reversed(members):
+                said = rank.await_("joined", "not joined")
+                assert said[0] == "joined", f"process {rank.number}: {said}"
         return self.generation
 
     def abort(self, members: Sequence[Rank], text: str = "a rank was lost", generation: int | None = None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.estimators.store import Store
+from spark_hvd.store import Store
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import pytest
 
 from spark_hvd.estimators.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.estimators.reader import Batch, Reader, ReaderSpec, open_reader
-from spark_hvd.estimators.store import Store
+from spark_hvd.store import Store
 
 
 def columns_of(schema: pa.Schema) -> tuple[Column, ...]:

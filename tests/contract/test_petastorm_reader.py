@@ -22,10 +22,11 @@ import pytest
 import torch
 
 from spark_hvd.estimators.dataset import DatasetMeta
-from spark_hvd.estimators.errors import DataError, EstimatorError, StoreError
+from spark_hvd.estimators.errors import DataError, EstimatorError
 from spark_hvd.estimators.petastorm_reader import PetastormReader
 from spark_hvd.estimators.reader import ReaderSpec, open_reader
-from spark_hvd.estimators.store import Store
+from spark_hvd.store import Store
+from spark_hvd.store_errors import StoreError
 from tests import stores
 from tests.contract.reader_data import local, numbered, write
 

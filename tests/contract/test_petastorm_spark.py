@@ -19,7 +19,7 @@ from spark_hvd.estimators.errors import DataError
 from spark_hvd.estimators.parquet import dataset_of
 from spark_hvd.estimators.petastorm_schema import columns_of_unischema, load_unischema
 from spark_hvd.estimators.reader import ReaderSpec, open_reader
-from spark_hvd.estimators.store import Store
+from spark_hvd.store import Store
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -18,7 +18,7 @@ import torch
 
 from spark_hvd.estimators.errors import DataError
 from spark_hvd.estimators.sharding import batch_rows, steps_of
-from spark_hvd.estimators.store import Store
+from spark_hvd.store import Store
 from tests.contract.reader_data import arrow, every, local, no_thread_stays, numbered, opened, read, rows, write
 
 

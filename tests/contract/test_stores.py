@@ -19,8 +19,9 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from spark_hvd.estimators.errors import StoreError
-from spark_hvd.estimators.store import Store
+from spark_hvd.estimators.arrow_store import arrow_filesystem
+from spark_hvd.store import Store
+from spark_hvd.store_errors import StoreError
 from tests import stores
 from tests.stores import everything, scratch
 
@@ -144,7 +145,7 @@ def test_the_file_takes_what_writers_do(store: Store) -> None:
         assert torch.equal(torch.load(saved)["t"], tensor)
     with store.open(store.join("n.npy")) as saved:
         assert np.load(saved).tolist() == [0, 1, 2, 3, 4]
-    read = pq.read_table(store.inner_path(store.join("p.parquet")), filesystem=store.arrow_filesystem())
+    read = pq.read_table(store.inner_path(store.join("p.parquet")), filesystem=arrow_filesystem(store))
     assert read == table
     assert store.read_bytes(store.join("s.bin")) == b"headbody"
     assert store.read_bytes(store.join("c.bin")) == b"closed by the block"
@@ -152,7 +153,7 @@ def test_the_file_takes_what_writers_do(store: Store) -> None:
 
 def test_arrow_writes_where_the_store_reads(store: Store) -> None:
     path = store.join("arrow", "part.parquet")
-    filesystem = store.arrow_filesystem()
+    filesystem = arrow_filesystem(store)
     filesystem.create_dir(store.inner_path(store.join("arrow")), recursive=True)
     pq.write_table(pa.table({"a": [7]}), store.inner_path(path), filesystem=filesystem)
     with store.open(path) as file:

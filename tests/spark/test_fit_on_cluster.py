@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import cloudpickle
-import psutil
 import pytest
 
-from spark_hvd.estimators import Callback, Store, TrainState
+from spark_hvd.estimators import Callback, SparkBackend, Store, TrainState
 from spark_hvd.runner import ExecutorLostError
 from tests.spark.estimator_support import estimator, frame, reference, same
+from tests.spark.test_restarts_on_cluster import kill_executor, limit_executors
 from tests.spark.test_torch_estimator import mse
 
 if TYPE_CHECKING:
@@ -31,17 +31,14 @@ class KillsItsExecutor(Callback):
     def on_epoch_begin(self, state: TrainState) -> None:
         if state.rank == 1 and state.epoch == 2 and not os.path.exists(self.marker):
             open(self.marker, "w").close()
-            process = psutil.Process()
-            while process is not None and "java" not in process.name():
-                process = process.parent()
-            assert process is not None
-            process.kill()
+            kill_executor()
 
 
 @pytest.fixture
 def _tests_travel_by_value() -> Iterator[None]:
     """Executors do not have this folder on their path."""
-    modules = [sys.modules[name] for name in (__name__, "tests.spark.estimator_support", mse.__module__)]
+    names = (__name__, "tests.spark.estimator_support", mse.__module__, kill_executor.__module__)
+    modules = [sys.modules[name] for name in names]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     yield
@@ -67,3 +64,25 @@ def test_after_a_lost_executor_the_run_goes_on(cluster: SparkSession, tmp_path: 
     fitted = made.fit(df)
     assert [row["epoch"] for row in fitted.getHistory()] == [1, 2, 3, 4]
     same(fitted.getModel(), reference(mse, epochs=4))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("_tests_travel_by_value")
+def test_a_fit_goes_on_with_fewer_ranks_where_the_cluster_has_shrunk(cluster: SparkSession, tmp_path: Path) -> None:
+    backend = SparkBackend(2, spark=cluster, verbose=0, max_restarts=1, min_num_proc=1, start_timeout=20.0)
+    limit_executors(cluster, 1)  # none comes back
+    try:
+        fitted = estimator(
+            num_proc=None,
+            backend=backend,
+            store=Store.create(tmp_path / "store"),
+            epochs=4,
+            callbacks=[KillsItsExecutor(str(tmp_path / "killed"))],
+        ).fit(frame(cluster))
+    finally:
+        limit_executors(cluster, 2)
+    history = fitted.getHistory()
+    assert [(row["epoch"], row.get("restarts", 0)) for row in history] == [(1, 0), (2, 0), (3, 1), (4, 1)]
+    assert [row["lr"] for row in history] == pytest.approx([0.1, 0.1, 0.05, 0.05])
+    assert history[-1]["loss"] < history[1]["loss"]

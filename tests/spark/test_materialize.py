@@ -17,9 +17,10 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from spark_hvd.estimators.columns import columns_of
 from spark_hvd.estimators.dataset import DatasetMeta
-from spark_hvd.estimators.errors import DataError, StoreError
+from spark_hvd.estimators.errors import DataError
 from spark_hvd.estimators.materialize import materialize
-from spark_hvd.estimators.store import Store
+from spark_hvd.store import Store
+from spark_hvd.store_errors import StoreError
 
 
 @pytest.fixture

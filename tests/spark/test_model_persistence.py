@@ -22,13 +22,13 @@ from torch import nn
 
 from spark_hvd.estimators import checks
 from spark_hvd.estimators.dataset import Column
-from spark_hvd.estimators.errors import CheckpointError, StoreError
 from spark_hvd.estimators.head import Head
 from spark_hvd.estimators.model import TorchModel
 from spark_hvd.estimators.model_meta import ModelMeta
 from spark_hvd.estimators.params import TableParams, rows
 from spark_hvd.estimators.persistence import read_params, write_params
 from spark_hvd.estimators.tensors import TensorSpec
+from spark_hvd.store_errors import CheckpointError, StoreError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

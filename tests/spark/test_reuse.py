@@ -23,7 +23,7 @@ from spark_hvd.estimators.columns import columns_of
 from spark_hvd.estimators.dataset import DatasetMeta
 from spark_hvd.estimators.materialize import materialize
 from spark_hvd.estimators.reuse import clear_materialized_data, delete_unused, fingerprint
-from spark_hvd.estimators.store import Store
+from spark_hvd.store import Store
 
 ROWS = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
 
@@ -282,7 +282,7 @@ DRIVER = """
 import os, sys
 from tests.conftest import start_session
 from tests.spark.test_reuse import write
-from spark_hvd.estimators.store import Store
+from spark_hvd.store import Store
 spark = start_session("local[1]")
 df, store = spark.read.parquet(sys.argv[1]), Store.create(sys.argv[2])
 for keep in (False, True):

@@ -72,13 +72,13 @@ def test_a_module(calls: list[dict[str, Any]], arguments: list[str]) -> None:
 def test_options_reach_the_run(calls: list[dict[str, Any]], script: str) -> None:
     done = invoke(
         "run", "--num-proc", "4", "--procs-per-task", "2", "--mpi", "--mpi-library", "mpich", "--network-interfaces",
-        "eth0, 10.0.0.0/8", "--start-timeout", "30", "--quiet", script,
+        "eth0, 10.0.0.0/8", "--start-timeout", "30", "--max-restarts", "3", "--quiet", script,
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     del calls[0]["args"]
     assert calls[0] == {
         "num_proc": 4, "backend": "mpi", "mpi": "mpich", "interfaces": ["eth0", "10.0.0.0/8"], "start_timeout": 30.0,
-        "env": {}, "verbose": 0,
+        "max_restarts": 3, "env": {}, "verbose": 0,
     }  # fmt: skip
 
 
@@ -117,6 +117,7 @@ def test_options_without_a_place_here_say_why(names: tuple[str, ...], script: st
         (["run", "SCRIPT"], "-np is missing: how many ranks?"),
         (["run", "-np", "0", "SCRIPT"], "0 is not in the range"),
         (["run", "-np", "2", "--gpus-per-proc", "1", "SCRIPT"], "--gpus-per-proc is for a Spark cluster"),
+        (["run", "-np", "2", "--max-restarts", "1", "--min-num-proc", "1", "SCRIPT"], "--min-num-proc is for a Spark"),
         (["run", "-np", "2", "--env", "A", "SCRIPT"], "'A': expected NAME=VALUE"),
         (["run", "-np", "2", "nowhere.py"], "nowhere.py: No such file or directory. Expected a Python script"),
         (["run", "-np", "2", "python"], "Expected a Python script"),

@@ -119,7 +119,7 @@ def test_what_cannot_be_copied_is_named() -> None:
     with pytest.raises(TypeError, match=r"'wrong': a tensor of layout torch\.sparse_coo"):
         state.save()
     state.wrong = [threading.Lock()]
-    with pytest.raises(TypeError, match="'wrong': list cannot be copied: cannot pickle '_thread.lock' object"):
+    with pytest.raises(TypeError, match=r"'wrong': list cannot be copied: cannot pickle '_thread\.lock' object"):
         state.save()
     assert state.commits == -1
 

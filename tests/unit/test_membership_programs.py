@@ -15,7 +15,9 @@ def up(model: Model, pick: int) -> None:
     tasks = {task for _, task in model.agents.values()}
     free = [task for task in range(model.limits.max_num_proc) if task not in tasks]
     if free:
-        model.up(len(model.membership.workers) + 100 + int(model.now * 10), f"host{pick % 3}", free[pick % len(free)])
+        model.up(
+            len(model.membership.roster.workers) + 100 + int(model.now * 10), f"host{pick % 3}", free[pick % len(free)]
+        )
 
 
 def an_agent(model: Model, pick: int) -> int | None:

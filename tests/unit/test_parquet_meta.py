@@ -13,7 +13,7 @@ import pytest
 from spark_hvd.estimators.dataset import Column, RowGroup
 from spark_hvd.estimators.errors import DataError
 from spark_hvd.estimators.parquet import dataset_of
-from spark_hvd.estimators.store import Store
+from spark_hvd.store import Store
 
 
 @pytest.fixture

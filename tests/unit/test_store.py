@@ -21,9 +21,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spark_hvd.estimators.errors import StoreError
-from spark_hvd.estimators.store import Store
-from spark_hvd.estimators.store_errors import store_error
+from spark_hvd.estimators.arrow_store import arrow_filesystem
+from spark_hvd.store import Store
+from spark_hvd.store_errors import StoreError, store_error
 from tests import stores
 from tests.stores import everything, scratch
 
@@ -77,11 +77,11 @@ def test_relative_and_home_paths_become_absolute(monkeypatch: pytest.MonkeyPatch
 
 
 def test_dbfs_is_the_mount_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("spark_hvd.estimators.store_paths._DBFS_MOUNT", str(tmp_path))
+    monkeypatch.setattr("spark_hvd.store_paths._DBFS_MOUNT", str(tmp_path))
     store = Store.create("dbfs:/fits/x")
     assert store.url == Store.create("dbfs:///fits/x").url == f"{tmp_path}/fits/x"
     store.check_writable()
-    monkeypatch.setattr("spark_hvd.estimators.store_paths._DBFS_MOUNT", str(tmp_path / "absent"))
+    monkeypatch.setattr("spark_hvd.store_paths._DBFS_MOUNT", str(tmp_path / "absent"))
     assert Store.create("dbfs:/fits/x").url == "dbfs:///fits/x"
 
 
@@ -281,7 +281,7 @@ def test_s3_arrow_requests_what_it_reads(s3: dict[str, Any], monkeypatch: pytest
     import s3fs.core
 
     store = Store.create(f"s3://bucket/{uuid.uuid4().hex}", storage_options=s3)
-    path, filesystem = store.inner_path(store.join("x.parquet")), store.arrow_filesystem()
+    path, filesystem = store.inner_path(store.join("x.parquet")), arrow_filesystem(store)
     table = pa.table({name: np.random.default_rng(0).random(80_000) for name in "abcd"})
     pq.write_table(table, path, filesystem=filesystem, row_group_size=20_000)
     fetch, fetched = s3fs.core._fetch_range, []

@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from typing import IO, Any, BinaryIO, cast
 
 import fsspec
-import pyarrow.fs
 
-from spark_hvd.estimators.errors import StoreError
-from spark_hvd.estimators.store_errors import explaining, staged
-from spark_hvd.estimators.store_paths import (
+from spark_hvd.store_errors import StoreError, explaining, staged
+from spark_hvd.store_paths import (
     OBJECT_STORES,
     check_protocol,
     complete,
@@ -108,19 +106,9 @@ class Store:
             options |= self.storage_options
             return fsspec.core.url_to_fs(self.url, **options)[0]
 
-    def arrow_filesystem(self) -> pyarrow.fs.FileSystem:
-        """The same as a pyarrow file system; native for local paths. It takes what :meth:`inner_path` returns.
-
-        For Parquet better than :meth:`open`, which reads an object ahead: of row groups and columns not asked for too.
-        """
-        if self._is_local:
-            return pyarrow.fs.LocalFileSystem()
-        handler = _Exact if protocol_of(self.url) in OBJECT_STORES else pyarrow.fs.FSSpecHandler
-        return pyarrow.fs.PyFileSystem(handler(self.filesystem))
-
     def inner_path(self, path: str) -> str:
         """``path`` as the file systems want it: without the protocol."""
-        return path if self._is_local else str(self.filesystem._strip_protocol(path))
+        return path if self.is_local else str(self.filesystem._strip_protocol(path))
 
     @property
     def is_shared(self) -> bool:
@@ -128,7 +116,8 @@ class Store:
         return protocol_of(self.url) != "memory"
 
     @property
-    def _is_local(self) -> bool:
+    def is_local(self) -> bool:
+        """Whether it is a folder of a file system that this host has mounted."""
         return protocol_of(self.url) == "file"
 
     # -- layout
@@ -162,7 +151,7 @@ class Store:
             StoreError: it cannot be opened. What the file raises later is the file system's own.
         """
         with explaining(f"open ({mode})", path):
-            if self._is_local and "r" not in mode:
+            if self.is_local and "r" not in mode:
                 os.makedirs(posixpath.dirname(path), exist_ok=True)
             return cast(IO[Any], self.filesystem.open(self.inner_path(path), mode))
 
@@ -232,7 +221,7 @@ class Store:
         Raises:
             StoreError: it cannot be written, or not uploaded; also in place of what the block made of that.
         """
-        if self._is_local:
+        if self.is_local:
             directory, name = posixpath.split(path)
             with explaining("write", path):
                 os.makedirs(directory, exist_ok=True)
@@ -301,13 +290,6 @@ class Store:
             with contextlib.suppress(Exception):
                 filesystem.rm_file(temporary)
             raise
-
-
-class _Exact(pyarrow.fs.FSSpecHandler):  # type: ignore[misc]
-    """Requests the ranges that Arrow asks for and no more; fsspec's default reads up to 50 MiB ahead of each."""
-
-    def open_input_file(self, path: str) -> pyarrow.PythonFile:
-        return pyarrow.PythonFile(self.fs.open(path, mode="rb", cache_type="none"), mode="r")
 
 
 def _rename(temporary: str, path: str) -> None:

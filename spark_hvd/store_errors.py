@@ -10,7 +10,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-from spark_hvd.estimators.errors import StoreError
+
+class StoreError(RuntimeError):
+    """A store cannot be reached, read, written, or holds something else than expected."""
+
+    def __reduce__(self) -> tuple[type[StoreError], tuple[str]]:
+        return type(self), (str(self),)
+
+
+class CheckpointError(StoreError):
+    """A checkpoint or a saved model is damaged, of another model, or of a newer version of spark_hvd."""
+
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LONGEST = 500

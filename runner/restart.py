@@ -1,0 +1,116 @@
+"""Starting the ranks of a static run again: after which failures, how often, and with how many ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from spark_hvd.runner import spark as on_spark
+from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.errors import ExecutorLostError, NotEnoughSlotsError, RankFailedError, RunError
+from spark_hvd.runner.outcome import FailureKind
+from spark_hvd.runner.profiles import TaskResources
+from spark_hvd.runner.reach import unanswered
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_ANSWER = 3.0
+"""Seconds that an executor gets to answer."""
+
+
+def with_restarts(start: Callable[[int, RunError | None], T], max_restarts: int) -> T:
+    """Call ``start(generation, loss)`` until it returns, at most ``max_restarts`` times more than once.
+
+    Args:
+        start: Starts all ranks; it is given how often that was done before, and the error that ended the last time.
+        max_restarts: The limit.
+
+    Raises:
+        RunError: the error of the last start, which says how many restarts were made, if any.
+    """
+    loss: RunError | None = None
+    for made in range(max_restarts + 1):
+        try:
+            return start(made, loss)
+        except RunError as error:
+            reason = reason_to_restart(error)
+            if reason is None or made == max_restarts:
+                if text := _note(error, made, max_restarts):
+                    error.args = (f"{error}\n{text}", *error.args[1:])
+                raise
+            _log.warning("restart %d of %d: %s", made + 1, max_restarts, reason)
+            loss = error
+    raise AssertionError("unreachable")
+
+
+def reason_to_restart(error: RunError) -> str | None:
+    """Why the ranks may be started again after ``error``, in a line; None where the same would happen again.
+
+    An executor or a process that is gone may be there the next time. An exception, an exit code or a timeout is the
+    program's own.
+    """
+    if isinstance(error, ExecutorLostError):
+        return str(error).splitlines()[0]
+    if isinstance(error, RankFailedError) and error.first.kind in (FailureKind.SIGNAL, FailureKind.LOST):
+        return f"rank {error.rank} on host {error.host}: {error.first.error}"
+    return None
+
+
+def _note(error: RunError, made: int, max_restarts: int) -> str:
+    """What the last error is to say about restarts."""
+    if made:
+        return f"This was after {made} restart{'s' if made > 1 else ''} (max_restarts={max_restarts})."
+    if isinstance(error, ExecutorLostError):
+        return (
+            "fn is not run again unless max_restarts= says so, because it may have had effects. Give that where fn "
+            "goes on from a checkpoint (hvd.checkpoint)."
+        )
+    return ""
+
+
+def check_least(config: RunConfig, tasks: int) -> None:
+    """Make sure that ``min_num_proc`` is not above a number of ranks that only the cluster has told.
+
+    Raises:
+        ValueError: it is.
+    """
+    size = tasks * config.procs_per_task
+    if config.min_num_proc is not None and config.min_num_proc > size:
+        raise ValueError(f"min_num_proc={config.min_num_proc}: expected at most {size}, the ranks this run starts with")
+
+
+def tasks_again(session: SparkSession, config: RunConfig, resources: TaskResources, wanted: int, loss: RunError) -> int:
+    """How many tasks there is room for after a loss: ``wanted`` as soon as possible, else what is there in the end.
+
+    Waits up to ``start_timeout`` for executors to come back, and for Spark to notice those that are gone: until then it
+    would place ranks on a host that does not answer.
+
+    Raises:
+        NotEnoughSlotsError: fewer than ``min_num_proc`` asks for; from ``loss``.
+    """
+    deadline = time.monotonic() + config.start_timeout
+    each = config.procs_per_task
+    least = wanted if config.min_num_proc is None else config.min_num_proc // each
+    while True:
+        there = on_spark.slots(session, resources)
+        if there is None:  # Spark Connect cannot be asked
+            return wanted
+        if there >= wanted and not unanswered(on_spark.executor_addresses(session).values(), _ANSWER):
+            return wanted
+        if on_spark.is_local(session) or time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    if there >= least:
+        ranks = min(there, wanted) * each
+        _log.warning("going on with %d of %d ranks: no more slots within start_timeout", ranks, wanted * each)
+        return min(there, wanted)
+    raise NotEnoughSlotsError(
+        f"{there * each} of {wanted * each} ranks find a slot {config.start_timeout:g} s (start_timeout) after a loss, "
+        f"and at least {least * each} are needed (min_num_proc={config.min_num_proc}). Allow fewer, give executors "
+        f"more time to come back, or look for why they do not. The loss: {str(loss).splitlines()[0]}"
+    ) from loss

@@ -1,0 +1,167 @@
+"""``hvd.checkpoint``: what a training function needs to go on after a restart, in a folder or a store.
+
+::
+
+    saved = hvd.checkpoint.load(folder)                  # None the first time; the same on every rank
+    first = 0
+    if saved is not None:
+        model.load_state_dict(saved.state["model"])
+        first = saved.step
+    for step in range(first, steps):
+        ...
+        if (step + 1) % 100 == 0:
+            hvd.checkpoint.save(folder, {"model": model.state_dict()}, step + 1)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd import checkpoint_sharded
+from spark_hvd.basics import rank
+from spark_hvd.checkpoint_folder import ONE_FILE, SHARDED, Folder, check_step, store_of
+from spark_hvd.checkpoint_format import Found, read, read_by_rank_0, write
+
+if TYPE_CHECKING:
+    from spark_hvd.store import Store
+
+__all__ = ["Checkpoint", "latest", "load", "load_sharded", "save", "save_sharded"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was loaded.
+
+    Attributes:
+        step: The number under which it was saved.
+        state: What was saved; tensors are on the CPU.
+    """
+
+    step: int
+    state: dict[str, Any]
+
+
+def save(where: Store | str | os.PathLike[str], state: Mapping[str, Any], step: int, *, keep: int | None = 2) -> None:
+    """Write a checkpoint, on rank 0; on other ranks nothing happens, so that all ranks may call it or rank 0 alone.
+
+    The file has its name only when it is complete: whoever is killed meanwhile leaves the former ones whole.
+
+    Args:
+        where: A folder that rank 0 reaches wherever it is started: a path on shared storage, a URL such as
+            "s3://bucket/run-7", or a Store, for its options. One run uses it at a time.
+        state: Tensors, numbers, text, and dicts and lists of them: ``state_dict()`` of what is trained. Loading it runs
+            no code.
+        step: Its number, from 0: steps, batches or epochs done.
+        keep: How many checkpoints to keep, this one included; older ones are deleted. None for all. With 1 there is
+            none to fall back on.
+
+    Raises:
+        TypeError, ValueError: ``state`` has something else in it, or an argument is wrong.
+        StoreError: it cannot be written.
+    """
+    check_step(step, keep)
+    if rank() != 0:
+        return
+    folder = Folder(store_of(where), ONE_FILE)
+    write(folder.store, folder.path(step), {"step": step, "state": dict(state)})
+    for old in folder.superseded(step, keep):
+        folder.store.delete(folder.path(old))
+
+
+def load(where: Store | str | os.PathLike[str], step: int | None = None) -> Checkpoint | None:
+    """Read the newest checkpoint that :func:`save` has written, on all ranks alike.
+
+    To be called by all ranks: rank 0 reads, and the others get it from there. Without a world, as on a driver, it just
+    reads. A damaged one is left out with a warning, and the one before is read.
+
+    Args:
+        where: As in :func:`save`.
+        step: Read this one and no other.
+
+    Returns:
+        The checkpoint; None where there is none yet.
+
+    Raises:
+        StoreError: the store cannot be read. Raised on every rank.
+        CheckpointError: all are damaged, or the one asked for is damaged or missing, or a newer spark_hvd wrote it.
+    """
+    check_step(step)
+
+    def newest() -> Found | None:
+        folder = Folder(store_of(where), ONE_FILE)
+        return folder.newest(step, lambda each: read(folder.store, folder.path(each), "Delete it to do without it"))
+
+    saved = read_by_rank_0(newest)
+    return None if saved is None else Checkpoint(saved["step"], saved["state"])
+
+
+def latest(where: Store | str | os.PathLike[str]) -> int | None:
+    """The number of the newest checkpoint, sharded ones included; None where there is none.
+
+    Every rank looks by itself. Whether it can be read only :func:`load` says.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    store = store_of(where)
+    return max([*Folder(store, ONE_FILE).steps(), *Folder(store, SHARDED).steps()], default=None)
+
+
+def save_sharded(
+    where: Store | str | os.PathLike[str],
+    model: Any,
+    optimizers: Any = (),
+    state: Mapping[str, Any] | None = None,
+    *,
+    step: int,
+    keep: int | None = 2,
+) -> None:
+    """Write a checkpoint of which each rank writes its part: for FSDP2 and DTensor. To be called by all ranks.
+
+    ``torch.distributed.checkpoint`` writes the parts; a manifest, written last, makes them a checkpoint.
+
+    Args:
+        where: A folder that every rank reaches; see :func:`save`.
+        model: The module, sharded or not.
+        optimizers: An optimizer of its parameters, or several.
+        state: What is the same on all ranks besides: tensors and plain data, as in :func:`save`.
+        step: Its number, from 0.
+        keep: How many sharded checkpoints to keep; None for all.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+        StoreError: it cannot be written. Raised on every rank.
+    """
+    check_step(step, keep)
+    checkpoint_sharded.save(store_of(where), model, optimizers, dict(state or {}), step, keep)
+
+
+def load_sharded(
+    where: Store | str | os.PathLike[str], model: Any, optimizers: Any = (), *, step: int | None = None
+) -> Checkpoint | None:
+    """Load the newest checkpoint of :func:`save_sharded` into a model and its optimizers. To be called by all ranks.
+
+    The number of ranks, and how the model is sharded, may differ from those at saving. A checkpoint whose files are
+    missing or cut is left out with a warning.
+
+    ``torch.distributed.checkpoint`` unpickles part of it: only load what you trust.
+
+    Args:
+        where: As in :func:`save_sharded`.
+        model: Gets the weights, in place.
+        optimizers: Get their state, in place; the same as at saving.
+        step: Read this one and no other.
+
+    Returns:
+        Its number and ``state``; None where there is none yet.
+
+    Raises:
+        StoreError: the store cannot be read.
+        CheckpointError: none can be used, or it does not fit the model.
+    """
+    check_step(step)
+    found = checkpoint_sharded.load(store_of(where), model, optimizers, step)
+    return None if found is None else Checkpoint(*found)

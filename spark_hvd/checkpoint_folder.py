@@ -1,0 +1,101 @@
+"""A folder of numbered checkpoints: their names, which there are, which to try, which to delete."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd.checkpoint_format import Found, NewerFormatError
+from spark_hvd.store_errors import CheckpointError, StoreError
+
+if TYPE_CHECKING:
+    from spark_hvd.store import Store
+
+_log = logging.getLogger(__name__)
+ONE_FILE = "pt"
+SHARDED = "sharded.json"
+_NAME = re.compile(r"step-(\d+)\.(pt|sharded\.json)")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The checkpoints of a kind, ``ONE_FILE`` or ``SHARDED``, right below the root of a store."""
+
+    store: Store
+    kind: str
+
+    def path(self, step: int) -> str:
+        """File of a step: for a sharded one, its manifest."""
+        return self.store.join(f"{stem(step)}.{self.kind}")
+
+    def steps(self) -> list[int]:
+        """The steps there are, ascending."""
+        names = (path.rpartition("/")[2] for path in self.store.list(self.store.url))
+        matches = (match for name in names if (match := _NAME.fullmatch(name)))
+        return sorted(int(match[1]) for match in matches if match[2] == self.kind)
+
+    def newest(self, wanted: int | None, read_step: Callable[[int], Found]) -> Found | None:
+        """The newest checkpoint that is not damaged, with a warning for each that is; None where there is none yet.
+
+        Args:
+            wanted: Take this one and no other.
+            read_step: Reads the checkpoint of a step.
+
+        Raises:
+            StoreError: one cannot be read.
+            CheckpointError: all are damaged, the one wanted is or is not there, or one is of a newer version.
+        """
+        steps = self.steps()
+        if wanted is not None and wanted not in steps:
+            raise CheckpointError(f"{self.store.url} has no checkpoint of step {wanted}, but {steps or 'none at all'}")
+        steps = steps[::-1] if wanted is None else [wanted]
+        for step in steps:
+            try:
+                return read_step(step)
+            except NewerFormatError:
+                raise
+            except CheckpointError as error:
+                if step == steps[-1]:
+                    raise
+                _log.warning("%s. Going on from the checkpoint before it", error)
+        return None
+
+    def superseded(self, step: int, keep: int | None) -> list[int]:
+        """The steps to delete now that there is ``step``. Later ones are left: a run that went back leaves such."""
+        if keep is None:
+            return []
+        return [each for each in self.steps() if each < step][: -(keep - 1) or None]
+
+
+def stem(step: int) -> str:
+    """How the names of a step begin, so that they sort by it."""
+    return f"step-{step:012d}"
+
+
+def store_of(where: Store | str | os.PathLike[str]) -> Store:
+    """``where`` as a store whose root is the folder.
+
+    Raises:
+        StoreError: it is gone with this process.
+    """
+    from spark_hvd.store import Store  # not above: `import spark_hvd.torch` would load fsspec
+
+    store = where if isinstance(where, Store) else Store.create(where)
+    if not store.is_shared:
+        raise StoreError(f"cannot use {store.url} for checkpoints: it goes with the process. Use a shared folder")
+    return store
+
+
+def check_step(step: Any, keep: Any = None) -> None:
+    """Raise a TypeError or ValueError unless both are whole numbers in their range, or None."""
+    for name, value, least in (("step", step, 0), ("keep", keep, 1)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}={value!r}: expected a whole number")
+        if value < least:
+            raise ValueError(f"{name}={value}: expected at least {least}")

@@ -1,0 +1,168 @@
+"""A checkpoint as one file of a store: tensors and plain data, written whole or not at all, checked when read."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from spark_hvd.basics import rank
+from spark_hvd.context import is_initialized
+from spark_hvd.objects import broadcast_object
+from spark_hvd.store_errors import CheckpointError
+
+if TYPE_CHECKING:
+    from spark_hvd.store import Store
+
+T = TypeVar("T")
+FORMAT = 1
+_CHUNK = 64 << 20
+"""Bytes that ranks send each other at once; bounds the copies that are in memory."""
+_PLAIN = (
+    bool, int, float, complex, str, bytes, bytearray, type(None), torch.Size, torch.dtype, torch.device,
+    torch.Tensor, torch.nn.Parameter,
+)  # fmt: skip
+"""What torch loads without running code. Exact types: a numpy.float64 is a float too, but not to the unpickler."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that was read: its file, the content, and the state in it."""
+
+    path: str
+    data: bytes
+    state: dict[str, Any]
+
+
+class NewerFormatError(CheckpointError):
+    """A newer version of spark_hvd wrote the checkpoint."""
+
+
+def write(store: Store, path: str, state: Mapping[str, Any]) -> None:
+    """Write ``state``: dicts, lists, numbers, text and tensors, nothing else.
+
+    Raises:
+        TypeError: something else is in it, which could not be read again.
+        StoreError: it cannot be written; a former file of that name is still there, whole.
+    """
+    _check_plain(state, "state")
+    with store.writing(path) as file:
+        torch.save({"format": FORMAT, **state}, file)
+
+
+def read(store: Store, path: str, otherwise: str) -> Found:
+    """Read a checkpoint; see :func:`unpack`.
+
+    Raises:
+        StoreError: it cannot be read.
+        CheckpointError: it is damaged, or, as NewerFormatError, of a newer version.
+    """
+    data = store.read_bytes(path)
+    return Found(path, data, unpack(data, path, otherwise))
+
+
+def unpack(data: bytes, path: str, otherwise: str, *, tested: bool = False) -> dict[str, Any]:
+    """The state in the content of a file, on the CPU. No code is run by it: only tensors and plain data are unpickled.
+
+    Args:
+        data: The content.
+        path: Of the file, for messages.
+        otherwise: What to do where it cannot be used, for messages.
+        tested: Whether the checksums are known to be right.
+
+    Raises:
+        CheckpointError: it is damaged, or, as NewerFormatError, of a newer version.
+    """
+    try:
+        if not tested and (wrong := zipfile.ZipFile(io.BytesIO(data)).testzip()) is not None:
+            raise ValueError(f"wrong checksum of {wrong}")  # torch itself takes any bytes for a tensor
+        state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        format_ = state["format"]
+    except Exception as error:
+        raise CheckpointError(
+            f"the checkpoint {path} ({len(data):,} bytes) is damaged: {type(error).__name__}: "
+            f"{str(error).splitlines()[0]}. {otherwise}"
+        ) from error
+    if format_ > FORMAT:
+        raise NewerFormatError(
+            f"the checkpoint {path} has format {format_}, written by a newer spark_hvd; this one reads formats up "
+            f"to {FORMAT}. Update spark_hvd. {otherwise}"
+        )
+    return state
+
+
+def on_rank_0(do: Callable[[], T]) -> T:
+    """What ``do`` returns on rank 0, on all ranks. Alone where there is no world.
+
+    Raises:
+        Exception: what ``do`` raised on rank 0, on all ranks.
+    """
+    if not is_initialized():
+        return do()
+    outcome: tuple[bool, Any] = (True, None)
+    if rank() == 0:
+        try:
+            outcome = (True, do())
+        except Exception as error:
+            outcome = (False, error)
+    done, value = broadcast_object(outcome, name="spark_hvd.checkpoint")
+    if not done:
+        raise value
+    return cast(T, value)
+
+
+def read_by_rank_0(choose: Callable[[], Found | None]) -> dict[str, Any] | None:
+    """The state that rank 0 has chosen and read, on all ranks; None where it found none. Alone where there is no world.
+
+    One rank chooses, because hosts may list a folder differently for a moment, and reads, because a store serves one
+    reader better than a thousand.
+
+    Args:
+        choose: Called on rank 0.
+
+    Raises:
+        Exception: what ``choose`` raised on rank 0, on all ranks.
+    """
+    mine: list[Found] = []
+
+    def outline() -> tuple[str, int] | None:
+        found = choose()
+        if found is None:
+            return None
+        mine.append(found)
+        return found.path, len(found.data)
+
+    outlined = on_rank_0(outline)
+    if outlined is None or not is_initialized():
+        return mine[0].state if mine else None
+    path, length = outlined
+    parts = []
+    for start in range(0, length, _CHUNK):
+        part = mine[0].data[start : start + _CHUNK] if mine else b""
+        parts.append(broadcast_object(part, name="spark_hvd.checkpoint.data"))
+    return mine[0].state if mine else unpack(b"".join(parts), path, "", tested=True)
+
+
+def _check_plain(value: Any, where: str) -> None:
+    if type(value) in _PLAIN:
+        return
+    if type(value) in (dict, OrderedDict):
+        for key, item in value.items():
+            _check_plain(key, f"a key of {where}")
+            _check_plain(item, f"{where}[{key!r}]")
+    elif type(value) in (list, tuple, set):
+        for number, item in enumerate(value):
+            _check_plain(item, f"{where}[{number}]")
+    else:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        remedy = (
+            "a DTensor has a part on each rank: use save_sharded"
+            if hasattr(value, "device_mesh")
+            else "give its state_dict(), or what it is made of: .item() or .tolist() of what numpy made"
+        )
+        raise TypeError(f"{where} is a {kind}: expected tensors, numbers, text, and dicts and lists of them; {remedy}")

@@ -1,0 +1,139 @@
+"""Checkpoints of which each rank writes its part, by ``torch.distributed.checkpoint``; a manifest commits them.
+
+::
+
+    step-000000000100-1f0c88a2.shards/   what torch writes, in a directory of its own each time; state.pt: plain data
+    step-000000000100.sharded.json       the manifest: directory, files and their sizes; written last
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd.basics import size
+from spark_hvd.checkpoint_folder import SHARDED, Folder, stem
+from spark_hvd.checkpoint_format import FORMAT, Found, NewerFormatError, on_rank_0, read, read_by_rank_0, write
+from spark_hvd.store_errors import CheckpointError, StoreError
+from spark_hvd.torch_private import sharded_reader, sharded_writer
+
+if TYPE_CHECKING:
+    from spark_hvd.store import Store
+
+_STATE = "state.pt"
+_SHARDS = ".shards"
+
+
+def save(store: Store, model: Any, optimizers: Any, state: Mapping[str, Any], step: int, keep: int | None) -> None:
+    """See :func:`spark_hvd.checkpoint.save_sharded`."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save as save_parts
+
+    folder, ranks = Folder(store, SHARDED), size()
+
+    def begin() -> str:
+        directory = f"{stem(step)}-{uuid.uuid4().hex[:8]}{_SHARDS}"
+        write(store, store.join(directory, _STATE), {"step": step, "directory": directory, "state": state})
+        return directory
+
+    def commit() -> None:
+        files = {path.rpartition("/")[2]: store.size(path) for path in store.list(store.join(directory))}
+        manifest = {"format": FORMAT, "step": step, "size": ranks, "directory": directory, "files": files}
+        store.write_bytes(folder.path(step), json.dumps(manifest, indent=1).encode())
+        _tidy(folder, step, keep)
+
+    directory = on_rank_0(begin)
+    weights, moments = get_state_dict(model, optimizers)
+    with _explaining("write", store.join(directory), StoreError):
+        save_parts(
+            {"model": weights, "optimizer": moments}, storage_writer=sharded_writer(store, store.join(directory))
+        )
+    on_rank_0(commit)
+
+
+def load(store: Store, model: Any, optimizers: Any, step: int | None) -> tuple[int, dict[str, Any]] | None:
+    """See :func:`spark_hvd.checkpoint.load_sharded`; returns the step and what is the same on all ranks."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load as load_parts
+
+    def read_step(each: int) -> Found:
+        return read(store, store.join(_checked(folder, each), _STATE), "Delete its manifest")
+
+    folder = Folder(store, SHARDED)
+    saved = read_by_rank_0(lambda: folder.newest(step, read_step))
+    if saved is None:
+        return None
+    path = store.join(saved["directory"])
+    weights, moments = get_state_dict(model, optimizers)
+    parts: dict[str, Any] = {"model": weights, "optimizer": moments} if moments else {"model": weights}
+    with _explaining("load", path, CheckpointError):
+        load_parts(parts, storage_reader=sharded_reader(store, path))
+        set_state_dict(model, optimizers, model_state_dict=parts["model"], optim_state_dict=parts.get("optimizer", {}))
+    return saved["step"], saved["state"]
+
+
+def _checked(folder: Folder, step: int) -> str:
+    """The directory of a checkpoint, whose files are all there in their size.
+
+    Raises:
+        CheckpointError: some are not, or the manifest is damaged or of a newer version.
+    """
+    store, path = folder.store, folder.path(step)
+    data = store.read_bytes(path)
+    try:
+        manifest = json.loads(data)
+        newer = manifest["format"] > FORMAT
+        directory, files = str(manifest["directory"]), dict(manifest["files"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"the manifest {path} is damaged: {type(error).__name__}: {error}. Delete it") from error
+    if newer:
+        raise NewerFormatError(f"{path} has format {manifest['format']}, written by a newer spark_hvd: update it")
+    for name, expected in files.items():
+        file = store.join(directory, name)
+        there = store.size(file) if store.exists(file) else None
+        if there != expected:
+            raise CheckpointError(
+                f"the checkpoint of {path} is damaged: {file} has {'gone' if there is None else f'{there:,} bytes'}, "
+                f"and {expected:,} bytes were written. Delete its manifest"
+            )
+    return directory
+
+
+def _tidy(folder: Folder, step: int, keep: int | None) -> None:
+    """Delete superseded checkpoints, and directories that a save left that was cut off."""
+    store = folder.store
+    for old in folder.superseded(step, keep):
+        store.delete(folder.path(old))  # first, so that no manifest is ever without its files
+    known = set()
+    for each in folder.steps():
+        try:
+            known.add(json.loads(store.read_bytes(folder.path(each)))["directory"])
+        except (ValueError, KeyError, TypeError):
+            return  # damaged: whose directory is whose cannot be told
+    for path in store.list(store.url):
+        name = path.rpartition("/")[2]
+        if name.endswith(_SHARDS) and name not in known:
+            store.delete(path)
+
+
+@contextmanager
+def _explaining(verb: str, path: str, kind: type[StoreError]) -> Iterator[None]:
+    """Turn what torch raises when parts cannot be written or read into one of our errors."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with warnings.catch_warnings():
+            # A world of one has no process group, which is what it should be.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        number, failure = min(error.failures.items())
+        cause = failure[0]
+        raise kind(
+            f"rank {number} cannot {verb} its part of {path}: {type(cause).__name__}: {cause}. Every rank "
+            "needs the folder, and the model and optimizers those of the checkpoint"
+        ) from error

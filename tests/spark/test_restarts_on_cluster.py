@@ -1,0 +1,118 @@
+"""Restarts after an executor JVM was killed: the same weights in the end, fewer ranks, the limit."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import psutil
+import pytest
+
+import spark_hvd.torch as hvd
+from spark_hvd.context import current
+from spark_hvd.runner import ExecutorLostError, NotEnoughSlotsError, RankFailedError, run
+from tests.conftest import wait_until
+from tests.contract.test_restarts import same
+from tests.contract.test_restarts import train as train_steps
+from tests.spark.test_cluster import executors
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(180)]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(sys.modules[train_steps.__module__])
+OPTIONS: dict[str, Any] = {"num_proc": 2, "verbose": 0}
+
+
+def kill_executor() -> None:
+    """Kill the executor's JVM, whose process id the fork server of this rank was started with."""
+    psutil.Process(int(psutil.Process().cmdline()[-2])).kill()
+    time.sleep(60)  # until this process is ended too
+
+
+def train(folder: str, last: int) -> dict[str, Any]:
+    """As the function of run_local's tests; in starts before `last`, the executor of rank 1 is killed at step 3."""
+    if current().world.generation < last:
+        before = hvd.checkpoint.save
+
+        def save(where: str, state: dict[str, Any], step: int) -> None:
+            before(where, state, step)
+            if hvd.rank() == 1 and step == 3:
+                kill_executor()
+
+        hvd.checkpoint.save = save  # type: ignore[assignment]
+    return train_steps(folder, {})
+
+
+@pytest.fixture
+def _all_executors(cluster: SparkSession) -> Iterator[None]:
+    yield
+    limit_executors(cluster, 2)
+    wait_until(lambda: len(executors()) == 2 and slots(cluster) == 2, 60)
+
+
+def limit_executors(session: SparkSession, number: int) -> None:
+    """Have the cluster start no more executors than that."""
+    context: Any = session.sparkContext._jsc.sc()
+    nowhere = session.sparkContext._jvm.scala.Predef.Map().empty()  # type: ignore[union-attr]
+    assert context.requestTotalExecutors(number, 0, nowhere)
+
+
+def slots(session: SparkSession) -> int:
+    context: Any = session.sparkContext._jsc.sc()
+    return int(context.maxNumConcurrentTasks(context.resourceProfileManager().resourceProfileFromId(0)))
+
+
+@pytest.mark.usefixtures("_all_executors")
+def test_a_lost_executor_is_survived_to_the_bit(
+    cluster: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (whole, _) = run(train, (str(tmp_path / "whole"), 0), spark=cluster, **OPTIONS)
+    again = run(train, (str(tmp_path / "again"), 1), spark=cluster, max_restarts=3, **OPTIONS)
+    assert [(one["generation"], one["count"], one["size"]) for one in again] == [(1, "1", 2)] * 2
+    assert all(2 <= one["first"] <= 3 for one in again)
+    assert all(same(one, whole) for one in again)
+    (record,) = [record for record in caplog.records if record.name == "spark_hvd.runner.restart"]
+    assert record.message.startswith("restart 1 of 3: Spark lost the executor of rank 1 on 127.0.0.1")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_all_executors")
+def test_it_goes_on_with_fewer_ranks_if_they_are_enough(
+    cluster: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit_executors(cluster, 1)  # does not end one that runs
+    options = {**OPTIONS, "max_restarts": 1, "start_timeout": 10.0, "spark": cluster}
+    (alone,) = run(train, (str(tmp_path / "fewer"), 1), min_num_proc=1, **options)
+    assert (alone["generation"], alone["size"]) == (1, 1)
+    assert 2 <= alone["first"] <= 3
+    assert "going on with 1 of 2 ranks" in caplog.text
+    limit_executors(cluster, 2)
+    wait_until(lambda: len(executors()) == 2 and slots(cluster) == 2, 60)
+    limit_executors(cluster, 1)
+    with pytest.raises(NotEnoughSlotsError, match=r"1 of 2 ranks find a slot 10 s .*The loss: Spark lost") as caught:
+        run(train, (str(tmp_path / "none"), 1), **options)
+    assert isinstance(caught.value.__cause__, ExecutorLostError)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_all_executors")
+def test_the_limit_and_what_is_not_restarted(cluster: SparkSession, tmp_path: Path) -> None:
+    with pytest.raises(ExecutorLostError, match=r"This was after 1 restart \(max_restarts=1\)"):
+        run(lambda: kill_executor() if hvd.rank() == 1 else hvd.barrier(), spark=cluster, max_restarts=1, **OPTIONS)
+
+    def fails() -> None:
+        open(os.path.join(str(tmp_path), f"{hvd.rank()}-{current().world.generation}"), "w").close()
+        hvd.barrier()
+        raise ValueError("mine")
+
+    wait_until(lambda: len(executors()) == 2 and slots(cluster) == 2, 60)
+    with pytest.raises(RankFailedError, match="ValueError: mine"):
+        run(fails, spark=cluster, max_restarts=3, **OPTIONS)
+    assert sorted(os.listdir(tmp_path)) == ["0-0", "1-0"]
