@@ -160,6 +160,7 @@ class Membership:
         if generation is not None and worker.number in generation.members and not generation.finished:
             self._close(generation, f"{self.roster.name(worker)} has left it", now, failed=not generation.updating)
         worker.stage = Stage.WAITING
+        self._end_if_returned_early()
 
     def _ready(self, event: ev.Ready, now: float) -> None:
         generation = self._member_of(event.worker, event.generation)
@@ -237,6 +238,17 @@ class Membership:
                 )
         elif all(self.roster.workers[number].stage is Stage.RETURNED for number in generation.members):
             self._done(generation.members)
+        else:
+            self._end_if_returned_early()
+
+    def _end_if_returned_early(self) -> None:
+        """Nobody can wait for a generation together with a worker that has returned."""
+        generation = self.generation
+        team = self.roster.workers if generation is None else generation.members
+        workers = [self.roster.workers[number] for number in team]
+        early = [worker for worker in workers if worker.stage is Stage.RETURNED]
+        if early and any(worker.stage is Stage.WAITING for worker in workers):
+            self._end(ev.End.FAILED, texts.returned_early(self.roster.name(early[0])), early[0].number)
 
     def _lose(self, worker: Worker, loss: ev.Loss, error: str, now: float) -> None:
         """A worker is no more; its agent may be."""

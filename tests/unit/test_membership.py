@@ -13,6 +13,7 @@ from spark_hvd.runner.membership_events import (
     End,
     EndAgent,
     Ended,
+    Entered,
     Finished,
     Joined,
     Limits,
@@ -365,6 +366,34 @@ def test_a_function_that_returns_early_on_one_rank_is_an_error() -> None:
     model.tell(Ended(1))
     assert model.membership.verdict is not None
     assert "returned from fn without" in model.membership.verdict.text
+
+
+def test_a_function_that_has_returned_on_one_rank_before_others_call_theirs_is_an_error() -> None:
+    model = Model(TWO)
+    model.up(0)
+    model.up(1)
+    model.tell(Ended(1))
+    assert model.membership.verdict is None, "it may have no elastic function at all"
+    model.prepare(0)
+    assert model.membership.verdict is not None
+    assert model.membership.verdict.end is End.FAILED
+    assert "returned from fn without" in model.membership.verdict.text
+
+
+@pytest.mark.parametrize("returns_first", [True, False])
+def test_a_second_elastic_function_that_only_one_rank_calls_is_an_error(returns_first: bool) -> None:
+    model = trained()
+    zero, one = model.of_rank(0), model.of_rank(1)
+    for process in (zero, one):
+        process.state = "finishing-by-hand"
+        model.tell(Finished(process.number, 0))
+    zero.state = "waiting"
+    events = [Ended(one.number), Entered(zero.number)]
+    for event in events if returns_first else reversed(events):
+        model.tell(event)
+    assert model.membership.verdict is not None
+    assert model.membership.verdict.end is End.FAILED
+    assert "rank 1 on host host1 returned from fn without" in model.membership.verdict.text
 
 
 def test_tasks_that_come_after_the_end_are_let_go() -> None:
