@@ -42,8 +42,11 @@ class ElasticConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise TypeError(f"{name}={value!r}: expected a whole number")
+        for name in ("min_num_proc", "max_num_proc"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1 rank, or None for num_proc")
         least, greatest = self.min_num_proc or num_proc, self.max_num_proc or num_proc
-        if num_proc is not None and not 1 <= (least or 1) <= num_proc <= (greatest or num_proc):
+        if num_proc is not None and not (least or 1) <= num_proc <= (greatest or num_proc):
             raise ValueError(
                 f"min_num_proc={self.min_num_proc}, num_proc={num_proc}, max_num_proc={self.max_num_proc}: expected "
                 "1 <= min_num_proc <= num_proc <= max_num_proc"
