@@ -53,6 +53,7 @@ class ElasticRank:
         self._kv: Any = None
         self._doomed: str | None = None
         self._update = self._finish = self._dismissed = self._closed = self._silent = False
+        self._pid = os.getpid()
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._listener = threading.Thread(target=self._listen, name="spark_hvd-agent", daemon=True)
 
@@ -202,7 +203,11 @@ class ElasticRank:
 
     def _notice(self, signum: int, frame: FrameType | None) -> None:
         """This machine will go. A handler interrupts anything, so it only wakes the other thread."""
-        os.write(self._wake[1], bytes([signum]))
+        if os.getpid() == self._pid:
+            os.write(self._wake[1], bytes([signum]))
+        else:  # a process that fn has forked is meant, and nothing but that
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
 
     def _send(self, kind: str, **fields: Any) -> None:
         with contextlib.suppress(OSError), self._sending:  # where the agent has gone, it takes this process with it

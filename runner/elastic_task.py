@@ -19,9 +19,9 @@ from spark_hvd.runner.agent import NOTICES, Agent, Report, WorkerSetup
 from spark_hvd.runner.gpus import GpuShare, devices_of
 from spark_hvd.runner.hub import Link
 from spark_hvd.runner.network import choose_address, is_loopback, own_addresses
-from spark_hvd.runner.outcome import Packed, to_rows
+from spark_hvd.runner.outcome import Packed
 from spark_hvd.runner.processes import fork_server
-from spark_hvd.runner.task import TaskSpec, executor_pid, host_of, rank_env
+from spark_hvd.runner.task import TaskSpec, executor_pid, host_of, rank_env, to_batches
 
 if TYPE_CHECKING:
     import pyarrow
@@ -48,7 +48,6 @@ class ElasticSpec:
 
 def run_elastic_task(spec: ElasticSpec, payload: bytes) -> Iterator[pyarrow.RecordBatch]:
     """Be an agent, and yield its report as record batches of the result schema."""
-    import pyarrow
     from pyspark import TaskContext
 
     context = TaskContext.get()
@@ -67,17 +66,7 @@ def run_elastic_task(spec: ElasticSpec, payload: bytes) -> Iterator[pyarrow.Reco
             gpus=None if gpus is None else list(gpus.addresses),
             closing=closing,
         )
-    packed = Packed(context.partitionId(), True, pickle.dumps(report))
-    for rank, ok, part, chunk in to_rows(packed, spec.task.spool):
-        yield pyarrow.RecordBatch.from_arrays(
-            [
-                pyarrow.array([rank], pyarrow.int32()),
-                pyarrow.array([ok]),
-                pyarrow.array([part], pyarrow.int32()),
-                pyarrow.array([chunk], pyarrow.binary()),
-            ],
-            names=["rank", "ok", "part", "chunk"],
-        )
+    yield from to_batches([Packed(context.partitionId(), True, pickle.dumps(report))], spec.task.spool)
 
 
 def be_agent(
