@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from datetime import timedelta
 
+from spark_hvd.errors import CollectiveError
 from spark_hvd.kv import TCPStore
 from spark_hvd.standing import standing
 from spark_hvd.wires import Wires
@@ -12,8 +14,9 @@ from spark_hvd.world import Endpoint
 
 _CONNECT_SECONDS = 30.0
 """The store is served before its address is known, so this is long."""
-_ATTEMPT_SECONDS = 2.0
-"""torch goes on trying, deaf to everything, while a rank may have learnt that rank 0 has gone."""
+_ATTEMPT_SECONDS = 1.0
+"""torch goes on trying, deaf to everything, though a rank may have learnt that rank 0 has gone."""
+_PAUSE_SECONDS = 0.1
 
 
 def reach_store(endpoint: Endpoint, generation: int, timeout: float) -> TCPStore:
@@ -32,10 +35,13 @@ def reach_store(endpoint: Endpoint, generation: int, timeout: float) -> TCPStore
     with wires.making():
         while True:
             try:
+                # A store that is gone refuses at once, which torch would not take for an answer.
+                socket.create_connection((endpoint.host, endpoint.port), _ATTEMPT_SECONDS).close()
                 kv = TCPStore(endpoint.host, endpoint.port, None, False, timedelta(seconds=_ATTEMPT_SECONDS))
-            except RuntimeError:
+            except (RuntimeError, OSError) as error:
                 if wires.broken is not None or time.monotonic() > until:
-                    raise
+                    raise CollectiveError(f"the store of generation {generation} cannot be reached: {error}") from error
+                time.sleep(_PAUSE_SECONDS)
             else:
                 kv.set_timeout(timedelta(seconds=timeout))
                 return kv
