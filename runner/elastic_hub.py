@@ -81,10 +81,8 @@ class ElasticState:
                 return self._act(self.membership.handle(AgentLost(agent, message["why"]), now))
             return []
         if agent not in self.membership.roster.agents:
-            # It was given up, and comes back: what it has been part of goes on without it.
-            return (
-                [] if kind == "alive" and agent not in self._present else [Send(agent, {"type": "end", "again": True})]
-            )
+            # Was it given up, and comes back? What it has been part of goes on without it.
+            return [Send(agent, {"type": "end", "again": True})] if agent in self._given_up else []
         event = _event(message)
         return [] if event is None else self._act(self.membership.handle(event, now))
 
