@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from spark_hvd import context, elastic_launcher
+from spark_hvd.elastic_store import reach_store
 from spark_hvd.errors import CollectiveError
 from spark_hvd.kv import TCPStore
 from spark_hvd.layout import RankInfo
@@ -26,11 +27,10 @@ from spark_hvd.runner.agent import NOTICES
 from spark_hvd.runner.child import SetupError, end_process, unpickle_call
 from spark_hvd.runner.gpus import GpuError, GpuShare
 from spark_hvd.runner.own_gpu import settle, take
-from spark_hvd.runner.preflight import UnreachableError, connect
 from spark_hvd.runner.wire import recv_frame, send_frame
+from spark_hvd.standing import standing
+from spark_hvd.wires import Wires
 from spark_hvd.world import Endpoint, World
-
-_CONNECT_SECONDS = 5.0
 
 
 class ElasticRank:
@@ -100,13 +100,14 @@ class ElasticRank:
             assigned, self._assigned = self._assigned, None
         me, generation = self._me, assigned["generation"]
         ports = None if self._job["ports"] is None else PortRange.parse(self._job["ports"])
-        seconds = timedelta(seconds=self._job["rejoin_timeout"] / 2)
+        seconds = self._job["rejoin_timeout"] / 2
         self._kv, store = None, None
         if me.rank == 0:
             listener = listen(self._job["ip"], ports)
             store = self._job["ip"], listener.getsockname()[1]
-            kv = TCPStore(*store, me.size, True, seconds, wait_for_workers=False, master_listen_fd=listener.detach())
-            self._kv = kv
+            self._kv = TCPStore(
+                *store, None, True, timedelta(seconds=seconds), False, master_listen_fd=listener.detach()
+            )
         self._send("ready", generation=generation, store=store)
         with self._changed:
             self._changed.wait_for(lambda: self._store is not None or self._doomed is not None or self._closed)
@@ -114,15 +115,13 @@ class ElasticRank:
                 raise CollectiveError(f"generation {generation} ended before its ranks had met: {self._doomed}")
             host, port = self._store
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
-        try:
-            if self._kv is None:
-                connect(host, port, "the store of rank 0", f"rank {me.rank} on host {me.host}", _CONNECT_SECONDS)
-                self._kv = TCPStore(host, port, me.size, False, seconds)
+        endpoint = Endpoint(host, port)
+        if self._kv is None:
+            self._kv = reach_store(endpoint, generation, seconds)
+        with standing.wired(Wires(generation, endpoint, me.size)).making():
             backend = settle(me, self._gpus, self._kv, self._job["backend"], self._local(me))
-        except (RuntimeError, UnreachableError) as error:  # what torch's store raises, too
-            raise CollectiveError(f"rank {me.rank} could not meet the others: {error}") from error
         context.join(
-            World(me, Endpoint(host, port), generation, bytes.fromhex(self._job["secret"]), ports),
+            World(me, endpoint, generation, bytes.fromhex(self._job["secret"]), ports),
             self._kv,
             timeout=self._job["collective_timeout"],
             backend=backend,
