@@ -6,6 +6,7 @@ can be asked who it is, but there is nobody to talk to.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -334,11 +335,17 @@ def _settle(
     standing.context = Context(world, layout, communicator, kv, owns_default_group, engine, lane, groups, wires=wires)
     if config.timeline is not None:
         try:
-            start_timeline(config.timeline, config.timeline_mark_cycles)
+            start_timeline(_numbered(config.timeline, world.generation), config.timeline_mark_cycles)
         except OSError:
             standing.context = None
             engine.close("init() failed")
             raise
+
+
+def _numbered(path: str, generation: int) -> str:
+    """A file for each generation, so that a later one does not overwrite what led to its beginning."""
+    stem, suffix = os.path.splitext(path)
+    return path if generation == 0 else f"{stem}.{generation}{suffix}"
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

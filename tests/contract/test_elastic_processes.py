@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 import cloudpickle
 import pytest
 
 from spark_hvd.runner import run_elastic_local
+from spark_hvd.testing import FaultPlan
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -65,3 +68,30 @@ def loads_data() -> tuple[int, int]:
 def test_loaders_with_processes_of_their_own() -> None:
     total = 2 * sum(range(64))
     assert run_elastic_local(loads_data, num_proc=2) == [(total, 0), (total, 0)]
+
+
+def is_killed(faults: FaultPlan) -> int:
+    import torch
+
+    import spark_hvd.torch as hvd
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.ObjectState) -> None:
+        while state.step < 20:
+            faults.at(state.step)
+            hvd.allreduce(torch.ones(1), name="step")
+            state.step += 1
+            state.commit()
+
+    train(hvd.elastic.ObjectState(step=0))
+    return hvd.generation()
+
+
+def test_each_generation_has_a_timeline(tmp_path: Path) -> None:
+    env = {"HOROVOD_TIMELINE": str(tmp_path / "trace.json")}
+    faults = FaultPlan().kill(rank=1, step=5)
+    last = run_elastic_local(is_killed, [faults], num_proc=2, env=env)[0]
+    assert last == 1
+    for name in ("trace.json", "trace.1.json"):
+        events = json.loads((tmp_path / name).read_text())
+        assert "step" in json.dumps(events), name
