@@ -9,16 +9,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from spark_hvd.runner.elastic import run_elastic
+    from spark_hvd.runner.elastic_local import run_elastic_local
     from spark_hvd.runner.errors import (
         ClusterError,
+        ElasticError,
         ExecutorLostError,
         NotEnoughSlotsError,
         RankFailedError,
+        ResetLimitError,
         ResultTooLargeError,
         RunError,
         RunTimeoutError,
         SetupError,
         StartTimeoutError,
+        StateLostError,
+        TooFewRanksError,
         UnpicklableError,
     )
     from spark_hvd.runner.examination import doctor
@@ -28,26 +34,34 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ClusterError",
+    "ElasticError",
     "ExecutorLostError",
     "Finding",
     "Level",
     "NotEnoughSlotsError",
     "RankFailedError",
     "Report",
+    "ResetLimitError",
     "ResultTooLargeError",
     "RunError",
     "RunTimeoutError",
     "SetupError",
     "StartTimeoutError",
+    "StateLostError",
+    "TooFewRanksError",
     "UnpicklableError",
     "doctor",
     "run",
+    "run_elastic",
+    "run_elastic_local",
     "run_local",
 ]
 
 _HOME = {
     "doctor": "examination",
     "run": "launch",
+    "run_elastic": "elastic",
+    "run_elastic_local": "elastic_local",
     "run_local": "local",
     **dict.fromkeys(("Finding", "Level", "Report"), "report"),
 }

@@ -6,7 +6,6 @@ import logging
 import pickle
 import socket
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,8 @@ from spark_hvd.runner.output import Printer
 from spark_hvd.runner.profiles import TaskResources
 from spark_hvd.runner.reach import Reach
 from spark_hvd.runner.spark_errors import silent, translate
+from spark_hvd.runner.spark_job import TaskJob
+from spark_hvd.runner.spark_task import task_of
 from spark_hvd.runner.task import TaskSpec
 
 if TYPE_CHECKING:
@@ -85,10 +86,10 @@ class Attempt:
                 generation=generation,
             )
             again = f", restart {generation}" if generation else ""
-            job = on_spark.TaskJob(
+            job = TaskJob(
                 session,
                 tasks,
-                _task(pickle.dumps(spec), self.payload),
+                task_of("task", "run_task", pickle.dumps(spec), self.payload),
                 f"spark_hvd.run({self.name}) on {size} ranks{again}",
                 f"{self.run_id}.{generation}",
                 self.resources.profile,
@@ -103,29 +104,6 @@ class Attempt:
                 raise (silent(lost) if lost else translate(job.error, size, job.placement())) from job.error
             order = [] if hub is None else hub.snapshot()[1]
             return results(from_rows(job.rows), size, order, config.timeout)
-
-
-def _task(spec: bytes, payload: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """The task, as a nested function: such travel by value, so it starts even where spark_hvd is not installed."""
-
-    def spark_hvd_task(batches: Iterator[Any]) -> Iterator[Any]:
-        import pickle
-        import platform
-        import socket
-        import sys
-
-        for _ in batches:
-            pass
-        try:
-            from spark_hvd.runner.task import run_task
-        except ImportError as error:
-            raise ImportError(
-                f"SPARK_HVD_SETUP: {type(error).__name__}: {error}; Python {platform.python_version()} "
-                f"({sys.executable}) on host {socket.gethostname()} cannot import spark_hvd.:END"
-            ) from None
-        yield from run_task(pickle.loads(spec), payload)
-
-    return spark_hvd_task
 
 
 def _open_hub(
@@ -152,7 +130,7 @@ def _open_hub(
         return None
 
 
-def _attend(job: on_spark.TaskJob, hub: Hub | None, size: int, config: RunConfig, printer: Printer) -> None:
+def _attend(job: TaskJob, hub: Hub | None, size: int, config: RunConfig, printer: Printer) -> None:
     """Stay with the job until it has ended: print, watch the start timeout, pass on Ctrl-C."""
     deadline = time.monotonic() + config.start_timeout
     warned = False
@@ -198,7 +176,7 @@ def _attend(job: on_spark.TaskJob, hub: Hub | None, size: int, config: RunConfig
         raise
 
 
-def _end(job: on_spark.TaskJob, hub: Hub | None, reason: str) -> None:
+def _end(job: TaskJob, hub: Hub | None, reason: str) -> None:
     """Stop the ranks, then, if that does not end the job, have Spark kill the tasks."""
     if hub is not None:
         hub.stop(reason)

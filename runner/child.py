@@ -11,15 +11,19 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from spark_hvd.layout import RankInfo
 from spark_hvd.runner.payload import dump_exception, dump_result
 from spark_hvd.runner.verdict import is_echo
 from spark_hvd.runner.wire import recv_frame, send_frame
 
-_OURS = (__name__, "spark_hvd.runner.script", "runpy")
+if TYPE_CHECKING:
+    from spark_hvd.runner.elastic_child import ElasticRank
+
+_OURS = (__name__, "spark_hvd.runner.elastic_child", "spark_hvd.runner.script", "runpy")
 """Modules whose frames above fn, or above a script, are no part of the user's program."""
 STACKS_SIGNAL = signal.SIGUSR2
 """On this signal the rank writes the stack of each of its threads to the file that its supervisor gave it."""
@@ -32,12 +36,12 @@ def run_rank(control: socket.socket, stacks_fd: int) -> NoReturn:
     """
     frame = recv_frame(control)
     if frame is None:  # the supervisor is gone
-        _exit(1)
+        end_process(1)
     job, payload = frame
     # Crashes and STACKS_SIGNAL leave the Python stacks where the supervisor reads them.
     faulthandler.enable(stacks_fd, all_threads=True)
     faulthandler.register(STACKS_SIGNAL, stacks_fd, all_threads=True)
-    world = _Rank(control, job)
+    world: _Rank | ElasticRank = _elastic_rank(control, job) if job.get("elastic") else _Rank(control, job)
     try:
         value = world.run(payload)
     except SystemExit as left:
@@ -45,9 +49,9 @@ def run_rank(control: socket.socket, stacks_fd: int) -> NoReturn:
             print(left.code, file=sys.stderr)
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
         _send_failure(control, "exit", f"fn called sys.exit({left.code!r}) instead of returning", left)
-        _linger(control)
-        _exit(code)
-    except _SetupError as error:
+        _linger(world)
+        end_process(code)
+    except SetupError as error:
         _send_failure(control, "setup", str(error), error.cause)
     except BaseException as error:
         _send_failure(control, "exception", _one_line(error), error)
@@ -59,11 +63,11 @@ def run_rank(control: socket.socket, stacks_fd: int) -> NoReturn:
         else:
             send_frame(control, {"type": "outcome", "ok": True}, data)
     world.leave()
-    _linger(control)
-    _exit(0)
+    _linger(world)
+    end_process(0)
 
 
-class _SetupError(Exception):
+class SetupError(Exception):
     """The rank could not get as far as calling fn."""
 
     def __init__(self, message: str, cause: BaseException) -> None:
@@ -80,15 +84,8 @@ class _Rank:
         self._ended_well = False
 
     def run(self, payload: bytes) -> Any:
-        self._check_torch()
-        try:
-            fn, args, kwargs = pickle.loads(payload)
-        except Exception as error:
-            raise _SetupError(
-                f"fn could not be unpickled by {sys.executable} (Python {sys.version.split()[0]}): {_one_line(error)}. "
-                "If a module of yours is missing there, ship it with spark-submit --py-files or spark.addArtifact.",
-                error,
-            ) from error
+        check_torch()
+        fn, args, kwargs = unpickle_call(payload)
         if not self._join():
             sys.exit(1)  # the supervisor closed: another rank has failed before we could meet
         value = fn(*args, **kwargs)
@@ -105,19 +102,10 @@ class _Rank:
 
             context.shutdown()
 
-    def _check_torch(self) -> None:
-        try:
-            import torch
-        except ImportError as error:
-            raise _SetupError(
-                f"torch cannot be imported by {sys.executable} (Python {sys.version.split()[0]}): {_one_line(error)}. "
-                "Install it in that Python on every executor, or point PYSPARK_PYTHON at one that has it.",
-                error,
-            ) from error
-        # The fork server read OMP_NUM_THREADS when it started; this rank's environment may say otherwise.
-        threads = os.environ.get("OMP_NUM_THREADS", "")
-        if threads.isdigit() and int(threads) > 0 and int(threads) != torch.get_num_threads():
-            torch.set_num_threads(int(threads))
+    def linger(self) -> None:
+        """Stay until the supervisor closes: rank 0 holds the store that others may still use."""
+        while recv_frame(self._control) is not None:
+            pass
 
     def _join(self) -> bool:
         """Meet the other ranks in rank 0's store; False when the run was stopped before."""
@@ -162,7 +150,7 @@ class _Rank:
             if mpi is not None:
                 check_same_mpi(me, self._kv)
         except (UnreachableError, MpiMismatchError) as error:
-            raise _SetupError(str(error), error) from error
+            raise SetupError(str(error), error) from error
         context.join(
             World(
                 me,
@@ -186,7 +174,55 @@ class _Rank:
         try:
             return settle(me, GpuShare(**self._job["gpus"]), self._kv, self._job["backend"])
         except GpuError as error:
-            raise _SetupError(str(error), error) from error
+            raise SetupError(str(error), error) from error
+
+
+def _elastic_rank(control: socket.socket, job: dict[str, Any]) -> ElasticRank:
+    try:
+        check_torch()
+    except SetupError as error:
+        _send_failure(control, "setup", str(error), error.cause)
+        end_process(1)
+    from spark_hvd.runner.elastic_child import ElasticRank
+
+    return ElasticRank(control, job)
+
+
+def check_torch() -> None:
+    """Import torch, with as many threads as this rank's environment says.
+
+    Raises:
+        SetupError: there is none.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise SetupError(
+            f"torch cannot be imported by {sys.executable} (Python {sys.version.split()[0]}): {_one_line(error)}. "
+            "Install it in that Python on every executor, or point PYSPARK_PYTHON at one that has it.",
+            error,
+        ) from error
+    # The fork server read OMP_NUM_THREADS when it started; this rank's environment may say otherwise.
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) > 0 and int(threads) != torch.get_num_threads():
+        torch.set_num_threads(int(threads))
+
+
+def unpickle_call(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Fn with its arguments.
+
+    Raises:
+        SetupError: something that it needs is missing here.
+    """
+    try:
+        fn, args, kwargs = pickle.loads(payload)
+    except Exception as error:
+        raise SetupError(
+            f"fn could not be unpickled by {sys.executable} (Python {sys.version.split()[0]}): {_one_line(error)}. "
+            "If a module of yours is missing there, ship it with spark-submit --py-files or spark.addArtifact.",
+            error,
+        ) from error
+    return fn, args, kwargs
 
 
 def _send_failure(control: socket.socket, kind: str, error: str, exception: BaseException | None) -> None:
@@ -219,15 +255,13 @@ def _one_line(error: BaseException) -> str:
     return traceback.format_exception_only(type(error), error)[-1].strip()
 
 
-def _linger(control: socket.socket) -> None:
-    """Stay until the supervisor closes: rank 0 holds the store that others may still use."""
+def _linger(world: _Rank | ElasticRank) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    while recv_frame(control) is not None:
-        pass
+    world.linger()
 
 
-def _exit(code: int) -> NoReturn:
+def end_process(code: int) -> NoReturn:
     """End as a forked process does (see multiprocessing): exit handlers run, the torn-down interpreter is spared.
 
     Taking torch apart object by object costs a third of a second, in which the caller would wait for nothing.

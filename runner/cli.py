@@ -16,13 +16,14 @@ import click
 
 import spark_hvd
 from spark_hvd.runner import cli_session
+from spark_hvd.runner.cli_elastic import check_static, elastic_arguments, elastic_options, is_elastic
 from spark_hvd.runner.config import BACKENDS, MPIS
 from spark_hvd.runner.errors import RankFailedError, RunError
 from spark_hvd.runner.horovodrun import refused_options, tuning_env, tuning_options
 from spark_hvd.runner.script import Script, ScriptExitError, run_script
 
 _INTERRUPTED = 130
-_SPARK_ONLY = ("procs_per_task", "cpus_per_proc", "gpus_per_proc", "ports", "min_num_proc")
+_SPARK_ONLY = ("procs_per_task", "cpus_per_proc", "gpus_per_proc", "ports")
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -132,7 +133,7 @@ def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_js
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds that the script may run.")
 @click.option("--collective-timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds of a collective.")
 @click.option("--max-restarts", type=click.IntRange(min=0), metavar="N", help="Restarts after lost ranks.")
-@click.option("--min-num-proc", type=click.IntRange(min=1), metavar="N", help="Ranks that are enough for a restart.")
+@elastic_options
 @click.option("--verbose", is_flag=True, help="Log what spark_hvd does.")
 @click.option("--quiet", is_flag=True, help="Do not show what the ranks print.")
 @click.option("-m", "module", is_flag=True, help="The script is the name of a module, as for python -m.")
@@ -170,15 +171,21 @@ def run(
     kwargs["backend"] = kwargs.get("backend", controller)
     kwargs.update(env=variables, verbose=0 if quiet else 1)
     _check_multiple(num_proc, options["procs_per_task"])
+    elastic = is_elastic(options)
+    if elastic:
+        kwargs = elastic_arguments(options, kwargs)
+    else:
+        check_static(options)
     with _ending_well():
         if master is None and not cli_session.is_submitted():
-            _run_here(program, num_proc, py_files, kwargs)
+            _run_here(program, num_proc, py_files, kwargs, elastic=elastic)
         else:
-            _run_on_spark(program, num_proc, py_files, kwargs, master, conf)
+            _run_on_spark(program, num_proc, py_files, kwargs, master, conf, elastic=elastic)
 
 
 _RUN_OPTIONS = (
-    "backend", "mpi", "interfaces", "start_timeout", "timeout", "collective_timeout", "max_restarts", *_SPARK_ONLY
+    "backend", "mpi", "interfaces", "start_timeout", "timeout", "collective_timeout", "max_restarts",
+    "min_num_proc", *_SPARK_ONLY,
 )  # fmt: skip
 
 
@@ -206,10 +213,14 @@ def _read_script(script: str, arguments: tuple[str, ...], module: bool) -> Scrip
         raise click.ClickException(f"{type(error).__name__} in {script}, line {error.lineno}: {error.msg}") from error
 
 
-def _run_here(program: Script, num_proc: int | None, py_files: list[str], kwargs: dict[str, Any]) -> None:
+def _run_here(
+    program: Script, num_proc: int | None, py_files: list[str], kwargs: dict[str, Any], *, elastic: bool
+) -> None:
+    from spark_hvd.runner.elastic_local import run_elastic_local
     from spark_hvd.runner.local import run_local
 
-    given = [name for name in _SPARK_ONLY if name in kwargs and name != "procs_per_task"]
+    only = _SPARK_ONLY + (("interfaces",) if elastic else ("min_num_proc",))
+    given = [name for name in only if kwargs.get(name) and name != "procs_per_task"]
     if given:
         raise click.UsageError(f"--{given[0].replace('_', '-')} is for a Spark cluster: name one with --master.")
     if num_proc is None:
@@ -217,7 +228,7 @@ def _run_here(program: Script, num_proc: int | None, py_files: list[str], kwargs
     kwargs.pop("procs_per_task", None)
     for path in py_files:  # ranks get this process' sys.path
         sys.path.insert(0, os.path.dirname(os.path.abspath(path)) if path.endswith(".py") else os.path.abspath(path))
-    run_local(run_script, args=(program,), num_proc=num_proc, **kwargs)
+    (run_elastic_local if elastic else run_local)(run_script, args=(program,), num_proc=num_proc, **kwargs)
 
 
 def _run_on_spark(
@@ -227,12 +238,16 @@ def _run_on_spark(
     kwargs: dict[str, Any],
     master: str | None,
     conf: Mapping[str, str],
+    *,
+    elastic: bool,
 ) -> None:
+    from spark_hvd.runner.elastic import run_elastic
     from spark_hvd.runner.launch import run as run_on_cluster
 
     with cli_session.session(master, conf, f"spark-hvd run {os.path.basename(program.name)}") as spark:
         cli_session.ship(spark, py_files)
-        run_on_cluster(run_script, args=(program,), num_proc=num_proc, spark=spark, **kwargs)
+        start = run_elastic if elastic else run_on_cluster
+        start(run_script, args=(program,), num_proc=num_proc, spark=spark, **kwargs)
 
 
 @contextmanager

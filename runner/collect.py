@@ -39,10 +39,15 @@ def results(packed: Sequence[Packed], size: int, order: Sequence[int], timeout: 
         raise error from load_exception(failures[0].exception)
     if [item.rank for item in packed] != list(range(size)):
         raise RunError(f"Spark returned the values of ranks {[item.rank for item in packed]}, expected 0..{size - 1}")
-    return [_value(item) for item in packed]
+    return [value_of(item) for item in packed]
 
 
-def _value(item: Packed) -> Any:
+def value_of(item: Packed) -> Any:
+    """The value of a rank that has one.
+
+    Raises:
+        RunError: it cannot be unpickled here.
+    """
     try:
         outcome = item.open()
     except Exception as error:

@@ -22,6 +22,7 @@ from spark_hvd.runner.doctor_spark_checks import SETTINGS, SparkFacts, explain_j
 from spark_hvd.runner.errors import NotEnoughSlotsError
 from spark_hvd.runner.profiles import TaskResources
 from spark_hvd.runner.report import Finding, Level
+from spark_hvd.runner.spark_job import TaskJob
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -88,9 +89,7 @@ def gather(
     """
     name = f"spark_hvd-doctor-{uuid.uuid4().hex[:12]}"
     task = _facts_task(_FACTS, PROBE, name, list(local_dirs), store, _IMPORT_SECONDS)
-    job = on_spark.TaskJob(
-        spark, min(tasks, _MOST_TASKS), task, "spark_hvd.doctor: facts of every host", name, barrier=False
-    )
+    job = TaskJob(spark, min(tasks, _MOST_TASKS), task, "spark_hvd.doctor: facts of every host", name, barrier=False)
     meanwhile()
     found = Gathered()
     if not _ended(job, _FACTS_SECONDS):
@@ -194,7 +193,7 @@ def try_network(
         name = f"spark_hvd-doctor-{uuid.uuid4().hex[:12]}"
         task = _network_task(pickle.dumps(NetworkPlan(ways.driver, ports, tuple(interfaces), token)))
         description = f"spark_hvd.doctor: network of {tasks} tasks"
-        job = on_spark.TaskJob(spark, tasks, task, description, name, resources.profile)
+        job = TaskJob(spark, tasks, task, description, name, resources.profile)
         if not _ended(job, _NETWORK_SECONDS):
             problem = f"{tasks} tasks did not start together, or did not end, in {_NETWORK_SECONDS:.0f} s"
             remedy = "See the Stages page of the Spark UI: other jobs may hold the slots"
@@ -232,7 +231,7 @@ def _network_task(plan: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
     return spark_hvd_doctor_network_task
 
 
-def _ended(job: on_spark.TaskJob, seconds: float) -> bool:
+def _ended(job: TaskJob, seconds: float) -> bool:
     """Wait for a job; one that takes longer is cancelled."""
     try:
         job.wait(seconds)

@@ -9,14 +9,18 @@ from spark_hvd.runner.payload import UnpicklableError
 
 __all__ = [
     "ClusterError",
+    "ElasticError",
     "ExecutorLostError",
     "NotEnoughSlotsError",
     "RankFailedError",
+    "ResetLimitError",
     "ResultTooLargeError",
     "RunError",
     "RunTimeoutError",
     "SetupError",
     "StartTimeoutError",
+    "StateLostError",
+    "TooFewRanksError",
     "UnpicklableError",
 ]
 
@@ -87,3 +91,23 @@ class RunTimeoutError(_FailuresError):
     Attributes:
         failures: Every rank without a value.
     """
+
+
+class ElasticError(_FailuresError):
+    """An elastic run could not go on. ``__cause__`` is the exception of the rank that failed last, if one did.
+
+    Attributes:
+        failures: Ranks that failed in the course of the run, the one that decided first.
+    """
+
+
+class TooFewRanksError(ElasticError):
+    """Fewer than ``min_num_proc`` ranks were left for ``elastic_timeout``."""
+
+
+class ResetLimitError(ElasticError):
+    """More ranks were lost than ``reset_limit`` allows."""
+
+
+class StateLostError(ElasticError):
+    """All ranks that had the state were lost, and it had been committed: starting anew would lose what was done."""

@@ -58,7 +58,6 @@ _SPARK_PLACES = (
 )
 _NO_SSH = "No ssh is used: Spark's executors start the ranks. Leave it out."
 _NOT_BOUND = "Ranks are not bound to cores; set --env OMP_NUM_THREADS=n and --conf spark.task.cpus=n."
-_ELASTIC = "The number of ranks does not change during a run: give -np alone."
 _ALWAYS = "There is nothing to choose: see docs/collectives.md for what is done on one host and between hosts."
 
 REFUSED: Mapping[tuple[str, ...], tuple[int, str]] = {
@@ -67,12 +66,7 @@ REFUSED: Mapping[tuple[str, ...], tuple[int, str]] = {
     ("--host-discovery-script",): (1, _SPARK_PLACES),
     ("-p", "--ssh-port"): (1, _NO_SSH),
     ("-i", "--ssh-identity-file"): (1, _NO_SSH),
-    ("--min-np",): (1, _ELASTIC),
-    ("--max-np", "--max-num-proc"): (1, _ELASTIC),
     ("--slots-per-host", "--slots"): (1, _SPARK_PLACES),
-    ("--elastic-timeout",): (1, _ELASTIC),
-    ("--reset-limit",): (1, _ELASTIC),
-    ("--blacklist-cooldown-range",): (2, _ELASTIC),
     ("--jsrun",): (0, "There is no jsrun here: use --backend mpi, or --backend gloo."),
     ("--mpi-args",): (1, "MPI is started without mpirun: set its variables by --env, such as --env FI_PROVIDER=tcp."),
     ("--binding-args",): (1, _NOT_BOUND),

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 import zmq.auth
@@ -60,8 +60,33 @@ class _OneKey:
         return key == self._key
 
 
-class Hub:
-    """Runs a :class:`HubState` behind a socket, in a thread of its own.
+class HubLogic(Protocol):
+    """What a hub decides: messages and clock ticks in, messages out. It does no I/O, and is called by one thread."""
+
+    def handle(self, message: Message, now: float) -> list[Send]:
+        """Take one message of a task."""
+        ...
+
+    def hear(self, rank: int, now: float) -> None:
+        """Take anything as a sign of life."""
+        ...
+
+    def tick(self, now: float) -> list[Send]:
+        """Take note of the time; called several times a second."""
+        ...
+
+    def stop(self, reason: str) -> list[Send]:
+        """Stop every task."""
+        ...
+
+    @property
+    def all_gone(self) -> bool:
+        """Whether no process of any task is left."""
+        ...
+
+
+class HubServer:
+    """Runs a hub's decisions behind a socket, in a thread of its own.
 
     Args:
         state: The decisions.
@@ -77,7 +102,7 @@ class Hub:
 
     def __init__(
         self,
-        state: HubState,
+        state: HubLogic,
         bind_host: str,
         public_host: str | None = None,
         on_output: Callable[[int, str, str], None] | None = None,
@@ -86,7 +111,7 @@ class Hub:
         self._state = state
         self._on_output = on_output
         self._lock = threading.Lock()
-        self._stop_reasons: deque[str] = deque()
+        self._questions: deque[Callable[[], list[Send]]] = deque()
         self._closing = threading.Event()
         self._identities: dict[int, bytes] = {}
         self._context = zmq.Context()
@@ -113,12 +138,7 @@ class Hub:
 
     def stop(self, reason: str) -> None:
         """Ask every rank to stop; returns at once."""
-        self._stop_reasons.append(reason)
-
-    def snapshot(self) -> tuple[set[int], list[int]]:
-        """(ranks that said hello, ranks that failed in the order heard) as known now."""
-        with self._lock:
-            return set(self._state.attempts), list(self._state.failed)
+        self._ask(lambda: self._state.stop(reason))
 
     def wait_gone(self, timeout: float) -> bool:
         """Wait until no rank's process is left, as far as this hub is told; at most ``timeout`` seconds."""
@@ -130,23 +150,16 @@ class Hub:
             time.sleep(0.02)
         return False
 
-    @property
-    def lost(self) -> str | None:
-        """Ranks that have gone silent, their hosts and for how long; None while all are heard of."""
-        with self._lock:
-            return self._state.describe_lost() if self._state.lost else None
-
-    @property
-    def fell_back(self) -> bool:
-        """Whether some tasks could not reach this hub, so that all meet at rank 0's instead."""
-        return self._state.fell_back
-
     def close(self) -> None:
         """Send what is queued, stop the thread, free the port. Idempotent."""
         if not self._closing.is_set():
             self._closing.set()
             self._thread.join()
             self._release_sockets()
+
+    def _ask(self, question: Callable[[], list[Send]]) -> None:
+        """Have the hub's thread ask the state something, soon; from any thread."""
+        self._questions.append(question)
 
     def _release_sockets(self) -> None:
         self._socket.close()
@@ -161,8 +174,8 @@ class Hub:
                 self._drain()
             with self._lock:
                 decisions = self._state.tick(time.monotonic())
-                while self._stop_reasons:
-                    decisions += self._state.stop(self._stop_reasons.popleft())
+                while self._questions:
+                    decisions += self._questions.popleft()()
             self._send(decisions)
         self._drain()
 
@@ -194,6 +207,38 @@ class Hub:
         for decision in decisions:
             _log.debug("hub -> rank %d: %s", decision.rank, decision.message)
             self._socket.send_multipart([self._identities[decision.rank], json.dumps(decision.message).encode()])
+
+
+class Hub(HubServer):
+    """The hub of a static run; see :class:`HubServer`."""
+
+    _state: HubState
+
+    def __init__(
+        self,
+        state: HubState,
+        bind_host: str,
+        public_host: str | None = None,
+        on_output: Callable[[int, str, str], None] | None = None,
+        ports: PortRange | None = None,
+    ) -> None:
+        super().__init__(state, bind_host, public_host, on_output, ports)
+
+    def snapshot(self) -> tuple[set[int], list[int]]:
+        """(ranks that said hello, ranks that failed in the order heard) as known now."""
+        with self._lock:
+            return set(self._state.attempts), list(self._state.failed)
+
+    @property
+    def lost(self) -> str | None:
+        """Ranks that have gone silent, their hosts and for how long; None while all are heard of."""
+        with self._lock:
+            return self._state.describe_lost() if self._state.lost else None
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether some tasks could not reach this hub, so that all meet at rank 0's instead."""
+        return self._state.fell_back
 
 
 class Link:
@@ -248,9 +293,9 @@ class Link:
         self._monitor.close(0)
         return connected
 
-    def hello(self, attempt: int) -> None:
+    def hello(self, attempt: int, **fields: Any) -> None:
         """Tell the hub that this task, Spark's attempt ``attempt``, is there."""
-        self.send("hello", attempt=attempt, host=self._host)
+        self.send("hello", attempt=attempt, host=self._host, **fields)
         if self._host is not None:
             socket = self._new_socket()
             socket.linger = 0

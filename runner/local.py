@@ -26,7 +26,7 @@ from spark_hvd.runner.task import TaskSpec, run_ranks
 from spark_hvd.runner.team import RefusedError, meet
 
 R = TypeVar("R")
-_HOST = "127.0.0.1"
+HOST = "127.0.0.1"
 
 
 def run_local(
@@ -92,7 +92,7 @@ def run_local(
         max_restarts=max_restarts,
     )
     if "OMP_NUM_THREADS" not in os.environ:
-        config = replace(config, env={"OMP_NUM_THREADS": str(_cores_each(num_proc)), **config.env})
+        config = replace(config, env={"OMP_NUM_THREADS": str(cores_each(num_proc)), **config.env})
     payload = dump_call(fn, args, kwargs or {})
     printer = make_printer(config, stdout, stderr)
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
@@ -108,7 +108,7 @@ def _attempt(
 ) -> list[Any]:
     outcomes: list[list[Packed] | BaseException] = []
     with ExitStack() as cleanup:
-        hub = Hub(HubState(num_proc, timeout=config.timeout), _HOST, on_output=printer.put)
+        hub = Hub(HubState(num_proc, timeout=config.timeout), HOST, on_output=printer.put)
         cleanup.callback(hub.close)
         spec = TaskSpec.of(config, run_id, hub.address, generation=generation)
 
@@ -138,19 +138,19 @@ def _attempt(
     return results(outcome, num_proc, order, config.timeout)
 
 
-def _cores_each(num_proc: int) -> int:
+def cores_each(num_proc: int) -> int:
     """Cores for one rank: left alone, torch starts a thread a core in every rank, and they wait for each other."""
     return max(1, (os.cpu_count() or 1) // num_proc)
 
 
 def _run_ranks(spec: TaskSpec, payload: bytes, size: int) -> list[Packed]:
-    layout = WorldLayout.from_hosts([_HOST] * size)
+    layout = WorldLayout.from_hosts([HOST] * size)
     assert spec.hub is not None
     server = fork_server(spec.env, os.getpid())
     links = [Link(spec.hub, rank) for rank in range(size)]
     try:
         if not meet(links, 0, spec.start_timeout):
-            raise RefusedError(f"the ranks cannot connect to this process on {_HOST}: is the loopback interface up?")
+            raise RefusedError(f"the ranks cannot connect to this process on {HOST}: is the loopback interface up?")
         return run_ranks(spec, payload, layout, layout.ranks, links, server, None)
     finally:
         for link in links:

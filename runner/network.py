@@ -102,6 +102,12 @@ def check_wishes(wanted: Sequence[str]) -> None:
         _network(wish)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host stands for this machine's loopback interface, so that others cannot mean the same by it."""
+    found = _resolved(host)
+    return bool(found) and all(ipaddress.ip_address(ip).is_loopback for ip in found)
+
+
 def _resolved(host: str) -> list[str]:
     try:
         return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, None)))

@@ -15,7 +15,7 @@ from spark_hvd.runner.gpus import GpuShare, RankGpus, choose_backend, own_device
 _log = logging.getLogger(__name__)
 
 
-def settle(me: RankInfo, share: GpuShare, kv: Store, backend: str | None) -> str | None:
+def settle(me: RankInfo, share: GpuShare, kv: Store, backend: str | None, local: RankInfo | None = None) -> str | None:
     """Make this rank's GPU the current device, and compare with the others; every rank must call this.
 
     Args:
@@ -23,6 +23,7 @@ def settle(me: RankInfo, share: GpuShare, kv: Store, backend: str | None) -> str
         share: What it was told of its GPUs.
         kv: The world's key-value store.
         backend: What the run was asked for; None for a choice.
+        local: Whose local rank tells which GPU is its, if that is not `me`'s.
 
     Returns:
         The backend to join with.
@@ -31,7 +32,7 @@ def settle(me: RankInfo, share: GpuShare, kv: Store, backend: str | None) -> str
         GpuError: the GPUs do not fit what the run needs; on every rank, unless this host alone has too few.
         CollectiveError: the other ranks could not be reached.
     """
-    mine = RankGpus(me.host, share.assigned, _take(me, share))
+    mine = RankGpus(me.host, share.assigned, take(local or me, share))
     if share.assigned is None and backend is not None and backend != "nccl":
         return backend  # nothing that could conflict, on any rank
     everyone = everyones(asdict(mine), PrefixStore("spark_hvd/gpus", kv), me.rank, me.size)
@@ -41,8 +42,12 @@ def settle(me: RankInfo, share: GpuShare, kv: Store, backend: str | None) -> str
     return choice.backend
 
 
-def _take(me: RankInfo, share: GpuShare) -> str | None:
-    """Make the rank's GPU the current device, and return what tells it from others on this host."""
+def take(me: RankInfo, share: GpuShare) -> str | None:
+    """Make the rank's GPU the current device, and return what tells it from others on this host.
+
+    Raises:
+        GpuError: there are fewer GPUs on this host than it needs.
+    """
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = own_device(me.local_rank, me.local_size, there, share)
     if device is None:

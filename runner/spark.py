@@ -1,21 +1,17 @@
-"""Everything that is asked of PySpark on the driver; its private parts are used here and nowhere else."""
+"""What is asked of PySpark about the application, on the driver; its private parts are used here and in spark_job."""
 
 from __future__ import annotations
 
 import logging
 import re
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from spark_hvd.runner.errors import ClusterError, NotEnoughSlotsError
-from spark_hvd.runner.outcome import SCHEMA, Row
-from spark_hvd.runner.reach import Placement
 
 if TYPE_CHECKING:
-    from pyspark.resource import ResourceProfile
     from pyspark.sql import SparkSession
 
     from spark_hvd.runner.profiles import TaskResources
@@ -93,6 +89,42 @@ def check_barrier_possible(spark: SparkSession) -> None:
             "spark.dynamicAllocation.enabled=true: Spark runs no barrier stage with dynamic allocation (SPARK-24942), "
             "and ranks that train together need one. Start the application with spark.dynamicAllocation.enabled=false "
             "and a fixed number of executors (spark.executor.instances)."
+        )
+
+
+def has_dynamic_allocation(spark: SparkSession) -> bool:
+    """Whether Spark starts executors as tasks wait for them."""
+    return not is_local(spark) and conf(spark, "spark.dynamicAllocation.enabled") == "true"
+
+
+def check_elastic_possible(spark: SparkSession) -> None:
+    """Refuse, or warn of, settings with which an elastic run could not do what it promises.
+
+    Raises:
+        ClusterError: it cannot run at all.
+    """
+    if is_connect(spark):
+        raise ClusterError(
+            "an elastic run is decided on the driver, which executors must reach: with Spark Connect this program is "
+            "none. Run it as a classic application (spark-submit, or SparkSession.builder.master(...)), or use "
+            "spark_hvd.run(..., max_restarts=...)"
+        )
+    if conf(spark, "spark.speculation") == "true":
+        raise ClusterError(
+            "spark.speculation=true: Spark would start a second copy of tasks that run for long, which all ranks do. "
+            "Start the application with spark.speculation=false"
+        )
+    failures = int(conf(spark, "spark.task.maxFailures") or 4)
+    if not is_local(spark) and failures < 2:
+        _log.warning(
+            "spark.task.maxFailures=%d: Spark will end the run with the first executor that is lost; start the "
+            "application with more (Spark counts lost executors for each task)",
+            failures,
+        )
+    if conf(spark, "spark.excludeOnFailure.enabled") == "true":
+        _log.warning(
+            "spark.excludeOnFailure.enabled=true: Spark may exclude hosts after lost executors, for good; an elastic "
+            "run excludes hosts itself (host_failure_limit=, cooldown_range=)"
         )
 
 
@@ -198,7 +230,7 @@ def _too_few(spark: SparkSession, num_proc: int, there: int, resources: TaskReso
     )
 
 
-def _items(sequence: Any) -> list[Any]:
+def items(sequence: Any) -> list[Any]:
     """The elements of a Scala Seq."""
     return [sequence.apply(index) for index in range(sequence.size())]
 
@@ -225,7 +257,7 @@ def executor_addresses(spark: SparkSession) -> dict[str, tuple[str, int]]:
     if is_connect(spark):
         return {}
     try:
-        executors = _items(spark.sparkContext._jsc.sc().statusStore().executorList(True))
+        executors = items(spark.sparkContext._jsc.sc().statusStore().executorList(True))
     except Exception as error:
         # What is asked here has no stable interface; without an answer Spark's own timeouts hold.
         _log.debug("Spark does not tell where executors are: %s", error)
@@ -236,105 +268,3 @@ def executor_addresses(spark: SparkSession) -> dict[str, tuple[str, int]]:
 def listening(executors: Mapping[str, str]) -> dict[str, tuple[str, int]]:
     """Host and port of those executors that have one; Spark knows one that is starting by its host alone."""
     return {name: _host_and_port(text) for name, text in executors.items() if re.search(r":\d+$", text)}
-
-
-class TaskJob:
-    """One stage, run in a thread of its own so that the caller can print, time out and be interrupted.
-
-    The stage is the job's result stage: Spark then never retries it. One that is followed by a shuffle would be
-    retried whole, and fn run twice unseen.
-
-    Args:
-        spark: The session.
-        num_tasks: Number of tasks.
-        task: Runs in each; a function of record batches, as mapInArrow takes it.
-        description: What the Spark UI shows.
-        tag: Unique name by which the job can be cancelled.
-        profile: What each task takes from its executor; None for the application's amounts.
-        barrier: Whether all tasks have to run at the same time; without, they start as slots become free.
-    """
-
-    def __init__(
-        self,
-        spark: SparkSession,
-        num_tasks: int,
-        task: Callable[[Iterator[Any]], Iterator[Any]],
-        description: str,
-        tag: str,
-        profile: ResourceProfile | None = None,
-        *,
-        barrier: bool = True,
-    ) -> None:
-        from pyspark import inheritable_thread_target
-
-        self._spark = spark
-        self._num_tasks = num_tasks
-        self._tag = tag
-        self._description = description
-        given = {} if profile is None else {"profile": profile}  # PySpark 3.5 has no such argument
-        self._frame = spark.range(0, num_tasks, 1, num_tasks).mapInArrow(task, SCHEMA, barrier=barrier, **given)
-        self.rows: list[Row] = []
-        self.error: Exception | None = None
-        # Inherits the caller's local properties, such as its scheduler pool; daemon, so that an interrupted program
-        # can end while Spark is still cancelling.
-        target = inheritable_thread_target(spark)(self._run)
-        self._thread = threading.Thread(target=target, name="spark_hvd-job", daemon=True)
-        self._thread.start()
-
-    @property
-    def running(self) -> bool:
-        """Whether Spark is still at it."""
-        return self._thread.is_alive()
-
-    def wait(self, timeout: float) -> None:
-        """Wait for the end, at most ``timeout`` seconds."""
-        self._thread.join(timeout)
-
-    def cancel(self) -> None:
-        """Ask Spark to kill the tasks; returns at once."""
-        try:
-            if is_connect(self._spark):
-                self._spark.interruptTag(self._tag)
-            else:
-                self._spark.sparkContext.cancelJobsWithTag(self._tag)
-        except Exception as error:
-            _log.warning("could not cancel the Spark job of this run: %s", error)
-
-    def placement(self) -> Placement | None:
-        """Where Spark has put the tasks so far; None where it cannot be asked (Spark Connect)."""
-        if is_connect(self._spark):
-            return None
-        scala_context: Any = self._spark.sparkContext._jsc.sc()
-        try:
-            jobs = list(scala_context.statusTracker().getJobIdsForTag(self._tag))
-            if not jobs:
-                return None
-            store = scala_context.statusStore()
-            stage = store.lastStageAttempt(store.job(max(jobs)).stageIds().apply(0))
-            tasks = _items(store.taskList(stage.stageId(), stage.attemptId(), 1 << 20))
-        except Exception as error:
-            _log.debug("Spark does not tell where tasks are: %s", error)
-            return None
-        return Placement(
-            {task.index(): (task.executorId(), task.host().strip("[]")) for task in tasks},
-            executor_addresses(self._spark),
-            self._num_tasks,
-        )
-
-    def _run(self) -> None:
-        try:
-            if is_connect(self._spark):
-                self._spark.addTag(self._tag)
-            else:
-                context = self._spark.sparkContext
-                context.addJobTag(self._tag)
-                context.setJobDescription(self._description)
-            # Arrow where there is toArrow (Spark 4): a third of the memory of rows when values are large.
-            if hasattr(self._frame, "toArrow"):
-                table = self._frame.toArrow()
-                columns = [table.column(name).to_pylist() for name in table.column_names]
-                self.rows = list(zip(*columns, strict=True))
-            else:
-                self.rows = [(row[0], row[1], row[2], bytes(row[3])) for row in self._frame.collect()]
-        except Exception as error:
-            self.error = error

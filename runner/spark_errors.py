@@ -11,6 +11,7 @@ _SETUP = re.compile(r"SPARK_HVD_SETUP: (.*?):END", re.DOTALL)
 _LOST = re.compile(r"(ExecutorLostFailure|Lost executor|executor heartbeat timed out|Worker lost|ExecutorExit).*")
 _EXECUTOR = re.compile(r"\(executor (\S+) ")
 _SILENT = re.compile(r"SPARK_HVD_LOST: (.*?):END", re.DOTALL)
+_UNREACHABLE = re.compile(r"SPARK_HVD_UNREACHABLE: (.*?):END", re.DOTALL)
 _CRASHED = re.compile(r"Python worker exited unexpectedly|Python worker failed to connect back")
 _TOO_LARGE = re.compile(r"(Total size of serialized results.*?maxResultSize[^\n]*)")
 
@@ -68,6 +69,25 @@ def translate(error: Exception, size: int, placement: Placement | None = None) -
     if "SPARK-24820" in text or "SPARK-24819" in text or "SPARK-24942" in text:
         return ClusterError(f"Spark refused the barrier stage: {text.splitlines()[0]}")
     return RunError(f"the Spark job of this run failed: {_first_lines(text)}")
+
+
+def translate_elastic(error: Exception) -> RunError:
+    """The same for the job of an elastic run, which Spark ends when one task has failed too often.
+
+    Args:
+        error: What the Spark job raised.
+    """
+    text = str(error)
+    if match := _UNREACHABLE.search(text):
+        return ClusterError(match[1])
+    made = translate(error, 1)
+    if isinstance(made, ExecutorLostError):
+        return ExecutorLostError(
+            f"Spark has given the job of this elastic run up, because one of its tasks was lost too often: "
+            f"{_first_lines(text, 3)}. Start the application with a larger spark.task.maxFailures: Spark counts lost "
+            "executors, for each task by itself."
+        )
+    return made
 
 
 def _first_lines(text: str, count: int = 12) -> str:

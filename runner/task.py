@@ -8,7 +8,7 @@ import os
 import pickle
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -146,7 +146,6 @@ class TaskSpec:
 
 def run_task(spec: TaskSpec, payload: bytes) -> Iterator[pyarrow.RecordBatch]:
     """Run this task's ranks and yield their outcomes as record batches of the result schema."""
-    import pyarrow
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()
@@ -157,7 +156,19 @@ def run_task(spec: TaskSpec, payload: bytes) -> Iterator[pyarrow.RecordBatch]:
             # Spark would wait for the task of the lost rank until its own timeout (spark.network.timeout, two
             # minutes). One failing task ends a barrier job at once.
             raise LostError(f"SPARK_HVD_LOST: rank {failure.rank} on {failure.host} {failure.error}:END")
-    for rank, ok, part, chunk in itertools.chain.from_iterable(to_rows(each, spec.spool) for each in packed):
+    yield from to_batches(packed, spec.spool)
+
+
+def to_batches(packed: Iterable[Packed], spool: str | None) -> Iterator[pyarrow.RecordBatch]:
+    """Outcomes as Spark takes them: record batches of the result schema.
+
+    Args:
+        packed: The outcomes.
+        spool: See :func:`spark_hvd.runner.outcome.to_rows`.
+    """
+    import pyarrow
+
+    for rank, ok, part, chunk in itertools.chain.from_iterable(to_rows(each, spool) for each in packed):
         yield pyarrow.RecordBatch.from_arrays(
             [
                 pyarrow.array([rank], pyarrow.int32()),
@@ -177,7 +188,7 @@ def _run_ranks(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> l
     mine = [layout.of_process(context.partitionId() * each + place) for place in range(each)]
     gpus = context.resources().get("gpu")
     addresses = None if gpus is None else gpus.addresses
-    server = fork_server(spec.env, _executor_pid())  # starts to import torch while we meet the others
+    server = fork_server(spec.env, executor_pid())  # starts to import torch while we meet the others
     with ExitStack() as closing:
         links = None if spec.hub is None else [Link(spec.hub, me.rank, me.host) for me in mine]
         on_lines = None
@@ -223,7 +234,7 @@ def run_ranks(
     return supervise_all(jobs, links, server, on_lines)
 
 
-def _executor_pid() -> int:
+def executor_pid() -> int:
     """The executor's JVM, above Spark's daemon, which is above this worker; this process where there is none."""
     java = [parent.pid for parent in psutil.Process().parents() if parent.name() == "java"]
     return java[0] if java else os.getpid()

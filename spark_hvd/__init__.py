@@ -6,14 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spark_hvd.runner import doctor, run, run_local
+    from spark_hvd.runner import doctor, run, run_elastic, run_elastic_local, run_local
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "doctor", "run", "run_local"]
+__all__ = ["__version__", "doctor", "run", "run_elastic", "run_elastic_local", "run_local"]
 
 # The launchers bring pyspark; a rank that imports the collectives loads none of it (PEP 562).
-_LAUNCHERS = ("doctor", "run", "run_local")
+_LAUNCHERS = ("doctor", "run", "run_elastic", "run_elastic_local", "run_local")
 
 
 def __getattr__(name: str) -> Any:

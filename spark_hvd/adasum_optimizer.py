@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, NoReturn
 
 import torch
 
+from spark_hvd import elastic_launcher
 from spark_hvd.communicator import ReduceOp
+from spark_hvd.context import current
 from spark_hvd.named import Reducing, compressed_allreduce
-from spark_hvd.process_sets import ProcessSet
-
-_numbers = itertools.count()
+from spark_hvd.ordinals import ordinal
+from spark_hvd.process_sets import ProcessSet, global_process_set, lane_of
 
 
 class AdasumOptimizer(torch.optim.Optimizer):
@@ -44,13 +44,14 @@ class _Deltas:
         self._process_set = process_set
         self._compression = compression
         # Ranks make their optimizers in the same order, so the numbers agree.
-        self._name = f"DistributedOptimizer.adasum.{next(_numbers)}"
+        self._name = f"DistributedOptimizer.adasum.{ordinal('adasum')}"
         self._before: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     @torch.no_grad()
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """A step is about to be made."""
-        if self._process_set is not None:
+        # An elastic rank goes from world to world, so it is asked at each step who is there.
+        if self._process_set is not None and _has_others(self._process_set):
             self._before = [
                 (param, param.clone())
                 for group in optimizer.param_groups
@@ -72,15 +73,23 @@ class _Deltas:
             param.copy_(start + delta)
 
 
+def _has_others(process_set: ProcessSet) -> bool:
+    current()  # raises outside a world
+    included = process_set is global_process_set or process_set.included()
+    return bool(included) and len(lane_of(process_set).ranks) > 1
+
+
 def take_over_with_adasum(
-    optimizer: torch.optim.Optimizer, process_set: ProcessSet | None, compression: Any
+    optimizer: torch.optim.Optimizer, process_set: ProcessSet, compression: Any
 ) -> AdasumOptimizer:
-    """Make `optimizer` combine the ranks' steps; with no process set its steps stay its own."""
+    """Make `optimizer` combine the ranks' steps; on a rank that is not in the process set they stay its own."""
+    elastic = elastic_launcher.installed() is not None
+    others = process_set if elastic or _has_others(process_set) else None
     base = type(optimizer)
     namespace = {"__doc__": base.__doc__, "__module__": base.__module__, "__qualname__": base.__qualname__}
     optimizer.__class__ = type(base.__name__, (AdasumOptimizer, base), namespace)
     assert isinstance(optimizer, AdasumOptimizer)
-    deltas = optimizer._deltas = _Deltas(process_set, compression)
+    deltas = optimizer._deltas = _Deltas(others, compression)
     # Hooks, because a scheduler made before the swap has bound the old class's step to the instance.
     optimizer.register_step_pre_hook(lambda own, args, kwargs: deltas.begin(own))
     optimizer.register_step_post_hook(lambda own, args, kwargs: deltas.end())

@@ -7,43 +7,53 @@ import importlib.util
 import torch
 import torch.distributed as dist
 
-from spark_hvd import mpi_backend
-from spark_hvd.context import current, is_initialized
+from spark_hvd import context, mpi_backend
+from spark_hvd.context import current, in_world, place
 
 
 def rank() -> int:
     """My rank, 0 to size() - 1. All functions here raise NotInitializedError before init()."""
-    return current().world.me.rank
+    return place().rank
 
 
 def size() -> int:
     """Number of ranks."""
-    return current().world.me.size
+    return place().size
 
 
 def local_rank() -> int:
     """My position among the ranks of my host; commonly the number of my GPU."""
-    return current().world.me.local_rank
+    return place().local_rank
 
 
 def local_size() -> int:
     """Number of ranks on my host."""
-    return current().world.me.local_size
+    return place().local_size
 
 
 def cross_rank() -> int:
     """The position of my host among the hosts that have a rank with my local rank."""
-    return current().world.me.cross_rank
+    return place().cross_rank
 
 
 def cross_size() -> int:
     """Number of hosts that have a rank with my local rank."""
-    return current().world.me.cross_size
+    return place().cross_size
 
 
 def is_homogeneous() -> bool:
     """Whether every host has the same number of ranks."""
+    if not in_world():
+        return place().local_size * place().cross_size == place().size
     return current().layout.is_homogeneous
+
+
+def generation() -> int:
+    """How often ranks have met anew: the membership of an elastic job has changed, or a job was started again.
+
+    Counts from 0, where nothing of the kind has happened, and is the same number on all ranks of a world.
+    """
+    return context.generation()
 
 
 def mpi_threads_supported() -> bool:
@@ -63,7 +73,7 @@ def mpi_threads_supported() -> bool:
 
 def mpi_enabled() -> bool:
     """Whether this process is in a world that was made by MPI."""
-    return is_initialized() and dist.is_initialized() and dist.get_backend() == mpi_backend.NAME
+    return in_world() and dist.is_initialized() and dist.get_backend() == mpi_backend.NAME
 
 
 def mpi_built() -> bool:

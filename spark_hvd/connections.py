@@ -11,7 +11,8 @@ import contextlib
 import os
 import socket
 import stat
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Set
 
 import torch
 import torch.distributed as dist
@@ -62,23 +63,64 @@ class Connections:
     def cut(self) -> None:
         """End them, in both directions; their file descriptors stay Gloo's to close. From any thread."""
         for fd, inode in self._mine.items():
-            with contextlib.suppress(OSError):
-                own = os.dup(fd)
-                if os.stat(own).st_ino != inode:  # Gloo has closed it, and the number is another's
-                    os.close(own)
-                    continue
-                with socket.socket(fileno=own) as end:
-                    end.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError), _opened(fd, inode) as end:
+                end.shutdown(socket.SHUT_RDWR)
 
 
 Address = tuple[str, int]
+
+
+def cut_to(addresses: Set[Address]) -> None:
+    """End this process' connections to some addresses, in both directions. From any thread."""
+    for (_, (host, port)), (fd, inode) in _ends(sockets().items()).items():
+        if (host.removeprefix("::ffff:"), port) in addresses:
+            Connections({fd: inode}).cut()
+
+
+def cut_among(candidates: Sockets) -> None:
+    """End those TCP connections that are among some sockets, in both directions. From any thread."""
+    for fd, inode in _ends(candidates.items()).values():
+        Connections({fd: inode}).cut()
+
+
+def answer(candidates: Sockets, size: int) -> None:
+    """Connect to those of Gloo's listeners that are among some sockets, in place of peers that never will.
+
+    Gloo does not look after a listener that is waited for: it would wait until the group's timeout. Here it gets the
+    connections that it waits for, which then end.
+
+    Args:
+        candidates: The sockets.
+        size: Number of ranks. Gloo knows its peers by numbers below that.
+    """
+    for fd, inode in candidates.items():
+        with contextlib.suppress(OSError), _opened(fd, inode) as end:
+            if end.family not in (socket.AF_INET, socket.AF_INET6) or not _listens(end):
+                continue
+            address = end.getsockname()
+            for number in range(size):
+                with socket.create_connection(address[:2], timeout=1.0) as peer:
+                    peer.sendall(struct.pack("=q", number))
+
+
+def _listens(end: socket.socket) -> bool:
+    return bool(end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _opened(fd: int, inode: int) -> socket.socket:
+    """A second file descriptor of a socket; OSError if its owner has closed it, and the number is another's by now."""
+    own = os.dup(fd)
+    if os.stat(own).st_ino != inode:
+        os.close(own)
+        raise OSError(f"file descriptor {fd} is another's")
+    return socket.socket(fileno=own)
 
 
 def _ends(candidates: Iterable[tuple[int, int]]) -> dict[tuple[Address, Address], tuple[int, int]]:
     """The TCP connections among sockets: by their addresses, mine first."""
     found = {}
     for fd, inode in candidates:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as end:
+        with contextlib.suppress(OSError), _opened(fd, inode) as end:
             if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
                 here, there = end.getsockname(), end.getpeername()
                 found[(here[0], here[1]), (there[0], there[1])] = fd, inode

@@ -1,28 +1,29 @@
-"""The world that this process has joined: init, join, shutdown, and the one current Context."""
+"""The world that this process has joined: init, join, shutdown, and the one current Context.
+
+An elastic rank goes from world to world. Between two of them, and before the first, it has a provisional place: it
+can be asked who it is, but there is nobody to talk to.
+"""
 
 from __future__ import annotations
 
-import atexit
-import itertools
-import sys
-import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from spark_hvd import mpi_backend
+from spark_hvd import elastic_launcher, mpi_backend
 from spark_hvd.channel import own_address
 from spark_hvd.communicator import Communicator
 from spark_hvd.config import Config
+from spark_hvd.connections import Connections, sockets
+from spark_hvd.departure import abandon, abort, end, is_aborted, shutdown
 from spark_hvd.engine import Engine
-from spark_hvd.errors import NotInitializedError
-from spark_hvd.groups import Groups, let_end
+from spark_hvd.errors import CollectiveError
+from spark_hvd.groups import Groups
 from spark_hvd.kv import HashStore, PrefixStore, Store
-from spark_hvd.lane import Lane
 from spark_hvd.launch_env import read_config, read_launch_env, read_mpi_env
 from spark_hvd.layout import RankInfo, WorldLayout, ranks_in
 from spark_hvd.local import LocalCommunicator
@@ -30,83 +31,50 @@ from spark_hvd.members import communicator_over, open_members
 from spark_hvd.mpi_world import abort_on_exceptions, is_mpi_communicator, part_of, ranks_of, world_of
 from spark_hvd.nccl import NcclGroups
 from spark_hvd.rendezvous import adopted_world, everyones, launched_world, meeting
+from spark_hvd.standing import (
+    Context,
+    Joined,
+    Provisional,
+    current,
+    generation,
+    in_world,
+    is_initialized,
+    place,
+    standing,
+)
+from spark_hvd.torch_private import forget_names
+from spark_hvd.wires import Wires
 from spark_hvd.world import World
 
 if TYPE_CHECKING:
     from spark_hvd.mpi_library import MPI
     from spark_hvd.process_sets import ProcessSet
 
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "Context",
+    "abandon",
+    "abort",
+    "current",
+    "expect",
+    "generation",
+    "in_world",
+    "init",
+    "is_aborted",
+    "is_initialized",
+    "join",
+    "place",
+    "shutdown",
+    "start_timeline",
+    "stop_timeline",
+]
+
 DEFAULT_TIMEOUT = 1800.0
 """Seconds until a collective gives up on its peers, as in torch.distributed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What this process knows of the world it is in."""
-
-    world: World
-    layout: WorldLayout
-    communicator: Communicator
-    kv: Store
-    """The ranks' key-value store, with a prefix of this world's own."""
-    owns_default_group: bool
-    """False if the user had initialised torch.distributed; it is then left alone."""
-    engine: Engine
-    lane: Lane
-    """The named lane of all ranks."""
-    groups: Groups
-    process_sets: dict[int, ProcessSet] = field(default_factory=dict)
-    """Those registered, the global one aside, by number."""
-    lanes: dict[int, Lane] = field(default_factory=dict)
-    """Of the process sets that this rank is in, by number."""
-    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    """For process sets; none is used twice, as keys of the key-value store must not be."""
-
-    def new_group(self, process_set_id: int, gloo_threads: int | None = None) -> dist.ProcessGroup:
-        """A process group of the ranks of a process set; each of them must call this, in the same order.
-
-        Args:
-            process_set_id: 0 for all ranks.
-            gloo_threads: None for the world's backends; else Gloo alone, with this number of threads.
-        """
-        lane = self.lanes[process_set_id] if process_set_id else self.lane
-        return self.groups.make(process_set_id, lane.ranks, gloo_threads)
-
-
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """How the world was joined, so that init() after shutdown() finds it again."""
-
-    world: World
-    kv: Store
-    timeout: float
-    backend: str | None
-    times: int
-    """How often this generation was joined over this store: every time gets keys of its own."""
-
-
-_lock = threading.RLock()
-_current: Context | None = None
-_joined: _Joined | None = None
 _adoptions = 0
 _started_by_mpi = False
-
-
-def current() -> Context:
-    """The world this process is in.
-
-    Raises:
-        NotInitializedError: init() has not been called, or shutdown() has.
-    """
-    context = _current
-    if context is None:
-        raise NotInitializedError()
-    return context
-
-
-def is_initialized() -> bool:
-    """Whether this process is in a world."""
-    return _current is not None
 
 
 def init(
@@ -138,15 +106,18 @@ def init(
         MismatchError: Ranks pass different process sets.
         CollectiveError: The other ranks could not be reached.
     """
-    with _lock:
+    with standing.lock:
+        if standing.provisional is not None:
+            _prepare(comm, process_sets, settings)
+            return
         config = replace(read_config(), **settings)
-        starts_timeline = _current is not None and "timeline" in settings
-        if _current is None:
+        starts_timeline = standing.context is not None and "timeline" in settings
+        if standing.context is None:
             _join_as_launched(comm, config)
         elif settings:
             if settings.get("stall_timeout", 0.0) is None:
-                settings["stall_timeout"] = _current.groups.timeout
-            _current.engine.tune(replace(_current.engine.config, **settings))
+                settings["stall_timeout"] = standing.context.groups.timeout
+            standing.context.engine.tune(replace(standing.context.engine.config, **settings))
         if comm is not None:
             _join_part(comm, config)
         if _started_by_mpi:
@@ -159,13 +130,43 @@ def init(
         start_timeline(config.timeline, config.timeline_mark_cycles)
 
 
+def _prepare(comm: object, process_sets: object, settings: dict[str, Any]) -> None:
+    """init() of an elastic rank outside its worlds: what was set counts in those to come."""
+    outside = standing.provisional
+    assert outside is not None
+    if comm is not None:
+        raise ValueError(f"comm={comm!r}: an elastic world cannot be divided; register process sets instead.")
+    if process_sets and process_sets != "dynamic":
+        raise ValueError(
+            f"process_sets={process_sets!r}: process sets end with the world, and an elastic rank goes from world to "
+            "world; register them by hvd.add_process_set() inside the function that is decorated with hvd.elastic.run."
+        )
+    if settings:
+        standing.provisional = replace(outside, config=replace(outside.config or read_config(), **settings))
+
+
+def expect(me: RankInfo) -> None:
+    """Take a provisional place in worlds to come; the launchers of elastic ranks call it before the user's code.
+
+    init() then does nothing, who-am-I questions are answered from it, and collectives raise NotInitializedError.
+    :func:`join` replaces it by a world, :func:`abandon` brings one back.
+
+    Args:
+        me: Who I am for the time being.
+    """
+    with standing.lock:
+        assert standing.context is None, "a rank that is in a world has its place there"
+        before = standing.provisional
+        standing.provisional = Provisional(me, None, 0) if before is None else replace(before, me=me)
+
+
 def _join_as_launched(comm: Sequence[int] | MPI.Intracomm | None, config: Config) -> None:
     if dist.is_initialized():
         _adopt_default_group(config)
     elif is_mpi_communicator(comm):
         _join_mpi(comm, config)
-    elif _joined is not None:
-        join(_joined.world, _joined.kv, timeout=_joined.timeout, backend=_joined.backend, config=config)
+    elif (before := standing.joined) is not None:
+        join(before.world, before.kv, timeout=before.timeout, backend=before.backend, config=config)
     elif (env := read_launch_env()) is not None:
         join(*launched_world(env), config=config)
     elif (started := read_mpi_env()) is not None:
@@ -189,16 +190,16 @@ def _join_part(comm: Sequence[int] | MPI.Intracomm, config: Config) -> None:
         return
     if me not in ranks:
         raise ValueError(f"comm={comm!r} does not have this rank, {me}; each rank passes the world that it is in.")
-    if _joined is None or not here.owns_default_group:
+    if standing.joined is None or not here.owns_default_group:
         raise ValueError(
             f"comm={comm!r}: torch.distributed was initialised before spark_hvd, so its world cannot be divided; "
             "register a process set instead."
         )
     layout = WorldLayout.of_ranks([here.layout.ranks[rank].host for rank in ranks])
-    mpi = part_of(here.world.mpi, ranks) if _joined.backend == "mpi" else None
+    mpi = part_of(here.world.mpi, ranks) if standing.joined.backend == "mpi" else None
     world = replace(here.world, me=layout.ranks[ranks.index(me)], mpi=mpi)
-    kv = PrefixStore(f"part/{'-'.join(map(str, ranks))}", _joined.kv)
-    timeout, backend = _joined.timeout, _joined.backend
+    kv = PrefixStore(f"part/{'-'.join(map(str, ranks))}", standing.joined.kv)
+    timeout, backend = standing.joined.timeout, standing.joined.backend
     shutdown()
     join(world, kv, timeout=timeout, backend=backend, config=config)
 
@@ -224,23 +225,44 @@ def join(
     Raises:
         RuntimeError: This process is in a world already, or MPI numbers the ranks in another way.
         ImportError: `backend` is "mpi", but there is no mpi4py.
-        CollectiveError: The other ranks could not be reached.
+        CollectiveError: The other ranks could not be reached, or :func:`abort` was called for this generation.
     """
-    global _joined
-    with _lock:
-        if _current is not None:
+    with standing.lock:
+        if standing.context is not None:
             raise RuntimeError(
-                f"this process is rank {_current.world.me.rank} of a world already; "
+                f"this process is rank {standing.context.world.me.rank} of a world already; "
                 "call hvd.shutdown() before it joins another."
             )
-        times = 0
-        if _joined is not None and _joined.kv is kv and _joined.world.generation == world.generation:
-            times = _joined.times + 1
-        _joined = _Joined(world, kv, timeout, backend, times)
+        times, before = 0, standing.joined
+        if before is not None and before.kv is kv and before.world.generation == world.generation:
+            times = before.times + 1
+        standing.joined = Joined(world, kv, timeout, backend, times)
         prefixed = PrefixStore(f"spark_hvd/{world.generation}/{times}", kv)
-        infos = everyones(asdict(world.me), prefixed, world.me.rank, world.me.size)
-        layout = WorldLayout(tuple(RankInfo(**info) for info in infos), tuple(range(world.me.size)))
-        _enter(world, layout, prefixed, timeout, backend, config or read_config())
+        config = config or (standing.provisional and standing.provisional.config) or read_config()
+        if elastic_launcher.installed() is None:
+            _meet(world, prefixed, timeout, backend, config)
+        else:
+            _meet_elastically(world, prefixed, timeout, backend, config)
+        standing.provisional = None
+
+
+def _meet(world: World, kv: Store, timeout: float, backend: str | None, config: Config) -> None:
+    infos = everyones(asdict(world.me), kv, world.me.rank, world.me.size)
+    layout = WorldLayout(tuple(RankInfo(**info) for info in infos), tuple(range(world.me.size)))
+    _enter(world, layout, kv, timeout, backend, config)
+
+
+def _meet_elastically(world: World, kv: Store, timeout: float, backend: str | None, config: Config) -> None:
+    """Join a world that :func:`abort` can end, also before all have joined."""
+    wires = standing.wired(Wires(world.generation, world.endpoint, world.me.size))
+    try:
+        with wires.making():
+            _meet(world, kv, timeout, backend, config)
+    except BaseException:
+        # It may have been joined in the very moment in which it was aborted.
+        end("this rank gave up the generation.")
+        standing.joined = standing.wires = None
+        raise
 
 
 def _join_nobody(config: Config) -> None:
@@ -262,17 +284,27 @@ def _enter(world: World, layout: WorldLayout, kv: Store, timeout: float, backend
     elif backend is None:
         # Plain "gloo" where there is no GPU: with "cpu:gloo" torch warns of its own plugins at every group.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    with meeting(world.me.rank, world.me.size):
-        dist.init_process_group(
-            backend,
-            store=PrefixStore("default_group", kv),
-            rank=world.me.rank,
-            world_size=world.me.size,
-            timeout=timedelta(seconds=timeout),
-        )
+    before = sockets()
     try:
+        with meeting(world.me.rank, world.me.size):
+            dist.init_process_group(
+                backend,
+                store=PrefixStore("default_group", kv),
+                rank=world.me.rank,
+                world_size=world.me.size,
+                timeout=timedelta(seconds=timeout),
+            )
+    except CollectiveError:
+        forget_names()
+        raise
+    try:
+        if standing.wires is not None:
+            assert dist.group.WORLD is not None
+            standing.wires.add(Connections.since(before, dist.group.WORLD))
         _settle(world, layout, kv, timeout, config, owns_default_group=True)
-    except BaseException:
+    except BaseException as error:
+        if standing.wires is not None:
+            standing.wires.cut(str(error))  # what is under way would be waited for
         dist.destroy_process_group()
         raise
 
@@ -281,13 +313,15 @@ def _settle(
     world: World, layout: WorldLayout, kv: Store, timeout: float, config: Config, *, owns_default_group: bool
 ) -> None:
     """Open the named lane over the default process group's ranks; the world is then joined."""
-    global _current
     if config.stall_timeout is None:
         config = replace(config, stall_timeout=timeout)
+    wires = standing.wires
     engine = Engine(config, world.secret, lambda: own_address(world.endpoint), world.ports)
     size = world.me.size
-    groups = Groups(kv, timeout, owns_default_group=owns_default_group)
+    groups = Groups(kv, timeout, owns_default_group=owns_default_group, wires=wires)
     try:
+        if wires is not None:
+            wires.on_cut(engine.abort)
         communicator: Communicator = LocalCommunicator() if size == 1 else communicator_over(None)
         # A default group that the user initialised is his own affair, also when it hangs. Ours is looked up, not kept:
         # its connections close with the last reference to it, which is how peers notice that it was destroyed.
@@ -297,12 +331,12 @@ def _settle(
     except BaseException:
         engine.close("init() failed")
         raise
-    _current = Context(world, layout, communicator, kv, owns_default_group, engine, lane, groups)
+    standing.context = Context(world, layout, communicator, kv, owns_default_group, engine, lane, groups, wires=wires)
     if config.timeline is not None:
         try:
             start_timeline(config.timeline, config.timeline_mark_cycles)
         except OSError:
-            _current = None
+            standing.context = None
             engine.close("init() failed")
             raise
 
@@ -338,66 +372,4 @@ def stop_timeline() -> None:
         here.engine.stop_timeline()
 
 
-def register(process_set: ProcessSet, ranks: Sequence[int]) -> None:
-    """Open the lane of a process set that all ranks have agreed on; every rank of the world must call this."""
-    here = current()
-    number = next(here.numbers)
-    me = here.world.me.rank
-    if me in ranks:
-        groups = here.groups
-        nccl = NcclGroups(lambda: groups.of(number))
-        members = open_members(number, ranks, here.layout, me, here.groups, here.engine.config, nccl)
-        here.lanes[number] = here.engine.open_lane(members, PrefixStore(f"lane/{number}", here.kv))
-    here.process_sets[number] = process_set
-    process_set.registered_as(number)
-
-
-def unregister(process_set: ProcessSet) -> None:
-    """Close the lane of a process set; every rank of the world must call this."""
-    here = current()
-    number = process_set.process_set_id
-    assert number is not None
-    lane = here.lanes.pop(number, None)
-    if lane is not None:
-        here.engine.close_lane(lane, f"{process_set} was removed.")
-        let_end([lane])
-        here.groups.destroy(number)
-    del here.process_sets[number]
-    process_set.registered_as(None)
-
-
-def shutdown() -> None:
-    """Leave the world; does nothing outside one. init() may follow, if it follows on every rank.
-
-    What is still under way fails, here and on the other ranks. A default process group that the user initialised
-    himself stays. Called when the interpreter exits.
-    """
-    global _current
-    with _lock:
-        context, _current = _current, None
-        if context is None:
-            return
-        for process_set in context.process_sets.values():
-            process_set.registered_as(None)
-        context.engine.close("hvd.shutdown() was called on this rank.")
-        let_end([context.lane, *context.lanes.values()])
-        context.communicator.close()
-        # The user may have destroyed the default group himself, and all others with it.
-        if dist.is_initialized():
-            if context.owns_default_group:
-                dist.destroy_process_group()
-                context.groups.forget()
-                mpi_backend.release()
-            else:
-                context.groups.destroy_all()
-
-
-def _leave() -> None:
-    shutdown()
-    library = sys.modules.get("spark_hvd.mpi_library")
-    if library is not None:
-        library.finalize()
-
-
 mpi_backend.register()
-atexit.register(_leave)

@@ -72,6 +72,7 @@ class Engine:
         self._collector: Collector | None = None
         self._traced_for: Member | None = None
         self._closing = False
+        self._aborted: str | None = None
         self._thread: threading.Thread | None = None
         self._awake = threading.Lock()
         self._stopped = threading.Event()
@@ -108,6 +109,8 @@ class Engine:
             self._coordinations.append(link.coordination)
             self._attend(sockets.requests, link.coordination.read_requests)
             self._attend(sockets.decisions, link.coordination.read_presence)
+            if self._aborted is not None:
+                link.coordination.complete.set()
             return sockets.endpoints
 
         endpoints = self.ask(listen)
@@ -119,8 +122,9 @@ class Engine:
         }
         kv.set("coordinator", json.dumps(facts))
         # Were it to leave before they have come, they would look for it until their time is up.
-        if not link.coordination.complete.wait(_CONNECT_SECONDS):
-            text = link.coordination.absent_text(_CONNECT_SECONDS)
+        complete = link.coordination.complete.wait(_CONNECT_SECONDS)
+        if not complete or self._aborted is not None:
+            text = self._aborted or link.coordination.absent_text(_CONNECT_SECONDS)
             self.close_lane(lane, text)
             raise CollectiveError(text)
         return lane
@@ -235,6 +239,20 @@ class Engine:
         if error is not None:
             raise error
         return value
+
+    def abort(self, text: str) -> None:
+        """Fail what is under way on all lanes, here; nothing can start on them any more. From any thread."""
+        self._aborted = text
+
+        def fail() -> None:
+            for coordination in self._coordinations:
+                coordination.lane.aborted(text)
+                coordination.complete.set()
+            for member in self._members:
+                member.lane.aborted(text)
+
+        if self._thread is not None:
+            self.call(fail)
 
     def close(self, text: str) -> None:
         """Leave all lanes and end the thread; what is not done fails with this text."""

@@ -219,6 +219,13 @@ class FlatBucket:
         self._work = None
         self.rearm()
 
+    def release(self) -> None:
+        """Be of no use any more. Gradients that lie here may be half reduced: they are dropped."""
+        self.abandon()
+        for param, view in zip(self.params, self.views, strict=True):
+            if param.grad is view:
+                param.grad = None
+
 
 def make_buckets(
     plans: Sequence[BucketPlan],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,7 +58,7 @@ def _alive(lane_ref: weakref.ref[PlannedLane]) -> PlannedLane:
     return lane
 
 
-def remove_all(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
-    """Take hooks away from their parameters."""
-    for handle in handles:
-        handle.remove()
+def remove_all(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
+    """Take hooks away from their parameters, and empty the list."""
+    while handles:
+        handles.pop().remove()

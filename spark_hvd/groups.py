@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -10,11 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from spark_hvd.connections import Connections, sockets
 from spark_hvd.kv import PrefixStore, Store
 from spark_hvd.torch_private import process_group
 
 if TYPE_CHECKING:
     from spark_hvd.lane import Lane
+    from spark_hvd.wires import Wires
 
 GROUP_PREFIX = "spark_hvd."
 """Of the names of all process groups made here."""
@@ -29,10 +32,12 @@ class Groups:
         kv: The world's key-value store.
         timeout: Seconds until a collective gives up on its peers.
         owns_default_group: Whether all other process groups end with the world, too.
+        wires: Of an elastic world: all connections are to be known.
     """
 
-    def __init__(self, kv: Store, timeout: float, *, owns_default_group: bool) -> None:
+    def __init__(self, kv: Store, timeout: float, *, owns_default_group: bool, wires: Wires | None = None) -> None:
         self.owns_default_group = owns_default_group
+        self._wires = wires
         self._kv = PrefixStore("groups", kv)
         self.timeout = timeout
         self._made: dict[int, list[dist.ProcessGroup]] = {}
@@ -45,6 +50,23 @@ class Groups:
             ranks: Its ranks in the world.
             gloo_threads: None for the world's backends; else Gloo alone, with this number of threads.
         """
+        if self._wires is None:
+            return self._make(process_set_id, ranks, gloo_threads)
+        return self.make_known(process_set_id, ranks, gloo_threads)[0]
+
+    def make_known(
+        self, process_set_id: int, ranks: Sequence[int], gloo_threads: int | None = None
+    ) -> tuple[dist.ProcessGroup, Connections]:
+        """As :meth:`make`, with the group's connections; that costs an exchange."""
+        with contextlib.nullcontext() if self._wires is None else self._wires.making():
+            before = sockets()
+            group = self._make(process_set_id, ranks, gloo_threads)
+            connections = Connections.since(before, group)
+            if self._wires is not None:
+                self._wires.add(connections)
+        return group, connections
+
+    def _make(self, process_set_id: int, ranks: Sequence[int], gloo_threads: int | None) -> dist.ProcessGroup:
         made = self._made.setdefault(process_set_id, [])
         name = f"{GROUP_PREFIX}{process_set_id}.{len(made)}"
         made.append(process_group(name, ranks, self._kv, timedelta(seconds=self.timeout), gloo_threads))

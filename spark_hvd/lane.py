@@ -315,6 +315,12 @@ class Lane:
         self.doomed = True
         self._link.doomed(self)
 
+    def aborted(self, text: str) -> None:
+        """The world is over, and nothing that is under way will end well."""
+        self.gone(text)
+        self.doomed = True
+        self.abandon()
+
     def abandon(self, done: int = 0) -> None:
         """Give up also what has started, the first `done` batches aside: it waits for a rank that is gone."""
         assert self._broken is not None

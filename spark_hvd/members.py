@@ -11,7 +11,6 @@ import torch.distributed as dist
 from spark_hvd import mpi_backend
 from spark_hvd.communicator import Communicator
 from spark_hvd.config import Config
-from spark_hvd.connections import Connections, sockets
 from spark_hvd.distributed import TorchCommunicator
 from spark_hvd.groups import GROUP_PREFIX, Groups
 from spark_hvd.layout import WorldLayout
@@ -81,9 +80,7 @@ def open_members(
     place = list(ranks).index(me)
     if len(ranks) == 1:
         return Members(ranks, hosts, place, LocalCommunicator())
-    before = sockets()
-    group = groups.make(process_set_id, ranks)
-    connections = Connections.since(before, group)
+    group, connections = groups.make_known(process_set_id, ranks)
     staging = Staging.open(group, hosts, config.shared_memory)
     communicator = communicator_over(group)
     if dist.get_backend(group) != mpi_backend.NAME:

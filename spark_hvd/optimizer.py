@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
-import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from spark_hvd import mpi_backend
+from spark_hvd import elastic_launcher
 from spark_hvd.adasum_optimizer import AdasumOptimizer, take_over_with_adasum
-from spark_hvd.buckets import MEGABYTE
 from spark_hvd.communicator import ReduceOp
 from spark_hvd.compression import Compression
-from spark_hvd.context import current
-from spark_hvd.flat import Compressor, Reduction
-from spark_hvd.optimizer_arguments import check_passes, chosen_groups, exchange_device, group_indices, names_of, spec_of
+from spark_hvd.context import in_world
+from spark_hvd.elastic_run import Bound, goes_along
+from spark_hvd.errors import MismatchError, NotInitializedError
+from spark_hvd.flat import Compressor
+from spark_hvd.objects import allgather_object
+from spark_hvd.optimizer_arguments import check_passes, chosen_groups, group_indices, names_of, spec_of
+from spark_hvd.optimizer_recipe import Recipe
 from spark_hvd.planned import PlannedLane
-from spark_hvd.process_sets import ProcessSet, global_process_set, lane_of
-from spark_hvd.tuning import GLOO_THREADS, TAIL_MB, Groups, StepTuner
+from spark_hvd.process_sets import ProcessSet, global_process_set
 
-# The last bucket has no backward left to hide behind: small enough to be all latency, it costs one round trip.
-TAIL_BYTES = int(TAIL_MB * MEGABYTE)
-DEFAULT_CAP_MB = 25.0
+_NOT_YET = (
+    "this DistributedOptimizer belongs to an elastic rank that is in no world at the moment, so there is nobody to "
+    "reduce gradients with: train inside the function that is decorated with hvd.elastic.run."
+)
+_OVER = (
+    "this DistributedOptimizer was made inside an elastic function, in a world that is over. Make optimizers before "
+    "the function that is decorated with hvd.elastic.run is called, or anew in each call of it."
+)
+_elastic: list[weakref.ref[ReducedOptimizer]] = []
+"""Those of an elastic rank, in the order in which they were made."""
 
 
 class ReducedOptimizer(torch.optim.Optimizer):
     """What DistributedOptimizer adds to the methods of the optimizer it is given."""
 
     _lane: PlannedLane | None
+    _recipe: Recipe
     _synchronizes: bool
+    _goes_along: bool
+    """Whether it was made outside the worlds of an elastic rank, and is bound to each."""
+    _unbound: str | None
+    """Why an elastic rank cannot reduce gradients now."""
 
     def synchronize(self) -> None:
         """Finish reducing gradients, so that they may be read or changed (clipped) before `step`.
@@ -40,7 +54,10 @@ class ReducedOptimizer(torch.optim.Optimizer):
 
         Raises:
             CollectiveError: a peer or the network failed.
+            NotInitializedError: this is an elastic rank outside its worlds.
         """
+        if self._unbound is not None:
+            raise NotInitializedError(self._unbound)
         if self._lane is not None:
             self._lane.synchronize()
 
@@ -56,12 +73,16 @@ class ReducedOptimizer(torch.optim.Optimizer):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many calls of backward() are summed up before gradients are reduced.
 
+        What is set inside an elastic function counts until it is called anew.
+
         Raises:
             ValueError: `passes` is not positive.
         """
         check_passes(passes)
         if self._lane is not None:
             self._lane.set_passes(passes)
+        elif self._unbound is not None:
+            self._recipe.passes = passes
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See torch.optim.Optimizer.zero_grad.
@@ -85,10 +106,12 @@ class ReducedOptimizer(torch.optim.Optimizer):
             PlanMismatchError: ranks add different parameters.
         """
         super().add_param_group(param_group)
+        number = len(self.param_groups) - 1
+        added = self.param_groups[number]["params"]
+        names = [f"group{number}.param{i}" for i in range(len(added))]
+        self._recipe.names += names
         if self._lane is not None:
-            number = len(self.param_groups) - 1
-            added = self.param_groups[number]["params"]
-            self._lane.extend(added, [spec_of(f"group{number}.param{i}", param) for i, param in enumerate(added)])
+            self._lane.extend(added, [spec_of(name, param) for name, param in zip(names, added, strict=True)])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See torch.optim.Optimizer.load_state_dict; the count of backward passes starts anew."""
@@ -113,6 +136,9 @@ def DistributedOptimizer(
     shared_memory: bool = True,
 ) -> ReducedOptimizer | AdasumOptimizer:
     """Make `optimizer` reduce gradients over all ranks; collective, every rank must call it.
+
+    In an elastic job it is to be called before the function that is decorated with hvd.elastic.run, and waits for
+    nobody then: in each generation the optimizer is bound to the ranks of it. Or inside, anew in each call.
 
     The same object is returned, now of a class of the same name that has the methods of ReducedOptimizer too: learning
     rate schedulers and other holders of the optimizer need not know. Gradients are summed into flat buffers, bucket by
@@ -152,75 +178,48 @@ def DistributedOptimizer(
     if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
         raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average, got op={op!r}")
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    specs = [spec_of(name, param) for name, param in zip(names_of(optimizer, named_parameters), params, strict=True)]
+    names = names_of(optimizer, named_parameters)
     grouped = group_indices(chosen_groups(groups, num_groups), params)
 
-    context = current()
-    included = process_set is global_process_set or process_set.included()
-    ranks = list(lane_of(process_set).ranks) if included else []
-    size = len(ranks)
     if op is ReduceOp.ADASUM:
-        return take_over_with_adasum(optimizer, process_set if size > 1 else None, compression)
-    lane = None
-    if size > 1:
-        config = context.engine.config
-        cap_mb = DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
-        settings = {
-            "op": op.name,
-            "gradient_predivide_factor": gradient_predivide_factor,
-            "compression": getattr(compression, "__name__", type(compression).__name__),
-            "backward_passes_per_step": backward_passes_per_step,
-            "groups": grouped,
-            "sparse_as_dense": sparse_as_dense,
-            "bucket_cap_mb": bucket_cap_mb,
-            "shared_memory": shared_memory,
-            "autotune": config.autotune and [config.autotune_steps_per_sample, config.autotune_max_samples],
-        }
-        average = op is ReduceOp.AVERAGE
-        if gradient_predivide_factor != 1.0:
-            scales = (1.0 / gradient_predivide_factor, gradient_predivide_factor / size)
-        else:
-            scales = (1.0 / size if average else 1.0, 1.0)
-        set_id = process_set.process_set_id or 0
-        group = context.new_group(set_id)
-        in_memory = (
-            shared_memory
-            and hasattr(os, "memfd_create")
-            and len({context.layout.ranks[rank].host for rank in ranks}) == 1
-            and compression is Compression.none
+        return take_over_with_adasum(optimizer, process_set, compression)
+    recipe = Recipe(
+        names,
+        grouped,
+        op,
+        compression,
+        passes=backward_passes_per_step,
+        gradient_predivide_factor=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        bucket_cap_mb=bucket_cap_mb,
+        shared_memory=shared_memory,
+    )
+    if elastic_launcher.installed() is None or in_world():
+        return _take_over(optimizer, recipe, recipe.open(params))
+    if process_set is not global_process_set:
+        raise ValueError(
+            f"process_set={process_set}: process sets end with the world, and an elastic rank goes from world to "
+            "world; make this optimizer inside the function that is decorated with hvd.elastic.run."
         )
-        device = exchange_device(group, params)
-        lane = PlannedLane(
-            params,
-            specs,
-            grouped,
-            group=group,
-            device=device,
-            reduction=Reduction(*scales, compression, sparse_as_dense),
-            host_group=context.new_group(set_id) if in_memory else None,
-            sparse_scale=1.0 / size if average else 1.0,
-            passes=backward_passes_per_step,
-            cap_bytes=int(cap_mb * MEGABYTE),
-            tail_bytes=min(TAIL_BYTES, int(cap_mb * MEGABYTE)),
-            settings=settings,
-            tracing=context.engine.tracing,
-        )
-        if config.autotune:
-            on_gloo = mpi_backend.carrier(on_gpu=any(param.is_cuda for param in params)) == "gloo"
-            by_threads = [context.new_group(set_id, threads) for threads in GLOO_THREADS] if on_gloo else []
-            cap = cap_mb, bucket_cap_mb is not None
-            lane.tuner = StepTuner(lane, Groups(group, by_threads), device, context.engine, config, cap, in_memory)
-    return _take_over(optimizer, lane)
+    return _take_over(optimizer, recipe, None, _NOT_YET)
 
 
-def _take_over(optimizer: torch.optim.Optimizer, lane: PlannedLane | None) -> ReducedOptimizer:
+def _take_over(
+    optimizer: torch.optim.Optimizer, recipe: Recipe, lane: PlannedLane | None, unbound: str | None = None
+) -> ReducedOptimizer:
     base = type(optimizer)
     namespace = {"__doc__": base.__doc__, "__module__": base.__module__, "__qualname__": base.__qualname__}
     # A class swap instead of a wrapper or a copy: state, schedulers and references made before stay valid.
     optimizer.__class__ = type(base.__name__, (ReducedOptimizer, base), namespace)
     assert isinstance(optimizer, ReducedOptimizer)
+    optimizer._recipe = recipe
     optimizer._lane = lane
+    optimizer._unbound = unbound
+    optimizer._goes_along = unbound is not None
     optimizer._synchronizes = True
+    if elastic_launcher.installed() is not None:
+        _elastic.append(weakref.ref(optimizer))
     # Hooks, because a scheduler made before the swap has bound the old class's step to the instance.
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
@@ -231,6 +230,8 @@ def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     assert isinstance(optimizer, ReducedOptimizer)
+    if optimizer._unbound is not None:
+        raise NotInitializedError(optimizer._unbound)
     lane = optimizer._lane
     if lane is None:
         return None
@@ -266,3 +267,45 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     assert isinstance(optimizer, ReducedOptimizer)
     if optimizer._lane is not None:
         optimizer._lane.stepped()
+
+
+def bind_optimizers() -> None:
+    """Plan all optimizers that go from world to world anew, in the order in which they were made; collective.
+
+    Those that were made inside an elastic function have ended with the world that they were made in.
+
+    Raises:
+        MismatchError: Ranks have not made the same number of optimizers. Raised on every rank.
+        PlanMismatchError: Their parameters or settings differ. Raised on every rank.
+        CollectiveError: A peer or the network failed.
+    """
+    waiting = [each for each in _live() if each._unbound == _NOT_YET]
+    counts = allgather_object(len(waiting), name="spark_hvd.bind_optimizers")
+    for rank, count in enumerate(counts):
+        if count != counts[0]:
+            raise MismatchError(
+                f"before its elastic function rank 0 made {counts[0]} DistributedOptimizers that are still there, rank "
+                f"{rank} made {count}; every rank must make the same ones in the same order, and keep them."
+            )
+    for optimizer in waiting:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        optimizer._lane = optimizer._recipe.open(params)
+        optimizer._unbound = None
+
+
+def release_optimizers() -> None:
+    """Take the optimizers out of a world that is over."""
+    for optimizer in _live():
+        if optimizer._lane is not None:
+            optimizer._lane.close()
+            optimizer._lane = None
+        optimizer._unbound = _NOT_YET if optimizer._goes_along else _OVER
+
+
+def _live() -> list[ReducedOptimizer]:
+    found = [(ref, optimizer) for ref in _elastic if (optimizer := ref()) is not None]
+    _elastic[:] = [ref for ref, _ in found]
+    return [optimizer for _, optimizer in found]
+
+
+goes_along(Bound(bind_optimizers, release_optimizers))

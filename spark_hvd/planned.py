@@ -173,6 +173,12 @@ class PlannedLane:
         hook = make_hook(index, self._progress, weakref.ref(self))
         self._handles.append(self._params[index].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
+    def close(self) -> None:
+        """Let go of the parameters, because nothing will be reduced any more."""
+        remove_all(self._handles)
+        while self._buckets:
+            self._buckets.pop().release()
+
     def set_passes(self, passes: int) -> None:
         """Change the number of backward passes a step; counts from zero again."""
         self._passes = passes

@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING
 
 from spark_hvd import context
 from spark_hvd.errors import MismatchError
+from spark_hvd.groups import let_end
+from spark_hvd.kv import PrefixStore
+from spark_hvd.members import open_members
+from spark_hvd.nccl import NcclGroups
 
 if TYPE_CHECKING:
     from spark_hvd.lane import Lane
@@ -51,7 +55,7 @@ class ProcessSet:
     def rank(self) -> int | None:
         """My place in it; None if I am not in it or it is not registered."""
         ranks = self.ranks
-        if self.process_set_id is None or ranks is None or not context.is_initialized():
+        if self.process_set_id is None or ranks is None or not context.in_world():
             return None
         me = context.current().world.me.rank
         return ranks.index(me) if me in ranks else None
@@ -90,13 +94,13 @@ class _GlobalProcessSet(ProcessSet):
 
     @property
     def ranks(self) -> list[int] | None:
-        return list(range(context.current().world.me.size)) if context.is_initialized() else None
+        return list(range(context.current().world.me.size)) if context.in_world() else None
 
     def size(self) -> int | None:
         return None if self.ranks is None else len(self.ranks)
 
     def included(self) -> bool | None:
-        return True if context.is_initialized() else None
+        return True if context.in_world() else None
 
     def require_root(self, root_rank: int) -> None:
         size = context.current().world.me.size
@@ -141,7 +145,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     twin = next((other for other in [global_process_set, *here.process_sets.values()] if other.ranks == ranks), None)
     if twin is not None:
         raise ValueError(f"{twin} has the ranks {ranks} already; use that one, or remove it first.")
-    context.register(added, ranks)
+    _open(added, ranks)
     return added
 
 
@@ -187,8 +191,36 @@ def remove_process_set(process_set: ProcessSet) -> bool:
                 f"remove_process_set: rank {here.world.me.rank} removes the set number {number}, rank {rank} number "
                 f"{theirs}; every rank of the world must remove the same sets in the same order."
             )
-    context.unregister(process_set)
+    _close(process_set)
     return True
+
+
+def _open(process_set: ProcessSet, ranks: Sequence[int]) -> None:
+    """Open the lane of a process set that all ranks have agreed on; every rank of the world must call this."""
+    here = context.current()
+    number = next(here.numbers)
+    me, groups = here.world.me.rank, here.groups
+    if me in ranks:
+        with here.making():
+            nccl = NcclGroups(lambda: groups.of(number))
+            members = open_members(number, ranks, here.layout, me, groups, here.engine.config, nccl)
+            here.lanes[number] = here.engine.open_lane(members, PrefixStore(f"lane/{number}", here.kv))
+    here.process_sets[number] = process_set
+    process_set.registered_as(number)
+
+
+def _close(process_set: ProcessSet) -> None:
+    """Close the lane of a process set; every rank of the world must call this."""
+    here = context.current()
+    number = process_set.process_set_id
+    assert number is not None
+    lane = here.lanes.pop(number, None)
+    if lane is not None:
+        here.engine.close_lane(lane, f"{process_set} was removed.")
+        let_end([lane])
+        here.groups.destroy(number)
+    del here.process_sets[number]
+    process_set.registered_as(None)
 
 
 def lane_of(process_set: ProcessSet) -> Lane:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ import torch
 from spark_hvd.communicator import Communicator
 from spark_hvd.context import current
 from spark_hvd.errors import MismatchError
-from spark_hvd.fusion import batches, flatten, unflatten_into
 from spark_hvd.objects import allgather_object, broadcast_object
 from spark_hvd.shapes import require_dense, require_root
+from spark_hvd.skeleton import Bones, Receivers, broadcast_all, put_together
 
 Description = list[tuple[str, str, list[int]]]
 """Name, dtype and shape of each tensor."""
@@ -41,7 +40,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
     named = _named(params)
     description = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in named]
     _require_same(communicator, description, root_rank)
-    _broadcast_all(communicator, [tensor for _, tensor in named], root_rank)
+    broadcast_all(communicator, [tensor for _, tensor in named], root_rank)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None) -> None:
@@ -74,12 +73,12 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
                 f"broadcast_optimizer_state: the optimizer of rank {rank} has parameter groups of {sizes} parameters, "
                 f"that of rank {root_rank} of {groups[root_rank]}; build it alike on every rank."
             )
-    tensors: list[torch.Tensor] = []
+    bones = Bones()
     skeleton: Any = None
     fault: str | None = None
     if communicator.rank == root_rank:
         try:
-            skeleton = _skeleton(optimizer.state_dict(), tensors)
+            skeleton = bones.take_apart(optimizer.state_dict())
         except TypeError as error:
             fault = str(error)
     skeleton, fault = broadcast_object((skeleton, fault), root_rank)
@@ -87,11 +86,31 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         raise ValueError(
             f"broadcast_optimizer_state: rank {root_rank} has optimizer state that cannot be sent: {fault}"
         )
-    if communicator.rank != root_rank:
-        skeleton = _fleshed_out(skeleton, tensors)
-    _broadcast_all(communicator, tensors, root_rank)
-    if communicator.rank != root_rank:
-        optimizer.load_state_dict(skeleton)
+    if communicator.rank == root_rank:
+        broadcast_all(communicator, bones.tensors, root_rank)
+        return
+    receivers = Receivers()
+    receivers.prepare(skeleton, optimizer.state_dict())
+    broadcast_all(communicator, receivers.in_order(), root_rank)
+    load_optimizer_state(optimizer, put_together(skeleton, lambda bone: receivers.tensors[bone.number]))
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a ``state_dict()`` to the bit.
+
+    torch casts state tensors to their parameter's dtype, which loses what an optimizer keeps in more precision.
+
+    Args:
+        optimizer: Of parameter groups of the same sizes.
+        state: Its tensors may become the optimizer's own.
+    """
+    optimizer.load_state_dict(state)
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in zip(numbers, params, strict=True):
+        for key, value in state["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor) and optimizer.state[param][key].dtype != value.dtype:
+                optimizer.state[param][key] = value.to(optimizer.state[param][key].device)
 
 
 def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
@@ -146,50 +165,3 @@ def _difference(wanted: Description, other: Description, root_rank: int, rank: i
     if extra:
         return f"{extra[0]!r} of rank {rank} is missing on rank {root_rank}"
     return f"the parameters of rank {rank} come in another order than those of rank {root_rank}"
-
-
-def _broadcast_all(communicator: Communicator, tensors: list[torch.Tensor], root_rank: int) -> None:
-    for members in batches(tensors):
-        batch = [tensors[index] for index in members]
-        if len(batch) == 1:
-            communicator.broadcast(batch[0], root_rank).wait()
-            continue
-        flat = flatten(batch)
-        communicator.broadcast(flat, root_rank).wait()
-        if communicator.rank != root_rank:
-            unflatten_into(flat, batch)
-
-
-@dataclass(frozen=True, slots=True)
-class _Bone:
-    """Stands for a tensor in a skeleton."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    device: str
-
-
-def _skeleton(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The value with bones in place of tensors, which are collected in `tensors` in the order met."""
-    if isinstance(value, torch.Tensor):
-        require_dense(value)
-        tensors.append(value)
-        return _Bone(value.dtype, tuple(value.shape), value.device.type)
-    return _mapped(value, lambda item: _skeleton(item, tensors))
-
-
-def _fleshed_out(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The value with empty tensors in place of bones, collected in the same order."""
-    if isinstance(value, _Bone):
-        device = torch.device("cuda", torch.cuda.current_device()) if value.device == "cuda" else value.device
-        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=device))
-        return tensors[-1]
-    return _mapped(value, lambda item: _fleshed_out(item, tensors))
-
-
-def _mapped(value: Any, change: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: change(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(change(item) for item in value)
-    return value

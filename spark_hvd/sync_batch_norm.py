@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -14,9 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spark_hvd import basics
 from spark_hvd.communicator import ReduceOp
 from spark_hvd.ops import allreduce
+from spark_hvd.ordinals import ordinal
 from spark_hvd.process_sets import ProcessSet, global_process_set, lane_of
-
-_numbers = itertools.count()
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -64,7 +62,7 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
         # Ranks build their models alike, so the n-th module here is the n-th on every rank.
-        self._number = next(_numbers)
+        self._number = ordinal("sync_batch_norm")
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_set: ProcessSet | None = None) -> torch.nn.Module:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from spark_hvd import checkpoint
+from spark_hvd import torch_elastic as elastic
 from spark_hvd.basics import (
     ccl_built,
     cross_rank,
     cross_size,
     cuda_built,
     ddl_built,
+    generation,
     gloo_built,
     gloo_enabled,
     is_homogeneous,
@@ -127,6 +129,8 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
+    "generation",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -35,6 +35,16 @@ def cuda_backend(group: dist.ProcessGroup) -> Any:
     return group._get_backend(torch.device("cuda"))
 
 
+def forget_names() -> None:
+    """Name process groups as if there had been none, after the default one could not be made.
+
+    torch numbers them, and puts the number before the keys at which ranks look for each other. It counts those that
+    could not be made, and begins anew only when a default group is destroyed: ranks of which one has failed to make a
+    group and another has not would wait for each other at different keys for ever.
+    """
+    distributed_c10d._world.group_count = 0
+
+
 def process_group(
     name: str, ranks: Sequence[int], store: Store, timeout: timedelta, gloo_threads: int | None = None
 ) -> dist.ProcessGroup:

@@ -27,7 +27,14 @@ def modules_after(statement: str) -> dict[str, str]:
 
 
 def test_public_names() -> None:
-    assert sorted(spark_hvd.__all__) == ["__version__", "doctor", "run", "run_local"]
+    assert sorted(spark_hvd.__all__) == [
+        "__version__",
+        "doctor",
+        "run",
+        "run_elastic",
+        "run_elastic_local",
+        "run_local",
+    ]
     assert all(hasattr(spark_hvd, name) for name in spark_hvd.__all__)
 
 

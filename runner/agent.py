@@ -1,0 +1,330 @@
+"""What runs in each Spark task of an elastic run: one rank process after another, as the driver's membership decides.
+
+The agent forwards: decisions to its worker, what the worker says to the hub. It ends a worker in which fn has failed,
+that was stopped by a signal, or that the driver gives up; and its own task when the driver says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import psutil
+import zmq
+
+from spark_hvd.layout import RankInfo
+from spark_hvd.runner.endings import exit_failure, trim_stacks
+from spark_hvd.runner.hub import Link
+from spark_hvd.runner.hub_state import Message
+from spark_hvd.runner.membership_events import Loss
+from spark_hvd.runner.outcome import Failed, FailureKind, Packed
+from spark_hvd.runner.processes import ForkServer, ForkServerError, RankProcess
+from spark_hvd.runner.rank_output import RankOutput
+from spark_hvd.runner.silence import HUB_PATIENCE
+from spark_hvd.runner.wire import FrameReader, send_frame
+
+_TICK_MS = 500
+_STOPPED_SECONDS = 3.0
+"""How long a worker may be stopped (SIGSTOP) until it is ended."""
+_OUTPUT_GRACE = 5.0
+_EXIT_GRACE = 5.0
+_LEAVE_GRACE = 60.0
+"""Seconds that a worker has for its last commit once its executor was told to go."""
+NOTICES = (signal.SIGTERM, signal.SIGPWR)
+"""Signals that say that a machine or container will go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an agent hands to the driver at its end.
+
+    Attributes:
+        values: Workers whose fn has returned, with the pickled value.
+        failures: Workers that have failed.
+    """
+
+    values: tuple[tuple[int, Packed], ...] = ()
+    failures: tuple[tuple[int, Failed], ...] = ()
+
+
+class GivenUpError(RuntimeError):
+    """The driver has given this agent up, or its executor is to go: Spark is to start its task elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """What all workers of an agent are started with.
+
+    Attributes:
+        env: Gives a worker's complete environment, by its first place.
+        job: Gives the header of its first frame, by its first place and its agent's slot.
+        payload: The pickled call.
+        start_timeout: Seconds for the process to come up.
+    """
+
+    env: Callable[[RankInfo], dict[str, str]]
+    job: Callable[[RankInfo, int], dict[str, Any]]
+    payload: bytes = field(repr=False)
+    start_timeout: float
+
+
+@dataclass(slots=True)
+class _Worker:
+    """The process that an agent has."""
+
+    number: int
+    place: RankInfo
+    process: RankProcess
+    frames: FrameReader
+    output: RankOutput
+    stopped_since: float | None = None
+    dismissed: bool = False
+
+
+class Agent:
+    """See the module's description.
+
+    Args:
+        link: Connection to the hub, on which hello has been said.
+        server: Where workers are forked.
+        setup: What they are started with.
+    """
+
+    def __init__(self, link: Link, server: ForkServer, setup: WorkerSetup) -> None:
+        self._link, self._server, self._setup = link, server, setup
+        self._worker: _Worker | None = None
+        self._values: list[tuple[int, Packed]] = []
+        self._failures: list[tuple[int, Failed]] = []
+        self._ended = False
+        self._given_up: str | None = None
+        self._notice: str | None = None
+        self._leave_by: float | None = None
+        self._poller = zmq.Poller()
+        self._poller.register(link.socket, zmq.POLLIN)
+
+    def run(self) -> Report:
+        """Work until the driver has no more use for this agent.
+
+        Raises:
+            GivenUpError: Spark is to start the task elsewhere.
+        """
+        why = "it was interrupted"
+        try:
+            while not self._ended:
+                self._turn()
+            why = self._given_up or "the run is over"
+        finally:
+            if self._worker is not None:
+                self._discard()
+            self._link.send("gone", why=why)
+        if self._given_up is not None:
+            raise GivenUpError(self._given_up)
+        return Report(tuple(self._values), tuple(self._failures))
+
+    def notice(self, signum: int, frame: FrameType | None = None) -> None:
+        """Take a signal which says that this machine will go; a signal handler."""
+        self._notice = f"{signal.Signals(signum).name} to its executor"
+
+    def _turn(self) -> None:
+        worker = self._worker
+        waits = worker is not None and worker.output.waiting
+        events = dict(self._poller.poll(20 if waits else _TICK_MS))
+        if self._link.socket in events:
+            while not self._ended and (message := self._link.receive()) is not None:
+                self._on_message(message)
+        if worker is not None and worker is self._worker:
+            self._serve(worker, events)
+        self._look_round()
+
+    # ---- the driver -----------------------------------------------------------------------------------------------
+
+    def _on_message(self, message: Message) -> None:
+        match message["type"]:
+            case "start":
+                self._start(message["worker"], RankInfo(**message["place"]), message["slot"])
+            case "stop":
+                if (worker := self._mine(message)) is not None:
+                    self._end_worker(worker, FailureKind.STOPPED, message["why"], Loss.HUNG)
+            case "end":
+                self._ended = True
+                if message["again"]:
+                    self._given_up = "the driver goes on without this task, which Spark is to start elsewhere"
+            case kind:
+                if (worker := self._mine(message)) is not None:
+                    worker.dismissed = worker.dismissed or kind == "dismiss"
+                    if kind == "assign":
+                        worker.place = RankInfo(**message["place"])
+                    with contextlib.suppress(OSError):  # it has died: its status says so
+                        send_frame(worker.process.control, message)
+
+    def _mine(self, message: Message) -> _Worker | None:
+        """The worker that a message is for, unless it has gone meanwhile."""
+        worker = self._worker
+        return worker if worker is not None and worker.number == message["worker"] else None
+
+    def _start(self, number: int, place: RankInfo, slot: int) -> None:
+        setup = self._setup
+        try:
+            process = self._server.spawn(setup.env(place), setup.start_timeout)
+        except ForkServerError as error:
+            failed = Failed(place.rank, place.host, FailureKind.SETUP, str(error), ended_at=time.time())
+            self._failures.append((number, failed))
+            self._link.send("ended", worker=number, loss=Loss.FAILED.value, error=str(error), raised=False)
+            return
+        output = RankOutput({process.stdout_fd: "out", process.stderr_fd: "err"}, self._link, None)
+        self._worker = _Worker(number, place, process, FrameReader(process.control), output)
+        with contextlib.suppress(OSError):
+            send_frame(process.control, {"worker": number, **setup.job(place, slot)}, setup.payload)
+        for fd in (*output.fds, process.control.fileno(), process.status_fd):
+            self._poller.register(fd, zmq.POLLIN)
+
+    # ---- the worker -----------------------------------------------------------------------------------------------
+
+    def _serve(self, worker: _Worker, events: dict[Any, int]) -> None:
+        worker.output.flush()
+        if not worker.output.waiting:
+            for fd in [fd for fd in worker.output.fds if fd in events]:
+                if not worker.output.read(fd):
+                    self._poller.unregister(fd)
+        if worker.process.control.fileno() in events:
+            self._read(worker)
+        if worker is self._worker and worker.process.status_fd in events:
+            self._drain(worker)
+            if worker is self._worker:
+                self._exited(worker)
+
+    def _read(self, worker: _Worker) -> None:
+        frame = worker.frames.read()
+        if worker.frames.closed:
+            self._poller.unregister(worker.process.control.fileno())
+        if frame is None:
+            return
+        header, payload = frame
+        if header["type"] != "outcome":
+            self._link.send(header.pop("type"), worker=worker.number, **header)
+        elif header["ok"]:
+            self._values.append((worker.number, Packed(worker.place.rank, True, bytes(payload))))
+            self._link.send("ended", worker=worker.number, loss=None, error="", raised=False)
+            worker.process.control.shutdown(2)  # it lingers until this
+            self._await_exit(worker)
+            self._discard()
+        else:
+            kind = FailureKind(header["kind"])
+            self._end_worker(
+                worker,
+                kind,
+                header["error"],
+                Loss.FAILED,
+                trace=header["traceback"],
+                exception=bytes(payload) or None,
+                echo=header["echo"],
+            )
+
+    def _drain(self, worker: _Worker) -> None:
+        """Take what an ended worker has left in its socket and pipes."""
+        while worker is self._worker and not worker.frames.closed and _readable(worker.process.control.fileno()):
+            self._read(worker)
+        while worker is self._worker and any([_readable(fd) and worker.output.read(fd) for fd in [*worker.output.fds]]):
+            pass
+
+    def _exited(self, worker: _Worker) -> None:
+        code = _exit_code(worker.process)
+        if worker.dismissed and code == 0:
+            self._discard()
+            self._link.send("ended", worker=worker.number, loss=Loss.LOST.value, error="left", raised=False)
+            return
+        kind, error = exit_failure(code)
+        self._end_worker(worker, kind, error, Loss.FAILED, trace=trim_stacks(worker.process.stacks()))
+
+    def _end_worker(
+        self,
+        worker: _Worker,
+        kind: FailureKind,
+        error: str,
+        loss: Loss,
+        *,
+        trace: str = "",
+        exception: bytes | None = None,
+        echo: bool = False,
+    ) -> None:
+        """A worker has failed, or is given up: it is ended at once, so that its peers see its connections close."""
+        place = worker.place
+        self._discard()
+        tail = str(worker.output.tail)
+        failed = Failed(place.rank, place.host, kind, error, trace, tail, echo, exception, ended_at=time.time())
+        self._failures.append((worker.number, failed))
+        raised = kind is FailureKind.EXCEPTION and not echo
+        self._link.send("ended", worker=worker.number, loss=loss.value, error=error, raised=raised)
+
+    def _await_exit(self, worker: _Worker) -> None:
+        """Let a worker whose fn has returned run its exit handlers."""
+        poller = zmq.Poller()
+        poller.register(worker.process.status_fd, zmq.POLLIN)
+        deadline = time.monotonic() + _EXIT_GRACE
+        while time.monotonic() < deadline and not poller.poll(50):
+            self._drain(worker)
+
+    def _discard(self) -> None:
+        """Kill what is left of the worker, with all that it has started, and take its last output."""
+        worker, self._worker = self._worker, None
+        assert worker is not None
+        fds = (*worker.output.fds, worker.process.status_fd)
+        worker.process.signal_group(signal.SIGKILL)
+        _exit_code(worker.process)
+        for fd in list(worker.output.fds):
+            while _readable(fd) and worker.output.read(fd):
+                pass
+        worker.output.end(_OUTPUT_GRACE)
+        for fd in (*fds, worker.process.control.fileno()):
+            with contextlib.suppress(KeyError):
+                self._poller.unregister(fd)
+        worker.process.close()
+
+    # ---- time -----------------------------------------------------------------------------------------------------
+
+    def _look_round(self) -> None:
+        now = time.monotonic()
+        if self._link.hub_silence() > HUB_PATIENCE:
+            self._ended, self._given_up = True, f"the driver did not answer for {HUB_PATIENCE:.0f} s"
+        if self._notice is not None and self._leave_by is None:
+            self._leave_by = now + _LEAVE_GRACE
+            self._link.send("leaving", why=self._notice)
+        if self._leave_by is not None and (self._worker is None or now > self._leave_by):
+            self._ended, self._given_up = True, f"the executor of this task will go: {self._notice}"
+        worker = self._worker
+        if worker is None:
+            return
+        if not _is_stopped(worker.process.pid):
+            worker.stopped_since = None
+        elif worker.stopped_since is None:
+            worker.stopped_since = now
+        elif now - worker.stopped_since >= _STOPPED_SECONDS:
+            error = f"was stopped by a signal (SIGSTOP) for {_STOPPED_SECONDS:.0f} s, and ended"
+            self._end_worker(worker, FailureKind.SIGNAL, error, Loss.HUNG)
+
+
+def _exit_code(process: RankProcess) -> int:
+    """Wait for the end of a process that has ended or was killed."""
+    data = os.read(process.status_fd, 256)
+    # Nothing comes when the fork server was killed, and the kernel its ranks along with it.
+    return int(json.loads(data)["exitcode"]) if data else -signal.SIGKILL
+
+
+def _readable(fd: int) -> bool:
+    poller = zmq.Poller()
+    poller.register(fd, zmq.POLLIN)
+    return bool(poller.poll(0))
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False

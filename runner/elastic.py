@@ -1,0 +1,275 @@
+"""``run_elastic``: a function on ranks that come and go with Spark's executors."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+import zmq
+
+from spark_hvd.ports import PortRange
+from spark_hvd.runner import spark as on_spark
+from spark_hvd.runner.agent import Report
+from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.elastic_config import ElasticConfig
+from spark_hvd.runner.elastic_hub import ElasticHub
+from spark_hvd.runner.elastic_results import elastic_results
+from spark_hvd.runner.elastic_task import ElasticSpec
+from spark_hvd.runner.errors import ClusterError, RunTimeoutError
+from spark_hvd.runner.launch import make_printer
+from spark_hvd.runner.membership_events import End, Verdict
+from spark_hvd.runner.outcome import from_rows
+from spark_hvd.runner.output import Printer
+from spark_hvd.runner.payload import dump_call
+from spark_hvd.runner.profiles import Ask, task_resources
+from spark_hvd.runner.spark_errors import translate_elastic
+from spark_hvd.runner.spark_job import TaskJob
+from spark_hvd.runner.spark_task import task_of
+from spark_hvd.runner.task import TaskSpec
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+R = TypeVar("R")
+_log = logging.getLogger(__name__)
+_ASK_SPARK_EVERY = 0.5
+_STOP_GRACE = 10.0
+"""Seconds that agents get to end after a run that went wrong, so that their ranks' errors come back."""
+
+
+def run_elastic(
+    fn: Callable[..., R],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    *,
+    spark: SparkSession | None = None,
+    elastic_timeout: float = 600.0,
+    reset_limit: int | None = None,
+    rejoin_timeout: float = 30.0,
+    host_failure_limit: int = 2,
+    cooldown_range: tuple[float, float] | None = None,
+    backend: str | None = None,
+    interfaces: Sequence[str] = (),
+    ports: str | None = None,
+    env: Mapping[str, str | None] | None = None,
+    start_timeout: float = 600.0,
+    timeout: float | None = None,
+    collective_timeout: float = 1800.0,
+    verbose: int = 1,
+    cpus_per_proc: int | None = None,
+    gpus_per_proc: int | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+) -> list[R]:
+    """Run ``fn(*args, **kwargs)`` on ranks that may be lost, and others may join, while it trains.
+
+    fn prepares (data, model, optimizer) and then calls a function that is decorated with ``hvd.elastic.run``; see
+    :mod:`spark_hvd.torch_elastic` and docs/elastic.md. When a rank is lost, the others go back to their last commit and
+    go on without it; new ranks, in place of lost ones or on new executors, join at a commit. Ranks are processes below
+    the tasks of one ordinary Spark job of `max_num_proc` tasks: those that find no slot wait for one.
+
+    Args:
+        fn: The training function.
+        args: Positional arguments of fn.
+        kwargs: Keyword arguments of fn.
+        num_proc: Ranks to start with; None for as many as the cluster has task slots.
+        min_num_proc: With fewer, those that are left wait; None for `num_proc`.
+        max_num_proc: Never more; None for `num_proc`.
+        spark: The session; None for the active one.
+        elastic_timeout: Seconds to wait for `min_num_proc` ranks after some were lost.
+        reset_limit: Failures that are survived; None for any number. Ranks that join, or leave because their executor
+            is decommissioned, are none.
+        rejoin_timeout: Seconds for a rank to come back after a failure elsewhere, and to join the others; longer than
+            the longest step. A rank that takes more is taken for hung and replaced.
+        host_failure_limit: Ranks that may fail on a host, with no commit of theirs in between, until it gets no more.
+        cooldown_range: Least and greatest number of seconds for which a host then gets none, doubled each time; None
+            for ever.
+        backend: "gloo", "nccl", or None for NCCL on CUDA tensors and Gloo on CPU tensors. MPI is not elastic.
+        interfaces: As in :func:`spark_hvd.run`.
+        ports: As in :func:`spark_hvd.run`.
+        env: Changes to the environment of the ranks; None as a value unsets a variable.
+        start_timeout: Seconds for `num_proc` tasks to start; then `min_num_proc` will do.
+        timeout: Seconds for the whole run, or None for no limit.
+        collective_timeout: Seconds after which a collective fails that not all ranks have joined.
+        verbose: 0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it.
+        cpus_per_proc: Cores for each rank; None for what the application gives.
+        gpus_per_proc: GPUs for each rank, 0 to hide them; None for what the application gives.
+        stdout: Text stream for the ranks' stdout instead of ``sys.stdout``.
+        stderr: Text stream for the ranks' stderr instead of ``sys.stderr``.
+
+    Returns:
+        What fn returned on every rank of the last generation, in rank order.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; nothing was started.
+        UnpicklableError: fn or an argument cannot be pickled. Nothing was started.
+        ClusterError: the application cannot run this (Spark Connect, speculation, too few slots, a driver that
+            executors do not reach).
+        StartTimeoutError: fewer than `min_num_proc` tasks started in `start_timeout`.
+        TooFewRanksError: fewer than `min_num_proc` ranks were left for `elastic_timeout`.
+        ResetLimitError: more failures than `reset_limit`.
+        StateLostError: all ranks with the state were lost at once.
+        RankFailedError: fn raised on all ranks, or ranks kept failing without a commit in between.
+        RunTimeoutError: ``timeout`` was over.
+        KeyboardInterrupt: after every rank has been stopped.
+    """
+    common: dict[str, Any] = {
+        "backend": backend,
+        "interfaces": interfaces,
+        "ports": ports,
+        "env": dict(env or {}),
+        "start_timeout": start_timeout,
+        "timeout": timeout,
+        "collective_timeout": collective_timeout,
+        "verbose": verbose,
+        "cpus_per_proc": cpus_per_proc,
+        "gpus_per_proc": gpus_per_proc,
+    }
+    elastic: dict[str, Any] = {
+        "min_num_proc": min_num_proc,
+        "max_num_proc": max_num_proc,
+        "elastic_timeout": elastic_timeout,
+        "reset_limit": reset_limit,
+        "rejoin_timeout": rejoin_timeout,
+        "host_failure_limit": host_failure_limit,
+        "cooldown_range": cooldown_range,
+    }
+    ElasticConfig(common=RunConfig(num_proc=num_proc, **common), **elastic)
+    payload = dump_call(fn, args, kwargs or {})
+    session = on_spark.active_session(spark)
+    on_spark.check_elastic_possible(session)
+    resources = task_resources(session, Ask(cpus_per_proc, gpus_per_proc, 1))
+    if num_proc is None or not on_spark.has_dynamic_allocation(session):
+        there = on_spark.wait_for_slots(session, min_num_proc or num_proc, start_timeout, resources)
+        num_proc = num_proc or there
+    config = ElasticConfig(common=RunConfig(num_proc=num_proc, **common), **elastic)
+    printer = make_printer(config.common, stdout, stderr)
+    name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
+    run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
+    with ExitStack() as closing:
+        local = on_spark.is_local(session)
+        spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
+        hub = _open_hub(session, config, printer)
+        closing.callback(hub.close)
+        common_spec = TaskSpec.of(config.common, run_id, hub.address, spool, may_share_gpus=resources.plan.may_share)
+        job = TaskJob(
+            session,
+            config.limits.max_num_proc,
+            task_of(
+                "elastic_task", "run_elastic_task", pickle.dumps(ElasticSpec(common_spec, rejoin_timeout)), payload
+            ),
+            f"spark_hvd.run_elastic({name}) on {config.limits.min_num_proc} to {config.limits.max_num_proc} ranks",
+            run_id,
+            resources.profile,
+            barrier=False,
+        )
+        verdict = attend(job, hub, config.common, printer, _watch_spark(job, hub))
+        printer.flush()
+        if job.error is not None and (verdict is None or verdict.end is End.DONE):
+            raise translate_elastic(job.error) from job.error
+        assert verdict is not None
+        reports = [pickle.loads(packed.data) for packed in from_rows(job.rows)]
+        return elastic_results(verdict, [each for each in reports if isinstance(each, Report)])
+
+
+def attend(
+    job: Any, hub: ElasticHub, config: RunConfig, printer: Printer, watch: Callable[[], None] = lambda: None
+) -> Verdict | None:
+    """Stay with a job until it has ended: print, log, watch the time, pass on Ctrl-C.
+
+    Args:
+        job: Runs the agents: has ``running``, ``wait(seconds)`` and ``cancel()``.
+        hub: Where they meet.
+        config: Of the run.
+        printer: Writes what ranks print.
+        watch: Called several times a second while the run goes on.
+
+    Returns:
+        How the run has ended; None if the job has ended before.
+
+    Raises:
+        RunTimeoutError: the run's time is up.
+        KeyboardInterrupt: and all ranks are stopped.
+    """
+    deadline = None if config.timeout is None else time.monotonic() + config.timeout
+    try:
+        while job.running and hub.verdict is None:
+            job.wait(0.02)
+            _tell(hub, printer)
+            watch()
+            if deadline is not None and time.monotonic() > deadline:
+                _end(job, hub)
+                raise RunTimeoutError(
+                    f"the elastic run had not ended after timeout={config.timeout:g} s, with {hub.resets} failures "
+                    "survived; all ranks were stopped. Give a larger timeout= if this is how long it takes",
+                    (),
+                )
+        verdict = hub.verdict
+        if verdict is not None and verdict.end is not End.DONE:
+            _end(job, hub)
+        while job.running:  # values may be large
+            job.wait(0.02)
+            _tell(hub, printer)
+    except BaseException:
+        _end(job, hub)
+        printer.flush()
+        raise
+    _tell(hub, printer)
+    return hub.verdict
+
+
+def _tell(hub: ElasticHub, printer: Printer) -> None:
+    printer.flush()
+    for note in hub.take_notes():
+        _log.warning("%s", note)
+
+
+def _end(job: Any, hub: ElasticHub) -> None:
+    """Have the agents end, then, if that does not end the job, have Spark kill the tasks."""
+    if not job.running:
+        return
+    hub.stop("the run was stopped")
+    hub.wait_gone(_STOP_GRACE)
+    job.wait(_STOP_GRACE / 2)
+    if job.running:
+        job.cancel()
+        job.wait(10)
+
+
+def _open_hub(session: SparkSession, config: ElasticConfig, printer: Printer) -> ElasticHub:
+    public, bind = on_spark.driver_hosts(session)
+    ports = None if config.common.ports is None else PortRange.parse(config.common.ports)
+    try:
+        address = str(socket.getaddrinfo(bind.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
+        return ElasticHub(config.limits, address, public.strip("[]"), printer.put, ports)
+    except (OSError, zmq.ZMQBaseError) as error:
+        raise ClusterError(
+            f"the driver cannot listen on {bind} ({error}), where elastic runs are decided: set "
+            "spark.driver.bindAddress to an address of this machine"
+        ) from error
+
+
+def _watch_spark(job: TaskJob, hub: ElasticHub) -> Callable[[], None]:
+    """Pass on what Spark knows of executors: those that it has lost, and those that are to go."""
+    next_look = time.monotonic()
+
+    def watch() -> None:
+        nonlocal next_look
+        if time.monotonic() < next_look:
+            return
+        next_look = time.monotonic() + _ASK_SPARK_EVERY
+        agents = set(hub.tasks().values())
+        there = [attempt for attempt in job.attempts() if attempt.number in agents]
+        hub.lost([each.number for each in there if not each.runs], "Spark has lost its executor, or its task")
+        hub.leaving([each.number for each in there if each.runs and each.leaving], "it is being decommissioned")
+
+    return watch

@@ -1,0 +1,223 @@
+"""The process of an elastic rank: runs fn once, and goes with it from world to world, as its agent says.
+
+A second thread listens to the agent. It must be able to end collectives in which the training thread waits for a rank
+that is gone; so it is also the only one that reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import threading
+from dataclasses import replace
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+from spark_hvd import context, elastic_launcher
+from spark_hvd.elastic_store import reach_store
+from spark_hvd.errors import CollectiveError
+from spark_hvd.kv import TCPStore
+from spark_hvd.layout import RankInfo
+from spark_hvd.ports import PortRange, listen
+from spark_hvd.runner.agent import NOTICES
+from spark_hvd.runner.child import SetupError, end_process, unpickle_call
+from spark_hvd.runner.gpus import GpuError, GpuShare
+from spark_hvd.runner.own_gpu import settle, take
+from spark_hvd.runner.wire import recv_frame, send_frame
+from spark_hvd.standing import standing
+from spark_hvd.wires import Wires
+from spark_hvd.world import Endpoint, World
+
+
+class ElasticRank:
+    """See the module's description; it is the launcher that ``hvd.elastic`` talks to.
+
+    Args:
+        control: To the agent.
+        job: The first frame's header.
+    """
+
+    def __init__(self, control: socket.socket, job: dict[str, Any]) -> None:
+        self._control = control
+        self._job = job
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()
+        self._me = RankInfo(**job["rank_info"])
+        self._generation = -1
+        self._assigned: dict[str, Any] | None = None
+        self._store: tuple[str, int] | None = None  # where all are to meet
+        self._kv: Any = None
+        self._doomed: str | None = None
+        self._update = self._finish = self._dismissed = self._closed = self._silent = False
+        self._pid = os.getpid()
+        self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._listener = threading.Thread(target=self._listen, name="spark_hvd-agent", daemon=True)
+
+    @property
+    def rank(self) -> int:
+        """In the last generation, or provisionally."""
+        return self._me.rank
+
+    def run(self, payload: bytes) -> Any:
+        """Call fn."""
+        fn, args, kwargs = unpickle_call(payload)
+        try:
+            take(self._local(self._me), self._gpus)
+        except GpuError as error:
+            raise SetupError(str(error), error) from error
+        context.expect(self._me)
+        elastic_launcher.install(self)
+        self._listener.start()
+        for signum in NOTICES:
+            signal.signal(signum, self._notice)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            with self._sending:
+                self._silent = True  # what follows is the outcome, from this thread
+
+    def leave(self) -> None:
+        """Leave the last world."""
+        context.shutdown()
+
+    def linger(self) -> None:
+        """Stay until the agent has taken the outcome."""
+        self._listener.join()
+
+    # ---- what hvd.elastic asks ------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """See base class."""
+        self._send("entered")
+        with self._changed:
+            self._changed.wait_for(lambda: self._assigned is not None or self._dismissed or self._closed)
+            if self._assigned is None:
+                end_process(0)
+            assigned, self._assigned = self._assigned, None
+        me, generation = self._me, assigned["generation"]
+        ports = None if self._job["ports"] is None else PortRange.parse(self._job["ports"])
+        seconds = self._job["rejoin_timeout"] / 2
+        self._kv, store = None, None
+        if me.rank == 0:
+            listener = listen(self._job["ip"], ports)
+            store = self._job["ip"], listener.getsockname()[1]
+            self._kv = TCPStore(
+                *store, None, True, timedelta(seconds=seconds), False, master_listen_fd=listener.detach()
+            )
+        self._send("ready", generation=generation, store=store)
+        with self._changed:
+            self._changed.wait_for(lambda: self._store is not None or self._doomed is not None or self._closed)
+            if self._store is None:
+                raise CollectiveError(f"generation {generation} ended before its ranks had met: {self._doomed}")
+            host, port = self._store
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+        endpoint = Endpoint(host, port)
+        if self._kv is None:
+            self._kv = reach_store(endpoint, generation, seconds)
+        with standing.wired(Wires(generation, endpoint, me.size)).making():
+            backend = settle(me, self._gpus, self._kv, self._job["backend"], self._local(me))
+        context.join(
+            World(me, endpoint, generation, bytes.fromhex(self._job["secret"]), ports),
+            self._kv,
+            timeout=self._job["collective_timeout"],
+            backend=backend,
+        )
+        # LOCAL_RANK stays: other libraries choose the GPU by it.
+        os.environ |= {"RANK": str(me.rank), "WORLD_SIZE": str(me.size), "LOCAL_WORLD_SIZE": str(me.local_size)}
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(generation)
+        self._send("joined", generation=generation)
+
+    def broken(self, error: str) -> None:
+        """See base class."""
+        self._send("broken", generation=self._generation, error=error)
+
+    def yielded(self) -> None:
+        """See base class."""
+        self._send("yielded", generation=self._generation)
+
+    def committed(self, commits: int) -> None:
+        """See base class."""
+        self._send("committed", commits=commits)
+
+    def finished(self) -> bool:
+        """See base class."""
+        self._send("finished", generation=self._generation)
+        with self._changed:
+            self._changed.wait_for(lambda: self._finish or self._doomed is not None or self._closed)
+            return self._finish
+
+    @property
+    def update_wanted(self) -> bool:
+        """See base class."""
+        return self._update
+
+    @property
+    def doomed(self) -> str | None:
+        """See base class."""
+        return self._doomed
+
+    # ---- the agent ------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        poller = select.poll()
+        poller.register(self._control, select.POLLIN)
+        poller.register(self._wake[0], select.POLLIN)
+        while not self._closed:
+            ready = {fd for fd, _ in poller.poll()}
+            if self._wake[0] in ready:
+                name = signal.Signals(os.read(self._wake[0], 1)[0]).name
+                self._send("leaving", why=f"{name} to the rank")
+            if self._control.fileno() in ready:
+                frame = recv_frame(self._control)
+                with self._changed:
+                    if frame is None:
+                        self._closed, self._doomed = True, "the agent of this rank is gone"
+                    else:
+                        self._take(frame[0])
+                    self._changed.notify_all()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "dismiss":
+            self._dismissed = True
+        elif kind == "assign":
+            self._me, self._generation = RankInfo(**message["place"]), message["generation"]
+            self._assigned, self._store, self._doomed = message, None, None
+            self._update = self._finish = False
+        elif message["generation"] != self._generation:
+            return
+        elif kind == "go":
+            self._store = (message["store"][0], message["store"][1])
+        elif kind == "update":
+            self._update = True
+        elif kind == "finish":
+            self._finish = True
+        elif kind == "reset":
+            self._doomed = message["why"]
+            context.abort(message["why"], self._generation)
+
+    def _notice(self, signum: int, frame: FrameType | None) -> None:
+        """This machine will go. A handler interrupts anything, so it only wakes the other thread."""
+        if os.getpid() == self._pid:
+            os.write(self._wake[1], bytes([signum]))
+        else:  # a process that fn has forked is meant, and nothing but that
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+
+    def _send(self, kind: str, **fields: Any) -> None:
+        with contextlib.suppress(OSError), self._sending:  # where the agent has gone, it takes this process with it
+            if not self._silent:
+                send_frame(self._control, {"type": kind, **fields})
+
+    def _local(self, me: RankInfo) -> RankInfo:
+        """The place with the agent's slot as local rank: with ranks that come and go a GPU must stay the same."""
+        slot = self._job["slot"]
+        return replace(me, local_rank=slot, local_size=max(me.local_size, slot + 1))
+
+    @property
+    def _gpus(self) -> GpuShare:
+        return GpuShare(**self._job["gpus"])

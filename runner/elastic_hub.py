@@ -1,0 +1,244 @@
+"""The hub of an elastic run: messages of agents become events of membership, its decisions messages to agents.
+
+A message's ``rank`` is the number of an agent here; which rank its worker has changes from generation to generation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any
+
+from spark_hvd.ports import PortRange
+from spark_hvd.runner.hub import HubServer
+from spark_hvd.runner.hub_state import Message, Send
+from spark_hvd.runner.membership import Membership
+from spark_hvd.runner.membership_events import (
+    AgentLeaving,
+    AgentLost,
+    AgentUp,
+    Assign,
+    Broken,
+    Committed,
+    Decision,
+    Dismiss,
+    EndAgent,
+    Ended,
+    Entered,
+    Event,
+    Finish,
+    Finished,
+    Go,
+    Joined,
+    Limits,
+    Loss,
+    Note,
+    Ready,
+    Reset,
+    StartWorker,
+    StopWorker,
+    Update,
+    Verdict,
+    Yielded,
+)
+from spark_hvd.runner.silence import SILENT_AFTER, Silences
+
+_SUSPECT_AFTER = 4.0
+"""Seconds of silence after which an agent is given up while the others wait for it: their collectives have failed."""
+
+
+class ElasticState:
+    """See the module's description. Pure.
+
+    Args:
+        limits: Of the run.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.membership = Membership(limits)
+        self.notes: deque[str] = deque()
+        """What is to be logged."""
+        self.labels: dict[int, int] = {}
+        """The rank to show before an agent's output."""
+        self._silences = Silences()
+        self._present: set[int] = set()  # agents that have not said goodbye
+        self._given_up: set[int] = set()
+
+    def handle(self, message: Message, now: float) -> list[Send]:
+        """See base class."""
+        agent, kind = message["rank"], message["type"]
+        self.hear(agent, now)
+        if kind == "hello":
+            self._silences.heard(agent, now)
+            self._present.add(agent)
+            return self._act(self.membership.handle(AgentUp(agent, message["host"], message["task"]), now))
+        if kind == "gone":
+            self._present.discard(agent)
+            self._silences.forget(agent)
+            if self.membership.verdict is None:
+                return self._act(self.membership.handle(AgentLost(agent, message["why"]), now))
+            return []
+        if agent not in self.membership.roster.agents:
+            # Was it given up, and comes back? What it has been part of goes on without it.
+            return [Send(agent, {"type": "end", "again": True})] if agent in self._given_up else []
+        event = _event(message)
+        return [] if event is None else self._act(self.membership.handle(event, now))
+
+    def hear(self, rank: int, now: float) -> None:
+        """See base class."""
+        if rank in self._silences:
+            self._silences.heard(rank, now)
+
+    def tick(self, now: float) -> list[Send]:
+        """See base class."""
+        self._silences.tick(now)
+        patience = _SUSPECT_AFTER if self.membership.waits_for_the_silent else SILENT_AFTER
+        sends = []
+        for agent, seconds in self._silences.over(patience, now).items():
+            self._silences.forget(agent)
+            sends += self.lost(agent, f"is not heard of any more (last {seconds:.1f} s ago)", now)
+        return sends + self._act(self.membership.tick(now))
+
+    def stop(self, reason: str) -> list[Send]:
+        """See base class."""
+        return self._act(self.membership.stop(reason))
+
+    def lost(self, agent: int, why: str, now: float) -> list[Send]:
+        """Give an agent up."""
+        self._present.discard(agent)
+        self._given_up.add(agent)
+        return self._act(self.membership.handle(AgentLost(agent, why), now))
+
+    def leaving(self, agent: int, why: str, now: float) -> list[Send]:
+        """Note that an agent's executor will go."""
+        return self._act(self.membership.handle(AgentLeaving(agent, why), now))
+
+    @property
+    def all_gone(self) -> bool:
+        """See base class."""
+        return not self._present
+
+    def _act(self, decisions: Iterable[Decision]) -> list[Send]:
+        sends = []
+        for decision in decisions:
+            match decision:
+                case Note(text):
+                    self.notes.append(text)
+                case StartWorker(agent, _, place) | Assign(agent, _, _, place):
+                    self.labels[agent] = place.rank
+                    sends.append(Send(agent, _message(decision)))
+                case _:
+                    sends.append(Send(decision.agent, _message(decision)))
+        return sends
+
+
+_NAMES: dict[type, str] = {
+    StartWorker: "start",
+    StopWorker: "stop",
+    Dismiss: "dismiss",
+    Assign: "assign",
+    Go: "go",
+    Reset: "reset",
+    Update: "update",
+    Finish: "finish",
+    EndAgent: "end",
+}
+
+
+def _message(decision: Decision) -> Message:
+    return {"type": _NAMES[type(decision)], **asdict(decision)}
+
+
+def _event(message: Message) -> Event | None:
+    worker: int = message.get("worker", -1)
+    generation: int = message.get("generation", -1)
+    match message["type"]:
+        case "entered":
+            return Entered(worker)
+        case "ready":
+            host_port = message["store"]
+            return Ready(worker, generation, None if host_port is None else (host_port[0], host_port[1]))
+        case "joined":
+            return Joined(worker, generation)
+        case "broken":
+            return Broken(worker, generation, message["error"])
+        case "yielded":
+            return Yielded(worker, generation)
+        case "committed":
+            return Committed(worker, message["commits"])
+        case "finished":
+            return Finished(worker, generation)
+        case "leaving":
+            return AgentLeaving(message["rank"], message["why"])
+        case "ended":
+            loss = message["loss"]
+            return Ended(worker, None if loss is None else Loss(loss), message["error"], message["raised"])
+        case "alive":
+            return None
+        case other:
+            raise AssertionError(f"unknown message {other!r}")
+
+
+class ElasticHub(HubServer):
+    """Runs an :class:`ElasticState` behind a socket, in a thread of its own.
+
+    Args:
+        limits: Of the run.
+        bind_host: Address to listen on.
+        public_host: Address that agents connect to, where it is another one.
+        on_output: Called in the hub's thread with (rank, "out" | "err", text of whole lines).
+        ports: Where it may listen; None for any port.
+    """
+
+    _state: ElasticState
+
+    def __init__(
+        self,
+        limits: Limits,
+        bind_host: str,
+        public_host: str | None,
+        on_output: Callable[[int, str, str], None],
+        ports: PortRange | None = None,
+    ) -> None:
+        state = ElasticState(limits)
+
+        def labelled(agent: int, stream: str, text: str) -> None:
+            on_output(state.labels.get(agent, -1), stream, text)
+
+        super().__init__(state, bind_host, public_host, labelled, ports)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """How the run has ended; None while it goes on."""
+        return self._state.membership.verdict
+
+    @property
+    def resets(self) -> int:
+        """Generations that have failed."""
+        return self._state.membership.resets
+
+    def take_notes(self) -> list[str]:
+        """What is to be logged, once."""
+        with self._lock:
+            notes = list(self._state.notes)
+            self._state.notes.clear()
+        return notes
+
+    def tasks(self) -> dict[int, int]:
+        """The agent of each Spark task, of those alive."""
+        with self._lock:
+            return {agent.task: agent.number for agent in self._state.membership.roster.agents.values()}
+
+    def leaving(self, agents: Iterable[int], why: str) -> None:
+        """Executors of these agents will go."""
+        self._ask(lambda: self._each(agents, lambda agent, now: self._state.leaving(agent, why, now)))
+
+    def lost(self, agents: Iterable[int], why: str) -> None:
+        """Executors of these agents have gone."""
+        self._ask(lambda: self._each(agents, lambda agent, now: self._state.lost(agent, why, now)))
+
+    def _each(self, agents: Iterable[int], act: Callable[[int, float], list[Send]]) -> list[Any]:
+        now = time.monotonic()
+        return [send for agent in agents for send in act(agent, now)]

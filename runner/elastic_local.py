@@ -1,0 +1,176 @@
+"""``run_elastic_local``: the contract of ``run_elastic`` on this machine; no Spark, no Java."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, TextIO, TypeVar
+
+from spark_hvd.runner.agent import GivenUpError, Report
+from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.elastic import attend
+from spark_hvd.runner.elastic_config import ElasticConfig
+from spark_hvd.runner.elastic_hub import ElasticHub
+from spark_hvd.runner.elastic_results import elastic_results
+from spark_hvd.runner.elastic_task import ElasticSpec, be_agent
+from spark_hvd.runner.launch import make_printer
+from spark_hvd.runner.local import HOST, cores_each
+from spark_hvd.runner.payload import dump_call
+from spark_hvd.runner.task import TaskSpec
+
+R = TypeVar("R")
+
+
+def run_elastic_local(
+    fn: Callable[..., R],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int = 2,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    *,
+    elastic_timeout: float = 600.0,
+    reset_limit: int | None = None,
+    rejoin_timeout: float = 30.0,
+    host_failure_limit: int = 2,
+    cooldown_range: tuple[float, float] | None = None,
+    backend: str | None = None,
+    env: Mapping[str, str | None] | None = None,
+    start_timeout: float = 600.0,
+    timeout: float | None = None,
+    collective_timeout: float = 1800.0,
+    verbose: int = 1,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+) -> list[R]:
+    """Run ``fn(*args, **kwargs)`` on ranks of this machine that may be lost; to rehearse failures, and for tests.
+
+    The same as :func:`spark_hvd.run_elastic` in everything that fn and the caller can see. Here no executor is ever
+    lost: a rank that dies is replaced at once.
+
+    Args:
+        fn: The training function.
+        args: Positional arguments of fn.
+        kwargs: Keyword arguments of fn.
+        num_proc: Ranks to start with.
+        min_num_proc: With fewer, those that are left wait; None for `num_proc`.
+        max_num_proc: Never more; None for `num_proc`.
+        elastic_timeout: As in :func:`spark_hvd.run_elastic`, like all that follow.
+        reset_limit: Failures that are survived.
+        rejoin_timeout: Seconds for a rank to come back after a failure elsewhere.
+        host_failure_limit: Ranks that may fail, with no commit of theirs in between, until no more are started.
+        cooldown_range: Least and greatest number of seconds until they are again.
+        backend: "gloo", "nccl", or None for a choice.
+        env: Changes to the environment of the ranks.
+        start_timeout: Seconds for the ranks' processes to be up.
+        timeout: Seconds for the whole run, or None.
+        collective_timeout: Seconds after which a collective fails that not all ranks have joined.
+        verbose: 0 shows nothing, 1 what ranks print.
+        stdout: Text stream for the ranks' stdout.
+        stderr: Text stream for the ranks' stderr.
+
+    Returns:
+        What fn returned on every rank of the last generation, in rank order.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; nothing was started.
+        RunError: as of :func:`spark_hvd.run_elastic`.
+        KeyboardInterrupt: after every rank has been stopped.
+    """
+    common = RunConfig(
+        num_proc=num_proc,
+        backend=backend,
+        env=dict(env or {}),
+        start_timeout=start_timeout,
+        timeout=timeout,
+        collective_timeout=collective_timeout,
+        verbose=verbose,
+    )
+    config = ElasticConfig(
+        common=common,
+        min_num_proc=min_num_proc,
+        max_num_proc=max_num_proc,
+        elastic_timeout=elastic_timeout,
+        reset_limit=reset_limit,
+        rejoin_timeout=rejoin_timeout,
+        host_failure_limit=host_failure_limit,
+        cooldown_range=cooldown_range,
+    )
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = str(cores_each(config.limits.max_num_proc))
+        common = replace(common, env={"OMP_NUM_THREADS": threads, **common.env})
+    payload = dump_call(fn, args, kwargs or {})
+    printer = make_printer(common, stdout, stderr)
+    with ExitStack() as closing:
+        hub = ElasticHub(config.limits, HOST, None, printer.put)
+        closing.callback(hub.close)
+        task = TaskSpec.of(common, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address)
+        job = _Threads(ElasticSpec(task, rejoin_timeout), payload, config.limits.max_num_proc)
+        verdict = attend(job, hub, common, printer)
+        printer.flush()
+        if job.errors:
+            raise job.errors[0]
+        assert verdict is not None
+        return elastic_results(verdict, job.reports)
+
+
+class _Threads:
+    """Agents as threads of this process."""
+
+    def __init__(self, spec: ElasticSpec, payload: bytes, count: int) -> None:
+        self.reports: list[Report] = []
+        self.errors: list[BaseException] = []
+        self._spec, self._payload = spec, payload
+        self._numbers = itertools.count()
+        self._threads = [
+            threading.Thread(target=self._run, args=[task], name=f"spark_hvd-agent-{task}", daemon=True)
+            for task in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether any is left."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def wait(self, timeout: float) -> None:
+        """Wait for the end, at most ``timeout`` seconds."""
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout)
+                return
+
+    def cancel(self) -> None:
+        """Agents end when their hub does."""
+
+    def _run(self, task: int) -> None:
+        # What Spark does with a task that fails because it was given up: it starts it anew.
+        while self._once(task):
+            pass
+
+    def _once(self, task: int) -> bool:
+        try:
+            with ExitStack() as closing:
+                self.reports.append(
+                    be_agent(
+                        self._spec,
+                        self._payload,
+                        number=next(self._numbers),
+                        task=task,
+                        host=HOST,
+                        anchor=os.getpid(),
+                        gpus=None,
+                        closing=closing,
+                    )
+                )
+        except GivenUpError:
+            return True
+        except BaseException as error:
+            self.errors.append(error)
+        return False

@@ -1,0 +1,72 @@
+"""From how an elastic run ended, and what its agents report, to what the caller gets: values, or one exception."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from spark_hvd.runner.agent import Report
+from spark_hvd.runner.collect import value_of
+from spark_hvd.runner.errors import (
+    ElasticError,
+    RankFailedError,
+    ResetLimitError,
+    RunError,
+    StartTimeoutError,
+    StateLostError,
+    TooFewRanksError,
+)
+from spark_hvd.runner.membership_events import End, Verdict
+from spark_hvd.runner.outcome import Failed
+from spark_hvd.runner.payload import load_exception
+from spark_hvd.runner.verdict import report
+
+_ERRORS: dict[End, type[ElasticError | RankFailedError]] = {
+    End.TOO_FEW: TooFewRanksError,
+    End.RESET_LIMIT: ResetLimitError,
+    End.STATE_LOST: StateLostError,
+    End.FAILED: RankFailedError,
+}
+
+
+def elastic_results(verdict: Verdict, reports: Sequence[Report]) -> list[Any]:
+    """Unpack what the ranks of the last generation have returned.
+
+    Args:
+        verdict: How the run has ended.
+        reports: Of the agents that could hand over one.
+
+    Returns:
+        The values in rank order.
+
+    Raises:
+        RankFailedError: ranks failed, and going on without them would not have helped.
+        ElasticError: the run could not go on.
+        StartTimeoutError: it never began.
+        RunError: a value is missing, or cannot be unpickled here.
+    """
+    if verdict.end is End.NOT_STARTED:
+        raise StartTimeoutError(verdict.text)
+    failures = dict(item for each in reports for item in each.failures)
+    if verdict.end is not End.DONE:
+        raise _error(verdict, failures)
+    values = dict(item for each in reports for item in each.values)
+    missing = [rank for rank, worker in enumerate(verdict.ranks) if worker not in values]
+    if missing:
+        raise RunError(
+            f"rank {missing[0]} had returned from fn, but Spark has lost its value, with the executor. Save what "
+            "matters inside fn, as in a checkpoint"
+        )
+    return [value_of(values[worker]) for worker in verdict.ranks]
+
+
+def _error(verdict: Verdict, failures: dict[int, Failed]) -> Exception:
+    error = _ERRORS[verdict.end]
+    first = failures.get(-1 if verdict.culprit is None else verdict.culprit)
+    if first is None:
+        return error(verdict.text, tuple(failures.values()))
+    others = [failed for worker, failed in sorted(failures.items()) if worker != verdict.culprit]
+    text = f"{verdict.text}\n\n{report([first, *others], max(failed.rank for failed in failures.values()) + 1)}"
+    made = error(text, (first, *others))
+    made.__cause__ = load_exception(first.exception)
+    return made

@@ -1,0 +1,164 @@
+"""What runs in each Spark task of an elastic run: finds out where it is, reaches the driver, and is an agent."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from spark_hvd.layout import RankInfo
+from spark_hvd.runner.agent import NOTICES, Agent, Report, WorkerSetup
+from spark_hvd.runner.gpus import GpuShare, devices_of
+from spark_hvd.runner.hub import Link
+from spark_hvd.runner.network import choose_address, is_loopback, own_addresses
+from spark_hvd.runner.outcome import Packed
+from spark_hvd.runner.processes import fork_server
+from spark_hvd.runner.task import TaskSpec, executor_pid, host_of, rank_env, to_batches
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_CONNECT_WAIT = 20.0
+
+
+class DriverUnreachableError(RuntimeError):
+    """This task cannot connect to the driver, where an elastic run is decided."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticSpec:
+    """What the driver tells every task of an elastic run.
+
+    Attributes:
+        task: What it has in common with a static run.
+        rejoin_timeout: Seconds for a rank to join a generation.
+    """
+
+    task: TaskSpec
+    rejoin_timeout: float
+
+
+def run_elastic_task(spec: ElasticSpec, payload: bytes) -> Iterator[pyarrow.RecordBatch]:
+    """Be an agent, and yield its report as record batches of the result schema."""
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    assert context is not None
+    gpus = context.resources().get("gpu")
+    assert spec.task.hub is not None
+    anchor = executor_pid()
+    with ExitStack() as closing:
+        report = be_agent(
+            spec,
+            payload,
+            number=context.taskAttemptId(),
+            task=context.partitionId(),
+            host=executor_host(anchor, spec.task.hub.host),
+            anchor=anchor,
+            gpus=None if gpus is None else list(gpus.addresses),
+            closing=closing,
+        )
+    yield from to_batches([Packed(context.partitionId(), True, pickle.dumps(report))], spec.task.spool)
+
+
+def be_agent(
+    spec: ElasticSpec,
+    payload: bytes,
+    *,
+    number: int,
+    task: int,
+    host: str,
+    anchor: int,
+    gpus: list[str] | None,
+    closing: ExitStack,
+) -> Report:
+    """Be an agent until the driver has no more use for it.
+
+    Args:
+        spec: The run.
+        payload: The pickled call.
+        number: The agent's, which no other has.
+        task: Index of its Spark task.
+        host: As Spark knows it.
+        anchor: The process with which fork servers end.
+        gpus: Those that Spark assigned; None if it assigns none.
+        closing: Closes the connection to the driver.
+
+    Raises:
+        DriverUnreachableError: the driver cannot be reached.
+        GivenUpError: Spark is to start the task elsewhere.
+        NoAddressError, GpuError: the host's network or GPUs are not what the run was asked for.
+    """
+    common = spec.task
+    assert common.hub is not None
+    alone = is_loopback(common.hub.host)  # who reaches the driver there is on its machine
+    address = choose_address(host, common.interfaces, common.hub.host, alone=alone, own=own_addresses())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    own = devices_of(gpus, 1, 0, visible, common.gpus_per_proc)
+    server = fork_server(common.env, anchor)  # starts to import torch while we meet the driver
+    link = Link(common.hub, number, host)
+    closing.callback(link.close)
+    if not link.wait_connected(_CONNECT_WAIT):
+        link.close(discard=True)
+        raise DriverUnreachableError(
+            f"SPARK_HVD_UNREACHABLE: host {host} cannot reach the driver at {common.hub.host}:{common.hub.port}, where "
+            "elastic runs are decided. Set spark.driver.host to an address of the driver that executors reach, open "
+            "its ports (ports=), or use spark_hvd.run, which needs no such connection.:END"
+        )
+
+    def job(place: RankInfo, slot: int) -> dict[str, Any]:
+        assigned = None if "CUDA_VISIBLE_DEVICES" in common.env else own
+        share = GpuShare(assigned, common.gpus_per_proc, common.may_share_gpus)
+        return {
+            "type": "job",
+            "elastic": True,
+            "rank_info": asdict(place),
+            "slot": slot,
+            "secret": common.secret.hex(),
+            "ip": address.ip,
+            "ports": common.ports,
+            "backend": common.backend,
+            "gpus": asdict(share),
+            "rejoin_timeout": spec.rejoin_timeout,
+            "collective_timeout": common.collective_timeout,
+        }
+
+    setup = WorkerSetup(lambda place: rank_env(common, place, address, own), job, payload, common.start_timeout)
+    link.hello(number, task=task)
+    agent = Agent(link, server, setup)
+    with _notices(agent):
+        return agent.run()
+
+
+@contextmanager
+def _notices(agent: Agent) -> Iterator[None]:
+    """Take signals which say that this machine will go, where they can be taken."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = {signum: signal.signal(signum, agent.notice) for signum in NOTICES}
+    try:
+        yield
+    finally:
+        for signum, handler in former.items():
+            signal.signal(signum, handler)
+
+
+def executor_host(anchor: int, otherwise: str) -> str:
+    """This task's executor as Spark knows it. Only barrier tasks are told; it stands in the JVM's command.
+
+    Args:
+        anchor: The executor's JVM.
+        otherwise: The driver's, which is the executor in local mode.
+    """
+    command = psutil.Process(anchor).cmdline()
+    given = [value for name, value in pairwise(command) if name == "--hostname"]
+    return host_of(given[0]) if given else otherwise

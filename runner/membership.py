@@ -1,0 +1,436 @@
+"""Elastic membership as a pure state machine: events and clock ticks in, decisions out.
+
+    agents come  ->  workers are started, prepare, and ask for a generation  ->  a generation meets, and trains
+    a member is lost, or its collectives fail   ->  the generation is over: all others are told, and ask for the next
+    ranks wait, or a member has to leave        ->  the members are told, and ask for the next at their next commit
+    the function has returned on all members    ->  they leave; once fn has returned as well, the run is done
+
+No generation is formed before every member of the last one has asked for it or has gone, so no two worlds ever overlap,
+and who does not come back in time is ended. Survivors keep their order, and come before new workers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from spark_hvd.layout import WorldLayout
+from spark_hvd.runner import membership_events as ev
+from spark_hvd.runner import membership_texts as texts
+from spark_hvd.runner.exclusion import Exclusion
+from spark_hvd.runner.membership_records import Agent, Generation, Stage, Worker
+from spark_hvd.runner.membership_roster import Roster
+from spark_hvd.runner.membership_start import Beginning, Start
+
+
+class Membership:
+    """See the module's description.
+
+    Args:
+        limits: The rules.
+        chance: Where the length of exclusions gets its chance from.
+
+    Attributes:
+        roster: Who is there.
+        generation: The present one, or the last; None before the first.
+        resets: Generations that have failed.
+        verdict: How the run has ended; None while it goes on.
+    """
+
+    def __init__(self, limits: ev.Limits, chance: random.Random | None = None) -> None:
+        self.limits = limits
+        self.roster = Roster(Exclusion(limits.host_failure_limit, limits.cooldown, chance or random.Random()))
+        self.generation: Generation | None = None
+        self.resets = 0
+        self.verdict: ev.Verdict | None = None
+        self._out: list[ev.Decision] = []
+        self._beginning = Beginning(limits)
+        self._short_since: float | None = None  # of workers for a generation
+        self._begun = False
+        self._commits = -1
+        self._fruitless = 0
+        self._last_culprit: int | None = None
+        self._last_error = "no rank has failed"
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Decision]:
+        """Take one event. Those of workers and generations that are history change nothing."""
+        handlers: dict[type, Callable[[Any, float], None]] = {
+            ev.AgentUp: self._agent_up,
+            ev.AgentLost: self._agent_lost,
+            ev.AgentLeaving: self._agent_leaving,
+            ev.Entered: self._entered,
+            ev.Ready: self._ready,
+            ev.Joined: self._joined,
+            ev.Broken: self._broken,
+            ev.Yielded: self._yielded,
+            ev.Committed: self._committed,
+            ev.Finished: self._finished,
+            ev.Ended: self._ended,
+        }
+        handlers[type(event)](event, now)
+        if isinstance(event, ev.Committed):  # there are many, and nothing follows from one
+            return []
+        return self.tick(now)
+
+    def tick(self, now: float) -> list[ev.Decision]:
+        """Take note of the time; to be called several times a second."""
+        if self.verdict is None:
+            self._watch_deadline(now)
+            self._staff(now)
+            self._form(now)
+            self._want_update()
+        return self._take_out()
+
+    def stop(self, text: str) -> list[ev.Decision]:
+        """End the run because the caller wants it."""
+        if self.verdict is None:
+            self._end(ev.End.STOPPED, text)
+        return self._take_out()
+
+    @property
+    def waits_for_the_silent(self) -> bool:
+        """Whether a generation is over but for members that have not said a word: they may be gone."""
+        generation = self.generation
+        return self.verdict is None and generation is not None and generation.over is not None and self._missing() != []
+
+    # ---- agents ---------------------------------------------------------------------------------------------------
+
+    def _agent_up(self, event: ev.AgentUp, now: float) -> None:
+        if self.verdict is not None:
+            self._out.append(ev.EndAgent(event.agent))
+            return
+        for agent in [agent for agent in self.roster.agents.values() if agent.task == event.task]:
+            self._drop_agent(agent, "Spark has started its task anew", now)
+        self.roster.add_agent(event.agent, event.host, event.task)
+
+    def _agent_lost(self, event: ev.AgentLost, now: float) -> None:
+        if event.agent in self.roster.agents:
+            self._drop_agent(self.roster.agents[event.agent], event.why, now)
+
+    def _drop_agent(self, agent: Agent, why: str, now: float) -> None:
+        del self.roster.agents[agent.number]
+        worker = None if agent.worker is None else self.roster.workers[agent.worker]
+        if worker is None or self.verdict is not None:
+            return
+        if worker.stage is Stage.RETURNED:
+            self._end(ev.End.FAILED, texts.value_lost(self.roster.name(worker), why), worker.number)
+        elif worker.stage is not Stage.GONE:
+            self._lose(worker, ev.Loss.LOST, why, now)
+
+    def _agent_leaving(self, event: ev.AgentLeaving, now: float) -> None:
+        agent = self.roster.agents.get(event.agent)
+        if agent is None or agent.leaving is not None or self.verdict is not None:
+            return
+        agent.leaving = event.why
+        self._note(
+            f"the executor of {self.roster.name_of_agent(agent)} will go ({event.why}): it leaves at the next commit"
+        )
+
+    # ---- workers --------------------------------------------------------------------------------------------------
+
+    def _staff(self, now: float) -> None:
+        """Start workers where there are none, and let the agents go whose executors are to."""
+        for agent in [
+            agent for agent in self.roster.agents.values() if agent.leaving is not None and agent.worker is None
+        ]:
+            del self.roster.agents[agent.number]
+            self._out.append(ev.EndAgent(agent.number, again=True))
+        idle = self.roster.idle(now)
+        if not self._begun:
+            start = self._beginning.look(len(idle), now)
+            if start is Start.NEVER:
+                self._end(ev.End.NOT_STARTED, texts.not_started(len(idle), self.limits))
+            if start in (Start.NEVER, Start.WAIT):
+                return
+            if start is Start.GO_WITH_FEWER:
+                self._note(f"{len(idle)} ranks instead of num_proc={self.limits.num_proc}: no more tasks have started")
+            self._begun = True
+        if not idle:
+            return
+        for agent, place in zip(idle, self.roster.places_of(idle), strict=True):
+            worker = self.roster.add_worker(agent)
+            self._out.append(ev.StartWorker(agent.number, worker.number, place, agent.slot))
+
+    def _entered(self, event: ev.Entered, now: float) -> None:
+        worker = self._alive(event.worker)
+        if worker is None:
+            return
+        generation = self.generation
+        if generation is not None and worker.number in generation.members and not generation.finished:
+            self._close(generation, f"{self.roster.name(worker)} has left it", now, failed=not generation.updating)
+        worker.stage = Stage.WAITING
+        self._end_if_returned_early()
+
+    def _ready(self, event: ev.Ready, now: float) -> None:
+        generation = self._member_of(event.worker, event.generation)
+        if generation is None:
+            return
+        generation.ready.add(event.worker)
+        generation.store = event.store or generation.store
+        if len(generation.ready) == len(generation.members) and generation.store is not None:
+            for agent, number in self.roster.addresses(generation.members):
+                self._out.append(ev.Go(agent, number, generation.number, generation.store))
+
+    def _joined(self, event: ev.Joined, now: float) -> None:
+        generation = self._member_of(event.worker, event.generation)
+        if generation is None:
+            return
+        generation.joined.add(event.worker)
+        if generation.trains:
+            generation.deadline = None
+
+    def _broken(self, event: ev.Broken, now: float) -> None:
+        generation = self._member_of(event.worker, event.generation)
+        if generation is not None:
+            error = event.error.splitlines()[0][:200]
+            self._close(generation, f"{self.roster.name(self.roster.workers[event.worker])}: {error}", now, failed=True)
+
+    def _yielded(self, event: ev.Yielded, now: float) -> None:
+        generation = self._member_of(event.worker, event.generation)
+        if generation is not None:
+            self._close(generation, "its members change", now, failed=False)
+
+    def _committed(self, event: ev.Committed, now: float) -> None:
+        worker = self._alive(event.worker)
+        if worker is None:
+            return
+        before, worker.commits = worker.commits, event.commits
+        if event.commits > max(self._commits, 0):
+            self._fruitless = 0
+        if 0 <= before < event.commits:  # a new one's first is that which it was given
+            self.roster.count_commit(worker)
+        self._commits = max(self._commits, event.commits)
+
+    def _finished(self, event: ev.Finished, now: float) -> None:
+        generation = self._member_of(event.worker, event.generation)
+        if generation is None:
+            return
+        self.roster.workers[event.worker].stage = Stage.FINISHED
+        if all(self.roster.workers[number].stage is Stage.FINISHED for number in generation.members):
+            generation.finished = True
+            for agent, number in self.roster.addresses(generation.members):
+                self._out.append(ev.Finish(agent, number, generation.number))
+
+    def _ended(self, event: ev.Ended, now: float) -> None:
+        worker = self.roster.workers[event.worker]
+        agent = self.roster.agents.get(worker.agent)
+        if event.loss is not None and agent is not None and agent.worker == worker.number:
+            agent.worker = None
+        if not worker.alive or self.verdict is not None:
+            return
+        if event.loss is None:
+            self._returned(worker, now)
+        else:
+            worker.raised = event.raised
+            self._lose(worker, event.loss, event.error, now)
+
+    def _returned(self, worker: Worker, now: float) -> None:
+        generation = self.generation
+        worker.stage = Stage.RETURNED
+        if generation is None or worker.number not in generation.members or not generation.finished:
+            others = [each for each in self.roster.workers.values() if each.alive]
+            if generation is not None or any(each.stage is Stage.WAITING for each in others):
+                self._end(ev.End.FAILED, texts.returned_early(self.roster.name(worker)), worker.number)
+            elif not others:  # fn has no elastic function
+                self._done(
+                    sorted(number for number, each in self.roster.workers.items() if each.stage is Stage.RETURNED)
+                )
+        elif all(self.roster.workers[number].stage is Stage.RETURNED for number in generation.members):
+            self._done(generation.members)
+        else:
+            self._end_if_returned_early()
+
+    def _end_if_returned_early(self) -> None:
+        """Nobody can wait for a generation together with a worker that has returned."""
+        generation = self.generation
+        team = self.roster.workers if generation is None else generation.members
+        workers = [self.roster.workers[number] for number in team]
+        early = [worker for worker in workers if worker.stage is Stage.RETURNED]
+        if early and any(worker.stage is Stage.WAITING for worker in workers):
+            self._end(ev.End.FAILED, texts.returned_early(self.roster.name(early[0])), early[0].number)
+
+    def _lose(self, worker: Worker, loss: ev.Loss, error: str, now: float) -> None:
+        """A worker is no more; its agent may be."""
+        generation = self.generation
+        name = self.roster.name(worker)
+        worker.stage, worker.loss = Stage.GONE, loss
+        self._last_culprit, self._last_error = worker.number, f"{name}: {error}"
+        self._note(f"{name}: {error}")
+        if loss is ev.Loss.FAILED:
+            self._count_failure(worker, now)
+        if generation is None or worker.number not in generation.members:
+            return
+        if generation.finished:
+            self._end(ev.End.FAILED, texts.failed_after(name, error), worker.number)
+        elif all(self.roster.workers[number].raised for number in generation.members):
+            first = self.roster.workers[generation.members[0]]
+            self._end(ev.End.FAILED, "fn raised an exception on every rank", first.number)
+        else:
+            self._close(generation, f"{name}: {error}", now, failed=True)
+            if generation.failed and not generation.loss:
+                generation.over, generation.loss = f"{name}: {error}", True  # others only say that it is gone
+
+    def _count_failure(self, worker: Worker, now: float) -> None:
+        seconds = self.roster.count_failure(worker, now)
+        if seconds is not None:
+            self._note(texts.excluded(worker.host, self.limits, seconds))
+
+    # ---- generations ----------------------------------------------------------------------------------------------
+
+    def _close(self, generation: Generation, why: str, now: float, *, failed: bool) -> None:
+        """A generation is over; its members are to come back."""
+        if generation.over is not None or self.verdict is not None:
+            return
+        generation.over, generation.failed = why, failed
+        generation.deadline = now + self.limits.rejoin_timeout
+        if not failed:
+            return  # they come by themselves
+        for agent, number in self.roster.addresses(generation.members):
+            if self.roster.workers[number].stage in (Stage.MEMBER, Stage.FINISHED):
+                self._out.append(ev.Reset(agent, number, generation.number, why))
+        self.resets += 1
+        limit = self.limits.reset_limit
+        if limit is not None and self.resets > limit:
+            self._end(ev.End.RESET_LIMIT, texts.reset_limit(self.resets, self.limits, why), self._last_culprit)
+
+    def _missing(self) -> list[int]:
+        """The members of the present generation that are neither gone nor back."""
+        assert self.generation is not None
+        members = map(self.roster.workers.__getitem__, self.generation.members)
+        return [worker.number for worker in members if worker.stage in (Stage.MEMBER, Stage.FINISHED)]
+
+    def _watch_deadline(self, now: float) -> None:
+        generation = self.generation
+        if generation is None or generation.deadline is None or now < generation.deadline or generation.finished:
+            return
+        generation.deadline = None
+        seconds = self.limits.rejoin_timeout
+        if generation.over is not None:
+            late, why = self._missing(), f"did not come back within rejoin_timeout={seconds:g} s"
+        else:
+            late = [number for number in generation.members if number not in generation.joined]
+            if len(generation.ready) < len(generation.members):
+                late = [number for number in generation.members if number not in generation.ready]
+            why = f"did not join the others within rejoin_timeout={seconds:g} s"
+        for agent, number in self.roster.addresses(late):
+            self._out.append(ev.StopWorker(agent, number, why))
+            self._lose(self.roster.workers[number], ev.Loss.HUNG, why, now)
+
+    def _form(self, now: float) -> None:
+        """Form the next generation, if the last is over and there are enough workers."""
+        last = self.generation
+        if self.verdict is not None or not self._begun:
+            return
+        if last is not None and ((last.over is None and not last.finished) or self._missing()):
+            return
+        waiting = self.roster.waiting()
+        if last is not None and last.finished and not any(worker.number in last.members for worker in waiting):
+            return  # no member wants another: the run is about to end
+        candidates = self._stayers(waiting)
+        if last is None and len(candidates) < self.limits.num_proc and self.roster.preparing():
+            return
+        if len(candidates) < self.limits.min_num_proc:
+            self._too_few(len(candidates), now)
+            return
+        self._short_since = None
+        if last is not None and not self._was_fruitful(last):
+            return
+        chosen = candidates[: self.limits.max_num_proc]
+        if self._commits > 0 and all(worker.commits < 0 for worker in chosen):
+            self._end(ev.End.STATE_LOST, texts.state_lost(self._commits), self._last_culprit)
+            return
+        self._assign(chosen, 0 if last is None else last.number + 1, now)
+
+    def _stayers(self, waiting: list[Worker]) -> list[Worker]:
+        """Those who wait, without those who are to leave: these may go, once others have the state."""
+        leaving = [worker for worker in waiting if self.roster.leaves(worker)]
+        staying = [worker for worker in waiting if not self.roster.leaves(worker)]
+        if self._commits > 0 and all(worker.commits < 0 for worker in staying):
+            return waiting  # somebody has to hand the state over
+        for agent, number in self.roster.addresses(worker.number for worker in leaving):
+            self._out.append(ev.Dismiss(agent, number))
+            self.roster.workers[number].stage = Stage.GONE
+        return staying
+
+    def _assign(self, chosen: list[Worker], number: int, now: float) -> None:
+        places = WorldLayout.of_ranks([worker.host for worker in chosen]).ranks
+        members = tuple(worker.number for worker in chosen)
+        if self.generation is not None:
+            self._note(
+                f"generation {number}: {len(chosen)} ranks, after {self.generation.over or 'the last had ended'}"
+            )
+        self.generation = Generation(number, members, self._commits, now + self.limits.rejoin_timeout)
+        for worker, place in zip(chosen, places, strict=True):
+            worker.stage, worker.rank = Stage.MEMBER, place.rank
+            self._out.append(ev.Assign(worker.agent, worker.number, number, place))
+
+    def _was_fruitful(self, last: Generation) -> bool:
+        """Count generations that failed before anything was committed; False when that ends the run."""
+        failures = [number for number in last.members if self.roster.workers[number].loss is ev.Loss.FAILED]
+        if failures and self._commits <= max(last.commits, 0):
+            self._fruitless += 1
+            limit = self.limits.fruitless_limit
+            if self._fruitless >= limit:
+                self._end(
+                    ev.End.FAILED, f"{limit} times in a row a rank failed before anything was committed", failures[0]
+                )
+                return False
+        return True
+
+    def _too_few(self, there: int, now: float) -> None:
+        limits = self.limits
+        if self._short_since is None:
+            self._short_since = now
+        hopeless = self.roster.hopeless()
+        if (agents := len(self.roster.agents)) >= limits.max_num_proc and agents - len(hopeless) < limits.min_num_proc:
+            hosts = [agent.host for agent in hopeless]
+            self._end(ev.End.FAILED, texts.all_excluded(there, limits, hosts, self._last_error), self._last_culprit)
+        elif now - self._short_since >= limits.elastic_timeout:
+            self._end(ev.End.TOO_FEW, texts.too_few(there, limits, self._last_error), self._last_culprit)
+
+    def _want_update(self) -> None:
+        """Tell the members to stop at their next commit, if others are to take part in the next generation."""
+        generation = self.generation
+        if self.verdict is not None or generation is None or not generation.trains or generation.updating:
+            return
+        members = [self.roster.workers[number] for number in generation.members]
+        if any(worker.stage is not Stage.MEMBER for worker in members):
+            return
+        waiting = [worker for worker in self.roster.waiting() if not self.roster.leaves(worker)]
+        stay = [worker for worker in members if not self.roster.leaves(worker)]
+        grows = bool(waiting) and len(stay) < self.limits.max_num_proc
+        shrinks = len(stay) < len(members) and (stay or waiting)
+        if grows or shrinks:
+            generation.updating = True
+            for agent, number in self.roster.addresses(generation.members):
+                self._out.append(ev.Update(agent, number, generation.number))
+
+    # ---- ends -----------------------------------------------------------------------------------------------------
+
+    def _done(self, ranks: Iterable[int]) -> None:
+        self._end(ev.End.DONE, ranks=tuple(ranks))
+
+    def _end(self, end: ev.End, text: str = "", culprit: int | None = None, ranks: tuple[int, ...] = ()) -> None:
+        self.verdict = ev.Verdict(end, text, culprit, ranks)
+        self._out += [ev.EndAgent(agent) for agent in self.roster.agents]
+
+    # ---- looking up -----------------------------------------------------------------------------------------------
+
+    def _alive(self, number: int) -> Worker | None:
+        worker = self.roster.workers[number]
+        return worker if worker.alive and self.verdict is None else None
+
+    def _member_of(self, number: int, generation: int) -> Generation | None:
+        """The present generation, if a worker is a living member of it and it is not over."""
+        present = self.generation
+        if present is None or present.number != generation or present.over is not None or present.finished:
+            return None
+        return present if number in present.members and self._alive(number) is not None else None
+
+    def _take_out(self) -> list[ev.Decision]:
+        out, self._out = self._out, []
+        return out
+
+    def _note(self, text: str) -> None:
+        self._out.append(ev.Note(text))

@@ -1,0 +1,114 @@
+"""Who is there: the agents and workers of an elastic run, where new workers may start, and what they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from spark_hvd.layout import RankInfo, WorldLayout
+from spark_hvd.runner.exclusion import Exclusion
+from spark_hvd.runner.membership_records import Agent, Stage, Worker
+
+_BACKOFF = 0.5
+_GREATEST_BACKOFF = 16.0
+
+
+class Roster:
+    """See the module's description.
+
+    Args:
+        exclusion: Says which hosts get no new workers.
+
+    Attributes:
+        agents: Those alive, by number.
+        workers: All there have been, by number.
+    """
+
+    def __init__(self, exclusion: Exclusion) -> None:
+        self.agents: dict[int, Agent] = {}
+        self.workers: dict[int, Worker] = {}
+        self._exclusion = exclusion
+
+    def add_agent(self, number: int, host: str, task: int) -> None:
+        """Take in an agent."""
+        taken = {agent.slot for agent in self.agents.values() if agent.host == host}
+        slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+        self.agents[number] = Agent(number, host, task, slot)
+
+    def add_worker(self, agent: Agent) -> Worker:
+        """Note a new worker of an agent."""
+        worker = Worker(len(self.workers), agent.number, agent.host, agent.task)
+        self.workers[worker.number] = worker
+        agent.worker = worker.number
+        return worker
+
+    def idle(self, now: float) -> list[Agent]:
+        """The agents that may have a new worker; those of a host next to each other."""
+        first_seen = {agent.host: place for place, agent in reversed(list(enumerate(self.agents.values())))}
+        idle = [
+            agent
+            for agent in self.agents.values()
+            if agent.worker is None
+            and agent.leaving is None
+            and agent.not_before <= now
+            and not self._exclusion.excluded(agent.host, now)
+        ]
+        return sorted(idle, key=lambda agent: (first_seen[agent.host], agent.slot))
+
+    def places_of(self, newcomers: Sequence[Agent]) -> Sequence[RankInfo]:
+        """What new workers of these agents are told for the time being: as if they joined those that are there."""
+        old = [worker.host for worker in sorted(self.alive(), key=lambda worker: worker.seniority)]
+        return WorldLayout.of_ranks(old + [agent.host for agent in newcomers]).ranks[len(old) :]
+
+    def count_failure(self, worker: Worker, now: float) -> float | None:
+        """A worker has failed.
+
+        Returns:
+            Seconds for which its host is excluded now; None if it is not.
+        """
+        agent = self.agents.get(worker.agent)
+        if agent is not None:
+            agent.failures += 1
+            if agent.failures > 1:
+                agent.not_before = now + min(_BACKOFF * 2.0 ** (agent.failures - 2), _GREATEST_BACKOFF)
+        return self._exclusion.failed(worker.host, worker.task, now)
+
+    def count_commit(self, worker: Worker) -> None:
+        """A worker has taken part in a commit."""
+        self._exclusion.succeeded(worker.host, worker.task)
+        if worker.agent in self.agents:
+            self.agents[worker.agent].failures = 0
+
+    def hopeless(self) -> list[Agent]:
+        """Agents without a worker that will never have one."""
+        staffed = {worker.agent for worker in self.alive()}
+        return [a for a in self.agents.values() if self._exclusion.for_ever(a.host) and a.number not in staffed]
+
+    def alive(self) -> list[Worker]:
+        """The workers that may still take part."""
+        return [worker for worker in self.workers.values() if worker.alive]
+
+    def waiting(self) -> list[Worker]:
+        """The workers that ask for a generation, in the order of their seniority."""
+        waiting = (worker for worker in self.workers.values() if worker.stage is Stage.WAITING)
+        return sorted(waiting, key=lambda worker: worker.seniority)
+
+    def preparing(self) -> bool:
+        """Whether any worker prepares."""
+        return any(worker.stage is Stage.PREPARING for worker in self.workers.values())
+
+    def leaves(self, worker: Worker) -> bool:
+        """Whether a worker's executor is to go."""
+        return worker.agent in self.agents and self.agents[worker.agent].leaving is not None
+
+    def addresses(self, workers: Iterable[int]) -> list[tuple[int, int]]:
+        """(agent, worker) of those workers that are alive."""
+        return [(self.workers[number].agent, number) for number in workers if self.workers[number].alive]
+
+    def name(self, worker: Worker) -> str:
+        """As it is called in messages."""
+        place = f"a new rank (number {worker.number})" if worker.rank is None else f"rank {worker.rank}"
+        return f"{place} on host {worker.host}"
+
+    def name_of_agent(self, agent: Agent) -> str:
+        """As it is called in messages."""
+        return f"task {agent.task} on {agent.host}" if agent.worker is None else self.name(self.workers[agent.worker])

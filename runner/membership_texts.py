@@ -1,0 +1,72 @@
+"""What an elastic run says at its end, in words that name the setting and the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from spark_hvd.runner.membership_events import Limits
+
+
+def not_started(there: int, limits: Limits) -> str:
+    """Fewer than the minimum of tasks have started."""
+    return (
+        f"{there} tasks had started after start_timeout={limits.start_timeout:g} s, "
+        f"min_num_proc={limits.min_num_proc}: give the application more executors or cores, wait for the jobs that "
+        "hold them, or ask for fewer ranks"
+    )
+
+
+def too_few(there: int, limits: Limits, last: str) -> str:
+    """Fewer than the minimum of ranks, for too long."""
+    return (
+        f"{there} ranks for elastic_timeout={limits.elastic_timeout:g} s, min_num_proc={limits.min_num_proc}: no more "
+        f"executors have come. Give the application more, or a smaller min_num_proc=; last: {last}"
+    )
+
+
+def all_excluded(there: int, limits: Limits, hosts: Iterable[str], last: str) -> str:
+    """No host is left where ranks could be started."""
+    return (
+        f"{there} ranks are left, min_num_proc={limits.min_num_proc}, and hosts get no new ones after "
+        f"{limits.host_failure_limit} failures without a commit: {', '.join(sorted(set(hosts)))}; last: {last}"
+    )
+
+
+def excluded(host: str, limits: Limits, seconds: float) -> str:
+    """A host gets no new ranks."""
+    how_long = "for ever" if seconds == float("inf") else f"for {seconds:.0f} s"
+    return (
+        f"host {host} gets no new ranks {how_long}: {limits.host_failure_limit} of its ranks have failed without a "
+        "commit in between"
+    )
+
+
+def reset_limit(resets: int, limits: Limits, last: str) -> str:
+    """Too many failures."""
+    return f"the ranks had to meet again {resets} times after a failure, reset_limit={limits.reset_limit}; last: {last}"
+
+
+def state_lost(commits: int) -> str:
+    """Nobody is left who has the state."""
+    return (
+        f"all ranks that had the state are gone ({commits} commits are lost), and ranks that start anew do not have "
+        "it. Save checkpoints (hvd.checkpoint) if all executors may go at once"
+    )
+
+
+def returned_early(name: str) -> str:
+    """Fn has returned on a rank, and others wait for it."""
+    return (
+        f"{name} returned from fn without having called its elastic function to the end, for which other ranks wait. "
+        "Every rank has to call the function decorated with hvd.elastic.run"
+    )
+
+
+def value_lost(name: str, why: str) -> str:
+    """A rank's value cannot reach the driver any more."""
+    return f"{name} had returned from fn, but its value is lost: {why}"
+
+
+def failed_after(name: str, error: str) -> str:
+    """A rank has failed when there was nothing left to train."""
+    return f"{name}, after the elastic function had returned on all ranks: {error}"

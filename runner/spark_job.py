@@ -1,0 +1,164 @@
+"""One job of PySpark's, run in a thread of its own, and what Spark tells of its tasks; private parts included."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd.runner.outcome import SCHEMA, Row
+from spark_hvd.runner.reach import Placement
+from spark_hvd.runner.spark import executor_addresses, is_connect, items
+
+if TYPE_CHECKING:
+    from pyspark.resource import ResourceProfile
+    from pyspark.sql import SparkSession
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskAttempt:
+    """One attempt of a task.
+
+    Attributes:
+        number: Spark's, unique in the application.
+        runs: Whether it has neither ended nor been lost, as far as Spark knows.
+        executor: Where.
+        leaving: Whether that executor is being decommissioned.
+    """
+
+    number: int
+    runs: bool
+    executor: str
+    leaving: bool
+
+
+def _decommissioned(executors: Iterable[str], spark: SparkSession) -> set[str]:
+    scheduler: Any = spark.sparkContext._jsc.sc().taskScheduler()
+    return {each for each in executors if scheduler.getExecutorDecommissionState(each).isDefined()}
+
+
+class TaskJob:
+    """One stage, run in a thread of its own so that the caller can print, time out and be interrupted.
+
+    The stage is the job's result stage: Spark then never retries it. One that is followed by a shuffle would be
+    retried whole, and fn run twice unseen.
+
+    Args:
+        spark: The session.
+        num_tasks: Number of tasks.
+        task: Runs in each; a function of record batches, as mapInArrow takes it.
+        description: What the Spark UI shows.
+        tag: Unique name by which the job can be cancelled.
+        profile: What each task takes from its executor; None for the application's amounts.
+        barrier: Whether all tasks have to run at the same time; without, they start as slots become free.
+    """
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        num_tasks: int,
+        task: Callable[[Iterator[Any]], Iterator[Any]],
+        description: str,
+        tag: str,
+        profile: ResourceProfile | None = None,
+        *,
+        barrier: bool = True,
+    ) -> None:
+        from pyspark import inheritable_thread_target
+
+        self._spark = spark
+        self._num_tasks = num_tasks
+        self._tag = tag
+        self._description = description
+        given = {} if profile is None else {"profile": profile}  # PySpark 3.5 has no such argument
+        self._frame = spark.range(0, num_tasks, 1, num_tasks).mapInArrow(task, SCHEMA, barrier=barrier, **given)
+        self.rows: list[Row] = []
+        self.error: Exception | None = None
+        # Inherits the caller's local properties, such as its scheduler pool; daemon, so that an interrupted program
+        # can end while Spark is still cancelling.
+        target = inheritable_thread_target(spark)(self._run)
+        self._thread = threading.Thread(target=target, name="spark_hvd-job", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether Spark is still at it."""
+        return self._thread.is_alive()
+
+    def wait(self, timeout: float) -> None:
+        """Wait for the end, at most ``timeout`` seconds."""
+        self._thread.join(timeout)
+
+    def cancel(self) -> None:
+        """Ask Spark to kill the tasks; returns at once."""
+        try:
+            if is_connect(self._spark):
+                self._spark.interruptTag(self._tag)
+            else:
+                self._spark.sparkContext.cancelJobsWithTag(self._tag)
+        except Exception as error:
+            _log.warning("could not cancel the Spark job of this run: %s", error)
+
+    def placement(self) -> Placement | None:
+        """Where Spark has put the tasks so far; None where it cannot be asked (Spark Connect)."""
+        if is_connect(self._spark):
+            return None
+        try:
+            tasks = self._tasks()
+            if not tasks:
+                return None
+        except Exception as error:
+            _log.debug("Spark does not tell where tasks are: %s", error)
+            return None
+        return Placement(
+            {task.index(): (task.executorId(), task.host().strip("[]")) for task in tasks},
+            executor_addresses(self._spark),
+            self._num_tasks,
+        )
+
+    def attempts(self) -> list[TaskAttempt]:
+        """The attempts of tasks that Spark has started, and whether each runs; empty where it cannot be asked."""
+        try:
+            found = self._tasks()
+            decommissioned = _decommissioned({task.executorId() for task in found}, self._spark)
+        except Exception as error:
+            _log.debug("Spark does not tell how tasks are: %s", error)
+            return []
+        return [
+            TaskAttempt(
+                task.taskId(), task.status() == "RUNNING", task.executorId(), task.executorId() in decommissioned
+            )
+            for task in found
+        ]
+
+    def _tasks(self) -> list[Any]:
+        """Spark's own records of them."""
+        scala_context: Any = self._spark.sparkContext._jsc.sc()
+        jobs = list(scala_context.statusTracker().getJobIdsForTag(self._tag))
+        if not jobs:
+            return []
+        store = scala_context.statusStore()
+        stage = store.lastStageAttempt(store.job(max(jobs)).stageIds().apply(0))
+        return items(store.taskList(stage.stageId(), stage.attemptId(), 1 << 20))
+
+    def _run(self) -> None:
+        try:
+            if is_connect(self._spark):
+                self._spark.addTag(self._tag)
+            else:
+                context = self._spark.sparkContext
+                context.addJobTag(self._tag)
+                context.setJobDescription(self._description)
+            # Arrow where there is toArrow (Spark 4): a third of the memory of rows when values are large.
+            if hasattr(self._frame, "toArrow"):
+                table = self._frame.toArrow()
+                columns = [table.column(name).to_pylist() for name in table.column_names]
+                self.rows = list(zip(*columns, strict=True))
+            else:
+                self.rows = [(row[0], row[1], row[2], bytes(row[3])) for row in self._frame.collect()]
+        except Exception as error:
+            self.error = error

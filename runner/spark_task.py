@@ -1,0 +1,37 @@
+"""The function that Spark runs in each task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def task_of(module: str, function: str, spec: bytes, payload: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """A task for ``mapInArrow``, as a nested function: such travel by value, so it starts even without spark_hvd there.
+
+    Args:
+        module: Of the runner.
+        function: In it, called with the unpickled `spec` and `payload`; yields record batches.
+        spec: Pickled.
+        payload: The pickled call.
+    """
+
+    def spark_hvd_task(batches: Iterator[Any]) -> Iterator[Any]:
+        import importlib
+        import pickle
+        import platform
+        import socket
+        import sys
+
+        for _ in batches:
+            pass
+        try:
+            work = getattr(importlib.import_module(f"spark_hvd.runner.{module}"), function)
+        except ImportError as error:
+            raise ImportError(
+                f"SPARK_HVD_SETUP: {type(error).__name__}: {error}; Python {platform.python_version()} "
+                f"({sys.executable}) on host {socket.gethostname()} cannot import spark_hvd.:END"
+            ) from None
+        yield from work(pickle.loads(spec), payload)
+
+    return spark_hvd_task

@@ -1,0 +1,102 @@
+"""Leaving a world: in order, or, as an elastic rank, at once."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+
+import torch.distributed as dist
+
+from spark_hvd import mpi_backend
+from spark_hvd.groups import let_end
+from spark_hvd.standing import Provisional, standing
+
+
+def shutdown() -> None:
+    """Leave the world; does nothing outside one. init() may follow, if it follows on every rank.
+
+    What is still under way fails, here and on the other ranks. A default process group that the user initialised
+    himself stays. Called when the interpreter exits.
+    """
+    with standing.lock:
+        end("hvd.shutdown() was called on this rank.")
+
+
+def abort(text: str, generation: int | None = None) -> None:
+    """End the connections of an elastic world at once; what the training thread waits for fails. From any thread.
+
+    :func:`join`, too, then ends with a CollectiveError soon.
+
+    Args:
+        text: Why, for the errors that follow.
+        generation: Whose world it is about. Nothing happens to a later one, and an earlier or equal one cannot be
+            joined any more: so no call is lost that comes a moment before :func:`join`. None: the one that is joined
+            or is being joined, if any.
+    """
+    if generation is not None and (standing.aborted is None or generation >= standing.aborted[0]):
+        standing.aborted = generation, text
+    wires = standing.wires
+    if wires is None or (generation is not None and wires.generation > generation):
+        return
+    wires.cut(text)
+    context = standing.context
+    if context is not None:
+        for lane in [context.lane, *context.lanes.values()]:
+            if lane.members.nccl is not None:
+                lane.members.nccl.abort_soon()
+
+
+def is_aborted() -> bool:
+    """Whether :func:`abort` was called for the world that this process is in."""
+    return standing.wires is not None and standing.wires.broken is not None
+
+
+def abandon() -> None:
+    """Leave an elastic world, broken or not, and take a provisional place; nobody is waited for.
+
+    Does nothing outside a world. To be called in the training thread. Process sets are unregistered.
+    """
+    with standing.lock:
+        context = standing.context
+        if context is None:
+            return
+        me, config, number = context.world.me, context.engine.config, context.world.generation
+        end("this rank has left the generation: it is over.")
+        standing.provisional = Provisional(me, config, number)
+        standing.joined = standing.wires = None
+
+
+def end(text: str) -> None:
+    """Leave the world, if there is one.
+
+    Args:
+        text: What is told to those who wait for something in it.
+    """
+    context, standing.context = standing.context, None
+    if context is None:
+        return
+    for process_set in context.process_sets.values():
+        process_set.registered_as(None)
+    context.engine.close(text)
+    let_end([context.lane, *context.lanes.values()])
+    if context.wires is not None:
+        context.wires.cut(text)
+    context.communicator.close()
+    # The user may have destroyed the default group himself, and all others with it.
+    if dist.is_initialized():
+        if context.owns_default_group:
+            dist.destroy_process_group()
+            context.groups.forget()
+            mpi_backend.release()
+        else:
+            context.groups.destroy_all()
+
+
+def _leave() -> None:
+    shutdown()
+    library = sys.modules.get("spark_hvd.mpi_library")
+    if library is not None:
+        library.finalize()
+
+
+atexit.register(_leave)

@@ -1,0 +1,167 @@
+"""``hvd.elastic.run``: trains through changes of the membership, from the last commit or from where training stood."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from spark_hvd import context, elastic_launcher
+from spark_hvd.elastic_launcher import ElasticLauncher
+from spark_hvd.errors import CollectiveError, HostsUpdatedInterrupt
+
+
+class Restorable(Protocol):
+    """What the function's first argument must be able to do; see :class:`spark_hvd.elastic_state.State`."""
+
+    @property
+    def commits(self) -> int:
+        """How many commits are behind it; -1 before the first sync."""
+        ...
+
+    def sync(self) -> None:
+        """Make it the same on all ranks; collective."""
+        ...
+
+    def restore(self) -> None:
+        """Go back to the last commit."""
+        ...
+
+    def on_reset(self) -> None:
+        """Adapt to a new world."""
+        ...
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound=Restorable)
+
+_VERDICT_SECONDS = 3.0
+"""How long an error that torch raised itself waits for the launcher's word that the generation is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Something that belongs to a world, and goes from world to world with this rank."""
+
+    bind: Callable[[], None]
+    """Called in each new world, on all ranks, before the state is synchronised; may be collective."""
+    release: Callable[[], None]
+    """Called when the world is over, before it is left; must not be collective."""
+
+
+_bound: list[Bound] = []
+_running: str | None = None
+
+
+def goes_along(bound: Bound) -> None:
+    """Have something bound to each new world; those who offer such things call it when they are imported."""
+    _bound.append(bound)
+
+
+def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Decorate the function that trains, ``func(state, ...)``, so that it survives changes of the membership.
+
+    In an elastic job the function is called anew in every generation of ranks, with a state that is the same on all of
+    them: the last commit's if a rank was lost, the present one if ranks were taken in or left in order. It must
+    therefore go on from where the state says. Elsewhere it is called once.
+
+    The function's first argument is a state, such as ``hvd.elastic.TorchState``. Collectives belong inside.
+
+    Returns:
+        A function that takes the same arguments and returns what `func` returns.
+    """
+
+    @functools.wraps(func)
+    def trained(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        global _running
+        name = getattr(func, "__qualname__", repr(func))
+        _require_state(name, state)
+        if _running is not None:
+            raise RuntimeError(f"{name} was called inside {_running}; elastic functions cannot be nested.")
+        launcher = elastic_launcher.installed()
+        _running = name
+        try:
+            if launcher is None:
+                if not context.is_initialized():
+                    context.init()
+                state.sync()
+                return func(state, *args, **kwargs)
+            return _through_generations(launcher, state, lambda: func(state, *args, **kwargs))
+        finally:
+            _running = None
+
+    return trained
+
+
+def _require_state(name: str, state: object) -> None:
+    missing = [method for method in ("sync", "restore", "on_reset") if not callable(getattr(state, method, None))]
+    if missing:
+        raise TypeError(
+            f"{name}: the first argument of a function decorated with hvd.elastic.run is its state, such as "
+            f"hvd.elastic.TorchState(...); got {type(state).__name__}, which has no {' and no '.join(missing)}."
+        )
+
+
+def _through_generations(launcher: ElasticLauncher, state: Restorable, call: Callable[[], R]) -> R:
+    _leave()  # the world of an elastic function that has returned before
+    before, again = context.place(), False
+    while True:
+        _enter(launcher)
+        broken = None
+        kept = False
+        try:
+            for bound in _bound:
+                bound.bind()
+            me = context.place()
+            if again or (me.rank, me.size) != (before.rank, before.size):
+                state.on_reset()
+            before, again = me, True
+            state.sync()
+            launcher.committed(state.commits)  # a newcomer has the state now
+            value = call()
+            if launcher.finished():
+                return value
+        except HostsUpdatedInterrupt:
+            kept = True
+        except RuntimeError as error:
+            if not _is_fault_of_the_world(error, launcher):
+                raise
+            broken = str(error)
+        # Here the exception is gone, and with it the frames that hold on to the old world.
+        if kept:
+            launcher.yielded()
+        elif broken is not None:
+            launcher.broken(broken)
+        _leave()
+        if not kept:
+            state.restore()
+
+
+def _enter(launcher: ElasticLauncher) -> None:
+    while True:
+        with contextlib.suppress(CollectiveError):  # the launcher knows
+            return launcher.enter()
+
+
+def _is_fault_of_the_world(error: RuntimeError, launcher: ElasticLauncher) -> bool:
+    """Whether an error means that the world is broken: ours say so, torch's own do not."""
+    if isinstance(error, CollectiveError):
+        return True
+    until = time.monotonic() + _VERDICT_SECONDS
+    while launcher.doomed is None and not context.is_aborted():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _leave() -> None:
+    for bound in _bound:
+        bound.release()
+    context.abandon()
+    gc.collect()  # process groups in cycles, such as DDP's, keep their threads and sockets

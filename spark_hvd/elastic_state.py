@@ -1,0 +1,228 @@
+"""State that survives changes of the world: committed to memory, restored after a failure, made equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable
+from typing import Any
+
+import torch
+
+from spark_hvd import elastic_launcher
+from spark_hvd.communicator import ReduceOp
+from spark_hvd.context import current
+from spark_hvd.errors import HostsUpdatedInterrupt, MismatchError
+from spark_hvd.snapshot import Snapshots
+from spark_hvd.state_sync import synchronize
+
+
+class State:
+    """What a function decorated with ``hvd.elastic.run`` gets; the base of all kinds of state.
+
+    Args:
+        bcast_object: Accepted for Horovod's sake; not needed.
+        get_rank: Accepted for Horovod's sake; not needed.
+
+    Attributes:
+        commits: How many times the state was saved in the whole run, counted from 0; -1 before. Equal on all ranks
+            after :meth:`sync`.
+    """
+
+    commits: int
+
+    def __init__(self, bcast_object: Any = None, get_rank: Any = None) -> None:
+        self.commits = -1
+        self._reset_callbacks: list[Callable[[], Any]] = []
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
+        """Have functions called, in this order, after the members of the world have changed and before :meth:`sync`.
+
+        What they change in the state counts only if done on the rank that others get the state of; it is the lowest one
+        as a rule, so each rank is to do the same.
+        """
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """The members of the world have changed: the new one is joined. Calls :meth:`reset`, then the callbacks."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def reset(self) -> None:
+        """Adapt what depends on rank and size, before the callbacks; here, nothing."""
+
+    def commit(self) -> None:
+        """Save the state, and go on with other members if they are to change; collective.
+
+        Every rank must call it as often, and at the same points. After a failure training goes on from the last commit,
+        so what was done since then is done again.
+
+        Raises:
+            HostsUpdatedInterrupt: The members change; on all ranks. To be left to ``hvd.elastic.run``.
+            MismatchError: Ranks committed different progress. Raised on every rank.
+            CollectiveError: A peer or the network failed.
+        """
+        self.save()
+        launcher = elastic_launcher.installed()
+        if launcher is not None:
+            launcher.committed(self.commits)
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Go on with other members if they are to change, without a commit; collective, one tiny all-reduce.
+
+        Costs nothing where ranks are not elastic, or where there is one.
+
+        Raises:
+            HostsUpdatedInterrupt, MismatchError, CollectiveError: See :meth:`commit`.
+        """
+        launcher = elastic_launcher.installed()
+        if launcher is None:
+            return
+        wanted = int(launcher.update_wanted)
+        communicator = current().communicator
+        if communicator.size > 1:
+            # The greatest of each number and of its negative: all ranks learn whether it is the same everywhere.
+            facts = self._facts()
+            numbers = [wanted, *facts.values(), *(-fact for fact in facts.values())]
+            mine = torch.tensor(numbers, dtype=torch.int64, device=communicator.fact_device)
+            wanted, *greatest = communicator.allreduce(mine, ReduceOp.MAX).wait().tolist()
+            for name, most, least in zip(facts, greatest, greatest[len(facts) :], strict=False):
+                if most != -least:
+                    raise MismatchError(
+                        f"state.check_host_updates(): {name} is {-least} on one rank and {most} on another; all ranks "
+                        "must commit, and record batches, alike."
+                    )
+        if wanted:
+            raise HostsUpdatedInterrupt("the members of the world are to change")
+
+    def _facts(self) -> dict[str, int]:
+        """Numbers that must be equal on all ranks when they commit, as many on each."""
+        return {"state.commits": self.commits}
+
+    def save(self) -> None:
+        """Keep a copy of the state, in this process. An implementation counts it in `commits`."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to the last copy. Does nothing before the first."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Make the state of all ranks equal, and save it; collective."""
+        raise NotImplementedError
+
+
+class ObjectState(State):
+    """State made of plain Python objects.
+
+    Args:
+        bcast_object: Accepted for Horovod's sake; not needed.
+        get_rank: Accepted for Horovod's sake; not needed.
+        **kwargs: Values by name. They become attributes, which may be assigned to; other attributes are not state.
+            Values are deep-copied, and pickled in :meth:`sync`; tensors in dicts, lists and tuples are not pickled but
+            sent as they are. After a restore or a sync an attribute may be another object than before.
+    """
+
+    def __init__(self, bcast_object: Any = None, get_rank: Any = None, **kwargs: Any) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._names = list(kwargs)
+        self._snapshots = Snapshots()
+        for name, value in kwargs.items():
+            if name.startswith("_") or hasattr(type(self), name) or name == "commits":
+                raise ValueError(f"{name!r} is a name of {type(self).__name__}'s own; call this part of it otherwise.")
+            setattr(self, name, value)
+
+    def save(self) -> None:
+        """Keep a copy of the state, in memory that is allocated once, or twice.
+
+        Raises:
+            TypeError: There is something that cannot be copied, such as a sparse tensor or a lock.
+            RuntimeError: A copy that the save before made in the background failed.
+        """
+        self._take(self.commits + 1, self._steady())
+
+    def restore(self) -> None:
+        """Go back to the last copy: values, and `commits`. Does nothing before the first.
+
+        Raises:
+            RuntimeError: The copy failed that the last save made in the background; a second call restores the one
+                before.
+        """
+        commit = self._snapshots.last()
+        if commit is None:
+            return
+        self._bring_back(commit.things)
+        for name in commit.skeletons:
+            self._load(name, commit.value(name, own=not self._copies(name)))
+        self.commits = commit.number
+        self._renew()
+
+    def sync(self) -> None:
+        """Make the state of all ranks that of the rank with the most commits, the lowest of these; collective.
+
+        Equal to the bit, `commits` included; then saved. Tensors are sent in batches of bounded size, and plain objects
+        as one pickle. The random number generators of torch, numpy and Python are no part of it.
+
+        Raises:
+            NotInitializedError: Outside a world.
+            MismatchError: Ranks have made their state of different things, or one cannot load the others'. Raised on
+                every rank; nothing has changed.
+            ValueError: There is something that cannot be sent. Raised on every rank; nothing has changed.
+            CollectiveError: A peer or the network failed; :meth:`restore` undoes what has changed.
+        """
+        communicator = current().communicator
+        if self._snapshots.last() is None:  # so that a sync that fails half-way can be undone
+            self._take(self.commits)
+        if communicator.size > 1:
+            content = self._content()
+            received, self.commits, root = synchronize(
+                communicator, content, {name: self._kind(name) for name in content}, self.commits, self._misfit
+            )
+            if communicator.rank != root:
+                for name, value in received.items():
+                    self._load(name, value)
+            self._sync_others(root)
+        self._renew()
+        self.commits = max(self.commits, 0)
+        self._take(self.commits)
+
+    def _take(self, number: int, steady: Collection[Hashable] = ()) -> None:
+        self._snapshots.take(number, self._content(), self._things(), steady)
+        self.commits = number
+
+    # ---- what kinds of state differ in ----------------------------------------------------------------------------
+
+    def _content(self) -> dict[str, Any]:
+        """What is to be saved and sent, by name."""
+        return {name: getattr(self, name) for name in self._names}
+
+    def _load(self, name: str, value: Any) -> None:
+        """Take over what :meth:`_content` was, here or on another rank; its tensors may be kept."""
+        setattr(self, name, value)
+
+    def _copies(self, name: str) -> bool:
+        """Whether :meth:`_load` only copies from the tensors it is given, from whatever device."""
+        return False
+
+    def _kind(self, name: str) -> str:
+        return "a plain object"
+
+    def _misfit(self, name: str, skeleton: Any) -> str | None:
+        """Why :meth:`_load` would fail for what has this skeleton; None if it would not."""
+        return None
+
+    def _steady(self) -> Collection[Hashable]:
+        """Keys of tensors that do not change until the snapshots are settled."""
+        return ()
+
+    def _things(self) -> Any:
+        """What a commit is to keep by reference."""
+
+    def _bring_back(self, things: Any) -> None:
+        """Put back what a commit has kept by reference."""
+
+    def _sync_others(self, root_rank: int) -> None:
+        """Send what is not in :meth:`_content`."""
+
+    def _renew(self) -> None:
+        """The state has been restored or made equal."""

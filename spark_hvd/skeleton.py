@@ -1,0 +1,202 @@
+"""Nested values taken apart: a small skeleton that can be pickled or copied, and the tensors that it had."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spark_hvd.communicator import Communicator
+from spark_hvd.fusion import batches, flatten, unflatten_into
+from spark_hvd.shapes import require_dense
+
+DICTS = dict, OrderedDict, defaultdict
+"""What is looked into, besides lists and tuples; of these types themselves, as others may not be rebuilt so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bone:
+    """Stands for a tensor in a skeleton."""
+
+    number: int
+    """Its place among the tensors; names of one tensor, such as tied weights, share it."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: str
+    """The kind of device."""
+    is_parameter: bool
+    requires_grad: bool
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Bone:
+        return self  # a commit copies hundreds
+
+
+class Bones:
+    """The tensors of one or several values, in the order met, each once."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.keys: list[Hashable] = []
+        """Their keys, see :func:`tensor_key`."""
+        self._known: dict[Hashable, int] = {}
+
+    def take_apart(self, value: Any) -> Any:
+        """The value with bones in place of its tensors.
+
+        Tensors are found in dicts, lists and tuples, and only there: other objects stay whole. What has no tensor in it
+        is the value's own, not a copy.
+
+        Args:
+            value: Anything.
+
+        Raises:
+            TypeError: A tensor is sparse, has no memory of its own here, or is on neither a CPU nor a GPU.
+        """
+        return rebuilt(value, lambda leaf: self._bone(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+
+    def _bone(self, tensor: torch.Tensor) -> Bone:
+        require_dense(tensor)
+        key = tensor_key(tensor)
+        number = self._known.setdefault(key, len(self.tensors)) if tensor.numel() else len(self.tensors)
+        if number == len(self.tensors):
+            self.tensors.append(tensor.detach())
+            self.keys.append(key)
+        return Bone(
+            number,
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.device.type,
+            # the exact type first: what isinstance does for parameters takes longer than all the rest
+            type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter),
+            tensor.requires_grad and tensor.is_leaf,
+        )
+
+
+def tensor_key(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that are the same elements of the same memory in the same order."""
+    # No two devices have an address in common.
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+def put_together(skeleton: Any, tensor_of: Callable[[Bone], torch.Tensor]) -> Any:
+    """The value with tensors in place of bones.
+
+    Args:
+        skeleton: Of :meth:`Bones.take_apart`.
+        tensor_of: Gives the tensor of a bone; called for each of them, also if several have one number.
+    """
+
+    def fleshed_out(leaf: Any) -> Any:
+        if not isinstance(leaf, Bone):
+            return leaf
+        tensor = tensor_of(leaf)
+        if leaf.is_parameter:
+            return torch.nn.Parameter(tensor, leaf.requires_grad)
+        return tensor.requires_grad_() if leaf.requires_grad else tensor
+
+    return rebuilt(skeleton, fleshed_out)
+
+
+class Receivers:
+    """Where the tensors of another rank are to be received: in memory that is there already, as far as it fits.
+
+    Attributes:
+        tensors: By number.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._used: set[Hashable] = set()
+        self._within: set[int] = set()
+
+    def prepare(self, skeleton: Any, mine: Any = None) -> None:
+        """Find or make a tensor for each bone of a skeleton.
+
+        Args:
+            skeleton: Of the rank that sends.
+            mine: This rank's value in its place. Tensors of it that fit are used, and will be overwritten.
+        """
+        if isinstance(skeleton, Bone):
+            if skeleton.number not in self.tensors:
+                self.tensors[skeleton.number] = self._receiver(skeleton, mine)
+        elif id(skeleton) not in self._within:
+            self._within.add(id(skeleton))
+            if type(skeleton) in DICTS:
+                there = mine if isinstance(mine, dict) else {}
+                for key, item in skeleton.items():
+                    self.prepare(item, there.get(key))
+            elif type(skeleton) in (list, tuple):
+                alike = type(mine) is type(skeleton) and len(mine) == len(skeleton)
+                for place, item in enumerate(skeleton):
+                    self.prepare(item, mine[place] if alike else None)
+            self._within.remove(id(skeleton))
+
+    def _receiver(self, bone: Bone, mine: Any) -> torch.Tensor:
+        if not _fits(bone, mine) or (key := tensor_key(mine)) in self._used:
+            return _empty(bone)
+        self._used.add(key)
+        fitting: torch.Tensor = mine.detach()
+        return fitting
+
+    def in_order(self) -> list[torch.Tensor]:
+        """The tensors, in the order of the sender's."""
+        return [self.tensors[number] for number in range(len(self.tensors))]
+
+
+def _fits(bone: Bone, mine: Any) -> bool:
+    return (
+        isinstance(mine, torch.Tensor)
+        and (mine.dtype, tuple(mine.shape), mine.device.type) == (bone.dtype, bone.shape, bone.device)
+        and mine.is_contiguous()
+        and not mine.is_inference()
+    )
+
+
+def _empty(bone: Bone) -> torch.Tensor:
+    device = torch.device("cuda", torch.cuda.current_device()) if bone.device == "cuda" else bone.device
+    return torch.empty(bone.shape, dtype=bone.dtype, device=device)
+
+
+def broadcast_all(communicator: Communicator, tensors: Sequence[torch.Tensor], root_rank: int) -> None:
+    """Overwrite tensors with those of one rank, in batches of bounded size.
+
+    Args:
+        communicator: Whose ranks take part.
+        tensors: With the same dtypes, shapes and kinds of device on every rank.
+        root_rank: Whose.
+    """
+    for members in batches(tensors):
+        batch = [tensors[index] for index in members]
+        if len(batch) == 1:
+            communicator.broadcast(batch[0], root_rank).wait()
+            continue
+        flat = flatten(batch)
+        communicator.broadcast(flat, root_rank).wait()
+        if communicator.rank != root_rank:
+            unflatten_into(flat, batch)
+
+
+def rebuilt(value: Any, change: Callable[[Any], Any], within: frozenset[int] = frozenset()) -> Any:
+    """Nested dicts, lists and tuples with changed leaves; where nothing changes, the very same objects.
+
+    Args:
+        value: Anything.
+        change: Applied to all that is no such container.
+        within: The ids of the containers around it.
+    """
+    kind = type(value)
+    if kind not in DICTS and kind not in (list, tuple):
+        return change(value)
+    if id(value) in within:  # a container that contains itself can only stay whole
+        return value
+    within |= {id(value)}
+    if kind in DICTS:
+        items: Any = {key: rebuilt(item, change, within) for key, item in value.items()}
+        if all(items[key] is item for key, item in value.items()):
+            return value
+        return defaultdict(value.default_factory, items) if kind is defaultdict else kind(items)
+    items = [rebuilt(item, change, within) for item in value]
+    return kind(items) if any(new is not old for new, old in zip(items, value, strict=True)) else value

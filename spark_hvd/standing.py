@@ -1,0 +1,162 @@
+"""Where this process stands: the world it is in, or, as an elastic rank between two worlds, its provisional place."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from spark_hvd.communicator import Communicator
+from spark_hvd.config import Config
+from spark_hvd.engine import Engine
+from spark_hvd.errors import NotInitializedError
+from spark_hvd.groups import Groups
+from spark_hvd.kv import Store
+from spark_hvd.lane import Lane
+from spark_hvd.layout import RankInfo, WorldLayout
+from spark_hvd.wires import Wires
+from spark_hvd.world import World
+
+if TYPE_CHECKING:
+    from spark_hvd.process_sets import ProcessSet
+
+_NO_GENERATION = (
+    "this elastic rank is in no world at the moment, so there is nobody to talk to: collectives belong inside the "
+    "function that is decorated with hvd.elastic.run."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What this process knows of the world it is in."""
+
+    world: World
+    layout: WorldLayout
+    communicator: Communicator
+    kv: Store
+    """The ranks' key-value store, with a prefix of this world's own."""
+    owns_default_group: bool
+    """False if the user had initialised torch.distributed; it is then left alone."""
+    engine: Engine
+    lane: Lane
+    """The named lane of all ranks."""
+    groups: Groups
+    process_sets: dict[int, ProcessSet] = field(default_factory=dict)
+    """Those registered, the global one aside, by number."""
+    lanes: dict[int, Lane] = field(default_factory=dict)
+    """Of the process sets that this rank is in, by number."""
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """For process sets; none is used twice, as keys of the key-value store must not be."""
+    ordinals: defaultdict[str, Iterator[int]] = field(default_factory=lambda: defaultdict(itertools.count))
+    """See :mod:`spark_hvd.ordinals`."""
+    wires: Wires | None = None
+    """Of an elastic world."""
+
+    def making(self) -> contextlib.AbstractContextManager[None]:
+        """To make process groups and lanes in, so that :func:`abort` ends that too."""
+        return contextlib.nullcontext() if self.wires is None else self.wires.making()
+
+    def new_group(self, process_set_id: int, gloo_threads: int | None = None) -> dist.ProcessGroup:
+        """A process group of the ranks of a process set; each of them must call this, in the same order.
+
+        Args:
+            process_set_id: 0 for all ranks.
+            gloo_threads: None for the world's backends; else Gloo alone, with this number of threads.
+        """
+        lane = self.lanes[process_set_id] if process_set_id else self.lane
+        return self.groups.make(process_set_id, lane.ranks, gloo_threads)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """How the world was joined, so that init() after shutdown() finds it again."""
+
+    world: World
+    kv: Store
+    timeout: float
+    backend: str | None
+    times: int
+    """How often this generation was joined over this store: every time gets keys of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Provisional:
+    """What an elastic rank is outside its worlds."""
+
+    me: RankInfo
+    config: Config | None
+    generation: int
+
+
+class Standing:
+    """What changes when a world is joined or left."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """Held by whoever joins or leaves."""
+        self.context: Context | None = None
+        self.joined: Joined | None = None
+        self.provisional: Provisional | None = None
+        self.wires: Wires | None = None
+        """Of the elastic world that is joined, or is being joined."""
+        self.aborted: tuple[int, str] | None = None
+        """The last generation that was aborted by its number, and why."""
+
+    def wired(self, wires: Wires) -> Wires:
+        """These connections are to be made; they are cut at once if their generation was aborted already."""
+        self.wires = wires
+        if self.aborted is not None and wires.generation <= self.aborted[0]:
+            wires.cut(self.aborted[1])
+        return wires
+
+
+standing = Standing()
+"""This process'."""
+
+
+def current() -> Context:
+    """The world this process is in.
+
+    Raises:
+        NotInitializedError: init() has not been called, or shutdown() has.
+    """
+    context = standing.context
+    if context is None:
+        raise NotInitializedError() if standing.provisional is None else NotInitializedError(_NO_GENERATION)
+    return context
+
+
+def place() -> RankInfo:
+    """Who I am: in the world, or, as an elastic rank outside one, provisionally.
+
+    Raises:
+        NotInitializedError: Neither.
+    """
+    outside = standing.provisional
+    return current().world.me if outside is None or in_world() else outside.me
+
+
+def generation() -> int:
+    """The number of the world; outside one, as an elastic rank, that of the last.
+
+    Raises:
+        NotInitializedError: Before init().
+    """
+    outside = standing.provisional
+    return current().world.generation if outside is None or in_world() else outside.generation
+
+
+def is_initialized() -> bool:
+    """Whether this process is in a world, or waits for its first or next one as an elastic rank."""
+    return standing.context is not None or standing.provisional is not None
+
+
+def in_world() -> bool:
+    """Whether this process is in a world, so that collectives work."""
+    return standing.context is not None

@@ -1,0 +1,200 @@
+"""How the parts of a TorchState are saved, restored and sent: a handler for each kind of thing."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Hashable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from spark_hvd.elastic_sampler import ElasticSampler
+from spark_hvd.skeleton import Bone, tensor_key
+from spark_hvd.sync import load_optimizer_state
+
+
+class StateHandler:
+    """Saves, restores and sends one value; the base of users' own handlers, as in Horovod.
+
+    One that derives from this class itself implements all of `save`, `restore` and `sync`.
+
+    Args:
+        value: What it handles.
+
+    Attributes:
+        value: The same.
+        root_rank: Set before `sync` is called: the rank whose state counts.
+    """
+
+    root_rank = 0
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Keep a copy."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to the last copy; it may be called before there is one."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Make the value that of `root_rank` on all ranks; collective."""
+        raise NotImplementedError
+
+    def set_value(self, value: Any) -> None:
+        """Handle another value from now on."""
+        self.value = value
+
+
+class StateDictHandler(StateHandler):
+    """Handles anything with `state_dict` and `load_state_dict`, such as a learning rate scheduler or a GradScaler.
+
+    The TorchState saves, restores and sends what :meth:`state` gives, together with everything else. To be derived from
+    for things with other names for these two.
+    """
+
+    copies = False
+    """Whether :meth:`load` only copies from the tensors it is given, from whatever device."""
+
+    def state(self) -> Any:
+        """What is to be saved and sent. Its tensors may be the value's own: dicts, lists and tuples of tensors."""
+        return self.value.state_dict()
+
+    def load(self, state: Any) -> None:
+        """Take over what :meth:`state` was, in this process or in another; its tensors may be kept."""
+        self.value.load_state_dict(state)
+
+    def misfit(self, skeleton: Any) -> str | None:
+        """Why the value could not load what has this skeleton (tensors are :class:`Bone`); None if it could."""
+        return None
+
+    def steady(self) -> Collection[Hashable]:
+        """Keys of the tensors that only a step of the value changes, an optimizer."""
+        return ()
+
+    def renewed(self) -> None:
+        """The value has been restored, or made equal on all ranks."""
+
+
+class ModelStateHandler(StateDictHandler):
+    """Handles a torch.nn.Module: its parameters, and its buffers if they are persistent."""
+
+    copies = True
+
+    def state(self) -> Any:
+        """See base class."""
+        return dict(self.value.state_dict())
+
+    def load(self, state: Any) -> None:
+        """See base class."""
+        loaded = OrderedDict(state)
+        # The versions of the module's parts; the same code wrote and reads it.
+        loaded._metadata = self.value.state_dict()._metadata  # type: ignore[attr-defined]
+        self.value.load_state_dict(loaded)
+
+    def misfit(self, skeleton: Any) -> str | None:
+        """See base class."""
+        mine = self.value.state_dict()
+        for name in sorted(mine.keys() | skeleton.keys()):
+            ours, theirs = _described(mine.get(name)), _described(skeleton.get(name))
+            if ours != theirs:
+                return f"{name!r} is {ours} here, and {theirs} there"
+        return None
+
+
+class OptimizerStateHandler(StateDictHandler):
+    """Handles a torch.optim.Optimizer, a DistributedOptimizer included. Gradients are no part of the state.
+
+    A restore or a sync sets them to None: a gradient from before it must not be added to the next.
+    """
+
+    def load(self, state: Any) -> None:
+        """See base class."""
+        load_optimizer_state(self.value, state)
+
+    def misfit(self, skeleton: Any) -> str | None:
+        """See base class."""
+        ours = [len(group["params"]) for group in self.value.param_groups]
+        theirs = [len(group["params"]) for group in skeleton["param_groups"]]
+        return None if ours == theirs else f"it has parameter groups of {ours} parameters here, of {theirs} there"
+
+    def steady(self) -> Collection[Hashable]:
+        """See base class."""
+        params = [param for group in self.value.param_groups for param in group["params"]]
+        tensors = [*params, *_tensors_in(self.value.state.values())]
+        return [tensor_key(tensor) for tensor in tensors if tensor.layout is torch.strided]
+
+    def renewed(self) -> None:
+        """See base class."""
+        for group in self.value.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+
+class SamplerStateHandler(StateDictHandler):
+    """Handles an ElasticSampler: epoch and progress."""
+
+    def renewed(self) -> None:
+        """Deal out what is left among the ranks that are there now."""
+        self.value.reset()
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with a state dict."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it is made of."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Become what that was made of."""
+        ...
+
+
+Registry = list[tuple[type, type[StateHandler]]]
+
+_registry: Registry = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+    (Stateful, StateDictHandler),
+]
+
+
+def get_handler_registry() -> Registry:
+    """Which class of handler is for instances of which class; the first that fits counts. The list may be changed."""
+    return _registry
+
+
+def set_handler_registry(registry: Registry) -> None:
+    """Replace the list. States that exist keep the handlers they have."""
+    global _registry
+    _registry = registry
+
+
+def handler_of(value: Any) -> StateHandler | None:
+    """A new handler for a value; None for a plain object."""
+    if isinstance(value, type):
+        return None
+    return next((handler(value) for kind, handler in _registry if isinstance(value, kind)), None)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor | Bone):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    return "missing" if value is None else "no tensor"
+
+
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, dict):
+            found += _tensors_in(value.values())
+        elif isinstance(value, list | tuple):
+            found += _tensors_in(value)
+    return found

@@ -1,0 +1,99 @@
+"""Making the state of all ranks one rank's: who has the latest, what it is made of, and its tensors in a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from spark_hvd.communicator import Communicator
+from spark_hvd.errors import MismatchError
+from spark_hvd.objects import allgather_object, broadcast_object
+from spark_hvd.skeleton import Bones, Receivers, broadcast_all, put_together
+
+
+def synchronize(
+    communicator: Communicator,
+    content: Mapping[str, Any],
+    kinds: Mapping[str, str],
+    commits: int,
+    misfit: Callable[[str, Any], str | None],
+) -> tuple[Mapping[str, Any], int, int]:
+    """Give every rank the content of the lowest of those ranks that have the most commits; collective.
+
+    Three small exchanges, and then the tensors, in batches of bounded size. They are received into the tensors of
+    `content` in their places where dtype and shape fit, so that no second copy of a model is needed.
+
+    Args:
+        communicator: Of all ranks.
+        content: This rank's, by name. On the root it stays as it is.
+        kinds: What is behind each name; must be equal on all ranks.
+        commits: This rank's.
+        misfit: Tells, of a name and the root's skeleton of it, why this rank could not load it; None if it can.
+
+    Returns:
+        The root's content, commits, and rank. Its tensors may be those of this rank's own content, or used by nobody.
+
+    Raises:
+        MismatchError: Ranks have different names or kinds, or one could not load the root's. Raised on every rank;
+            nothing has changed.
+        ValueError: The root has something that cannot be sent. Raised on every rank; nothing has changed.
+        CollectiveError: A peer or the network failed. This rank's content may be overwritten in part, if not the root.
+    """
+    facts = allgather_object((commits, dict(kinds)))
+    _require_same_kinds([theirs for _, theirs in facts])
+    counts = [theirs for theirs, _ in facts]
+    root = counts.index(max(counts))
+    bones = Bones()
+    skeletons: dict[str, Any] = {}
+    fault: str | None = None
+    if communicator.rank == root:
+        try:
+            skeletons = take_all_apart(bones, content)
+        except TypeError as error:
+            fault = str(error)
+    skeletons, fault = broadcast_object((skeletons, fault), root)
+    if fault is not None:
+        raise ValueError(f"state.sync(): rank {root} has state that cannot be sent: {fault}")
+    faults = [misfit(name, skeleton) for name, skeleton in skeletons.items()] if communicator.rank != root else []
+    everyones = allgather_object("; ".join(filter(None, faults)))
+    for rank, text in enumerate(everyones):
+        if text:
+            raise MismatchError(
+                f"state.sync(): rank {rank} cannot load the state of rank {root}: {text}. Build models, optimizers and "
+                "the like in the same way on every rank."
+            )
+    if communicator.rank == root:
+        broadcast_all(communicator, bones.tensors, root)
+        return content, counts[root], root
+    receivers = Receivers()
+    for name, skeleton in skeletons.items():
+        receivers.prepare(skeleton, content[name])
+    broadcast_all(communicator, receivers.in_order(), root)
+    received = put_together(skeletons, lambda bone: receivers.tensors[bone.number])
+    return received, counts[root], root
+
+
+def take_all_apart(bones: Bones, content: Mapping[str, Any]) -> dict[str, Any]:
+    """The skeletons of named values.
+
+    Raises:
+        TypeError: One has a tensor that cannot be copied; the text says which.
+    """
+    skeletons: dict[str, Any] = {}
+    for name, value in content.items():
+        try:
+            skeletons[name] = bones.take_apart(value)
+        except TypeError as error:
+            raise TypeError(f"{name!r}: {error}") from error
+    return skeletons
+
+
+def _require_same_kinds(everyones: list[dict[str, str]]) -> None:
+    first = everyones[0]
+    for rank, theirs in enumerate(everyones):
+        for name in sorted(first.keys() | theirs.keys()):
+            if first.get(name) != theirs.get(name):
+                raise MismatchError(
+                    f"state.sync(): {name!r} is {first.get(name, 'missing')} on rank 0, but "
+                    f"{theirs.get(name, 'missing')} on rank {rank}. Make the state of the same things on every rank."
+                )

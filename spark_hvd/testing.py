@@ -1,0 +1,242 @@
+"""``FaultPlan``: has chosen ranks fail at chosen steps, so that a job's recovery can be rehearsed before it is needed.
+
+    faults = FaultPlan().kill(rank=1, step=30).raises(rank=0, step=50, generation=1)
+
+    def train(faults):  # a plan travels with fn, as an argument of it
+        ...
+        while state.step < 100:
+            faults.at(state.step)
+            ...
+
+A fault is keyed by generation, rank and step, so that it strikes once: what follows it is another generation.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+KINDS = ("kill", "stop", "raise", "segfault", "exit", "partition", "notice")
+"""What can happen to a rank; see the methods of :class:`FaultPlan`."""
+
+_log = logging.getLogger(__name__)
+
+
+class InjectedFaultError(Exception):
+    """What :meth:`FaultPlan.raises` raises unless told otherwise."""
+
+    def __reduce__(self) -> tuple[type[InjectedFaultError], tuple[Any, ...]]:
+        return type(self), self.args
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One entry of a plan.
+
+    Attributes:
+        kind: One of :data:`KINDS`.
+        rank: Whom it strikes; of a random fault, modulo the number of ranks that there are.
+        step: When: as given to :meth:`FaultPlan.at`, or, of a random fault, how many steps the generation has made.
+        generation: In which generation; None for each.
+        error: For "raise": the class of the exception.
+        message: For "raise": its text.
+        code: For "exit": the exit code.
+        counted: Whether `step` counts calls of :meth:`FaultPlan.at` in the generation.
+    """
+
+    kind: str
+    rank: int
+    step: int
+    generation: int | None = 0
+    error: type[Exception] = InjectedFaultError
+    message: str = "on purpose"
+    code: int = 1
+    counted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r}: expected one of {', '.join(KINDS)}")
+        _require_count("rank", self.rank)
+        _require_count("step", self.step)
+        if self.generation is not None:
+            _require_count("generation", self.generation, ", or None for every generation")
+        if not (isinstance(self.error, type) and issubclass(self.error, Exception)):
+            raise TypeError(f"error={self.error!r}: expected a class of exceptions, such as ValueError")
+        _require_count("code", self.code)
+        if self.code > 255:
+            raise ValueError(f"code={self.code}: expected an exit code, 0 to 255")
+
+    def strike(self) -> None:
+        """Let it happen to this process, now."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        match self.kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "notice":
+                os.kill(os.getpid(), signal.SIGTERM)
+            case "exit":
+                os._exit(self.code)
+            case "raise":
+                raise self.error(self.message)
+            case "segfault":
+                import ctypes
+
+                ctypes.string_at(0)
+            case "partition":
+                from spark_hvd.connections import cut_among, sockets
+
+                cut_among(sockets())
+
+
+def _require_count(name: str, value: object, otherwise: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r}: expected a whole number, 0 or more{otherwise}")
+    if value < 0:
+        raise ValueError(f"{name}={value}: expected 0 or more{otherwise}")
+
+
+class _Progress:
+    """How many steps this process has made in the present generation; a copy begins anew."""
+
+    def __init__(self) -> None:
+        self.generation = -1
+        self.steps = 0
+
+    def __reduce__(self) -> tuple[type[_Progress], tuple[()]]:
+        return type(self), ()
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """See the module's description. A plan does not change; each method that adds a fault gives a new one.
+
+    In a static run the generation is the number of the restart, see ``max_restarts`` of :func:`spark_hvd.run`.
+
+    Attributes:
+        faults: What is to happen.
+    """
+
+    faults: tuple[Fault, ...] = ()
+    _progress: _Progress = field(default_factory=_Progress, init=False, repr=False, compare=False)
+
+    def kill(self, rank: int, step: int, generation: int | None = 0) -> FaultPlan:
+        """The rank's process is killed (SIGKILL), as by the kernel when memory is short.
+
+        Args:
+            rank: Whom it strikes.
+            step: The step, as given to :meth:`at`.
+            generation: What ``hvd.generation()`` says then; None for every generation, for as long as the step comes.
+
+        Raises:
+            TypeError, ValueError: A number is none, or negative. So for all faults.
+        """
+        return self._and(Fault("kill", rank, step, generation))
+
+    def stop(self, rank: int, step: int, generation: int | None = 0) -> FaultPlan:
+        """The rank's process is stopped (SIGSTOP), with its connections open: it hangs."""
+        return self._and(Fault("stop", rank, step, generation))
+
+    def raises(
+        self,
+        rank: int,
+        step: int,
+        generation: int | None = 0,
+        *,
+        error: type[Exception] = InjectedFaultError,
+        message: str = "on purpose",
+    ) -> FaultPlan:
+        """The call of :meth:`at` raises ``error(message)``."""
+        return self._and(Fault("raise", rank, step, generation, error, message))
+
+    def segfault(self, rank: int, step: int, generation: int | None = 0) -> FaultPlan:
+        """The rank's process reads where there is no memory: a crash in native code."""
+        return self._and(Fault("segfault", rank, step, generation))
+
+    def exit(self, rank: int, step: int, generation: int | None = 0, *, code: int = 1) -> FaultPlan:
+        """The rank's process exits at once, with a code, as by ``os._exit``."""
+        return self._and(Fault("exit", rank, step, generation, code=code))
+
+    def partition(self, rank: int, step: int, generation: int | None = 0) -> FaultPlan:
+        """All TCP connections of the rank's process are cut, in both directions; the process goes on.
+
+        What does not go over TCP stays: shared memory, InfiniBand, NVLink.
+        """
+        return self._and(Fault("partition", rank, step, generation))
+
+    def notice(self, rank: int, step: int, generation: int | None = 0) -> FaultPlan:
+        """The rank gets SIGTERM, as a notice that its machine will go. What does not heed it is ended by it."""
+        return self._and(Fault("notice", rank, step, generation))
+
+    @classmethod
+    def random(
+        cls, seed: int, count: int, kinds: Sequence[str] = KINDS, *, size: int, max_step: int = 20, min_step: int = 1
+    ) -> FaultPlan:
+        """One fault in each of the generations 0 to `count` - 1.
+
+        Of which kind, on which rank and after how many steps of its generation follows from `seed` and the generation
+        alone. Steps are counted by the calls of :meth:`at`, whatever number they are given.
+
+        Args:
+            seed: Other seeds, other faults.
+            count: Number of faults.
+            kinds: Those to choose from.
+            size: Number of ranks to choose from; if there are fewer at the time, modulo those.
+            max_step: The most steps of a generation before its fault.
+            min_step: The least. A run in which ranks keep failing before a commit is given up, so let there be one.
+
+        Raises:
+            TypeError, ValueError: An argument is wrong.
+        """
+        for name, value in (("count", count), ("size", size), ("max_step", max_step), ("min_step", min_step)):
+            _require_count(name, value)
+        if isinstance(kinds, str) or not kinds or not set(kinds) <= set(KINDS):
+            raise ValueError(f"kinds={kinds!r}: expected a list of some of {', '.join(KINDS)}")
+        if size < 1:
+            raise ValueError(f"size={size}: expected at least 1 rank")
+        if min_step > max_step:
+            raise ValueError(f"min_step={min_step}, max_step={max_step}: expected min_step <= max_step")
+        faults = []
+        for generation in range(count):
+            chance = random.Random(f"{seed}/{generation}")
+            kind, rank = chance.choice(list(kinds)), chance.randrange(size)
+            faults.append(Fault(kind, rank, chance.randint(min_step, max_step), generation, counted=True))
+        return cls(tuple(faults))
+
+    def at(self, step: int) -> None:
+        """This rank is about to make this step: the faults happen that are planned for it. Costs next to nothing else.
+
+        Args:
+            step: Its number, counted as the plan's steps are.
+
+        Raises:
+            NotInitializedError: Before ``hvd.init()``.
+            Exception: The one that :meth:`raises` was given.
+        """
+        if not self.faults:
+            return
+        from spark_hvd import basics  # the driver makes a plan without torch
+
+        generation = basics.generation()
+        progress = self._progress
+        if progress.generation != generation:
+            progress.generation, progress.steps = generation, 0
+        made, progress.steps = progress.steps, progress.steps + 1
+        for fault in self.faults:
+            if fault.step != (made if fault.counted else step) or fault.generation not in (generation, None):
+                continue
+            rank = fault.rank % basics.size() if fault.counted else fault.rank
+            if rank == basics.rank():
+                _log.warning("rank %d, generation %d, step %d: %s, as planned", rank, generation, step, fault.kind)
+                fault.strike()
+
+    def _and(self, fault: Fault) -> FaultPlan:
+        return replace(self, faults=(*self.faults, fault))

@@ -1,0 +1,206 @@
+"""The face of elastic training: ``hvd.elastic``, with the state of a PyTorch training."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Hashable
+from typing import Any
+
+import torch
+
+from spark_hvd.elastic_run import run
+from spark_hvd.elastic_sampler import ElasticSampler
+from spark_hvd.elastic_state import ObjectState, State
+from spark_hvd.errors import HostsUpdatedInterrupt
+from spark_hvd.snapshot import Snapshots
+from spark_hvd.state_handlers import (
+    ModelStateHandler,
+    OptimizerStateHandler,
+    SamplerStateHandler,
+    StateDictHandler,
+    StateHandler,
+    get_handler_registry,
+    handler_of,
+    set_handler_registry,
+)
+
+
+class TorchState(ObjectState):
+    """The state of a PyTorch training: models, optimizers, samplers, schedulers, and plain objects.
+
+    A commit costs the time of a copy of what is no optimizer's; parameters and state of the optimizers in it are copied
+    in the background until the next `step`. It takes memory for two copies of all tensors, on the host.
+
+    Args:
+        model: A torch.nn.Module.
+        optimizer: A torch.optim.Optimizer; a DistributedOptimizer as a rule.
+        **kwargs: More of these, ElasticSampler, or anything with `state_dict` and `load_state_dict`; they keep their
+            identity, and what they are made of is state. Whatever else is a plain object, see
+            :class:`spark_hvd.elastic_state.ObjectState`. All become attributes, which may be assigned to: a restore
+            then puts the one back that was there at the commit.
+    """
+
+    _handlers: dict[str, StateHandler]
+    _watched: dict[str, _Watch]
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._handlers, self._watched = {}, {}
+        super().__init__(model=model, optimizer=optimizer, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_names", ()):
+            self._assign(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _assign(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self._handlers and self._handlers[name].value is value:
+            return
+        handler = handler_of(value)
+        if handler is None:
+            self._handlers.pop(name, None)
+        else:
+            self._handlers[name] = handler
+        self._watch()
+
+    def _watch(self) -> None:
+        """Have the snapshots settled before any step of the optimizers that are here now."""
+        optimizers = {name: item.value for name, item in self._handlers.items() if _is_optimizer(item)}
+        for name in [name for name, watch in self._watched.items() if watch.optimizer is not optimizers.get(name)]:
+            self._watched.pop(name).end()
+        for name in optimizers.keys() - self._watched.keys():
+            self._watched[name] = _Watch(optimizers[name], self._snapshots)
+
+    def reset(self) -> None:
+        """Deal out what is left of samplers' epochs among the ranks that are there now."""
+        for handler in self._handlers.values():
+            if isinstance(handler, SamplerStateHandler):
+                handler.renewed()
+
+    def save(self) -> None:
+        """See base class."""
+        super().save()
+        for handler in self._foreign():
+            handler.save()
+
+    def restore(self) -> None:
+        """See base class."""
+        super().restore()
+        for handler in self._foreign():
+            handler.restore()
+
+    def sync(self) -> None:
+        """See base class."""
+        super().sync()
+        for handler in self._foreign():
+            handler.save()
+
+    def _foreign(self) -> list[StateHandler]:
+        """Those that keep their own copies, as Horovod's do."""
+        return [handler for handler in self._handlers.values() if not isinstance(handler, StateDictHandler)]
+
+    def _ours(self, name: str) -> StateDictHandler | None:
+        handler = self._handlers.get(name)
+        return handler if isinstance(handler, StateDictHandler) else None
+
+    def _facts(self) -> dict[str, int]:
+        facts = super()._facts()
+        for name, handler in self._handlers.items():
+            if isinstance(handler, SamplerStateHandler):
+                facts[f"state.{name}.epoch"] = handler.value.epoch
+                facts[f"state.{name}.processed_num"] = handler.value.processed_num
+        return facts
+
+    def _content(self) -> dict[str, Any]:
+        content: dict[str, Any] = {}
+        for name in self._names:
+            handler = self._handlers.get(name)
+            if handler is None:
+                content[name] = getattr(self, name)
+            elif isinstance(handler, StateDictHandler):
+                content[name] = handler.state()
+        return content
+
+    def _load(self, name: str, value: Any) -> None:
+        handler = self._ours(name)
+        if handler is None:
+            super()._load(name, value)
+        else:
+            handler.load(value)
+
+    def _copies(self, name: str) -> bool:
+        handler = self._ours(name)
+        return handler is not None and handler.copies
+
+    def _kind(self, name: str) -> str:
+        handler = self._handlers.get(name)
+        return super()._kind(name) if handler is None else f"for a {type(handler).__name__}"
+
+    def _misfit(self, name: str, skeleton: Any) -> str | None:
+        handler = self._ours(name)
+        fault = None if handler is None else handler.misfit(skeleton)
+        return None if fault is None else f"{name}: {fault}"
+
+    def _steady(self) -> Collection[Hashable]:
+        ours = (handler for handler in self._handlers.values() if isinstance(handler, StateDictHandler))
+        return {key for handler in ours for key in handler.steady()}
+
+    def _things(self) -> Any:
+        return dict(self._handlers)
+
+    def _bring_back(self, things: Any) -> None:
+        self._handlers = dict(things)
+        for name, handler in self._handlers.items():
+            self.__dict__[name] = handler.value
+        self._watch()
+
+    def _sync_others(self, root_rank: int) -> None:
+        for handler in self._foreign():
+            handler.root_rank = root_rank
+            handler.sync()
+
+    def _renew(self) -> None:
+        for handler in self._handlers.values():
+            if isinstance(handler, StateDictHandler):
+                handler.renewed()
+
+
+class _Watch:
+    """A hook that settles snapshots before a step; gone when they are."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, snapshots: Snapshots) -> None:
+        self.optimizer = optimizer
+        here = weakref.ref(snapshots)
+
+        def settle(*_: Any) -> None:
+            if (there := here()) is not None:
+                there.settle()
+
+        self.end = weakref.finalize(snapshots, optimizer.register_step_pre_hook(settle).remove)
+
+
+def _is_optimizer(handler: StateHandler) -> bool:
+    return isinstance(handler, OptimizerStateHandler) and isinstance(handler.value, torch.optim.Optimizer)
+
+
+__all__ = [
+    "ElasticSampler",
+    "HostsUpdatedInterrupt",
+    "ModelStateHandler",
+    "ObjectState",
+    "OptimizerStateHandler",
+    "SamplerStateHandler",
+    "State",
+    "StateDictHandler",
+    "StateHandler",
+    "TorchState",
+    "get_handler_registry",
+    "run",
+    "set_handler_registry",
+]

@@ -1,0 +1,126 @@
+"""All connections of one elastic world, so that another thread can end them at once, also while they are being made.
+
+A rank that has stopped keeps its sockets and says nothing. Whoever waits for it in a collective is freed by cutting the
+connections of the process groups. While a group is being made they are not known yet, and there is more to wait for:
+keys of the key-value store, and peers that were to connect to a listener of Gloo's. Then every connection is cut that
+has come since, those to the store too, and the listeners are answered in place of the peers. That may hit a connection
+of a user's thread, if it was made in the few milliseconds that making a group takes, in a generation that breaks then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from spark_hvd.connections import Sockets, answer, cut_among, cut_to, sockets
+from spark_hvd.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from spark_hvd.members import Severable
+    from spark_hvd.world import Endpoint
+
+_AGAIN_SECONDS = 0.05
+"""Between two cuts, while a group is being made: its sockets come one after the other."""
+
+
+class Wires:
+    """See the module's description.
+
+    Args:
+        generation: Of the world.
+        endpoint: Of its key-value store; None where there is none.
+        size: Number of ranks.
+    """
+
+    def __init__(self, generation: int, endpoint: Endpoint | None, size: int) -> None:
+        self.generation = generation
+        self.broken: str | None = None
+        """Why they were cut."""
+        self._size = size
+        self._store = set[tuple[str, int]]()
+        if endpoint is not None:
+            found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+            self._store = {(str(each[4][0]), endpoint.port) for each in found}
+        self._lock = threading.Lock()
+        self._cutting = threading.Lock()
+        self._known: list[Severable] = []
+        self._listeners: list[Callable[[str], None]] = []
+        self._before: Sockets | None = None
+        """While a group is being made: the sockets that there were."""
+
+    @contextlib.contextmanager
+    def making(self) -> Iterator[None]:
+        """Within this context process groups are made, and what they wait for is cut too.
+
+        Raises:
+            CollectiveError: The wires were cut, or a peer or the network failed.
+        """
+        if self._before is not None:
+            yield
+            return
+        self._require_whole()
+        self._before = sockets()
+        try:
+            self._require_whole()
+            yield
+        except RuntimeError as error:
+            if self.broken is not None:
+                raise CollectiveError(self.broken) from error
+            if isinstance(error, CollectiveError):
+                raise
+            raise CollectiveError(f"the ranks could not meet: {error}") from error
+        finally:
+            with self._cutting:  # or it would cut what comes next
+                self._before = None
+        self._require_whole()
+
+    def add(self, known: Severable) -> None:
+        """These are the connections of a process group that has been made."""
+        with self._lock:
+            self._known.append(known)
+
+    def on_cut(self, listener: Callable[[str], None]) -> None:
+        """Tell this listener also that they were cut, and why; in the thread that cuts."""
+        with self._lock:
+            self._listeners.append(listener)
+            text = self.broken
+        if text is not None:
+            listener(text)
+
+    def cut(self, text: str) -> None:
+        """End all connections; the first text is the one that is told. From any thread."""
+        with self._lock:
+            if self.broken is None:
+                self.broken = text
+            listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            listener(text)
+        self._cut()
+        if self._before is not None:
+            # In a thread of its own, which ends with what is being made: the caller has others to hear from.
+            threading.Thread(target=self._go_on_cutting, name="spark_hvd-abort", daemon=True).start()
+
+    def _go_on_cutting(self) -> None:
+        while self._before is not None:
+            time.sleep(_AGAIN_SECONDS)
+            self._cut()
+
+    def _cut(self) -> None:
+        with self._lock:
+            known = list(self._known)
+        for each in known:
+            each.cut()
+        with self._cutting:
+            if self._before is not None:
+                cut_to(self._store)
+                fresh = {fd: inode for fd, inode in sockets().items() if self._before.get(fd) != inode}
+                cut_among(fresh)
+                answer(fresh, self._size)
+
+    def _require_whole(self) -> None:
+        if self.broken is not None:
+            raise CollectiveError(self.broken)

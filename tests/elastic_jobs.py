@@ -1,0 +1,158 @@
+"""A training job for tests of elastic runs: what it returns is the history of the state that it ends with.
+
+The history is part of the state: which samples were trained on, and in what worlds. So it says what the final weights
+were made of, whatever was lost on the way.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+
+import spark_hvd.torch as hvd
+from spark_hvd.testing import FaultPlan
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors cannot import tests
+
+SAMPLES = 48
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained.
+
+    Attributes:
+        faults: Called at each step, which are counted from 0 over all epochs.
+        epochs: Each over :data:`SAMPLES` samples.
+        batch: Of each rank.
+        pause: Seconds that a step takes at least.
+        every: Steps from commit to commit.
+        log: File to which each rank adds a line after each commit: time, process, generation, rank, size, step.
+        until: After the epochs training goes on until this file is there; None: it does not.
+    """
+
+    faults: FaultPlan = field(default_factory=FaultPlan)
+    epochs: int = 2
+    batch: int = 4
+    pause: float = 0.0
+    every: int = 1
+    log: str | None = None
+    until: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a rank ended with.
+
+    Attributes:
+        rank: Its rank.
+        size: Of the last world.
+        generation: The last.
+        commits: Behind the state.
+        weights: Of the model.
+        seen: The samples of each step of the state's history, of all ranks together.
+        worlds: The generation and size of each step.
+        started: The generation in which this process began to train.
+    """
+
+    rank: int
+    size: int
+    generation: int
+    commits: int
+    weights: list[float]
+    seen: list[list[int]]
+    worlds: list[tuple[int, int]]
+    started: int
+
+    @property
+    def samples(self) -> list[int]:
+        """All samples of the history, sorted."""
+        return sorted(sample for step in self.seen for sample in step)
+
+
+def train(job: Job) -> Result:
+    """Fit a small model by SGD with momentum, over samples that are dealt to however many ranks there are."""
+    hvd.init()
+    torch.manual_seed(0)
+    x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
+    y = x.sum(1, keepdim=True)
+    model = torch.nn.Linear(6, 1)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), named_parameters=model.named_parameters()
+    )
+    sampler = hvd.elastic.ElasticSampler(range(SAMPLES), seed=3)
+    state: Any = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, step=0, seen=[], worlds=[])
+    started = None
+
+    @hvd.elastic.run
+    def fit(state: Any) -> None:
+        nonlocal started
+        started = hvd.generation() if started is None else started
+        while state.epoch < job.epochs or (job.until is not None and not together(job.until)):
+            sampler.set_epoch(state.epoch)
+            for batch in batches(list(sampler), job.batch):
+                job.faults.at(state.step)
+                time.sleep(job.pause)
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(x[batch]), y[batch]).backward()
+                optimizer.step()
+                everyones = hvd.allgather(torch.tensor(batch))
+                sampler.record_batch(0, len(batch))
+                state.step += 1
+                state.seen = [*state.seen, everyones.tolist()]
+                state.worlds = [*state.worlds, (hvd.generation(), hvd.size())]
+                if state.step % job.every == 0:
+                    state.commit()
+                    note(job.log, state.step)
+            state.epoch += 1
+
+    fit(state)
+    weights = torch.cat([param.detach().flatten() for param in model.parameters()]).tolist()
+    assert started is not None
+    return Result(hvd.rank(), hvd.size(), hvd.generation(), state.commits, weights, state.seen, state.worlds, started)
+
+
+def batches(indices: list[int], size: int) -> Iterator[list[int]]:
+    """Indices in lists of a size; the last may be shorter."""
+    for start in range(0, len(indices), size):
+        yield indices[start : start + size]
+
+
+def together(path: str) -> bool:
+    """Whether a file is there; the same answer on all ranks."""
+    return bool(hvd.broadcast_object(Path(path).exists(), root_rank=0))
+
+
+def note(log: str | None, step: int) -> None:
+    """Add a line to the log, in one write."""
+    if log is not None:
+        with open(log, "a") as file:
+            file.write(f"{time.time()} {os.getpid()} {hvd.generation()} {hvd.rank()} {hvd.size()} {step}\n")
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a rank has noted after a commit."""
+
+    time: float
+    process: int
+    generation: int
+    rank: int
+    size: int
+    step: int
+
+
+def read(log: Path) -> list[Line]:
+    """The lines of a log."""
+    if not log.exists():
+        return []
+    lines = [line.split() for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [Line(float(first), *map(int, rest)) for first, *rest in lines]

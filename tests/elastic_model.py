@@ -1,0 +1,259 @@
+"""A model of executors and rank processes that follow the elastic protocol, driven by a real Membership; no clock.
+
+The model checks what must never be: two ranks with one number, members of two worlds at a time, a world with a dead
+member that goes on for ever.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from spark_hvd.layout import RankInfo
+from spark_hvd.runner.membership import Membership
+from spark_hvd.runner.membership_events import (
+    AgentLeaving,
+    AgentLost,
+    AgentUp,
+    Assign,
+    Broken,
+    Committed,
+    Decision,
+    Dismiss,
+    EndAgent,
+    Ended,
+    Entered,
+    Event,
+    Finish,
+    Finished,
+    Go,
+    Joined,
+    Limits,
+    Loss,
+    Note,
+    Ready,
+    Reset,
+    StartWorker,
+    StopWorker,
+    Update,
+    Yielded,
+)
+
+
+@dataclass
+class Process:
+    """A rank process of the model."""
+
+    number: int
+    agent: int
+    place: RankInfo
+    state: str = "preparing"  # waiting, meeting, training, broken, finishing, returned, dead
+    generation: int | None = None
+    hangs: bool = False
+    update: bool = False
+    commits: int = -1
+    step: int = 0
+
+
+@dataclass
+class Model:
+    """Executors and processes; messages are delivered at once, in order, unless a test withholds them."""
+
+    limits: Limits
+    steps: int = 1000
+    now: float = 0.0
+    membership: Membership = field(init=False)
+    agents: dict[int, tuple[str, int]] = field(default_factory=dict)
+    processes: dict[int, Process] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    generations: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.membership = Membership(self.limits, random.Random(0))
+
+    # ---- what tests do --------------------------------------------------------------------------------------------
+
+    def up(self, agent: int, host: str | None = None, task: int | None = None) -> None:
+        task = agent if task is None else task
+        self.agents[agent] = (host or f"host{agent}", task)
+        self.tell(AgentUp(agent, host or f"host{agent}", task))
+
+    def lose(self, agent: int, why: str = "is not heard of any more") -> None:
+        """An executor goes, with its process; the driver hears of it."""
+        self.kill_agent(agent)
+        self.tell(AgentLost(agent, why))
+
+    def kill_agent(self, agent: int) -> None:
+        """An executor goes, and nobody says so."""
+        self.agents.pop(agent, None)
+        for process in self.alive():
+            if process.agent == agent:
+                process.state = "dead"
+
+    def leave(self, agent: int) -> None:
+        self.tell(AgentLeaving(agent, "decommissioned"))
+
+    def fail(self, rank: int, *, raised: bool = False, error: str = "was killed by SIGKILL") -> None:
+        """The process of a rank dies, and its agent says so."""
+        self.fail_process(self.of_rank(rank), raised=raised, error=error)
+
+    def fail_process(self, process: Process, *, raised: bool = False, error: str = "was killed by SIGKILL") -> None:
+        """The same, for one that may have no rank yet."""
+        process.state = "dead"
+        self.tell(Ended(process.number, Loss.FAILED, error, raised=raised))
+
+    def hang(self, rank: int) -> None:
+        self.of_rank(rank).hangs = True
+
+    def of_rank(self, rank: int) -> Process:
+        generation = self.membership.generation
+        assert generation is not None
+        return self.processes[generation.members[rank]]
+
+    def alive(self) -> list[Process]:
+        return [process for process in self.processes.values() if process.state not in ("dead", "returned")]
+
+    @property
+    def size(self) -> int:
+        """Of the generation that trains; 0 while none does."""
+        generation = self.membership.generation
+        return len(generation.members) if generation is not None and generation.trains else 0
+
+    def run(self, seconds: float = 1.0, *, commit: bool = True, tick: float = 0.1) -> None:
+        """Let time pass: every process that can makes a step each ``tick`` seconds."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += tick
+            for process in list(self.processes.values()):
+                self.step(process, commit=commit)
+            self.act(self.membership.tick(self.now))
+
+    def prepare(self, *numbers: int) -> None:
+        """Let only these processes come to their elastic function."""
+        for number in numbers:
+            self.enter(self.processes[number])
+
+    # ---- how processes behave -------------------------------------------------------------------------------------
+
+    def step(self, process: Process, *, commit: bool = True) -> None:
+        if process.hangs or process.state in ("dead", "returned", "waiting", "meeting", "finishing"):
+            return
+        if process.state in ("preparing", "broken"):
+            self.enter(process)
+            return
+        members = [self.processes[number] for number in self.generations[process.generation or 0]]
+        if any(
+            peer.state not in ("training", "finishing") or peer.generation != process.generation for peer in members
+        ):
+            self.break_up(process, "connection closed by peer")
+        elif any(peer.hangs for peer in members):
+            return  # waits in a collective
+        elif process is members[0]:
+            self.lockstep(members, commit=commit)
+
+    def lockstep(self, members: list[Process], *, commit: bool) -> None:
+        update = members[0].update
+        commits = max(0, *(peer.commits for peer in members))
+        for peer in members:
+            if peer.commits < commits:  # it is given the state
+                self.tell(Committed(peer.number, commits))
+        for peer in members:
+            peer.step += 1
+            peer.commits = commits + int(commit)
+            self.tell(Committed(peer.number, peer.commits))
+        for peer in members:
+            if peer.state != "training":  # told meanwhile that it is over
+                continue
+            if update and commit:
+                generation, peer.generation, peer.state = peer.generation, None, "broken"
+                assert generation is not None
+                self.tell(Yielded(peer.number, generation))
+            elif max(peer.step for peer in members) >= self.steps:
+                peer.state = "finishing"
+                assert peer.generation is not None
+                self.tell(Finished(peer.number, peer.generation))
+
+    def enter(self, process: Process) -> None:
+        process.state, process.generation, process.update = "waiting", None, False
+        self.tell(Entered(process.number))
+
+    def break_up(self, process: Process, error: str) -> None:
+        generation, process.generation, process.state = process.generation, None, "broken"
+        assert generation is not None
+        self.tell(Broken(process.number, generation, error))
+
+    # ---- acting on decisions --------------------------------------------------------------------------------------
+
+    def tell(self, event: Event) -> None:
+        self.act(self.membership.handle(event, self.now))
+
+    def act(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            self.act_on(decision)
+        self.check()
+
+    def act_on(self, decision: Decision) -> None:
+        match decision:
+            case Note(text):
+                self.notes.append(text)
+            case StartWorker(agent, number, place):
+                assert number not in self.processes
+                assert not [each for each in self.alive() if each.agent == agent], "an agent has one process"
+                if agent in self.agents:
+                    self.processes[number] = Process(number, agent, place)
+                else:  # gone, though the driver does not know
+                    self.processes[number] = Process(number, agent, place, "dead")
+            case StopWorker(_, number):
+                process = self.processes[number]
+                if process.agent in self.agents:
+                    process.state = "dead"
+                    self.tell(Ended(number, Loss.FAILED, "was killed by SIGKILL"))
+            case Dismiss(_, number):
+                process = self.processes[number]
+                if process.state != "dead":
+                    assert process.state == "waiting"
+                    process.state = "dead"
+                    self.tell(Ended(number, Loss.LOST, "left"))
+            case Assign(_, number, generation, place):
+                members = self.membership.generation.members if self.membership.generation else ()
+                self.generations[generation] = members
+                process = self.processes[number]
+                if process.state == "dead":
+                    return
+                assert process.state == "waiting"
+                process.state, process.generation, process.place = "meeting", generation, place
+                if not process.hangs:
+                    self.tell(Ready(number, generation, ("127.0.0.1", 1) if place.rank == 0 else None))
+            case Go(_, number, generation):
+                process = self.processes[number]
+                if process.state == "meeting" and process.generation == generation and not process.hangs:
+                    process.state, process.step = "training", process.step
+                    self.tell(Joined(number, generation))
+            case Reset(_, number, generation):
+                process = self.processes[number]
+                if process.generation == generation and process.state != "dead" and not process.hangs:
+                    process.state, process.generation = "broken", None
+            case Update(_, number, generation):
+                if self.processes[number].generation == generation:
+                    self.processes[number].update = True
+            case Finish(_, number, generation):
+                process = self.processes[number]
+                if process.state == "finishing":
+                    assert process.generation == generation
+                    process.state = "returned"
+                    self.tell(Ended(number))
+            case EndAgent(agent, again):
+                if again:
+                    self.agents.pop(agent, None)
+                for process in self.alive():
+                    if process.agent == agent:
+                        process.state = "dead"
+
+    def check(self) -> None:
+        """What must hold at every moment."""
+        training = [process for process in self.processes.values() if process.state in ("meeting", "training")]
+        generations = {process.generation for process in training}
+        assert len(generations) <= 1, f"two worlds at a time: {generations}"
+        ranks = [process.place.rank for process in training]
+        assert len(set(ranks)) == len(ranks), f"a rank twice: {ranks}"
+        assert all(process.place.size == len(self.generations[process.generation or 0]) for process in training)

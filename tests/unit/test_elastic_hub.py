@@ -1,0 +1,120 @@
+"""Messages of agents become events, decisions become messages; silence becomes a loss."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from spark_hvd.runner.elastic_hub import ElasticState
+from spark_hvd.runner.hub_state import Send
+from spark_hvd.runner.membership_events import End, Limits
+from spark_hvd.runner.silence import SILENT_AFTER
+
+LIMITS = Limits(num_proc=2, min_num_proc=1, max_num_proc=2)
+
+
+class Hub:
+    """An ElasticState with a clock, whose messages go through JSON as on the wire."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.state = ElasticState(limits)
+        self.now = 100.0
+        self.sent: list[tuple[int, dict[str, Any]]] = []
+
+    def say(self, agent: int, kind: str, **fields: Any) -> list[tuple[int, dict[str, Any]]]:
+        message = json.loads(json.dumps({"type": kind, "rank": agent, **fields}))
+        return self._keep(self.state.handle(message, self.now))
+
+    def wait(self, seconds: float, *beating: int) -> list[tuple[int, dict[str, Any]]]:
+        sent = []
+        for _ in range(int(seconds * 10)):
+            self.now += 0.1
+            for agent in beating:
+                sent += self.say(agent, "alive")
+            sent += self._keep(self.state.tick(self.now))
+        return sent
+
+    def _keep(self, sends: list[Send]) -> list[tuple[int, dict[str, Any]]]:
+        return [(send.rank, json.loads(json.dumps(send.message))) for send in sends]
+
+
+def two() -> Hub:
+    """Two agents whose workers train in generation 0."""
+    hub = Hub()
+    hub.say(10, "hello", host="a", task=0, attempt=10)
+    started = hub.say(11, "hello", host="b", task=1, attempt=11)
+    assert [(agent, message["type"], message["worker"]) for agent, message in started] == [
+        (10, "start", 0),
+        (11, "start", 1),
+    ]
+    hub.say(10, "entered", worker=0)
+    assigned = hub.say(11, "entered", worker=1)
+    assert [(agent, message["place"]["rank"]) for agent, message in assigned] == [(10, 0), (11, 1)]
+    hub.say(10, "ready", worker=0, generation=0, store=["10.0.0.1", 4000])
+    going = hub.say(11, "ready", worker=1, generation=0, store=None)
+    assert [message["store"] for _, message in going] == [["10.0.0.1", 4000]] * 2
+    for agent, worker in ((10, 0), (11, 1)):
+        hub.say(agent, "joined", worker=worker, generation=0)
+    return hub
+
+
+def test_ranks_meet() -> None:
+    two()
+
+
+def test_output_is_labelled_with_the_present_rank() -> None:
+    hub = two()
+    assert hub.state.labels == {10: 0, 11: 1}
+    hub.say(10, "ended", worker=0, loss="failed", error="was killed by SIGKILL", raised=False)
+    hub.say(11, "entered", worker=1)
+    assert hub.state.labels[11] == 0
+
+
+def test_an_agent_that_is_silent_is_lost_and_sent_away_when_it_comes_back() -> None:
+    hub = two()
+    told = hub.wait(SILENT_AFTER + 1, 11)
+    assert (11, "reset") in [(agent, message["type"]) for agent, message in told]
+    assert "rank 0 on host a: is not heard of any more" in " ".join(hub.state.notes)
+    assert [(agent, message["type"], message["again"]) for agent, message in hub.say(10, "alive")] == [
+        (10, "end", True)
+    ]
+
+
+def test_one_that_is_heard_of_is_not_lost() -> None:
+    hub = two()
+    assert hub.wait(SILENT_AFTER * 3, 10, 11) == []
+
+
+def test_silence_counts_sooner_while_all_wait() -> None:
+    hub = two()
+    hub.say(11, "broken", worker=1, generation=0, error="connection reset by peer")
+    hub.say(11, "entered", worker=1)
+    told = hub.wait(SILENT_AFTER - 2, 11)
+    assert (11, "assign") in [(agent, message["type"]) for agent, message in told]
+
+
+def test_a_task_that_comes_when_all_is_over_is_let_go() -> None:
+    hub = two()
+    for agent, worker in ((10, 0), (11, 1)):
+        hub.say(agent, "finished", worker=worker, generation=0)
+    for agent, worker in ((10, 0), (11, 1)):
+        hub.say(agent, "ended", worker=worker, loss=None, error="", raised=False)
+    assert hub.state.membership.verdict is not None
+    assert hub.state.membership.verdict.end is End.DONE
+    assert hub.say(12, "hello", host="c", task=2, attempt=12) == [(12, {"type": "end", "agent": 12, "again": False})]
+
+
+def test_all_are_gone_when_each_has_said_so() -> None:
+    hub = two()
+    assert not hub.state.all_gone
+    hub.state.stop("the run was stopped")
+    hub.say(10, "gone", why="the run is over")
+    assert not hub.state.all_gone
+    hub.say(11, "gone", why="the run is over")
+    assert hub.state.all_gone
+
+
+def test_a_notice_makes_a_rank_leave_at_the_next_commit() -> None:
+    hub = two()
+    told = hub.say(10, "leaving", worker=0, why="SIGTERM to the rank")
+    assert {(agent, message["type"]) for agent, message in told} == {(10, "update"), (11, "update")}

@@ -1,0 +1,180 @@
+"""What can be state, how it is named and assigned, and what a restore brings back; no world is needed for that."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+import spark_hvd.torch as hvd
+from spark_hvd.elastic_state import ObjectState, State
+from spark_hvd.skeleton import Bones, put_together
+from spark_hvd.torch_elastic import TorchState, get_handler_registry, set_handler_registry
+
+
+def test_objects_are_restored_whole() -> None:
+    state = ObjectState(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, step=3, seen={"a": [1]})
+    assert state.commits == -1
+    state.step = 4
+    state.restore()  # there is nothing to go back to
+    assert (state.step, state.commits) == (4, -1)
+    state.save()
+    for _ in range(2):  # what a restore gives is not the copy itself
+        state.seen["a"].append(2)
+        state.step, state.other = 5, "not state"
+        state.restore()
+        assert (state.step, state.seen, state.other, state.commits) == (4, {"a": [1]}, "not state", 0)
+    state.commit()  # in no world, with no launcher
+    assert state.commits == 1
+
+
+@pytest.mark.parametrize("name", ["save", "commits", "_x", "restore"])
+def test_names_of_its_own(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' is a name of ObjectState's own"):
+        ObjectState(**{name: 1})
+
+
+def test_callbacks_come_after_reset() -> None:
+    calls: list[str] = []
+
+    class Mine(ObjectState):
+        def reset(self) -> None:
+            calls.append("reset")
+
+    state = Mine(step=0)
+    state.register_reset_callbacks([lambda: calls.append("first"), lambda: calls.append("second")])
+    state.register_reset_callbacks([lambda: calls.append("third")])
+    state.on_reset()
+    assert calls == ["reset", "first", "second", "third"]
+    for method in (State.save, State.restore, State.sync):
+        with pytest.raises(NotImplementedError):
+            method(state)
+
+
+def test_tensors_in_objects() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    state = ObjectState(
+        tensor=torch.arange(3),
+        nested=OrderedDict(a=[torch.zeros(2, requires_grad=True)], b=(weight, weight)),
+        by_default=defaultdict(list, x=[torch.tensor(True)]),
+        lazily={"none": None},
+    )
+    state.save()
+    state.tensor += 1
+    state.nested["a"][0].data += 1
+    state.by_default["y"].append(1)
+    state.restore()
+    assert state.tensor.tolist() == [0, 1, 2]
+    assert type(state.nested) is OrderedDict
+    assert state.nested["a"][0].requires_grad
+    assert isinstance(state.nested["b"][0], torch.nn.Parameter)
+    assert (state.by_default.default_factory, state.by_default["x"][0].item(), len(state.by_default)) == (list, True, 1)
+
+
+def test_assignment_replaces_what_is_handled() -> None:
+    first, second = torch.nn.Linear(2, 1), torch.nn.Linear(3, 1)
+    state = TorchState(first, scaler=None)
+    assert state.model is first
+    assert state.optimizer is None
+    state.save()
+    before = copy.deepcopy(first.state_dict())
+    state.model = second
+    state.optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
+    state.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        first.weight.zero_()
+    state.restore()
+    assert state.model is first
+    assert (state.optimizer, state.scaler) == (None, None)
+    assert torch.equal(first.weight, before["weight"])
+    state.model = second
+    state.save()
+    with torch.no_grad():
+        second.weight.zero_()
+    state.restore()
+    assert state.model is second
+    assert second.weight.abs().sum() > 0
+
+
+def test_an_optimizers_state_is_not_cast() -> None:
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    optimizer.state[param]["master"] = torch.tensor([1 / 3] * 3)
+    state = TorchState(optimizer=optimizer, weights=param)
+    state.save()
+    kept = optimizer.state[param]["master"].clone()
+    for _ in range(2):
+        optimizer.state[param]["master"].zero_()
+        state.restore()
+        assert optimizer.state[param]["master"].dtype == torch.float32
+        assert torch.equal(optimizer.state[param]["master"], kept)
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    state = ObjectState(fine=1, wrong=[torch.eye(2).to_sparse()])
+    with pytest.raises(TypeError, match=r"'wrong': a tensor of layout torch\.sparse_coo"):
+        state.save()
+    state.wrong = [threading.Lock()]
+    with pytest.raises(TypeError, match=r"'wrong': list cannot be copied: cannot pickle '_thread\.lock' object"):
+        state.save()
+    assert state.commits == -1
+
+
+def test_handlers_of_users() -> None:
+    calls: list[str] = []
+
+    class Counter:
+        count = 0
+
+    class Handler(hvd.elastic.StateHandler):
+        def save(self) -> None:
+            calls.append(f"save {self.value.count}")
+
+        def restore(self) -> None:
+            calls.append("restore")
+
+    class ByState(hvd.elastic.StateDictHandler):
+        def state(self) -> Any:
+            return self.value.count
+
+        def load(self, state: Any) -> None:
+            self.value.count = state
+
+    class Other(Counter):
+        pass
+
+    registry = get_handler_registry()
+    set_handler_registry([(Other, ByState), (Counter, Handler), *registry])
+    try:
+        counter, other = Counter(), Other()
+        state = TorchState(counter=counter, other=other)
+        state.save()
+        counter.count = other.count = 5
+        state.restore()
+        assert calls == ["save 0", "restore"]
+        assert (counter.count, other.count) == (5, 0)
+        assert state.other is other
+    finally:
+        set_handler_registry(registry)
+    with pytest.raises(NotImplementedError):
+        hvd.elastic.StateHandler(1).sync()
+
+
+def test_skeletons_keep_what_has_no_tensor() -> None:
+    tied = torch.ones(2)
+    loop: list[Any] = [1]
+    loop.append(loop)
+    plain = {"x": [1, 2]}
+    value = {"plain": plain, "tied": [tied, tied.view(2)], "other": tied[:1], "loop": loop}
+    bones = Bones()
+    skeleton = bones.take_apart(value)
+    assert skeleton["plain"] is plain
+    assert len(bones.tensors) == 2
+    assert copy.deepcopy(skeleton)["tied"] == skeleton["tied"]
+    assert skeleton["loop"][1] is loop
+    again = put_together(skeleton, lambda bone: bones.tensors[bone.number])
+    assert again["tied"][1].tolist() == [1, 1]

@@ -1,0 +1,429 @@
+"""Scenarios of elastic membership, each a few lines: who comes, who goes, who trains then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from spark_hvd.runner.membership_events import (
+    AgentLost,
+    AgentUp,
+    Broken,
+    End,
+    EndAgent,
+    Ended,
+    Entered,
+    Finished,
+    Joined,
+    Limits,
+    Ready,
+    Yielded,
+)
+from tests.elastic_model import Model
+
+TWO = Limits(num_proc=2, min_num_proc=1, max_num_proc=2)
+
+
+def trained(limits: Limits = TWO, steps: int = 1000) -> Model:
+    """A model whose num_proc ranks train."""
+    model = Model(limits, steps)
+    for agent in range(limits.num_proc):
+        model.up(agent)
+    model.run(2.0)
+    assert model.size == limits.num_proc
+    return model
+
+
+def test_ranks_meet_train_and_return() -> None:
+    model = trained(steps=30)
+    model.run(5.0)
+    assert model.membership.verdict is not None
+    assert (model.membership.verdict.end, model.membership.verdict.ranks) == (End.DONE, (0, 1))
+
+
+def test_nobody_starts_before_there_are_enough() -> None:
+    model = Model(TWO)
+    model.up(0)
+    model.run(10.0)
+    assert not model.processes
+    model.up(1)
+    model.run(1.0)
+    assert model.size == 2
+
+
+def test_fewer_start_when_the_time_is_up() -> None:
+    model = Model(replace(TWO, start_timeout=5.0))
+    model.up(0)
+    model.run(7.0)
+    assert model.size == 1
+    assert "instead of num_proc=2" in model.notes[0]
+
+
+def test_too_few_to_start_is_an_error_that_names_the_number() -> None:
+    model = Model(replace(TWO, min_num_proc=2, start_timeout=5.0))
+    model.up(0)
+    model.run(6.0)
+    assert model.membership.verdict is not None
+    assert model.membership.verdict.end is End.NOT_STARTED
+    assert "1 tasks had started after start_timeout=5 s, min_num_proc=2" in model.membership.verdict.text
+
+
+def test_ranks_of_one_host_are_next_to_each_other() -> None:
+    model = Model(Limits(num_proc=4, min_num_proc=4, max_num_proc=4))
+    for agent, host in enumerate(["a", "b", "a", "b"]):
+        model.up(agent, host)
+    model.run()
+    members = [model.of_rank(rank) for rank in range(4)]
+    assert [(process.place.host, process.place.local_rank) for process in members] == [
+        ("a", 0),
+        ("a", 1),
+        ("b", 0),
+        ("b", 1),
+    ]
+
+
+def test_a_rank_that_dies_is_replaced_and_the_survivor_comes_first() -> None:
+    model = trained()
+    survivor = model.of_rank(1).number
+    model.fail(0)
+    newcomer = model.processes[2]
+    newcomer.hangs = True  # takes its time to prepare
+    model.run(0.5)
+    assert model.size == 1, "the survivor does not wait"
+    newcomer.hangs = False
+    model.run(1.0)
+    assert model.size == 2
+    assert model.of_rank(0).number == survivor
+    assert model.membership.resets == 1
+
+
+def test_below_the_minimum_the_survivor_waits() -> None:
+    model = trained(replace(TWO, min_num_proc=2))
+    model.lose(0)
+    model.run(5.0)
+    assert model.size == 0
+    model.up(7, task=0)
+    model.run(1.0)
+    assert model.size == 2
+    assert model.of_rank(0).agent == 1
+
+
+def test_below_the_minimum_for_too_long_is_an_error() -> None:
+    model = trained(replace(TWO, min_num_proc=2, elastic_timeout=20.0))
+    model.lose(0)
+    model.run(25.0)
+    assert model.membership.verdict is not None
+    assert model.membership.verdict.end is End.TOO_FEW
+    assert "1 ranks for elastic_timeout=20 s, min_num_proc=2" in model.membership.verdict.text
+
+
+def test_newcomers_join_at_a_commit_and_that_is_no_failure() -> None:
+    model = trained(Limits(num_proc=2, min_num_proc=1, max_num_proc=4))
+    model.up(2)
+    model.up(3)
+    model.run(1.0, commit=False)
+    assert model.size == 2, "nobody has committed"
+    model.run(1.0)
+    assert model.size == 4
+    assert model.membership.resets == 0
+    assert [model.of_rank(rank).number for rank in range(4)] == [0, 1, 2, 3]
+
+
+def test_nobody_waits_for_a_newcomer_that_prepares() -> None:
+    model = trained(Limits(num_proc=2, min_num_proc=1, max_num_proc=3))
+    model.up(2)
+    model.processes[2].hangs = True
+    model.run(60.0)
+    assert (model.size, model.membership.resets) == (2, 0)
+
+
+def test_never_more_than_the_maximum() -> None:
+    model = trained(Limits(num_proc=2, min_num_proc=1, max_num_proc=3))
+    for agent in (2, 3, 4):
+        model.up(agent)
+    model.run(2.0)
+    assert model.size == 3
+
+
+def test_a_decommissioned_rank_leaves_at_a_commit_without_a_failure() -> None:
+    model = trained()
+    model.leave(0)
+    model.run(1.0)
+    assert model.size == 1
+    assert model.of_rank(0).agent == 1
+    assert model.membership.resets == 0
+    assert 0 not in model.agents, "its task is free for another executor"
+    model.up(5, task=0)
+    model.run(1.0)
+    assert (model.size, model.membership.resets) == (2, 0)
+
+
+def test_who_leaves_below_the_minimum_leaves_all_the_same_and_the_others_wait() -> None:
+    model = trained(replace(TWO, min_num_proc=2))
+    model.leave(0)
+    model.run(1.0)
+    assert model.size == 0
+    assert model.membership.verdict is None
+    model.up(5, task=2)
+    model.run(1.0)
+    assert model.size == 2
+
+
+def test_when_all_leave_they_hand_the_state_over_first() -> None:
+    model = trained()
+    model.leave(0)
+    model.leave(1)
+    model.run(1.0)
+    assert model.size == 2, "there is nobody to hand over to"
+    model.membership.limits = replace(TWO, max_num_proc=4)
+    model.up(2)
+    model.up(3)
+    model.run(3.0)
+    assert {model.of_rank(rank).agent for rank in range(model.size)} == {2, 3}
+    assert min(model.of_rank(rank).commits for rank in range(2)) > 0
+    assert model.membership.resets == 0
+
+
+def test_a_hung_rank_is_ended_when_it_does_not_come_back() -> None:
+    model = trained()
+    model.hang(1)
+    model.break_up(model.of_rank(0), "no answer for collective_timeout")
+    model.run(TWO.rejoin_timeout - 1)
+    assert model.size == 0
+    model.run(3.0)
+    assert model.size == 2
+    assert "did not come back within rejoin_timeout=30 s" in " ".join(model.notes)
+
+
+def test_a_rank_that_hangs_while_all_meet_is_ended() -> None:
+    model = trained()
+    model.fail(1)
+    model.run(0.2)
+    newcomer = max(model.processes)
+    model.processes[newcomer].hangs = False
+    model.enter(model.processes[newcomer])
+    model.processes[newcomer].hangs = True
+    model.run(40.0)
+    assert "did not join the others" in " ".join(model.notes)
+    assert model.size == 2
+
+
+def test_an_executor_that_nobody_hears_of_is_waited_for_until_it_counts_as_lost() -> None:
+    model = trained()
+    model.kill_agent(0)
+    model.run(2.0)
+    assert model.size == 0
+    assert model.membership.waits_for_the_silent
+    model.lose(0)
+    model.run(0.5)
+    assert model.size == 1
+
+
+def test_a_task_that_spark_starts_anew_ends_its_former_attempt() -> None:
+    model = trained()
+    model.kill_agent(0)
+    model.up(9, "host0", task=0)
+    model.run(2.0)
+    assert model.size == 2
+    assert model.of_rank(0).agent == 1
+
+
+def test_all_raise() -> None:
+    model = trained()
+    model.fail(0, raised=True, error="ValueError: bad")
+    model.fail(1, raised=True, error="ValueError: bad")
+    assert model.membership.verdict is not None
+    assert model.membership.verdict.end is End.FAILED
+    assert model.membership.verdict.culprit == 0
+
+
+def test_one_rank_that_always_raises_does_not_go_on_for_ever() -> None:
+    model = trained(replace(TWO, min_num_proc=2, host_failure_limit=100))
+    for _ in range(4):  # the first has committed
+        assert model.membership.verdict is None
+        model.fail(1, raised=True, error="ValueError: bad")
+        model.run(20.0, commit=False)
+    assert model.membership.verdict is not None
+    assert model.membership.verdict.end is End.FAILED
+    assert "3 times in a row" in model.membership.verdict.text
+
+
+def test_failures_with_commits_in_between_may_go_on_for_ever() -> None:
+    model = trained()
+    for _ in range(50):
+        model.run(2.0)
+        model.fail(1)
+    model.run(2.0)
+    assert (model.size, model.membership.resets) == (2, 50)
+
+
+def test_the_reset_limit() -> None:
+    model = trained(replace(TWO, reset_limit=2))
+    for _ in range(3):
+        assert model.membership.verdict is None
+        model.fail(1)
+        model.run(2.0)
+    assert model.membership.verdict is not None
+    assert model.membership.verdict.end is End.RESET_LIMIT
+    assert "reset_limit=2" in model.membership.verdict.text
+
+
+def test_a_host_where_ranks_keep_failing_gets_no_more() -> None:
+    model = trained()
+    model.fail(1)
+    model.fail_process(model.processes[2])
+    model.run(20.0)
+    assert model.size == 1
+    assert model.of_rank(0).agent == 0
+    assert "host host1 gets no new ranks for ever" in " ".join(model.notes)
+
+
+def test_a_host_comes_back_after_its_cool_down() -> None:
+    model = trained(replace(TWO, host_failure_limit=1, cooldown=(10.0, 60.0)))
+    model.fail(1)
+    model.run(9.0)
+    assert model.size == 1
+    model.run(5.0)
+    assert model.size == 2
+
+
+def test_when_all_hosts_are_excluded_there_is_nothing_to_wait_for() -> None:
+    model = trained(replace(TWO, min_num_proc=2, host_failure_limit=1))
+    model.fail(1, error="was killed by SIGSEGV")
+    model.run(1.0)
+    assert model.membership.verdict is not None
+    assert model.membership.verdict.end is End.FAILED
+    assert "host1" in model.membership.verdict.text
+    assert "SIGSEGV" in model.membership.verdict.text
+
+
+def test_all_hosts_lost_after_commits_means_the_state_is_lost() -> None:
+    model = trained()
+    model.lose(0)
+    model.lose(1)
+    model.up(2, task=0)
+    model.up(3, task=1)
+    model.run(2.0)
+    assert model.membership.verdict is not None
+    assert model.membership.verdict.end is End.STATE_LOST
+
+
+def test_all_hosts_lost_before_the_first_commit_loses_nothing() -> None:
+    model = Model(TWO)
+    model.up(0)
+    model.up(1)
+    model.run(1.0, commit=False)
+    assert model.size == 2
+    model.lose(0)
+    model.lose(1)
+    model.up(2, task=0)
+    model.up(3, task=1)
+    model.run(2.0)
+    assert model.size == 2
+
+
+def test_a_rank_lost_before_all_have_finished_is_no_success() -> None:
+    model = trained()
+    first, second = model.of_rank(0), model.of_rank(1)
+    first.state = "finishing"
+    model.tell(Finished(first.number, 0))
+    model.fail(1)
+    assert first.state == "broken", "it goes on with the others from its last commit"
+    model.run(2.0)
+    assert model.membership.verdict is None
+    assert model.size == 2
+    assert second.state == "dead"
+
+
+def test_a_value_lost_after_the_end_is_an_error() -> None:
+    model = trained()
+    for process in (model.of_rank(0), model.of_rank(1)):
+        process.state = "finishing-by-hand"
+        model.tell(Finished(process.number, 0))
+    model.tell(Ended(model.of_rank(0).number))
+    model.tell(AgentLost(0, "is not heard of any more"))
+    assert model.membership.verdict is not None
+    assert model.membership.verdict.end is End.FAILED
+    assert "its value is lost" in model.membership.verdict.text
+
+
+def test_a_function_without_an_elastic_one_simply_returns() -> None:
+    model = Model(TWO)
+    model.up(0)
+    model.up(1)
+    for number in (0, 1):
+        model.tell(Ended(number))
+    assert model.membership.verdict is not None
+    assert (model.membership.verdict.end, model.membership.verdict.ranks) == (End.DONE, (0, 1))
+
+
+def test_a_function_that_returns_early_on_one_rank_is_an_error() -> None:
+    model = Model(TWO)
+    model.up(0)
+    model.up(1)
+    model.prepare(0)
+    model.tell(Ended(1))
+    assert model.membership.verdict is not None
+    assert "returned from fn without" in model.membership.verdict.text
+
+
+def test_a_function_that_has_returned_on_one_rank_before_others_call_theirs_is_an_error() -> None:
+    model = Model(TWO)
+    model.up(0)
+    model.up(1)
+    model.tell(Ended(1))
+    assert model.membership.verdict is None, "it may have no elastic function at all"
+    model.prepare(0)
+    assert model.membership.verdict is not None
+    assert model.membership.verdict.end is End.FAILED
+    assert "returned from fn without" in model.membership.verdict.text
+
+
+@pytest.mark.parametrize("returns_first", [True, False])
+def test_a_second_elastic_function_that_only_one_rank_calls_is_an_error(returns_first: bool) -> None:
+    model = trained()
+    zero, one = model.of_rank(0), model.of_rank(1)
+    for process in (zero, one):
+        process.state = "finishing-by-hand"
+        model.tell(Finished(process.number, 0))
+    zero.state = "waiting"
+    events = [Ended(one.number), Entered(zero.number)]
+    for event in events if returns_first else reversed(events):
+        model.tell(event)
+    assert model.membership.verdict is not None
+    assert model.membership.verdict.end is End.FAILED
+    assert "rank 1 on host host1 returned from fn without" in model.membership.verdict.text
+
+
+def test_tasks_that_come_after_the_end_are_let_go() -> None:
+    model = trained(steps=30)
+    model.run(5.0)
+    assert model.membership.handle(AgentUp(9, "host9", 9), model.now) == [EndAgent(9)]
+
+
+def test_the_caller_stops_it() -> None:
+    model = trained()
+    model.act(model.membership.stop("interrupted"))
+    assert not model.alive()
+
+
+@pytest.mark.parametrize("moment", ["ready", "go"])
+def test_messages_of_the_past_change_nothing(moment: str) -> None:
+    model = trained()
+    old = model.of_rank(1).number
+    model.fail(0)
+    model.run(2.0)
+    generation = model.membership.generation
+    assert generation is not None
+    for event in (
+        Broken(old, 0, "late"),
+        Yielded(old, 0),
+        Ready(old, 0),
+        Joined(old, 0),
+        Finished(old, 0),
+        Broken(0, generation.number, "from the dead"),
+    ):
+        model.tell(event)
+    assert model.membership.generation is generation
+    assert generation.trains
