@@ -57,7 +57,8 @@ class Feed(Iterator[Batch]):
 
     def skip(self, batches: int) -> None:
         """Leave batches out."""
-        self._drop()
+        if batches:
+            self._drop()
         self.given += batches
         while batches:
             step = min(batches, self._left)

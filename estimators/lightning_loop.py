@@ -48,6 +48,7 @@ class _Fit:
     def __init__(self, job: Job, files: RunFiles) -> None:
         self.job, self.files, self.asked = job, files, job.spec.trainer
         self.module = job.objects.model
+        self.first = len(job.history)
         self.pl = package_of(self.module)
         self.checkpoint_io = make_checkpoint_io(self.pl, self._resumed())
         self.trainer = self._trainer()
@@ -170,7 +171,8 @@ class _Fit:
         row.update(_means(metrics))
         row.update(lr=self.rate, **speed(seconds, sum(rows)))
         job.add(row)
-        job.feed.skip(-job.feed.given % job.steps)  # the epoch was left early (limit_train_batches)
+        behind = (len(job.history) - self.first) * job.steps - job.feed.given
+        job.feed.skip(max(0, behind))  # the epoch was left early (limit_train_batches)
         trainer.save_checkpoint(KEEP)
         kept, self.checkpoint_io.kept = self.checkpoint_io.kept, None
         weights = self.module.state_dict()

@@ -23,7 +23,7 @@ from spark_hvd.runner import (
     StartTimeoutError,
     run,
 )
-from spark_hvd.runner import launch as launch_module
+from spark_hvd.runner import attempt as attempt_module
 from tests.conftest import ranks_alive, wait_until
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def cut_off(*partitions: int) -> Any:
 def test_executors_that_cannot_reach_the_driver_meet_without_it(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_module, "_task", cut_off(0, 1))
+    monkeypatch.setattr(attempt_module, "_task", cut_off(0, 1))
     assert run(reduce_one, num_proc=2, spark=spark) == [2.0, 2.0]
 
     def fail() -> None:
@@ -177,7 +177,7 @@ def test_executors_that_cannot_reach_the_driver_meet_without_it(
 def test_one_executor_that_cannot_reach_the_driver_makes_all_meet_without_it(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(launch_module, "_task", cut_off(1))
+    monkeypatch.setattr(attempt_module, "_task", cut_off(1))
     with caplog.at_level(logging.WARNING, logger="spark_hvd"):
         assert run(reduce_one, num_proc=2, spark=spark) == [2.0, 2.0]
     assert "cannot reach the driver" in caplog.text
@@ -189,9 +189,9 @@ def test_one_executor_that_cannot_reach_the_driver_makes_all_meet_without_it(
 def test_a_driver_host_that_is_a_name_or_no_address_of_the_driver(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str, warns: bool
 ) -> None:
-    real = launch_module.on_spark.conf
+    real = attempt_module.on_spark.conf
     changed = {"spark.driver.host": host, "spark.driver.bindAddress": None}
-    monkeypatch.setattr(launch_module.on_spark, "conf", lambda session, key: changed.get(key, real(session, key)))
+    monkeypatch.setattr(attempt_module.on_spark, "conf", lambda session, key: changed.get(key, real(session, key)))
     with caplog.at_level(logging.WARNING, logger="spark_hvd"):
         assert run(reduce_one, num_proc=2, spark=spark) == [2.0, 2.0]
     assert ("spark.driver.bindAddress" in caplog.text) is warns

@@ -8,12 +8,13 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning as L  # noqa: N812 - the name that everybody gives it
 import pytest
 import torch
 from torch import nn
 
 from spark_hvd.context import current, is_initialized
-from spark_hvd.estimators import Callback, CheckpointError, LocalBackend, Store, TrainState
+from spark_hvd.estimators import Callback, CheckpointError, LightningEstimator, LocalBackend, Store, TrainState
 from spark_hvd.runner import RankFailedError
 from tests.spark.estimator_support import ROWS, estimator, frame, same
 
@@ -146,6 +147,62 @@ def test_restarts_of_a_backend_of_its_own(df: DataFrame, tmp_path: Path) -> None
     assert [row.get("restarts", 0) for row in history] == [0, 1]
     with pytest.raises(ValueError, match=r"max_restarts=2, min_num_proc=None and backend .* SparkBackend\(max_rest"):
         estimator(**settings, max_restarts=2).fit(df)
+
+
+def straight_line() -> L.LightningModule:
+    class Line(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(4)
+            self.layers = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+
+        def forward(self, features: torch.Tensor) -> torch.Tensor:
+            return self.layers(features)
+
+        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            return nn.functional.mse_loss(self(batch["features"]).squeeze(1), batch["value"].float())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    return Line()
+
+
+def killed_in_lightning() -> L.Callback:
+    class Kills(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *others: Any) -> None:
+            world = current().world
+            if (world.me.rank, world.generation, trainer.current_epoch) == (1, 0, 2) and others[-1] == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return Kills()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("batches", [None, 5], ids=["whole passes", "left early"])
+def test_lightning_goes_on_from_its_last_epoch(df: DataFrame, tmp_path: Path, batches: int | None) -> None:
+    settings: dict[str, Any] = {
+        "backend": LocalBackend(2, verbose=0, max_restarts=1),
+        "store": Store.create(tmp_path),
+        "feature_cols": ["features"],
+        "label_cols": ["value"],
+        "batch_size": 16,
+        "epochs": 4,
+        "random_seed": 3,
+        "verbose": 0,
+        "logger": False,
+        "train_steps_per_epoch": None if batches is None else 7,
+        "trainer_args": {} if batches is None else {"limit_train_batches": batches},
+    }
+    whole = LightningEstimator(model=straight_line(), **settings).fit(df)
+    settings["callbacks"] = [killed_in_lightning()]
+    again = LightningEstimator(model=straight_line(), **settings).fit(df)
+    same(again.getModel(), dict(whole.getModel().state_dict()), 1e-30)
+    assert [row["loss"] for row in again.getHistory()] == [row["loss"] for row in whole.getHistory()]
+    assert [row.get("restarts", 0) for row in again.getHistory()] == [0, 0, 1, 1]
+    with pytest.raises(TypeError, match=r"no parameter 'checkpoint_every': Lightning's loop goes on between epochs"):
+        LightningEstimator(checkpoint_every=2)
 
 
 def test_parameters(df: DataFrame) -> None:
