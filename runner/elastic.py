@@ -165,7 +165,10 @@ def run_elastic(
             session,
             config.limits.max_num_proc,
             task_of(
-                "elastic_task", "run_elastic_task", pickle.dumps(ElasticSpec(common_spec, rejoin_timeout)), payload
+                "elastic_task",
+                "run_elastic_task",
+                pickle.dumps(ElasticSpec(common_spec, rejoin_timeout, not local)),
+                payload,
             ),
             f"spark_hvd.run_elastic({name}) on {config.limits.min_num_proc} to {config.limits.max_num_proc} ranks",
             run_id,

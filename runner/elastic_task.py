@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import signal
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from spark_hvd.layout import RankInfo
-from spark_hvd.runner.agent import NOTICES, Agent, Report, WorkerSetup
+from spark_hvd.runner.agent import NOTICES, Agent, GivenUpError, Report, WorkerSetup
 from spark_hvd.runner.gpus import GpuShare, devices_of
 from spark_hvd.runner.hub import Link
 from spark_hvd.runner.network import choose_address, is_loopback, own_addresses
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 _CONNECT_WAIT = 20.0
+_NEXT_AGENT = 1 << 40
+"""Added to the number of a task's attempt for each further agent of it; above all numbers that Spark gives."""
 
 
 class DriverUnreachableError(RuntimeError):
@@ -40,10 +43,12 @@ class ElasticSpec:
     Attributes:
         task: What it has in common with a static run.
         rejoin_timeout: Seconds for a rank to join a generation.
+        restarts_tasks: Whether Spark starts tasks anew that fail; in local mode it ends their job.
     """
 
     task: TaskSpec
     rejoin_timeout: float
+    restarts_tasks: bool = True
 
 
 def run_elastic_task(spec: ElasticSpec, payload: bytes) -> Iterator[pyarrow.RecordBatch]:
@@ -55,17 +60,23 @@ def run_elastic_task(spec: ElasticSpec, payload: bytes) -> Iterator[pyarrow.Reco
     gpus = context.resources().get("gpu")
     assert spec.task.hub is not None
     anchor = executor_pid()
-    with ExitStack() as closing:
-        report = be_agent(
-            spec,
-            payload,
-            number=context.taskAttemptId(),
-            task=context.partitionId(),
-            host=executor_host(anchor, spec.task.hub.host),
-            anchor=anchor,
-            gpus=None if gpus is None else list(gpus.addresses),
-            closing=closing,
-        )
+    for again in itertools.count():
+        try:
+            with ExitStack() as closing:
+                report = be_agent(
+                    spec,
+                    payload,
+                    number=context.taskAttemptId() + again * _NEXT_AGENT,
+                    task=context.partitionId(),
+                    host=executor_host(anchor, spec.task.hub.host),
+                    anchor=anchor,
+                    gpus=None if gpus is None else list(gpus.addresses),
+                    closing=closing,
+                )
+            break
+        except GivenUpError:
+            if spec.restarts_tasks:
+                raise
     yield from to_batches([Packed(context.partitionId(), True, pickle.dumps(report))], spec.task.spool)
 
 

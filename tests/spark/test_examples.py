@@ -46,6 +46,17 @@ def test_digits_on_spark() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+def test_elastic_digits() -> None:
+    printed = run_program("elastic_digits.py").stdout  # what befalls the ranks is on stderr
+    assert "in generation 1, with 1 rank\n" in printed
+    assert re.search(r"in generation [3-9], with 2 ranks\n", printed)
+    accuracy = re.search(r"accuracy (\S+)", printed)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_flights(tmp_path: Path) -> None:
     printed = run_example("flights.py", "--rows", "40000", "--epochs", "4", "--out", str(tmp_path))
     auc = {
