@@ -13,7 +13,6 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.checkpoint_format import on_rank_0
-from spark_hvd.context import current
 from spark_hvd.estimators.checkpoint import BEST, LAST, Checkpoints, check_fits
 from spark_hvd.estimators.errors import NotFiniteLossError
 from spark_hvd.estimators.feed import Feed
@@ -104,7 +103,7 @@ class Job:
 
     def add(self, row: dict[str, Any]) -> None:
         """Append the row of an epoch to the history."""
-        restarts = current().world.generation
+        restarts = hvd.generation()
         self.history.append({**row, "restarts": restarts} if restarts else row)
 
     def keep(self, model: torch.nn.Module, rest: Callable[[], dict[str, Any]]) -> None:
@@ -164,7 +163,7 @@ def train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> Histor
     device = _device(spec.use_gpu)
     checkpoints = Checkpoints(spec.store, spec.run_id)
     # After a restart the run has a checkpoint that it had not when it was started, unless it was lost before the first.
-    started_again = current().world.generation > 0 and on_rank_0(checkpoints.exists)
+    started_again = hvd.generation() > 0 and on_rank_0(checkpoints.exists)
     resumed = checkpoints.load() if spec.resume or started_again else None
     if resumed is not None:
         check_fits(resumed, objects.model, spec.run_id)

@@ -14,7 +14,6 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd import run_local
-from spark_hvd.context import current
 from spark_hvd.runner import RankFailedError
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -34,7 +33,7 @@ def train(folder: str, deaths: dict[int, int]) -> dict[str, Any]:
         optimizer.load_state_dict(saved.state["optimizer"])
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     reduced = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    generation = current().world.generation
+    generation = hvd.generation()
     for step in range(first, STEPS):
         if hvd.rank() == 1 and deaths.get(generation) == step:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -76,7 +75,7 @@ def test_the_limit(tmp_path: Path) -> None:
 
 def test_an_exception_is_the_programs_own(tmp_path: Path) -> None:
     def fn() -> None:
-        with open(tmp_path / f"{hvd.rank()}-{current().world.generation}", "w"):
+        with open(tmp_path / f"{hvd.rank()}-{hvd.generation()}", "w"):
             pass
         hvd.barrier()
         raise ValueError("mine")

@@ -135,7 +135,7 @@ def test_torch_missing_on_an_executor(spark: SparkSession, tmp_path: Path, monke
 def cut_off(*partitions: int) -> Any:
     """A task for which the driver's published port leads nowhere, as behind a firewall, and which soon knows."""
 
-    def make(spec: bytes, payload: bytes) -> Any:
+    def make(module: str, function: str, spec: bytes, payload: bytes) -> Any:
         def wrapped(batches: Any) -> Any:
             import dataclasses
             import pickle
@@ -162,7 +162,7 @@ def cut_off(*partitions: int) -> Any:
 def test_executors_that_cannot_reach_the_driver_meet_without_it(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempt_module, "_task", cut_off(0, 1))
+    monkeypatch.setattr(attempt_module, "task_of", cut_off(0, 1))
     assert run(reduce_one, num_proc=2, spark=spark) == [2.0, 2.0]
 
     def fail() -> None:
@@ -177,7 +177,7 @@ def test_executors_that_cannot_reach_the_driver_meet_without_it(
 def test_one_executor_that_cannot_reach_the_driver_makes_all_meet_without_it(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(attempt_module, "_task", cut_off(1))
+    monkeypatch.setattr(attempt_module, "task_of", cut_off(1))
     with caplog.at_level(logging.WARNING, logger="spark_hvd"):
         assert run(reduce_one, num_proc=2, spark=spark) == [2.0, 2.0]
     assert "cannot reach the driver" in caplog.text
