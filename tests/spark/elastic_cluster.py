@@ -45,12 +45,14 @@ class ElasticCluster:
         folder: For logs and work.
         port: The master's.
         workers: The daemon on each host.
+        cores: Its slots.
         session: The application's.
     """
 
     folder: Path
     port: int
     workers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    cores: dict[str, int] = field(default_factory=dict)
     session: SparkSession = field(init=False)
 
     @property
@@ -64,6 +66,7 @@ class ElasticCluster:
         work = self.folder / f"{host}-{time.monotonic_ns()}"
         options = ["--host", host, "--webui-port", "0", "-c", str(cores), "-m", "1g", "-d", str(work), self.master]
         self.workers[host] = self._start("worker.Worker", host, *options)
+        self.cores[host] = cores
 
     def kill_worker(self, host: str) -> None:
         """A host is lost: its worker, executor and ranks are killed all at once."""
@@ -97,7 +100,7 @@ class ElasticCluster:
         for host in [*self.workers]:
             if self.workers[host].poll() is not None:
                 self.workers.pop(host)
-            elif host not in wanted:
+            elif wanted.get(host) != self.cores[host]:
                 self.kill_worker(host)
         for host, number in wanted.items():
             if host not in self.workers:
