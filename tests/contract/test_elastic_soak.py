@@ -6,11 +6,14 @@ import os
 import sys
 import threading
 from collections import Counter
+from typing import Any
 
 import cloudpickle
 import psutil
 import pytest
+import torch
 
+import spark_hvd.torch as hvd
 from spark_hvd.runner import run_elastic_local
 from spark_hvd.testing import FaultPlan
 from tests.elastic_jobs import SAMPLES, Job, checked, train
@@ -45,3 +48,38 @@ def test_a_hundred_faults() -> None:
     assert process.num_fds() <= fds + 2
     assert {thread.name for thread in threading.enumerate()} <= threads
     assert {*os.listdir("/dev/shm")} <= files
+
+
+def test_a_rank_that_lives_through_many_worlds_keeps_nothing_of_them() -> None:
+    worlds = 30
+
+    def fn(faults: FaultPlan) -> list[tuple[int, int]]:
+        model = torch.nn.Linear(100, 100)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        state: Any = hvd.elastic.TorchState(model, optimizer, step=0)
+        process, counts = psutil.Process(), []
+
+        @hvd.elastic.run
+        def go(state: Any) -> None:
+            counts.append((process.num_fds(), process.num_threads()))
+            even = hvd.add_process_set([0])
+            while state.step < 3 * worlds:
+                faults.at(state.step)
+                optimizer.zero_grad()
+                model(torch.ones(4, 100)).sum().backward()
+                optimizer.step()
+                hvd.allreduce(torch.ones(1), name="named")
+                if even.included():
+                    hvd.allreduce(torch.ones(1), process_set=even)
+                state.step += 1
+                state.commit()
+
+        go(state)
+        return counts
+
+    faults = FaultPlan.random(0, worlds, ["partition"], size=2, min_step=2, max_step=2)
+    for counts in run_elastic_local(fn, [faults], verbose=0, timeout=110):
+        assert len(counts) == worlds + 1
+        fds, threads = zip(*counts, strict=True)
+        assert max(fds[worlds // 2 :]) <= max(fds[: worlds // 2]) + 2, fds
+        assert max(threads[worlds // 2 :]) <= max(threads[: worlds // 2]) + 2, threads
