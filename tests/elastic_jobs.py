@@ -6,9 +6,11 @@ were made of, whatever was lost on the way.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,7 @@ import cloudpickle
 import torch
 
 import spark_hvd.torch as hvd
+from spark_hvd.context import place
 from spark_hvd.testing import FaultPlan
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors cannot import tests
@@ -35,7 +38,7 @@ class Job:
         batch: Of each rank.
         pause: Seconds that a step takes at least.
         every: Steps from commit to commit.
-        log: File to which each rank adds a line after each commit: time, process, generation, rank, size, step.
+        log: File to which each rank adds a :class:`Line` after each commit.
         until: After the epochs training goes on until this file is there; None: it does not.
     """
 
@@ -61,6 +64,8 @@ class Result:
         seen: The samples of each step of the state's history, of all ranks together.
         worlds: The generation and size of each step.
         started: The generation in which this process began to train.
+        host: Its host, as Spark knows it.
+        local: Its local rank, and the number of ranks on its host.
     """
 
     rank: int
@@ -71,11 +76,35 @@ class Result:
     seen: list[list[int]]
     worlds: list[tuple[int, int]]
     started: int
+    host: str
+    local: tuple[int, int]
 
     @property
-    def samples(self) -> list[int]:
-        """All samples of the history, sorted."""
-        return sorted(sample for step in self.seen for sample in step)
+    def sizes(self) -> list[int]:
+        """The sizes of the worlds, one after the other."""
+        return [size for size, _ in itertools.groupby(size for _, size in self.worlds)]
+
+
+def checked(results: list[Result], every: int = 1) -> Result:
+    """Check what must hold whatever has happened, and return rank 0's.
+
+    All ranks of the last world have the same state, to the bit, and each epoch has seen each sample once. Only with
+    more than two ranks some are seen twice, at the end of an epoch that does not divide.
+    """
+    first = results[0]
+    assert [result.rank for result in results] == list(range(len(results)))
+    for result in results:
+        assert (result.size, result.generation) == (len(results), first.generation)
+        assert (result.commits, result.weights) == (first.commits, first.weights)
+        assert (result.seen, result.worlds) == (first.seen, first.worlds)
+    counts = Counter(sample for step in first.seen for sample in step)
+    epochs = min(counts.values())
+    extra = sum(counts.values()) - epochs * SAMPLES
+    most = max(size for _, size in first.worlds)
+    assert set(counts) == set(range(SAMPLES))
+    assert extra == 0 if most <= 2 else extra < epochs * most
+    assert first.commits == len(first.seen) // every
+    return first
 
 
 def train(job: Job) -> Result:
@@ -117,7 +146,18 @@ def train(job: Job) -> Result:
     fit(state)
     weights = torch.cat([param.detach().flatten() for param in model.parameters()]).tolist()
     assert started is not None
-    return Result(hvd.rank(), hvd.size(), hvd.generation(), state.commits, weights, state.seen, state.worlds, started)
+    return Result(
+        hvd.rank(),
+        hvd.size(),
+        hvd.generation(),
+        state.commits,
+        weights,
+        state.seen,
+        state.worlds,
+        started,
+        place().host,
+        (hvd.local_rank(), hvd.local_size()),
+    )
 
 
 def batches(indices: list[int], size: int) -> Iterator[list[int]]:
@@ -135,7 +175,9 @@ def note(log: str | None, step: int) -> None:
     """Add a line to the log, in one write."""
     if log is not None:
         with open(log, "a") as file:
-            file.write(f"{time.time()} {os.getpid()} {hvd.generation()} {hvd.rank()} {hvd.size()} {step}\n")
+            file.write(
+                f"{time.time()} {os.getpid()} {hvd.generation()} {hvd.rank()} {hvd.size()} {step} {place().host}\n"
+            )
 
 
 @dataclass(frozen=True)
@@ -148,6 +190,7 @@ class Line:
     rank: int
     size: int
     step: int
+    host: str
 
 
 def read(log: Path) -> list[Line]:
@@ -155,4 +198,4 @@ def read(log: Path) -> list[Line]:
     if not log.exists():
         return []
     lines = [line.split() for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [Line(float(first), *map(int, rest)) for first, *rest in lines]
+    return [Line(float(first), *map(int, rest), host) for first, *rest, host in lines]

@@ -1,0 +1,85 @@
+"""One elastic job that is hit by a hundred faults of all kinds, and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import Counter
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+import torch
+
+import spark_hvd.torch as hvd
+from spark_hvd.runner import run_elastic_local
+from spark_hvd.testing import FaultPlan
+from tests.elastic_jobs import SAMPLES, Job, checked, train
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_leaks")]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+FAULTS = 100
+EPOCHS = 80
+"""Longer than the faults take: six steps each, and a fault strikes after five of its generation at most."""
+
+
+@pytest.mark.timeout(330)
+def test_a_hundred_faults() -> None:
+    """Each step is made by two ranks, whatever happens, so that the weights are the same to the bit."""
+    unbroken = checked(run_elastic_local(train, [Job(epochs=EPOCHS)], verbose=0, timeout=60))
+    process = psutil.Process()
+    fds, threads = process.num_fds(), {thread.name for thread in threading.enumerate()}
+    files = {*os.listdir("/dev/shm")}
+
+    faults = FaultPlan.random(2026, FAULTS, size=2, max_step=5)
+    job = Job(faults, EPOCHS)
+    results = run_elastic_local(train, [job], verbose=0, timeout=300, host_failure_limit=5)
+    first = checked(results)
+
+    assert first.generation >= FAULTS
+    steps = Counter(generation for generation, _ in first.worlds)
+    assert all(steps[fault.generation or 0] >= fault.step - 1 for fault in faults.faults)
+    assert sum(map(len, first.seen)) == EPOCHS * SAMPLES
+    assert (first.seen, first.weights) == (unbroken.seen, unbroken.weights)
+    # A fault or two of room: for instance what logging or the garbage collector has yet to close.
+    assert process.num_fds() <= fds + 2
+    assert {thread.name for thread in threading.enumerate()} <= threads
+    assert {*os.listdir("/dev/shm")} <= files
+
+
+def test_a_rank_that_lives_through_many_worlds_keeps_nothing_of_them() -> None:
+    worlds = 30
+
+    def fn(faults: FaultPlan) -> list[tuple[int, int]]:
+        model = torch.nn.Linear(100, 100)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        state: Any = hvd.elastic.TorchState(model, optimizer, step=0)
+        process, counts = psutil.Process(), []
+
+        @hvd.elastic.run
+        def go(state: Any) -> None:
+            counts.append((process.num_fds(), process.num_threads()))
+            even = hvd.add_process_set([0])
+            while state.step < 3 * worlds:
+                faults.at(state.step)
+                optimizer.zero_grad()
+                model(torch.ones(4, 100)).sum().backward()
+                optimizer.step()
+                hvd.allreduce(torch.ones(1), name="named")
+                if even.included():
+                    hvd.allreduce(torch.ones(1), process_set=even)
+                state.step += 1
+                state.commit()
+
+        go(state)
+        return counts
+
+    faults = FaultPlan.random(0, worlds, ["partition"], size=2, min_step=2, max_step=2)
+    for counts in run_elastic_local(fn, [faults], verbose=0, timeout=110):
+        assert len(counts) == worlds + 1
+        fds, threads = zip(*counts, strict=True)
+        assert max(fds[worlds // 2 :]) <= max(fds[: worlds // 2]) + 2, fds
+        assert max(threads[worlds // 2 :]) <= max(threads[: worlds // 2]) + 2, threads

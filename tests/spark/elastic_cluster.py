@@ -1,0 +1,242 @@
+"""A Spark standalone cluster on loopback under a test's control: workers come, are decommissioned, and are killed.
+
+Its hosts are loopback addresses, 127.0.0.2 and so on: Spark and the elastic run take them for different hosts, while
+ranks meet on 127.0.0.1, as on one machine they may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pyspark
+
+from spark_hvd.runner import spark as on_spark
+from spark_hvd.runner.profiles import Ask, task_resources
+from tests.conftest import SHORT_LIVED, start_session
+from tests.elastic_jobs import Line, read
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_HOME = Path(pyspark.__file__).parent
+_DRIVER = "127.0.0.1"
+_DAEMON_OPTIONS = (
+    f"{SHORT_LIVED} -Dspark.decommission.enabled=true -Dspark.deploy.maxExecutorRetries=-1 "
+    "-Dspark.worker.executorStateSync.maxAttempts=1"
+)
+
+
+@dataclass(eq=False)
+class ElasticCluster:
+    """A running cluster.
+
+    Attributes:
+        folder: For logs and work.
+        port: The master's.
+        workers: The daemon on each host.
+        cores: Its slots.
+        session: The application's.
+    """
+
+    folder: Path
+    port: int
+    workers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    cores: dict[str, int] = field(default_factory=dict)
+    session: SparkSession = field(init=False)
+
+    @property
+    def master(self) -> str:
+        """The master's URL."""
+        return f"spark://{_DRIVER}:{self.port}"
+
+    def add_worker(self, host: str, cores: int = 1) -> None:
+        """Start a worker daemon; an executor comes by itself."""
+        assert host not in self.workers
+        work = self.folder / f"{host}-{time.monotonic_ns()}"
+        options = ["--host", host, "--webui-port", "0", "-c", str(cores), "-m", "1g", "-d", str(work), self.master]
+        self.workers[host] = self._start("worker.Worker", host, *options)
+        self.cores[host] = cores
+
+    def kill_worker(self, host: str) -> None:
+        """A host is lost: its worker, executor and ranks are killed all at once."""
+        worker = self.workers.pop(host)
+        everything = [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]
+        for process in everything:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        worker.wait(10)
+
+    def kill_executor(self, host: str) -> None:
+        """The executor's JVM is killed; Spark starts another in its place."""
+        self.executor(host).kill()
+
+    def decommission_worker(self, host: str) -> None:
+        """The worker, and its executor, will go, and are told so; no executor is started there any more."""
+        self.workers[host].send_signal(signal.SIGPWR)
+
+    def decommission_executor(self, host: str) -> None:
+        """The executor will go, and is told so."""
+        self.executor(host).send_signal(signal.SIGPWR)
+
+    def executor(self, host: str) -> psutil.Process:
+        """The executor's JVM on a host."""
+        below = psutil.Process(self.workers[host].pid).children(recursive=True)
+        return next(process for process in below if "CoarseGrainedExecutorBackend" in _line(process))
+
+    def provide(self, **cores: int) -> None:
+        """Have exactly these hosts, with so many slots each; ``h2`` is 127.0.0.2."""
+        wanted = {f"127.0.0.{name[1:]}": number for name, number in cores.items()}
+        for host in [*self.workers]:
+            if self.workers[host].poll() is not None:
+                self.workers.pop(host)
+            elif wanted.get(host) != self.cores[host]:
+                self.kill_worker(host)
+        for host, number in wanted.items():
+            if host not in self.workers:
+                self.add_worker(host, number)
+        self.wait_for_slots(sum(wanted.values()))
+
+    def wait_for_slots(self, wanted: int, timeout: float = 90.0) -> None:
+        """Wait until the application has ``wanted`` task slots."""
+        deadline = time.monotonic() + timeout
+        while (there := on_spark.slots(self.session, task_resources(self.session, Ask())) or 0) != wanted:
+            if time.monotonic() > deadline:
+                logs = "".join(f"\n{log.name}: {log.read_text()[-2000:]}" for log in self.folder.glob("*.log"))
+                raise TimeoutError(f"{there} of {wanted} slots after {timeout:.0f} s{logs}")
+            time.sleep(0.1)
+
+    def _start(self, kind: str, name: str, *options: str) -> subprocess.Popen[bytes]:
+        command = ["setpriv", "--pdeathsig", "KILL", str(_HOME / "bin/spark-class"), f"org.apache.spark.deploy.{kind}"]
+        env = {
+            **os.environ,
+            "SPARK_HOME": str(_HOME),
+            "SPARK_NO_DAEMONIZE": "1",
+            "SPARK_DAEMON_MEMORY": "256m",
+            "SPARK_DAEMON_JAVA_OPTS": _DAEMON_OPTIONS,
+            "SPARK_LOCAL_IP": name if name != "master" else _DRIVER,
+            "SPARK_PUBLIC_DNS": name if name != "master" else _DRIVER,
+        }
+        with (self.folder / f"{name}.log").open("ab") as log:
+            return subprocess.Popen([*command, *options], stdout=log, stderr=log, env=env)
+
+
+@contextlib.contextmanager
+def elastic_cluster(folder: Path, **settings: str) -> Iterator[ElasticCluster]:
+    """Start a master and an application that has no executors yet; end it all.
+
+    Args:
+        folder: For logs and work.
+        **settings: Of the application.
+    """
+    with socket.create_server((_DRIVER, 0)) as free:
+        port = free.getsockname()[1]
+    cluster = ElasticCluster(folder, port)
+    with contextlib.ExitStack() as undo:
+        options = ["--host", _DRIVER, "--port", str(port), "--webui-port", "0"]
+        master = cluster._start("master.Master", "master", *options)
+        undo.callback(_end, master)
+        deadline = time.monotonic() + 60
+        while not _listens(port):
+            assert time.monotonic() < deadline, (folder / "master.log").read_text()
+            time.sleep(0.1)
+        undo.callback(lambda: [cluster.kill_worker(host) for host in [*cluster.workers]])
+        cluster.add_worker("127.0.0.2")  # a session counts to four before it is ready
+        cluster.session = start_session(
+            cluster.master,
+            **{
+                "spark.executor.memory": "512m",
+                "spark.task.maxFailures": "1000",
+                "spark.decommission.enabled": "true",
+                "spark.storage.decommission.enabled": "false",
+                **settings,
+            },
+        )
+        undo.callback(cluster.session.stop)
+        yield cluster
+
+
+class Progress:
+    """What the ranks of a job have noted so far, and a file that ends it.
+
+    Args:
+        folder: For both.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "log"
+        self.until = folder / "until"
+
+    def wait(self, condition: Callable[[Line], bool], timeout: float = 60.0) -> Line:
+        """Wait until a line is noted of which a condition is true, and return it."""
+        deadline = time.monotonic() + timeout
+        while not (found := [line for line in read(self.log) if condition(line)]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not noted after {timeout:g} s; the last lines: {read(self.log)[-4:]}")
+            time.sleep(0.02)
+        return found[0]
+
+    def end(self) -> None:
+        """Let the job return after its present epoch."""
+        self.until.touch()
+
+
+@contextlib.contextmanager
+def directed(progress: Progress, script: Callable[[Progress], None]) -> Iterator[None]:
+    """While a job runs within this context, do to its cluster what a script says; then let the job end.
+
+    Raises:
+        Exception: What the script raised.
+    """
+    errors = []
+
+    def body() -> None:
+        try:
+            script(progress)
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            progress.end()
+
+    thread = threading.Thread(target=body, name="director", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(60)
+        if errors:
+            raise errors[0]
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection((_DRIVER, port), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(5)

@@ -1,0 +1,271 @@
+"""What Horovod's elastic tests on Spark ask, on a real cluster: hosts come, go, fail and are lost while ranks train.
+
+Where a test says that something is detected, it or the next one shows the case in which there is nothing to detect.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from spark_hvd.runner import (
+    RankFailedError,
+    ResetLimitError,
+    StateLostError,
+    TooFewRanksError,
+    run_elastic,
+)
+from spark_hvd.testing import FaultPlan
+from tests.elastic_jobs import Job, Result, checked, read, train
+from tests.spark.elastic_cluster import ElasticCluster, Progress, directed, elastic_cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("no_leaks")]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+H2, H3, H4, H5 = (f"127.0.0.{number}" for number in (2, 3, 4, 5))
+RECOVERED = 15.0
+"""Seconds within which a survivor makes a new step after Spark has noticed that an executor is lost."""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ElasticCluster]:
+    with elastic_cluster(tmp_path_factory.mktemp("elastic-cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def progress(tmp_path: Path) -> Progress:
+    return Progress(tmp_path)
+
+
+def launch(hosts: ElasticCluster, faults: FaultPlan | None = None, epochs: int = 2, **options: Any) -> Result:
+    """Train for some epochs, with what happens in the ranks alone."""
+    job = Job(faults or FaultPlan(), epochs)
+    given = {"num_proc": 2, "timeout": 120, "verbose": 0, **options}
+    return checked(run_elastic(train, [job], spark=hosts.session, **given))
+
+
+def direct(
+    hosts: ElasticCluster, progress: Progress, script: Callable[[Progress], None], **options: Any
+) -> list[Result]:
+    """Train for as long as a script has something to do to the cluster."""
+    job = Job(epochs=0, pause=0.02, log=str(progress.log), until=str(progress.until))
+    given = {"num_proc": 2, "timeout": 200, "verbose": 0, **options}
+    with directed(progress, script):
+        results = run_elastic(train, [job], spark=hosts.session, **given)
+    checked(results)
+    return results
+
+
+# ---- nothing happens, or nothing that matters -----------------------------------------------------------------------
+
+
+def test_ranks_on_two_hosts_train_undisturbed(hosts: ElasticCluster) -> None:
+    hosts.provide(h2=1, h3=2)
+    results = run_elastic(train, [Job(epochs=3)], num_proc=3, reset_limit=0, spark=hosts.session, timeout=120)
+    first = checked(results)
+    assert set(first.worlds) == {(0, 3)}
+    assert sorted(result.local for result in results) == [(0, 1), (0, 2), (1, 2)]
+    assert {result.host for result in results} == {H2, H3}
+
+
+def test_hosts_that_are_not_needed_come_and_go(hosts: ElasticCluster, progress: Progress) -> None:
+    hosts.provide(h2=1, h3=1)
+
+    def script(progress: Progress) -> None:
+        progress.wait(lambda line: line.step >= 5)
+        hosts.add_worker(H4)
+        hosts.wait_for_slots(3)
+        reached = read(progress.log)[-1].step
+        progress.wait(lambda line: line.step >= reached + 20)
+        hosts.kill_worker(H4)
+        hosts.wait_for_slots(2)
+        reached = read(progress.log)[-1].step
+        progress.wait(lambda line: line.step >= reached + 20)
+
+    first = direct(hosts, progress, script, reset_limit=0)[0]
+    assert set(first.worlds) == {(0, 2)}
+
+
+# ---- ranks fail -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["raises", "kill"])
+def test_a_rank_that_fails_is_replaced_on_its_host(hosts: ElasticCluster, kind: str) -> None:
+    hosts.provide(h2=1, h3=1)
+    faults = getattr(FaultPlan(), kind)(rank=0, step=4)
+    assert launch(hosts, faults, reset_limit=1).worlds == [(0, 2)] * 4 + [(1, 2)] * 8
+    with pytest.raises(ResetLimitError):
+        launch(hosts, faults, reset_limit=0)
+
+
+def test_an_exception_on_all_ranks_ends_the_run(hosts: ElasticCluster) -> None:
+    """On one it does not, see above."""
+    hosts.provide(h2=1, h3=1)
+    # In each generation: the first to raise may go so fast that the other loses it in the step before.
+    faults = FaultPlan().raises(0, 4, None, error=KeyError).raises(1, 4, None, error=KeyError)
+    with pytest.raises(RankFailedError, match="fn raised an exception on every rank") as caught:
+        launch(hosts, faults, host_failure_limit=10)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_with_exclusion_a_host_gets_no_ranks_after_a_failure(hosts: ElasticCluster) -> None:
+    hosts.provide(h2=1, h3=1)
+    with pytest.raises(RankFailedError, match="1 ranks are left, min_num_proc=2, and hosts get no new ones after 1 fa"):
+        launch(hosts, FaultPlan().raises(0, 4), host_failure_limit=1)
+
+
+def test_with_exclusion_for_a_while_the_host_comes_back(hosts: ElasticCluster) -> None:
+    hosts.provide(h2=1, h3=1)
+    faults = FaultPlan().raises(0, 4)
+    assert launch(hosts, faults, host_failure_limit=1, cooldown_range=(1, 1)).worlds == [(0, 2)] * 4 + [(1, 2)] * 8
+    with pytest.raises(TooFewRanksError, match="1 ranks for elastic_timeout=2 s, min_num_proc=2"):
+        launch(hosts, faults, host_failure_limit=1, cooldown_range=(60, 60), elastic_timeout=2)
+
+
+def test_without_exclusion_the_world_grows_again(hosts: ElasticCluster) -> None:
+    hosts.provide(h2=2, h3=1)
+    options: dict[str, Any] = {"num_proc": 3, "min_num_proc": 1, "epochs": 60, "host_failure_limit": 100}
+    assert launch(hosts, FaultPlan().raises(1, 4), **options).sizes == [3, 2, 3]
+
+
+def test_with_exclusion_it_does_not(hosts: ElasticCluster) -> None:
+    hosts.provide(h2=2, h3=1)
+    options: dict[str, Any] = {"num_proc": 3, "min_num_proc": 1, "epochs": 60, "host_failure_limit": 1}
+    assert launch(hosts, FaultPlan().raises(1, 4), **options).sizes == [3, 2]
+
+
+def test_a_world_shrinks_by_exceptions(hosts: ElasticCluster) -> None:
+    hosts.provide(h2=1, h3=1, h4=1)
+    faults = FaultPlan().raises(0, 2).raises(1, 4, generation=1)
+    first = launch(hosts, faults, num_proc=3, min_num_proc=1, host_failure_limit=1)
+    assert first.sizes == [3, 2, 1]
+
+
+# ---- hosts come and go ----------------------------------------------------------------------------------------------
+
+
+def test_a_world_grows_with_the_cluster(hosts: ElasticCluster, progress: Progress) -> None:
+    hosts.provide(h2=1)
+
+    def script(progress: Progress) -> None:
+        progress.wait(lambda line: line.step >= 5)
+        hosts.add_worker(H3)
+        progress.wait(lambda line: line.size == 2)
+        hosts.add_worker(H4)
+        progress.wait(lambda line: line.size == 3)
+
+    results = direct(hosts, progress, script, num_proc=1, max_num_proc=3, reset_limit=0)
+    assert results[0].sizes == [1, 2, 3]
+    assert [result.host for result in results] == [H2, H3, H4]
+
+
+def test_a_world_shrinks_with_the_cluster(hosts: ElasticCluster, progress: Progress) -> None:
+    """One host is lost, which is a failure; one is decommissioned, which is none."""
+    hosts.provide(h2=1, h3=1, h4=1)
+
+    def script(progress: Progress) -> None:
+        progress.wait(lambda line: line.step >= 5)
+        hosts.kill_worker(H2)
+        progress.wait(lambda line: line.size == 2)
+        hosts.decommission_worker(H3)
+        progress.wait(lambda line: line.size == 1)
+
+    results = direct(hosts, progress, script, num_proc=3, min_num_proc=1, reset_limit=1)
+    assert results[0].sizes == [3, 2, 1]
+    assert [result.host for result in results] == [H4]
+
+
+def test_hosts_are_exchanged_one_by_one_until_none_of_the_first_is_left(
+    hosts: ElasticCluster, progress: Progress
+) -> None:
+    hosts.provide(h2=1, h3=1)
+
+    def script(progress: Progress) -> None:
+        progress.wait(lambda line: line.step >= 5)
+        for old, new in ((H2, H4), (H3, H5)):
+            hosts.add_worker(new)
+            hosts.kill_worker(old)
+            progress.wait(lambda line, new=new: line.size == 2 and line.host == new)  # type: ignore[misc]
+
+    results = direct(hosts, progress, script, min_num_proc=1, reset_limit=2)
+    assert {result.host for result in results} == {H4, H5}
+
+
+def test_too_few_hosts_are_waited_for_as_long_as_elastic_timeout(hosts: ElasticCluster, progress: Progress) -> None:
+    hosts.provide(h2=1, h3=1)
+
+    def lose_one(progress: Progress) -> None:
+        progress.wait(lambda line: line.step >= 5)
+        hosts.kill_worker(H3)
+
+    with pytest.raises(TooFewRanksError, match="1 ranks for elastic_timeout=3 s, min_num_proc=2"):
+        direct(hosts, progress, lose_one, elastic_timeout=3)
+
+
+def test_a_host_that_comes_in_time_is_taken(hosts: ElasticCluster, progress: Progress) -> None:
+    hosts.provide(h2=1, h3=1)
+
+    def exchange_one(progress: Progress) -> None:
+        progress.wait(lambda line: line.step >= 5)
+        hosts.kill_worker(H3)
+        hosts.add_worker(H4)
+        progress.wait(lambda line: line.generation == 1)
+
+    results = direct(hosts, progress, exchange_one, elastic_timeout=90)
+    assert results[0].sizes == [2]
+    assert [result.host for result in results] == [H2, H4]
+
+
+@pytest.mark.parametrize("others_come", [False, True])
+def test_all_hosts_are_lost(hosts: ElasticCluster, progress: Progress, others_come: bool) -> None:
+    hosts.provide(h2=1, h3=1)
+
+    def script(progress: Progress) -> None:
+        progress.wait(lambda line: line.step >= 5)
+        hosts.kill_worker(H2)
+        hosts.kill_worker(H3)
+        if others_come:
+            hosts.add_worker(H4)
+            hosts.add_worker(H5)
+
+    error, text = (StateLostError, "all ranks that had the state") if others_come else (TooFewRanksError, "0 ranks for")
+    with pytest.raises(error, match=text):
+        direct(hosts, progress, script, elastic_timeout=60 if others_come else 3)
+
+
+# ---- executors ------------------------------------------------------------------------------------------------------
+
+
+def test_an_executor_that_is_killed_is_left_behind_at_once(hosts: ElasticCluster, progress: Progress) -> None:
+    hosts.provide(h2=1, h3=1)
+
+    def script(progress: Progress) -> None:
+        progress.wait(lambda line: line.step >= 5)
+        killed = time.time()
+        hosts.kill_executor(H3)
+        assert progress.wait(lambda line: line.generation == 1).time - killed < RECOVERED
+        progress.wait(lambda line: line.generation >= 2 and line.size == 2)
+
+    first = direct(hosts, progress, script, min_num_proc=1, reset_limit=1)[0]
+    assert first.sizes == [2, 1, 2]
+
+
+def test_an_executor_that_is_decommissioned_is_no_failure(hosts: ElasticCluster, progress: Progress) -> None:
+    hosts.provide(h2=1, h3=1)
+
+    def script(progress: Progress) -> None:
+        progress.wait(lambda line: line.step >= 5)
+        hosts.decommission_executor(H2)
+        left = progress.wait(lambda line: line.size == 1)
+        progress.wait(lambda line: line.size == 2 and line.generation > left.generation)
+
+    results = direct(hosts, progress, script, min_num_proc=1, reset_limit=0)
+    assert results[0].sizes == [2, 1, 2]
+    assert {result.host for result in results} == {H2, H3}
