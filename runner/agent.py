@@ -7,8 +7,6 @@ that was stopped by a signal, or that the driver gives up; and its own task when
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -235,7 +233,7 @@ class Agent:
             pass
 
     def _exited(self, worker: _Worker) -> None:
-        code = _exit_code(worker.process)
+        code = worker.process.exit_code()
         if worker.dismissed and code == 0:
             self._discard()
             self._link.send("ended", worker=worker.number, loss=Loss.LOST.value, error="left", raised=False)
@@ -276,8 +274,7 @@ class Agent:
         worker, self._worker = self._worker, None
         assert worker is not None
         fds = (*worker.output.fds, worker.process.status_fd)
-        worker.process.signal_group(signal.SIGKILL)
-        _exit_code(worker.process)
+        worker.process.kill()
         for fd in list(worker.output.fds):
             while _readable(fd) and worker.output.read(fd):
                 pass
@@ -308,13 +305,6 @@ class Agent:
         elif now - worker.stopped_since >= _STOPPED_SECONDS:
             error = f"was stopped by a signal (SIGSTOP) for {_STOPPED_SECONDS:.0f} s, and ended"
             self._end_worker(worker, FailureKind.SIGNAL, error, Loss.HUNG)
-
-
-def _exit_code(process: RankProcess) -> int:
-    """Wait for the end of a process that has ended or was killed."""
-    data = os.read(process.status_fd, 256)
-    # Nothing comes when the fork server was killed, and the kernel its ranks along with it.
-    return int(json.loads(data)["exitcode"]) if data else -signal.SIGKILL
 
 
 def _readable(fd: int) -> bool:
