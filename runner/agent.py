@@ -18,7 +18,7 @@ import psutil
 import zmq
 
 from spark_hvd.layout import RankInfo
-from spark_hvd.runner.endings import exit_failure, trim_stacks
+from spark_hvd.runner.endings import exit_failure, trim_stacks, value_too_large
 from spark_hvd.runner.hub import Link
 from spark_hvd.runner.hub_state import Message
 from spark_hvd.runner.membership_events import Loss
@@ -93,10 +93,11 @@ class Agent:
         link: Connection to the hub, on which hello has been said.
         server: Where workers are forked.
         setup: What they are started with.
+        value_limit: What a pickled value may take, in bytes; None for no limit.
     """
 
-    def __init__(self, link: Link, server: ForkServer, setup: WorkerSetup) -> None:
-        self._link, self._server, self._setup = link, server, setup
+    def __init__(self, link: Link, server: ForkServer, setup: WorkerSetup, value_limit: int | None = None) -> None:
+        self._link, self._server, self._setup, self._value_limit = link, server, setup, value_limit
         self._worker: _Worker | None = None
         self._values: list[tuple[int, Packed]] = []
         self._failures: list[tuple[int, Failed]] = []
@@ -207,6 +208,9 @@ class Agent:
         header, payload = frame
         if header["type"] != "outcome":
             self._link.send(header.pop("type"), worker=worker.number, **header)
+        elif header["ok"] and self._value_limit is not None and len(payload) > self._value_limit:
+            error = value_too_large(self._value_limit, len(payload))
+            self._end_worker(worker, FailureKind.RESULT, error, Loss.FAILED)
         elif header["ok"]:
             self._values.append((worker.number, Packed(worker.place.rank, True, bytes(payload))))
             self._link.send("ended", worker=worker.number, loss=None, error="", raised=False)

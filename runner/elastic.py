@@ -161,13 +161,16 @@ def run_elastic(
         hub = _open_hub(session, config, printer)
         closing.callback(hub.close)
         common_spec = TaskSpec.of(config.common, run_id, hub.address, spool, may_share_gpus=resources.plan.may_share)
+        most = None if local else on_spark.max_result_bytes(session)
+        value_limit = None if most is None else most // config.limits.max_num_proc
+        spec = ElasticSpec(common_spec, rejoin_timeout, value_limit, not local)
         job = TaskJob(
             session,
             config.limits.max_num_proc,
             task_of(
                 "elastic_task",
                 "run_elastic_task",
-                pickle.dumps(ElasticSpec(common_spec, rejoin_timeout, not local)),
+                pickle.dumps(spec),
                 payload,
             ),
             f"spark_hvd.run_elastic({name}) on {config.limits.min_num_proc} to {config.limits.max_num_proc} ranks",
@@ -269,10 +272,13 @@ def _watch_spark(job: TaskJob, hub: ElasticHub) -> Callable[[], None]:
         nonlocal next_look
         if time.monotonic() < next_look:
             return
-        next_look = time.monotonic() + _ASK_SPARK_EVERY
+        started = time.monotonic()
         agents = set(hub.tasks().values())
         there = [attempt for attempt in job.attempts() if attempt.number in agents]
         hub.lost([each.number for each in there if not each.runs], "Spark has lost its executor, or its task")
         hub.leaving([each.number for each in there if each.runs and each.leaving], "it is being decommissioned")
+        # Spark answers for one task after the other; with many, most of the time is to be left for printing.
+        took = time.monotonic() - started
+        next_look = started + max(_ASK_SPARK_EVERY, 5 * took)
 
     return watch

@@ -43,11 +43,13 @@ class ElasticSpec:
     Attributes:
         task: What it has in common with a static run.
         rejoin_timeout: Seconds for a rank to join a generation.
+        value_limit: What the pickled value of a rank may take, in bytes; None for no limit.
         restarts_tasks: Whether Spark starts tasks anew that fail; in local mode it ends their job.
     """
 
     task: TaskSpec
     rejoin_timeout: float
+    value_limit: int | None = None
     restarts_tasks: bool = True
 
 
@@ -144,7 +146,7 @@ def be_agent(
 
     setup = WorkerSetup(lambda place: rank_env(common, place, address, own), job, payload, common.start_timeout)
     link.hello(number, task=task)
-    agent = Agent(link, server, setup)
+    agent = Agent(link, server, setup, spec.value_limit)
     with _notices(agent):
         return agent.run()
 
