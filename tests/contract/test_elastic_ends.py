@@ -229,11 +229,16 @@ def test_ctrl_c_stops_all_ranks(tmp_path: Path) -> None:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGINT)
 
+    # Where tests run in the background, the shell has made them ignore it.
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        run(FaultPlan(), 10_000, 0.02, prepare)
-    thread.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(FaultPlan(), 10_000, 0.02, prepare)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, former)
 
 
 @pytest.mark.parametrize(
