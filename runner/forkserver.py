@@ -104,6 +104,9 @@ class _Server:
             for fd in (*self.wake, status_fd, *(rank.status_fd for rank in self.ranks.values())):
                 os.close(fd)
             _become_rank(request, server_pid, *rank_fds)
+        # Here too, before anybody knows the process: who kills the group must find it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.setpgid(pid, pid)
         for fd in rank_fds:
             os.close(fd)
         self.ranks[pid] = _Rank(status_fd, connection)
@@ -173,7 +176,7 @@ def _become_rank(
 ) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.setsid()  # its own process group: what it starts can be killed with it
+    os.setpgid(0, 0)  # its own process group: what it starts can be killed with it
     _die_with_parent(server_pid)
     os.dup2(out_fd, 1)
     os.dup2(err_fd, 2)

@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,6 +47,7 @@ class ElasticCluster:
         port: The master's.
         workers: The daemon on each host.
         cores: Its slots.
+        decommissioned: Hosts whose worker is still there, but gets nothing to do.
         session: The application's.
     """
 
@@ -53,7 +55,12 @@ class ElasticCluster:
     port: int
     workers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     cores: dict[str, int] = field(default_factory=dict)
+    decommissioned: set[str] = field(default_factory=set)
     session: SparkSession = field(init=False)
+
+    def __post_init__(self) -> None:
+        # A process that ends with its parent ends with the thread that has started it, and a test's thread is short.
+        self.starter = ThreadPoolExecutor(1, "starter")
 
     @property
     def master(self) -> str:
@@ -71,6 +78,7 @@ class ElasticCluster:
     def kill_worker(self, host: str) -> None:
         """A host is lost: its worker, executor and ranks are killed all at once."""
         worker = self.workers.pop(host)
+        self.decommissioned.discard(host)
         everything = [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]
         for process in everything:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -84,6 +92,7 @@ class ElasticCluster:
     def decommission_worker(self, host: str) -> None:
         """The worker, and its executor, will go, and are told so; no executor is started there any more."""
         self.workers[host].send_signal(signal.SIGPWR)
+        self.decommissioned.add(host)
 
     def decommission_executor(self, host: str) -> None:
         """The executor will go, and is told so."""
@@ -100,7 +109,7 @@ class ElasticCluster:
         for host in [*self.workers]:
             if self.workers[host].poll() is not None:
                 self.workers.pop(host)
-            elif wanted.get(host) != self.cores[host]:
+            elif wanted.get(host) != self.cores[host] or host in self.decommissioned:
                 self.kill_worker(host)
         for host, number in wanted.items():
             if host not in self.workers:
@@ -128,7 +137,8 @@ class ElasticCluster:
             "SPARK_PUBLIC_DNS": name if name != "master" else _DRIVER,
         }
         with (self.folder / f"{name}.log").open("ab") as log:
-            return subprocess.Popen([*command, *options], stdout=log, stderr=log, env=env)
+            start = self.starter.submit(subprocess.Popen, [*command, *options], stdout=log, stderr=log, env=env)
+            return start.result()
 
 
 @contextlib.contextmanager
@@ -143,6 +153,7 @@ def elastic_cluster(folder: Path, **settings: str) -> Iterator[ElasticCluster]:
         port = free.getsockname()[1]
     cluster = ElasticCluster(folder, port)
     with contextlib.ExitStack() as undo:
+        undo.callback(cluster.starter.shutdown)
         options = ["--host", _DRIVER, "--port", str(port), "--webui-port", "0"]
         master = cluster._start("master.Master", "master", *options)
         undo.callback(_end, master)
