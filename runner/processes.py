@@ -25,7 +25,6 @@ from spark_hvd.runner.forkserver import REQUEST_LENGTH, same_user
 
 _MAX_SERVERS = 2  # a server holds ~300 MB; two, so that alternating between two environments stays fast
 _ATTEMPTS = 20
-_KILL_AGAIN_MS = 50
 _LINGER = 600.0  # seconds that the server of the common environment waits for another run
 
 
@@ -48,16 +47,11 @@ class RankProcess:
 
     def kill(self) -> int:
         """End the rank at once, with everything that it has started, and return its exit code; once."""
-        poller = select.poll()
-        poller.register(self.status_fd, select.POLLIN)
-        while True:
-            # A process that was forked a moment ago has no group of its own yet, and misses the signal.
-            self.signal_group(signal.SIGKILL)
-            if poller.poll(_KILL_AGAIN_MS):
-                return self.exit_code()
+        self.signal_group(signal.SIGKILL)
+        return self.exit_code()
 
     def exit_code(self) -> int:
-        """The exit code of a rank whose status can be read; once."""
+        """Wait for the end of the rank; its exit code, once."""
         data = os.read(self.status_fd, 256)
         # Nothing comes when the fork server was killed, and the kernel its ranks along with it.
         return int(json.loads(data)["exitcode"]) if data else -signal.SIGKILL

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import cloudpickle
 import pytest
 
 from spark_hvd.runner import run_elastic_local
-from spark_hvd.runner.processes import fork_server
 from spark_hvd.testing import FaultPlan
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -98,11 +95,3 @@ def test_each_generation_has_a_timeline(tmp_path: Path) -> None:
     for name in ("trace.json", "trace.1.json"):
         events = json.loads((tmp_path / name).read_text())
         assert "step" in json.dumps(events), name
-
-
-def test_a_process_can_be_ended_as_soon_as_it_is_forked() -> None:
-    server = fork_server({}, os.getpid())
-    for _ in range(20):
-        process = server.spawn(dict(os.environ), 60.0)
-        assert process.kill() == -signal.SIGKILL
-        process.close()
