@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 
+import spark_hvd
 import spark_hvd.torch as hvd
 
 REDUCE = ["tensor", "average", "name", "op", "prescale_factor", "postscale_factor", "process_set"]
@@ -97,3 +98,39 @@ def test_arguments(name: str) -> None:
 def test_names() -> None:
     assert {*ARGUMENTS, *OTHERS} <= set(hvd.__all__)
     assert all(hasattr(hvd, name) for name in hvd.__all__)
+
+
+ELASTIC = {
+    "run": ["func"],
+    "TorchState": ["model", "optimizer"],
+    "ElasticSampler": ["dataset", "shuffle", "seed"],
+    "ElasticSampler.set_epoch": ["self", "epoch"],
+    "ElasticSampler.record_batch": ["self", "batch_idx", "batch_size"],
+    "ElasticSampler.state_dict": ["self"],
+    "ElasticSampler.load_state_dict": ["self", "state_dict"],
+    "State.register_reset_callbacks": ["self", "callbacks"],
+    **dict.fromkeys((f"State.{name}" for name in ("commit", "check_host_updates", "on_reset", "reset")), ["self"]),
+    **dict.fromkeys((f"ObjectState.{name}" for name in ("save", "restore", "sync")), ["self"]),
+}
+
+
+@pytest.mark.parametrize("name", ELASTIC)
+def test_elastic_arguments(name: str) -> None:
+    found: object = hvd.elastic
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert callable(found)
+    assert list(inspect.signature(found).parameters)[: len(ELASTIC[name])] == ELASTIC[name]
+
+
+RUN_ELASTIC = ["fn", "args", "kwargs", "num_proc", "min_num_proc", "max_num_proc"]
+FURTHER = {
+    *("start_timeout", "elastic_timeout", "reset_limit", "env", "stdout", "stderr", "verbose"),
+    *("interfaces", "timeout", "collective_timeout", "backend", "cooldown_range"),
+}
+
+
+def test_run_elastic_arguments() -> None:
+    parameters = list(inspect.signature(spark_hvd.run_elastic).parameters)
+    assert parameters[: len(RUN_ELASTIC)] == RUN_ELASTIC
+    assert set(parameters) > FURTHER
