@@ -109,8 +109,8 @@ ELASTIC = {
     "ElasticSampler.state_dict": ["self"],
     "ElasticSampler.load_state_dict": ["self", "state_dict"],
     "State.register_reset_callbacks": ["self", "callbacks"],
-    **dict.fromkeys((f"State.{name}" for name in ("commit", "check_host_updates", "on_reset", "reset")), ["self"]),
-    **dict.fromkeys((f"ObjectState.{name}" for name in ("save", "restore", "sync")), ["self"]),
+    **{f"State.{name}": ["self"] for name in ("commit", "check_host_updates", "on_reset", "reset")},
+    **{f"ObjectState.{name}": ["self"] for name in ("save", "restore", "sync")},
 }
 
 
