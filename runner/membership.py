@@ -268,8 +268,8 @@ class Membership:
             self._end(ev.End.FAILED, "fn raised an exception on every rank", first.number)
         else:
             self._close(generation, f"{name}: {error}", now, failed=True)
-            if generation.failed and not generation.loss:
-                generation.over, generation.loss = f"{name}: {error}", True  # others only say that it is gone
+            if generation.failed and generation.culprit is None:  # others only say that it is gone
+                generation.over, generation.culprit = f"{name}: {error}", worker.number
 
     def _count_failure(self, worker: Worker, now: float) -> None:
         seconds = self.roster.count_failure(worker, now)
@@ -290,9 +290,6 @@ class Membership:
             if self.roster.workers[number].stage in (Stage.MEMBER, Stage.FINISHED):
                 self._out.append(ev.Reset(agent, number, generation.number, why))
         self.resets += 1
-        limit = self.limits.reset_limit
-        if limit is not None and self.resets > limit:
-            self._end(ev.End.RESET_LIMIT, texts.reset_limit(self.resets, self.limits, why), self._last_culprit)
 
     def _missing(self) -> list[int]:
         """The members of the present generation that are neither gone nor back."""
@@ -325,6 +322,8 @@ class Membership:
         if last is not None and ((last.over is None and not last.finished) or self._missing()):
             return
         waiting = self.roster.waiting()
+        if last is not None and last.failed and self._too_many_resets(last):
+            return
         if last is not None and last.finished and not any(worker.number in last.members for worker in waiting):
             return  # no member wants another: the run is about to end
         candidates = self._stayers(waiting)
@@ -341,6 +340,13 @@ class Membership:
             self._end(ev.End.STATE_LOST, texts.state_lost(self._commits), self._last_culprit)
             return
         self._assign(chosen, 0 if last is None else last.number + 1, now)
+
+    def _too_many_resets(self, last: Generation) -> bool:
+        limit = self.limits.reset_limit
+        if limit is None or self.resets <= limit:
+            return False
+        self._end(ev.End.RESET_LIMIT, texts.reset_limit(self.resets, self.limits, last.over or ""), last.culprit)
+        return True
 
     def _stayers(self, waiting: list[Worker]) -> list[Worker]:
         """Those who wait, without those who are to leave: these may go, once others have the state."""
