@@ -272,6 +272,11 @@ class Membership:
                 generation.over, generation.culprit = f"{name}: {error}", worker.number
 
     def _count_failure(self, worker: Worker, now: float) -> None:
+        generation = self.generation
+        if generation is not None and worker.number in generation.members:
+            if worker.host in generation.blamed:  # what struck several ranks of a host at once is one failure
+                return
+            generation.blamed.add(worker.host)
         seconds = self.roster.count_failure(worker, now)
         if seconds is not None:
             self._note(texts.excluded(worker.host, self.limits, seconds))

@@ -95,6 +95,7 @@ class Generation:
         joined: Members that have met all others.
         over: Why it is over; None while it is not.
         failed: Whether it ended by a failure.
+        blamed: Hosts where members have failed.
         culprit: The member whose loss that was, which then is what `over` says; None if none was lost.
         updating: Whether members were told that they change at the next commit.
         finished: Whether the elastic function has returned on all.
@@ -109,6 +110,7 @@ class Generation:
     joined: set[int] = field(default_factory=set)
     over: str | None = None
     failed: bool = False
+    blamed: set[str] = field(default_factory=set)
     culprit: int | None = None
     updating: bool = False
     finished: bool = False

@@ -279,6 +279,19 @@ def test_a_host_where_ranks_keep_failing_gets_no_more() -> None:
     assert "host host1 gets no new ranks for ever" in " ".join(model.notes)
 
 
+def test_ranks_of_a_host_that_die_together_are_one_failure_of_it() -> None:
+    model = Model(Limits(num_proc=3, min_num_proc=1, max_num_proc=3))
+    for agent, host in enumerate(["a", "b", "b"]):
+        model.up(agent, host)
+    model.run(2.0)
+    both = [model.of_rank(1), model.of_rank(2)]
+    for process in both:
+        model.fail_process(process)
+    model.run(2.0)
+    assert model.size == 3
+    assert "gets no new ranks" not in " ".join(model.notes)
+
+
 def test_a_host_comes_back_after_its_cool_down() -> None:
     model = trained(replace(TWO, host_failure_limit=1, cooldown=(10.0, 60.0)))
     model.fail(1)
