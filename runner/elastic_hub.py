@@ -217,7 +217,7 @@ class ElasticHub(HubServer):
     @property
     def resets(self) -> int:
         """Generations that have failed."""
-        return self._state.membership.resets
+        return self._state.membership.patience.resets
 
     def take_notes(self) -> list[str]:
         """What is to be logged, once."""

@@ -19,6 +19,7 @@ from spark_hvd.layout import WorldLayout
 from spark_hvd.runner import membership_events as ev
 from spark_hvd.runner import membership_texts as texts
 from spark_hvd.runner.exclusion import Exclusion
+from spark_hvd.runner.membership_patience import Patience
 from spark_hvd.runner.membership_records import Agent, Generation, Stage, Worker
 from spark_hvd.runner.membership_roster import Roster
 from spark_hvd.runner.membership_start import Beginning, Start
@@ -34,7 +35,7 @@ class Membership:
     Attributes:
         roster: Who is there.
         generation: The present one, or the last; None before the first.
-        resets: Generations that have failed.
+        patience: Says when it is not worth going on.
         verdict: How the run has ended; None while it goes on.
     """
 
@@ -42,16 +43,11 @@ class Membership:
         self.limits = limits
         self.roster = Roster(Exclusion(limits.host_failure_limit, limits.cooldown, chance or random.Random()))
         self.generation: Generation | None = None
-        self.resets = 0
+        self.patience = Patience(limits)
         self.verdict: ev.Verdict | None = None
         self._out: list[ev.Decision] = []
         self._beginning = Beginning(limits)
-        self._short_since: float | None = None  # of workers for a generation
         self._begun = False
-        self._commits = -1
-        self._fruitless = 0
-        self._last_culprit: int | None = None
-        self._last_error = "no rank has failed"
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Decision]:
         """Take one event. Those of workers and generations that are history change nothing."""
@@ -196,11 +192,9 @@ class Membership:
         if worker is None:
             return
         before, worker.commits = worker.commits, event.commits
-        if event.commits > max(self._commits, 0):
-            self._fruitless = 0
+        self.patience.committed(event.commits)
         if 0 <= before < event.commits:  # a new one's first is that which it was given
             self.roster.count_commit(worker)
-        self._commits = max(self._commits, event.commits)
 
     def _finished(self, event: ev.Finished, now: float) -> None:
         generation = self._member_of(event.worker, event.generation)
@@ -255,7 +249,7 @@ class Membership:
         generation = self.generation
         name = self.roster.name(worker)
         worker.stage, worker.loss = Stage.GONE, loss
-        self._last_culprit, self._last_error = worker.number, f"{name}: {error}"
+        self.patience.lost(worker, f"{name}: {error}")
         self._note(f"{name}: {error}")
         if loss is ev.Loss.FAILED:
             self._count_failure(worker, now)
@@ -294,7 +288,7 @@ class Membership:
         for agent, number in self.roster.addresses(generation.members):
             if self.roster.workers[number].stage in (Stage.MEMBER, Stage.FINISHED):
                 self._out.append(ev.Reset(agent, number, generation.number, why))
-        self.resets += 1
+        self.patience.resets += 1
 
     def _missing(self) -> list[int]:
         """The members of the present generation that are neither gone nor back."""
@@ -327,7 +321,7 @@ class Membership:
         if last is not None and ((last.over is None and not last.finished) or self._missing()):
             return
         waiting = self.roster.waiting()
-        if last is not None and last.failed and self._too_many_resets(last):
+        if last is not None and last.failed and self._ends(self.patience.too_many_resets(last)):
             return
         if last is not None and last.finished and not any(worker.number in last.members for worker in waiting):
             return  # no member wants another: the run is about to end
@@ -335,29 +329,20 @@ class Membership:
         if last is None and len(candidates) < self.limits.num_proc and self.roster.preparing():
             return
         if len(candidates) < self.limits.min_num_proc:
-            self._too_few(len(candidates), now)
+            self._ends(self.patience.too_few(len(candidates), self.roster, now))
             return
-        self._short_since = None
-        if last is not None and not self._was_fruitful(last):
+        self.patience.enough()
+        if last is not None and self._ends(self.patience.fruitless(last, self.roster)):
             return
         chosen = candidates[: self.limits.max_num_proc]
-        if self._commits > 0 and all(worker.commits < 0 for worker in chosen):
-            self._end(ev.End.STATE_LOST, texts.state_lost(self._commits), self._last_culprit)
-            return
-        self._assign(chosen, 0 if last is None else last.number + 1, now)
-
-    def _too_many_resets(self, last: Generation) -> bool:
-        limit = self.limits.reset_limit
-        if limit is None or self.resets <= limit:
-            return False
-        self._end(ev.End.RESET_LIMIT, texts.reset_limit(self.resets, self.limits, last.over or ""), last.culprit)
-        return True
+        if not self._ends(self.patience.state_lost(chosen)):
+            self._assign(chosen, 0 if last is None else last.number + 1, now)
 
     def _stayers(self, waiting: list[Worker]) -> list[Worker]:
         """Those who wait, without those who are to leave: these may go, once others have the state."""
         leaving = [worker for worker in waiting if self.roster.leaves(worker)]
         staying = [worker for worker in waiting if not self.roster.leaves(worker)]
-        if self._commits > 0 and all(worker.commits < 0 for worker in staying):
+        if self.patience.commits > 0 and all(worker.commits < 0 for worker in staying):
             return waiting  # somebody has to hand the state over
         for agent, number in self.roster.addresses(worker.number for worker in leaving):
             self._out.append(ev.Dismiss(agent, number))
@@ -371,34 +356,10 @@ class Membership:
             self._note(
                 f"generation {number}: {len(chosen)} ranks, after {self.generation.over or 'the last had ended'}"
             )
-        self.generation = Generation(number, members, self._commits, now + self.limits.rejoin_timeout)
+        self.generation = Generation(number, members, self.patience.commits, now + self.limits.rejoin_timeout)
         for worker, place in zip(chosen, places, strict=True):
             worker.stage, worker.rank = Stage.MEMBER, place.rank
             self._out.append(ev.Assign(worker.agent, worker.number, number, place))
-
-    def _was_fruitful(self, last: Generation) -> bool:
-        """Count generations that failed before anything was committed; False when that ends the run."""
-        failures = [number for number in last.members if self.roster.workers[number].loss is ev.Loss.FAILED]
-        if failures and self._commits <= max(last.commits, 0):
-            self._fruitless += 1
-            limit = self.limits.fruitless_limit
-            if self._fruitless >= limit:
-                self._end(
-                    ev.End.FAILED, f"{limit} times in a row a rank failed before anything was committed", failures[0]
-                )
-                return False
-        return True
-
-    def _too_few(self, there: int, now: float) -> None:
-        limits = self.limits
-        if self._short_since is None:
-            self._short_since = now
-        hopeless = self.roster.hopeless()
-        if (agents := len(self.roster.agents)) >= limits.max_num_proc and agents - len(hopeless) < limits.min_num_proc:
-            hosts = [agent.host for agent in hopeless]
-            self._end(ev.End.FAILED, texts.all_excluded(there, limits, hosts, self._last_error), self._last_culprit)
-        elif now - self._short_since >= limits.elastic_timeout:
-            self._end(ev.End.TOO_FEW, texts.too_few(there, limits, self._last_error), self._last_culprit)
 
     def _want_update(self) -> None:
         """Tell the members to stop at their next commit, if others are to take part in the next generation."""
@@ -423,8 +384,14 @@ class Membership:
         self._end(ev.End.DONE, ranks=tuple(ranks))
 
     def _end(self, end: ev.End, text: str = "", culprit: int | None = None, ranks: tuple[int, ...] = ()) -> None:
-        self.verdict = ev.Verdict(end, text, culprit, ranks)
-        self._out += [ev.EndAgent(agent) for agent in self.roster.agents]
+        self._ends(ev.Verdict(end, text, culprit, ranks))
+
+    def _ends(self, verdict: ev.Verdict | None) -> bool:
+        """End the run if there is a verdict."""
+        if verdict is not None:
+            self.verdict = verdict
+            self._out += [ev.EndAgent(agent) for agent in self.roster.agents]
+        return verdict is not None
 
     # ---- looking up -----------------------------------------------------------------------------------------------
 

@@ -54,6 +54,11 @@ def state_lost(commits: int) -> str:
     )
 
 
+def fruitless(times: int) -> str:
+    """No progress."""
+    return f"{times} times in a row a rank failed before anything was committed"
+
+
 def returned_early(name: str) -> str:
     """Fn has returned on a rank, and others wait for it."""
     return (

@@ -1,0 +1,82 @@
+"""When an elastic run is not worth going on with: too few ranks, too many failures, no progress, no state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spark_hvd.runner import membership_texts as texts
+from spark_hvd.runner.membership_events import End, Limits, Loss, Verdict
+from spark_hvd.runner.membership_records import Generation, Worker
+from spark_hvd.runner.membership_roster import Roster
+
+
+@dataclass(slots=True)
+class Patience:
+    """Each method gives the verdict that ends the run, or None if it may go on; no clock.
+
+    Args:
+        limits: Of the run.
+
+    Attributes:
+        resets: Generations that have failed.
+        commits: The highest number of commits that any worker has told of; -1 before the first sync.
+    """
+
+    limits: Limits
+    resets: int = 0
+    commits: int = -1
+    _fruitless: int = 0
+    _short_since: float | None = None  # of workers
+    _culprit: int | None = None
+    _error: str = "no rank has failed"
+
+    def committed(self, commits: int) -> None:
+        """A worker has told of its commits."""
+        if commits > max(self.commits, 0):
+            self._fruitless = 0
+        self.commits = max(self.commits, commits)
+
+    def lost(self, worker: Worker, error: str) -> None:
+        """A worker was lost."""
+        self._culprit, self._error = worker.number, error
+
+    def enough(self) -> None:
+        """There are enough workers for a generation."""
+        self._short_since = None
+
+    def too_few(self, there: int, roster: Roster, now: float) -> Verdict | None:
+        """There are fewer workers than a generation needs."""
+        limits = self.limits
+        if self._short_since is None:
+            self._short_since = now
+        hopeless = roster.hopeless()
+        agents = len(roster.agents)
+        if agents >= limits.max_num_proc and agents - len(hopeless) < limits.min_num_proc:
+            hosts = [agent.host for agent in hopeless]
+            return Verdict(End.FAILED, texts.all_excluded(there, limits, hosts, self._error), self._culprit)
+        if now - self._short_since >= limits.elastic_timeout:
+            return Verdict(End.TOO_FEW, texts.too_few(there, limits, self._error), self._culprit)
+        return None
+
+    def too_many_resets(self, last: Generation) -> Verdict | None:
+        """A generation has failed, and why is known."""
+        limit = self.limits.reset_limit
+        if limit is None or self.resets <= limit:
+            return None
+        return Verdict(End.RESET_LIMIT, texts.reset_limit(self.resets, self.limits, last.over or ""), last.culprit)
+
+    def fruitless(self, last: Generation, roster: Roster) -> Verdict | None:
+        """The next generation is about to be formed; to be called once for each."""
+        failures = [number for number in last.members if roster.workers[number].loss is Loss.FAILED]
+        if not failures or self.commits > max(last.commits, 0):
+            return None
+        self._fruitless += 1
+        if self._fruitless < self.limits.fruitless_limit:
+            return None
+        return Verdict(End.FAILED, texts.fruitless(self._fruitless), failures[0])
+
+    def state_lost(self, chosen: list[Worker]) -> Verdict | None:
+        """These are to be the next generation."""
+        if self.commits <= 0 or any(worker.commits >= 0 for worker in chosen):
+            return None
+        return Verdict(End.STATE_LOST, texts.state_lost(self.commits), self._culprit)
