@@ -6,6 +6,7 @@ import itertools
 import os
 import pickle
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -62,6 +63,7 @@ def run_elastic_task(spec: ElasticSpec, payload: bytes) -> Iterator[pyarrow.Reco
     gpus = context.resources().get("gpu")
     assert spec.task.hub is not None
     anchor = executor_pid()
+    host = executor_host(anchor) or (socket.gethostname() if spec.restarts_tasks else spec.task.hub.host)
     for again in itertools.count():
         try:
             with ExitStack() as closing:
@@ -70,7 +72,7 @@ def run_elastic_task(spec: ElasticSpec, payload: bytes) -> Iterator[pyarrow.Reco
                     payload,
                     number=context.taskAttemptId() + again * _NEXT_AGENT,
                     task=context.partitionId(),
-                    host=executor_host(anchor, spec.task.hub.host),
+                    host=host,
                     anchor=anchor,
                     gpus=None if gpus is None else list(gpus.addresses),
                     closing=closing,
@@ -165,13 +167,15 @@ def _notices(agent: Agent) -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def executor_host(anchor: int, otherwise: str) -> str:
+def executor_host(anchor: int) -> str | None:
     """This task's executor as Spark knows it. Only barrier tasks are told; it stands in the JVM's command.
 
     Args:
         anchor: The executor's JVM.
-        otherwise: The driver's, which is the executor in local mode.
+
+    Returns:
+        None where it does not, as in local mode.
     """
     command = psutil.Process(anchor).cmdline()
     given = [value for name, value in pairwise(command) if name == "--hostname"]
-    return host_of(given[0]) if given else otherwise
+    return host_of(given[0]) if given else None
