@@ -101,6 +101,7 @@ def test_each_row_of_the_epoch_is_used_once(df: DataFrame, tmp_path: Path) -> No
     assert len(before[1]) == epoch + 5
 
 
+@pytest.mark.slow
 def test_an_epoch_that_was_cut_off_goes_on_with_fewer_ranks(df: DataFrame, tmp_path: Path) -> None:
     store, data, seen = Store.create(tmp_path / "store"), tmp_path / "data", tmp_path / "seen"
     seen.mkdir()
@@ -130,6 +131,7 @@ def test_an_epoch_that_was_cut_off_goes_on_with_fewer_ranks(df: DataFrame, tmp_p
     assert [row["lr"] for row in fitted.getHistory()] == pytest.approx([0.1, 0.05, 0.05]), "rates go with the ranks"
 
 
+@pytest.mark.slow
 def test_what_changes_the_order_of_rows_is_refused_within_an_epoch(df: DataFrame, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"store": Store.create(tmp_path), "run_id": "cut", "epochs": 2, "checkpoint_every": 2}
     with pytest.raises(RankFailedError, match="SIGKILL"):
@@ -141,6 +143,7 @@ def test_what_changes_the_order_of_rows_is_refused_within_an_epoch(df: DataFrame
     assert len(estimator(**settings, random_seed=None).fit(df).getHistory()) == 2
 
 
+@pytest.mark.slow
 def test_restarts_of_a_backend_of_its_own(df: DataFrame, tmp_path: Path) -> None:
     backend = LocalBackend(2, verbose=0, max_restarts=1)
     settings: dict[str, Any] = {"num_proc": None, "backend": backend, "store": Store.create(tmp_path)}
