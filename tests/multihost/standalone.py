@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,6 +16,7 @@ import pyspark
 from spark_hvd.runner import spark as on_spark
 from spark_hvd.runner.profiles import Ask, task_resources
 from tests.conftest import start_session, wait_until
+from tests.daemons import command_line, end, listens
 from tests.multihost.hosts import Host, Hosts, environment
 
 if TYPE_CHECKING:
@@ -72,11 +70,13 @@ class Cluster:
 
     def executor(self, host: Host) -> psutil.Process:
         """The executor's JVM on a host."""
-        return next(process for process in self.processes(host) if "CoarseGrainedExecutorBackend" in _line(process))
+        return next(
+            process for process in self.processes(host) if "CoarseGrainedExecutorBackend" in command_line(process)
+        )
 
     def ranks(self, host: Host) -> list[psutil.Process]:
         """The rank processes on a host: what fork servers have forked there."""
-        servers = {process.pid: process for process in self.processes(host) if "forkserver" in _line(process)}
+        servers = {process.pid: process for process in self.processes(host) if "forkserver" in command_line(process)}
         return [process for process in servers.values() if process.ppid() in servers]
 
     def processes(self, host: Host) -> list[psutil.Process]:
@@ -126,9 +126,9 @@ def make_cluster(net: Hosts, folder: Path, cores: int = 1, **settings: str) -> I
                 stderr=log,
                 env=environment({**_daemon_env(net), "SPARK_LOCAL_IP": net.driver}),
             )
-        undo.callback(_end, master)
+        undo.callback(end, master)
         # A worker or an application that finds no master gives up after a minute.
-        wait_until(lambda: _listens(net.driver, _PORT), 120.0)
+        wait_until(lambda: listens(net.driver, _PORT), 120.0)
         for host in net.hosts:
             cluster.start_worker(host)
             undo.callback(host.end_processes)
@@ -163,28 +163,3 @@ def _daemon_env(net: Hosts) -> dict[str, str]:
         "SPARK_DAEMON_JAVA_OPTS": options,
         "OMP_NUM_THREADS": "1",
     }
-
-
-def _listens(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), 1.0).close()
-    except OSError:
-        return False
-    return True
-
-
-def _line(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return ""
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process.pid, signal.SIGTERM)
-    try:
-        process.wait(5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(5)

@@ -25,6 +25,7 @@ import pyspark
 from spark_hvd.runner import spark as on_spark
 from spark_hvd.runner.profiles import Ask, task_resources
 from tests.conftest import SHORT_LIVED, start_session
+from tests.daemons import command_line, end, listens
 from tests.elastic_jobs import Line, read
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class ElasticCluster:
     def executor(self, host: str) -> psutil.Process:
         """The executor's JVM on a host."""
         below = psutil.Process(self.workers[host].pid).children(recursive=True)
-        return next(process for process in below if "CoarseGrainedExecutorBackend" in _line(process))
+        return next(process for process in below if "CoarseGrainedExecutorBackend" in command_line(process))
 
     def provide(self, **cores: int) -> None:
         """Have exactly these hosts, with so many slots each; ``h2`` is 127.0.0.2."""
@@ -156,9 +157,9 @@ def elastic_cluster(folder: Path, **settings: str) -> Iterator[ElasticCluster]:
         undo.callback(cluster.starter.shutdown)
         options = ["--host", _DRIVER, "--port", str(port), "--webui-port", "0"]
         master = cluster._start("master.Master", "master", *options)
-        undo.callback(_end, master)
+        undo.callback(end, master)
         deadline = time.monotonic() + 60
-        while not _listens(port):
+        while not listens(_DRIVER, port):
             assert time.monotonic() < deadline, (folder / "master.log").read_text()
             time.sleep(0.1)
         undo.callback(lambda: [cluster.kill_worker(host) for host in [*cluster.workers]])
@@ -227,27 +228,3 @@ def directed(progress: Progress, script: Callable[[Progress], None]) -> Iterator
         thread.join(60)
         if errors:
             raise errors[0]
-
-
-def _listens(port: int) -> bool:
-    try:
-        socket.create_connection((_DRIVER, port), 1.0).close()
-    except OSError:
-        return False
-    return True
-
-
-def _line(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return ""
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(5)
