@@ -6,7 +6,6 @@ import atexit
 import faulthandler
 import os
 import pickle
-import signal
 import socket
 import sys
 import threading
@@ -18,15 +17,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from spark_hvd.layout import RankInfo
 from spark_hvd.runner.payload import dump_exception, dump_result
 from spark_hvd.runner.verdict import is_echo
-from spark_hvd.runner.wire import recv_frame, send_frame
+from spark_hvd.runner.wire import STACKS_SIGNAL, recv_frame, send_frame
 
 if TYPE_CHECKING:
     from spark_hvd.runner.elastic_child import ElasticRank
 
 _OURS = (__name__, "spark_hvd.runner.elastic_child", "spark_hvd.runner.script", "runpy")
 """Modules whose frames above fn, or above a script, are no part of the user's program."""
-STACKS_SIGNAL = signal.SIGUSR2
-"""On this signal the rank writes the stack of each of its threads to the file that its supervisor gave it."""
 
 
 def run_rank(control: socket.socket, stacks_fd: int) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import deque
+from collections.abc import Iterable
 from typing import TextIO
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")  # progress bars end their lines with \r
@@ -48,28 +49,21 @@ class Tail:
         return "\n".join(self._lines)
 
 
-class Printer:
-    """Prints what ranks say, each line as ``[rank] line``.
+class OutputQueue:
+    """What ranks have said and nobody has written yet.
 
-    Lines arrive in the hub's thread (:meth:`put`) and are written by the thread that called ``run``
-    (:meth:`flush`), because in a notebook a thread's output goes to the cell that the thread belongs to.
-
-    Args:
-        stdout: Where the ranks' stdout goes, or None for nowhere.
-        stderr: Where their stderr goes, or None for nowhere.
+    Lines arrive in the hub's thread (:meth:`put`) and are written by the thread that called ``run`` (:meth:`take`),
+    because in a notebook a thread's output goes to the cell that the thread belongs to.
     """
 
-    def __init__(self, stdout: TextIO | None, stderr: TextIO | None) -> None:
-        self._streams = {"out": stdout, "err": stderr}
+    def __init__(self) -> None:
         self._queue: deque[tuple[int, str, str]] = deque()
         self._queued = 0
         self._dropped = 0
         self._lock = threading.Lock()
 
     def put(self, rank: int, stream: str, text: str) -> None:
-        """Take lines of a rank, from any thread. Beyond 32 MiB not yet written, the oldest go, and it is said."""
-        if self._streams[stream] is None:
-            return
+        """Take lines of a rank, from any thread. Beyond 32 MiB not yet taken, the oldest go, and it is said."""
         with self._lock:
             self._queue.append((rank, stream, text))
             self._queued += len(text)
@@ -78,18 +72,31 @@ class Printer:
                 self._queued -= len(old)
                 self._dropped += old.count("\n") + 1
 
-    def flush(self) -> None:
-        """Write what has arrived."""
+    def take(self) -> Iterable[tuple[int, str, str]]:
+        """What has arrived: rank, or -1 for a note of ours, "out" or "err", and whole lines."""
         with self._lock:
             items, self._queue = self._queue, deque()
             dropped, self._dropped, self._queued = self._dropped, 0, 0
         if dropped:
             items.appendleft((-1, "err", f"({dropped} lines of the ranks came faster than they could be shown)"))
-        for rank, stream, text in items:
-            target = self._streams[stream]
-            if target is not None:
-                prefix = f"[{rank}] " if rank >= 0 else ""
-                target.write("".join(f"{prefix}{line}\n" for line in text.split("\n")))
-        for target in {id(s): s for s in self._streams.values() if s is not None}.values():
-            if items:
-                target.flush()
+        return items
+
+
+class LineWriter:
+    """Writes what ranks say to text streams, each line as ``[rank] line``.
+
+    Args:
+        stdout: Where the ranks' stdout goes, or None for nowhere.
+        stderr: Where their stderr goes, or None for nowhere.
+    """
+
+    def __init__(self, stdout: TextIO | None, stderr: TextIO | None) -> None:
+        self._streams = {"out": stdout, "err": stderr}
+
+    def write(self, rank: int, stream: str, text: str) -> None:
+        """Write whole lines of a rank; of -1 without a number."""
+        target = self._streams[stream]
+        if target is not None:
+            prefix = f"[{rank}] " if rank >= 0 else ""
+            target.write("".join(f"{prefix}{line}\n" for line in text.split("\n")))
+            target.flush()

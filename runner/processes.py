@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import psutil
 
 from spark_hvd.runner.forkserver import REQUEST_LENGTH, same_user
+from spark_hvd.runner.wire import STACKS_SIGNAL
 
 _MAX_SERVERS = 2  # a server holds ~300 MB; two, so that alternating between two environments stays fast
 _ATTEMPTS = 20
@@ -44,6 +45,13 @@ class RankProcess:
         """Send a signal to the rank and to everything it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signum)
+
+    def ask_for_stacks(self) -> None:
+        """Have the rank, and nothing that it has started, write its stacks anew; it works on meanwhile."""
+        os.ftruncate(self.stacks_fd, 0)
+        os.lseek(self.stacks_fd, 0, os.SEEK_SET)  # the rank writes through the same open file
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, STACKS_SIGNAL)
 
     def kill(self) -> int:
         """End the rank at once, with everything that it has started, and return its exit code; once."""

@@ -16,7 +16,6 @@ import zmq
 from spark_hvd.layout import RankInfo
 from spark_hvd.ports import PortRange
 from spark_hvd.runner.blame import Blame, Suspect
-from spark_hvd.runner.child import STACKS_SIGNAL
 from spark_hvd.runner.endings import exit_failure, start_took_too_long, stopped, too_large, trim_stacks
 from spark_hvd.runner.gpus import GpuShare
 from spark_hvd.runner.hub import Link
@@ -27,7 +26,7 @@ from spark_hvd.runner.process_manager import MpiMissingError
 from spark_hvd.runner.processes import ForkServer, ForkServerError, RankProcess
 from spark_hvd.runner.rank_output import RankOutput
 from spark_hvd.runner.silence import BEAT, HUB_PATIENCE
-from spark_hvd.runner.wire import FrameReader, send_frame
+from spark_hvd.runner.wire import STACKS_SIGNAL, FrameReader, send_frame
 
 _TERM_GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 _STACKS_WAIT = 0.5  # seconds that a fault handler may take to write the stacks

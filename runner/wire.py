@@ -7,10 +7,13 @@ process can reach it; nothing in this module is ever used on a network socket.
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import struct
 from typing import Any
 
+STACKS_SIGNAL = signal.SIGUSR2
+"""On this signal a rank writes the stack of each of its threads to the file that its supervisor gave it."""
 _LENGTHS = struct.Struct("!IQ")
 
 

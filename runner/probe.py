@@ -1,0 +1,99 @@
+"""A closer look at one rank's process from outside: where each of its threads stands, and whether it works at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+
+from spark_hvd.runner.endings import trim_stacks
+from spark_hvd.runner.processes import RankProcess
+
+_SECONDS = 1.0
+"""For how long the process' use of processors is watched."""
+_STACKS_SECONDS = 0.3
+"""How long its fault handler gets to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What was found.
+
+    Attributes:
+        cpu: Processors used by the rank and all that it has started, over a second: 1.0 is one core.
+        status: Of its process, in psutil's words: "running", "sleeping", "stopped", "disk-sleep" ...
+        stacks: The Python stacks of its threads; empty if it wrote none, as when it is stopped.
+    """
+
+    cpu: float
+    status: str
+    stacks: str
+
+    def to_message(self) -> dict[str, Any]:
+        """Plain data that JSON can carry."""
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Examination:
+        """What :meth:`to_message` made."""
+        return cls(message["cpu"], message["status"], message["stacks"])
+
+
+class Probe:
+    """An examination under way; it blocks nobody. Call :meth:`turn` when :attr:`due` has come, until it has a result.
+
+    Args:
+        process: Whom to examine.
+    """
+
+    def __init__(self, process: RankProcess) -> None:
+        self._process = process
+        self._started = time.monotonic()
+        self._used = _cpu_seconds(process.pid)
+        self._cpu: float | None = None
+        self.due = self._started + _SECONDS
+        """When there is something to do, on the monotonic clock."""
+
+    def turn(self, now: float) -> Examination | None:
+        """Go on.
+
+        Args:
+            now: The monotonic clock.
+
+        Returns:
+            What was found, once it is complete.
+        """
+        if now < self.due:
+            return None
+        if self._cpu is None:
+            self._cpu = max(0.0, _cpu_seconds(self._process.pid) - self._used) / (now - self._started)
+            self._process.ask_for_stacks()
+            self.due = now + _STACKS_SECONDS
+            return None
+        return Examination(self._cpu, _status(self._process.pid), trim_stacks(self._process.stacks()))
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of a process and all that it has started."""
+    total = 0.0
+    try:
+        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return total
+    for one in family:
+        try:
+            times = one.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system
+    return total
+
+
+def _status(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return "gone"

@@ -1,0 +1,80 @@
+"""What this process is doing, kept where it costs next to nothing, and gathered when somebody asks.
+
+The lanes know what is under way in them anyway; here they only say so when they are asked. What is counted on the way
+is a number, a name and a moment for each collective, and the time for which the program had to wait.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from spark_hvd.vitals import Underway
+
+if TYPE_CHECKING:
+    from spark_hvd.progress import Progress
+
+_SHOWN = 8
+
+
+class Source(Protocol):
+    """What knows of collectives under way. Asked by another thread than the one that works."""
+
+    def underway(self, now: float) -> Iterable[Underway]:
+        """Those that this rank has entered and that have not ended; `now` is ``time.monotonic()``."""
+        ...
+
+
+class Activity:
+    """See the module's description. One for a process; cheap enough to be kept always."""
+
+    def __init__(self) -> None:
+        self.entered = 0
+        self.last = ""
+        self.last_at = 0.0
+        self.waited = 0.0
+        """Seconds that the program has waited for communication."""
+        self.progress: Progress | None = None
+        """The loop that runs, or ran last."""
+        self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._waiting: list[tuple[str, float]] = []
+
+    def add_source(self, source: Source) -> None:
+        """Ask it from now on, for as long as it lives."""
+        self._sources.add(source)
+
+    def enter(self, name: str) -> float:
+        """This rank enters a collective.
+
+        Returns:
+            ``time.monotonic()``.
+        """
+        self.entered += 1
+        self.last = name
+        self.last_at = now = time.monotonic()
+        return now
+
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """Enter a collective that no source knows of, and wait for its end."""
+        one = (name, self.enter(name))  # two threads may wait for collectives of one name, but not since one moment
+        self._waiting.append(one)
+        try:
+            yield
+        finally:
+            self._waiting.remove(one)
+            self.waited += time.monotonic() - one[1]
+
+    def underway(self, now: float) -> list[Underway]:
+        """What this rank has entered and has not ended, oldest first; eight at most."""
+        found = [Underway(name, now - since) for name, since in list(self._waiting)]
+        for source in list(self._sources):
+            found += source.underway(now)
+        return sorted(found, key=lambda one: -one.seconds)[:_SHOWN]
+
+
+activity = Activity()
+"""This process'."""

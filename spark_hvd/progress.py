@@ -1,0 +1,243 @@
+"""``hvd.progress``: a loop that says how far it is, what its metrics are, and how long it waits for its data.
+
+What a rank says here is taken along, once a second, by whoever watches the run; nothing is sent from the loop itself.
+A step costs two looks at the clock and a few additions, and metrics are kept as they are given: a tensor is read when
+somebody asks, so that no step waits for a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from spark_hvd.activity import activity
+
+_log = logging.getLogger("spark_hvd")
+T = TypeVar("T")
+Metric = float | int | torch.Tensor | Callable[[], Any]
+
+
+class Progress(Generic[T]):
+    """Made by :func:`progress`; iterate over it, or call :meth:`step` once a step.
+
+    Attributes:
+        done: Steps done.
+    """
+
+    def __init__(
+        self,
+        items: Iterable[T] | None,
+        steps: int | None,
+        *,
+        stage: str,
+        epoch: int | None,
+        epochs: int | None,
+        samples: int | None,
+        metrics: Mapping[str, Metric],
+    ) -> None:
+        self._items = items
+        self._steps = steps
+        self._stage = stage
+        self._epoch, self._epochs = epoch, epochs
+        self._samples_each = samples
+        self._metrics: dict[str, Metric] = {}
+        self.done = 0
+        before = activity.progress
+        # Totals go on from loop to loop, so that whoever watches can take differences.
+        self._totals = _Totals() if before is None else before.close()
+        self._started: float | None = None if items is not None else time.monotonic()
+        self._fetching: float | None = None
+        self.report(**metrics)
+        activity.progress = self
+
+    def __len__(self) -> int:
+        if self._steps is None:
+            raise TypeError("the number of steps of this loop is not known; give hvd.progress a total=.")
+        return self._steps
+
+    def __iter__(self) -> Iterator[T]:
+        """The items, one a step; a step ends when the next item is asked for."""
+        if self._items is None:
+            raise TypeError(
+                "hvd.progress was given a number of steps, so there is nothing to go through: call .step() once a "
+                "step, or give it the iterable."
+            )
+        totals, clock = self._totals, time.monotonic
+        self._started = clock()
+        items = iter(self._items)
+        try:
+            while True:
+                self._fetching = before = clock()
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+                finally:
+                    self._fetching = None
+                    if activity.progress is self:
+                        totals.data += clock() - before
+                yield item
+                if activity.progress is self:
+                    self._count(self._samples_each if self._samples_each is not None else _rows(item))
+                else:  # a loop inside this one has counted
+                    self.done += 1
+        finally:
+            self.close()
+
+    def step(self, samples: int | None = None, **metrics: Metric) -> None:
+        """A step is done.
+
+        Args:
+            samples: How many it has used; None for what was given at the start.
+            metrics: As for :meth:`report`.
+        """
+        if self._items is not None:
+            raise TypeError(
+                "this loop counts its steps itself, one an item: call .report(loss=...) instead of .step()."
+            )
+        self._count(self._samples_each or 0 if samples is None else samples)
+        if metrics:
+            self.report(**metrics)
+        if self.done == self._steps:
+            self.close()
+
+    def report(self, **metrics: Metric) -> None:
+        """Take the latest values of metrics.
+
+        Args:
+            metrics: Numbers, tensors of one element, or functions without arguments that give one. Tensors are not
+                copied, and not read here: on a GPU that would make the step wait.
+
+        Raises:
+            ValueError: A tensor has several elements.
+        """
+        for name, value in metrics.items():
+            if isinstance(value, torch.Tensor):
+                if value.numel() != 1:
+                    raise ValueError(
+                        f"{name}: a tensor of shape {tuple(value.shape)}; hvd.progress shows single numbers, so give "
+                        f"it {name}=value.mean(), for example."
+                    )
+                value = value.detach()
+            self._metrics[name] = value
+
+    def _count(self, samples: int) -> None:
+        self.done += 1
+        self._totals.steps += 1
+        self._totals.samples += samples
+
+    def close(self) -> _Totals:
+        """End the loop; its last values stay. Happens by itself at the end of an iteration."""
+        if self._started is not None:
+            self._totals.seconds += time.monotonic() - self._started
+            self._started = None
+        return self._totals
+
+    def facts(self, now: float) -> dict[str, Any]:
+        """The fields of :class:`spark_hvd.vitals.Vitals` that are known here. From any thread."""
+        totals, started, fetching = self._totals, self._started, self._fetching
+        fetched = 0.0 if fetching is None else now - fetching
+        return {
+            "stage": self._stage,
+            "epoch": self._epoch,
+            "epochs": self._epochs,
+            "step": self.done,
+            "steps": self._steps,
+            "total_steps": totals.steps,
+            "samples": totals.samples,
+            "watched_seconds": totals.seconds + (0.0 if started is None else now - started),
+            "data_seconds": totals.data + fetched,
+            "fetching": None if fetching is None else fetched,
+            "metrics": {
+                name: number for name, value in list(self._metrics.items()) if (number := _number(value)) is not None
+            },
+        }
+
+
+class _Totals:
+    """Of all loops of this process."""
+
+    __slots__ = ("data", "samples", "seconds", "steps")
+
+    def __init__(self) -> None:
+        self.steps = self.samples = 0
+        self.seconds = self.data = 0.0
+
+
+def progress(
+    work: Iterable[T] | int | None = None,
+    *,
+    total: int | None = None,
+    epoch: int | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    stage: str = "train",
+    **metrics: Metric,
+) -> Progress[T]:
+    """Show the driver how far this rank is.
+
+    Go through it: ``for batch in hvd.progress(loader, epoch=epoch, epochs=10):``, and call ``report(loss=loss)`` on it
+    where there is something new to tell. Or count steps yourself: ``bar = hvd.progress(1000)``, then
+    ``bar.step(loss=loss, samples=len(batch))`` after each. Of nested loops the innermost counts.
+
+    Args:
+        work: What to go through, such as a DataLoader, or the number of steps; None where that is not known.
+        total: Number of steps, where `work` has no length.
+        epoch: Number of this epoch, from 0.
+        epochs: How many there are to be.
+        batch_size: Samples of each step on this rank. None: the length of the first tensor or array in a batch.
+        stage: What to call this: "train", "validation".
+        metrics: First values, as for :meth:`Progress.report`; a function is called whenever a value is wanted.
+
+    Returns:
+        The loop. Where nobody watches, as under torchrun, it only counts.
+
+    Raises:
+        ValueError: A number is negative.
+        TypeError: `work` is neither a number nor something to go through.
+    """
+    items: Iterable[T] | None = None
+    if isinstance(work, int):
+        if total is not None and total != work:
+            raise ValueError(f"hvd.progress({work}, total={total}): two numbers of steps; give one of them.")
+        total = work
+    elif work is not None:
+        if not isinstance(work, Iterable):
+            raise TypeError(f"hvd.progress({work!r}): expected something to go through, or a number of steps.")
+        items = work
+        if total is None and isinstance(work, Sized):
+            total = _length(work)
+    for name, number in (("total", total), ("epoch", epoch), ("epochs", epochs), ("batch_size", batch_size)):
+        if number is not None and number < 0:
+            raise ValueError(f"{name}={number}: expected a number from 0.")
+    return Progress(items, total, stage=stage, epoch=epoch, epochs=epochs, samples=batch_size, metrics=metrics)
+
+
+def _length(work: Sized) -> int | None:
+    try:
+        return len(work)
+    except TypeError:  # a DataLoader over an iterable dataset has a length by its class alone
+        return None
+
+
+def _rows(batch: Any) -> int:
+    """How many samples a batch has: the length of the first tensor or array in it; 0 if there is none."""
+    while isinstance(batch, (list, tuple, Mapping)):
+        if not batch:
+            return 0
+        batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
+    shape = getattr(batch, "shape", None)
+    return int(shape[0]) if shape else 0
+
+
+def _number(value: Metric) -> float | None:
+    """The value of a metric now; None if it has none."""
+    try:
+        return float(value() if callable(value) else value)
+    except Exception as error:  # of the user's function, in the middle of something that it reads
+        _log.debug("a metric of hvd.progress cannot be read: %s", error)
+        return None
