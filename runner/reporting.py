@@ -48,10 +48,10 @@ class Reporting:
             while True:
                 last = self._stopped.is_set()
                 vitals = observe()
-                if before is not None and (last or vitals is None):
-                    self._tell(replace(vitals or before, ended=True))
-                elif vitals is not None:
+                if vitals is not None and not last:
                     self._tell(vitals)
+                elif (known := vitals or before) is not None:
+                    self._tell(replace(known, ended=True))
                 before = vitals
                 if last:
                     return
