@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from dataclasses import replace
 
 import torch
 
@@ -26,9 +27,12 @@ def observe() -> Vitals | None:
         generation=here.world.generation,
         clock=now,
         entered=activity.entered,
-        last=activity.last,
+        last=" ".join(activity.last),
         last_seconds=now - activity.last_at if activity.last else 0.0,
-        underway=tuple(activity.underway(now)),
+        underway=tuple(
+            replace(one, ranks=None) if one.ranks is not None and len(one.ranks) == me.size else one
+            for one in activity.underway(now)
+        ),
         comm_seconds=activity.waited,
         cpu_seconds=time.process_time(),
         memory_bytes=_resident(),
