@@ -23,9 +23,7 @@ class JsonDisplay:
         clock: Seconds since 1970, for the ``time`` of each event.
     """
 
-    def __init__(
-        self, stream: TextIO, interval: float = INTERVAL, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, stream: TextIO, interval: float = INTERVAL, clock: Callable[[], float] = time.time) -> None:
         self._stream = stream
         self._interval = interval
         self._clock = clock

@@ -5,14 +5,38 @@ from __future__ import annotations
 from spark_hvd.runner import words
 from spark_hvd.runner.output import LineWriter
 from spark_hvd.runner.picture import Picture
+from spark_hvd.runner.report import count
 from spark_hvd.runner.run_view import RunView
 from spark_hvd.runner.summary import Summary
 
 INTERVAL = 30.0
 
 
-class PlainDisplay:
-    """Writes lines. A run that ends before the first interval is over shows nothing but what its ranks print.
+class LinesDisplay:
+    """Writes what ranks print, and nothing else.
+
+    Args:
+        writer: Where it goes.
+    """
+
+    def __init__(self, writer: LineWriter) -> None:
+        self._writer = writer
+
+    def lines(self, rank: int, stream: str, text: str) -> None:
+        """See base class."""
+        self._writer.write(rank, stream, text)
+
+    def show(self, view: RunView, now: float) -> None:
+        """See base class."""
+
+    def end(self, summary: Summary | None) -> None:
+        """See base class."""
+
+
+class PlainDisplay(LinesDisplay):
+    """Writes how far the ranks are, besides what they print.
+
+    A run that ends before the first interval is over, and tells of no steps, shows only what its ranks print.
 
     Args:
         writer: Where ranks' lines go.
@@ -21,15 +45,11 @@ class PlainDisplay:
     """
 
     def __init__(self, writer: LineWriter, notes: LineWriter, interval: float = INTERVAL) -> None:
-        self._writer = writer
+        super().__init__(writer)
         self._notes = notes
         self._interval = interval
         self._next: float | None = None
         self._ended = False
-
-    def lines(self, rank: int, stream: str, text: str) -> None:
-        """See the Protocol."""
-        self._writer.write(rank, stream, text)
 
     def show(self, view: RunView, now: float) -> None:
         """Write a line if it is time."""
@@ -69,5 +89,5 @@ def compact(picture: Picture) -> str:
     silent = [f"rank {row.rank} silent for {row.silent:.0f} s" for row in picture.rows if row.silent is not None]
     parts += silent[:3] + ([f"{len(silent) - 3} more silent"] if len(silent) > 3 else [])
     if again := words.again(picture.restarts, picture.changes):
-        parts.append(f"{again}, now {words.count(picture.size, 'rank')}")
+        parts.append(f"{again}, now {count(picture.size, 'rank')}")
     return ", ".join(parts)

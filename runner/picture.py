@@ -18,6 +18,7 @@ class Row:
         rank: In the newest world.
         silent: Seconds since it was last heard of, if that is long ago; None where all is well.
         started: Whether it was heard of at all in this world.
+        ended: Whether fn has ended on it.
         stage: Name of the loop: "train"; "" without `hvd.progress`.
         epoch: From 0.
         epochs: How many there are to be.
@@ -34,12 +35,13 @@ class Row:
         gpu_utilization: From 0 to 1.
         metrics: By name, the loss first.
         waits: For what it has been waiting for some time, in words; "" if it is not.
-        slowest: Whether the others wait for this one.
+        skew: See :class:`Slowest`, on the rank that is that; None on all others.
     """
 
     rank: int
     silent: float | None = None
     started: bool = False
+    ended: bool = False
     stage: str = ""
     epoch: int | None = None
     epochs: int | None = None
@@ -56,12 +58,17 @@ class Row:
     gpu_utilization: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     waits: str = ""
-    slowest: bool = False
+    skew: float | None = None
 
     @property
     def remarkable(self) -> bool:
         """Whether it has to be shown even where there is no room for all."""
-        return self.slowest or self.silent is not None
+        return self.skew is not None or self.silent is not None
+
+    @property
+    def quiet(self) -> bool:
+        """Whether there is nothing new of it."""
+        return self.silent is not None or self.ended or not self.started
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,17 +69,21 @@ class RunView:
         if record.rank == 0:
             self._pace.take(record, now)
 
+    def ended(self, rank: int) -> None:
+        """Fn has ended on a rank: nothing more is to be expected of it."""
+        if (process := self._ranks.get(rank)) is not None:
+            process.ended = True
+
     def mark(self, verdict: str | None) -> None:
         """Show why nothing moves; None: it moves again."""
         self._verdict = verdict
 
     def picture(self, now: float) -> Picture:
         """What there is to see now."""
-        rows = [(rank, self._ranks.get(rank)) for rank in range(self._size)]
         slowest = _slowest({rank: process.recent.span() for rank, process in self._judged(now)})
         shown = tuple(
-            Row(rank) if process is None else process.row(rank, now, slowest is not None and slowest.rank == rank)
-            for rank, process in rows
+            self._ranks[rank].row(rank, now, slowest) if rank in self._ranks else Row(rank)
+            for rank in range(self._size)
         )
         speeds = [row.steps_per_second for row in shown if row.steps_per_second is not None]
         return Picture(
@@ -140,10 +144,11 @@ class RunView:
     def _arrived(self, record: Vitals, now: float) -> _Process:
         """The process that tells of itself in this world for the first time: known from the one before, or new."""
         known = [process for process in self._before if process.may_tell(record)]
-        if known and self._survivors:
+        if known:
             process = min(known, key=lambda one: record.cpu_seconds - one.last.cpu_seconds)
             self._before.remove(process)
-            self._survivors[-1] += 1
+            if self._survivors:
+                self._survivors[-1] += 1
             process.enter(record, now)
             return process
         process = _Process(record, now)
@@ -157,7 +162,7 @@ class RunView:
     def _judged(self, now: float) -> Iterable[tuple[int, _Process]]:
         """The ranks to compare; none as long as one is missing, or has not told enough."""
         complete = len(self._ranks) == self._size and all(
-            now - process.heard <= LONG and process.recent.span().seconds >= _JUDGED
+            not process.ended and now - process.heard <= LONG and process.recent.span().seconds >= _JUDGED
             for process in self._ranks.values()
         )
         return self._ranks.items() if complete else ()
@@ -171,6 +176,7 @@ class _Process:
         self._steps_at_entry = 0
         self.recent = Recent(record)
         self.heard = now
+        self.ended = False
 
     @property
     def last(self) -> Vitals:
@@ -208,14 +214,15 @@ class _Process:
         self.take(record, now)
         self.recent = Recent(record)
 
-    def row(self, rank: int, now: float, slowest: bool) -> Row:
+    def row(self, rank: int, now: float, slowest: Slowest | None) -> Row:
         last, span = self.last, self.recent.span()
-        per_second = 1 / span.seconds if self.recent.paced and span.seconds > 0 else None
+        per_second = 1 / span.seconds if self.recent.paced and span.seconds > 0 and not self.ended else None
         silent = now - self.heard
         return Row(
             rank=rank,
-            silent=silent if silent > LONG else None,
+            silent=silent if silent > LONG and not self.ended else None,
             started=True,
+            ended=self.ended,
             stage=last.stage,
             epoch=last.epoch,
             epochs=last.epochs,
@@ -231,8 +238,8 @@ class _Process:
             gpu_memory_bytes=last.gpu_memory_bytes,
             gpu_utilization=last.gpu_utilization,
             metrics=_ordered(last.metrics),
-            waits=_waits(last),
-            slowest=slowest,
+            waits="" if self.ended else _waits(last),
+            skew=slowest.skew if slowest is not None and slowest.rank == rank else None,
         )
 
 

@@ -89,17 +89,13 @@ class Summary:
         pairs = [("time", self._time())]
         if self.samples_per_second is not None:
             pairs.append(("samples", self._samples()))
-        shares = [
-            f"{name} {_worst(share)}"
-            for name, share in (
-                ("computing", self.computing),
-                ("waiting for data", self.data),
-                ("waiting for communication", self.communication),
-            )
-            if share is not None
-        ]
-        if shares:
-            pairs.append(("of the time", ", ".join(shares)))
+        for heading, share, what in (
+            ("computing", self.computing, ""),
+            ("data", self.data, " waiting"),
+            ("communication", self.communication, " waiting"),
+        ):
+            if share is not None:
+                pairs.append((heading, _with_worst(share, what)))
         if self.slowest is not None:
             pairs.append(("slowest", words.slowest(self.slowest)))
         if again := words.again(self.restarts, self.changes):
@@ -133,10 +129,9 @@ class Summary:
         return f"<div><b>{html.escape(self.title)}</b><table><tbody>{rows}</tbody></table></div>"
 
 
-def _worst(share: Share) -> str:
-    text = words.share(share.mean)
-    worst = words.share(share.most)
-    return text if worst == text else f"{text} (rank {share.rank}: {worst})"
+def _with_worst(share: Share, what: str) -> str:
+    text, worst = words.share(share.mean), words.share(share.most)
+    return f"{text} of the time{what}" + ("" if worst == text else f" (rank {share.rank}: {worst})")
 
 
 def mean_share(parts: Sequence[tuple[int, float, float | None]]) -> Share | None:

@@ -71,11 +71,11 @@ def table(picture: Picture, width: int, most_rows: int) -> list[Line]:
     ]
     for number, (row, said) in enumerate(zip(rows, notes, strict=True)):
         text = _GAP.join([column.cells[number].rjust(column.width) for column in columns] + [said] * bool(said))
-        style = "dim" if row.silent is not None or not row.started else "yellow" if row.slowest else ""
+        style = "dim" if row.quiet else "yellow" if row.skew is not None else ""
         lines.append(Line(_cut(text, width), style))
     if more:
         lines.append(Line(_cut(f"and {more} more", width), "dim"))
-    if len(picture.rows) > 1:
+    if len(picture.rows) > 1 and any(column.whole for column in columns[1:]):
         lines.append(Line(_cut(_GAP.join(column.whole.rjust(column.width) for column in columns), width), "dim"))
     if picture.verdict:
         wrapped = [line for part in picture.verdict.splitlines() for line in textwrap.wrap(part, width)]
@@ -98,21 +98,23 @@ def head(picture: Picture, width: int) -> str:
 def columns_of(rows: Sequence[Row], picture: Picture) -> list[Column]:
     """All columns that have something in them, in order."""
     metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
-    steps = _column("steps/s", 2, rows, lambda row: _rate(row.steps_per_second))
-    samples = _column("samples/s", 2, rows, lambda row: _rate(row.samples_per_second), _rate(picture.samples_per_second))
+    steps = _column("steps/s", 3, rows, lambda row: _rate(row.steps_per_second))
+    samples = _column(
+        "samples/s", 3, rows, lambda row: _rate(row.samples_per_second), _rate(picture.samples_per_second)
+    )
     columns = [
         _column("rank", 0, rows, lambda row: str(row.rank), "all"),
-        _column("epoch", 3, rows, words.epoch),
+        _column("epoch", 4, rows, words.epoch),
         _column("step", 1, rows, words.step),
-        *(_metric(name, 10 + place if place else 2, rows) for place, name in enumerate(metrics)),
+        *(_metric(name, 12 + place if place else 2, rows) for place, name in enumerate(metrics)),
         samples if any(samples.cells) else steps,
-        _column("compute", 9, rows, lambda row: _share(row.computing), _share(picture.computing)),
-        _column("data", 4, rows, lambda row: _share(row.data), _share(picture.data)),
-        _column("comm", 4, rows, lambda row: _share(row.communication), _share(picture.communication)),
-        _column("CPU", 6, rows, lambda row: _known("{:.1f}".format, row.cpu)),
-        _column("memory", 7, rows, lambda row: _known(words.size, row.memory_bytes)),
-        _column("GPU", 5, rows, lambda row: _share(row.gpu_utilization)),
-        _column("GPU mem", 8, rows, lambda row: _known(words.size, row.gpu_memory_bytes)),
+        _column("compute", 11, rows, lambda row: _share(row.computing), _share(picture.computing)),
+        _column("data", 6, rows, lambda row: _share(row.data), _share(picture.data)),
+        _column("comm", 5, rows, lambda row: _share(row.communication), _share(picture.communication)),
+        _column("CPU", 8, rows, lambda row: _known("{:.1f}".format, row.cpu)),
+        _column("memory", 9, rows, lambda row: _known(words.size, row.memory_bytes)),
+        _column("GPU", 7, rows, lambda row: _share(row.gpu_utilization)),
+        _column("GPU mem", 10, rows, lambda row: _known(words.size, row.gpu_memory_bytes)),
     ]
     return [column for column in columns if any(column.cells)]
 

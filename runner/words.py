@@ -42,7 +42,7 @@ def size(count: int) -> str:
 
 def metric(value: float) -> str:
     """Four digits: losses get small, and accuracies near to 1."""
-    return f"{value:.4g}"
+    return f"{value:#.4g}".removesuffix(".")
 
 
 def metrics(values: Mapping[str, float]) -> str:
@@ -84,8 +84,11 @@ def step(row: Row) -> str:
 
 def note(row: Row) -> str:
     """What is to be said of this rank in particular; "" if nothing is."""
+    if row.ended:
+        return "ended"
     if row.silent is not None:
         return f"silent for {row.silent:.0f} s"
     if not row.started:
         return "starting"
-    return ", ".join(part for part in ("slowest" if row.slowest else "", row.waits) if part)
+    slow = "" if row.skew is None else f"slowest, {row.skew:.2f}x"
+    return ", ".join(part for part in (slow, row.waits) if part)
