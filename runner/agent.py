@@ -23,6 +23,7 @@ from spark_hvd.runner.hub import Link
 from spark_hvd.runner.hub_state import Message
 from spark_hvd.runner.membership_events import Loss
 from spark_hvd.runner.outcome import Failed, FailureKind, Packed
+from spark_hvd.runner.probe import Probe
 from spark_hvd.runner.processes import ForkServer, ForkServerError, RankProcess
 from spark_hvd.runner.rank_output import RankOutput
 from spark_hvd.runner.silence import HUB_PATIENCE
@@ -83,6 +84,7 @@ class _Worker:
     frames: FrameReader
     output: RankOutput
     stopped_since: float | None = None
+    probe: Probe | None = None
     dismissed: bool = False
 
 
@@ -151,6 +153,9 @@ class Agent:
             case "stop":
                 if (worker := self._mine(message)) is not None:
                     self._end_worker(worker, FailureKind.STOPPED, message["why"], Loss.HUNG)
+            case "examine":
+                if self._worker is not None and self._worker.probe is None:
+                    self._worker.probe = Probe(self._worker.process)
             case "end":
                 self._ended = True
                 if message["again"]:
@@ -206,7 +211,9 @@ class Agent:
         if frame is None:
             return
         header, payload = frame
-        if header["type"] != "outcome":
+        if header["type"] == "vitals":
+            self._link.try_send("vitals", vitals=header["vitals"])
+        elif header["type"] != "outcome":
             self._link.send(header.pop("type"), worker=worker.number, **header)
         elif header["ok"] and self._value_limit is not None and len(payload) > self._value_limit:
             error = value_too_large(self._value_limit, len(payload))
@@ -302,6 +309,9 @@ class Agent:
         worker = self._worker
         if worker is None:
             return
+        if worker.probe is not None and (found := worker.probe.turn(now)) is not None:
+            worker.probe = None
+            self._link.send("examined", **found.to_message())
         if not _is_stopped(worker.process.pid):
             worker.stopped_since = None
         elif worker.stopped_since is None:

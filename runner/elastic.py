@@ -22,10 +22,9 @@ from spark_hvd.runner.elastic_hub import ElasticHub
 from spark_hvd.runner.elastic_results import elastic_results
 from spark_hvd.runner.elastic_task import ElasticSpec
 from spark_hvd.runner.errors import ClusterError, RunTimeoutError
-from spark_hvd.runner.launch import make_printer
 from spark_hvd.runner.membership_events import End, Verdict
+from spark_hvd.runner.monitor import Monitor, make_monitor
 from spark_hvd.runner.outcome import from_rows
-from spark_hvd.runner.output import Printer
 from spark_hvd.runner.payload import dump_call
 from spark_hvd.runner.profiles import Ask, task_resources
 from spark_hvd.runner.spark_errors import translate_elastic
@@ -152,13 +151,13 @@ def run_elastic(
         there = on_spark.wait_for_slots(session, min_num_proc or num_proc, start_timeout, resources)
         num_proc = num_proc or there
     config = ElasticConfig(common=RunConfig(num_proc=num_proc, **common), **elastic)
-    printer = make_printer(config.common, stdout, stderr)
+    monitor = make_monitor(config.common, stdout, stderr)
     name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
     with ExitStack() as closing:
         local = on_spark.is_local(session)
         spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
-        hub = _open_hub(session, config, printer)
+        hub = _open_hub(session, config, monitor)
         closing.callback(hub.close)
         common_spec = TaskSpec.of(config.common, run_id, hub.address, spool, may_share_gpus=resources.plan.may_share)
         most = None if local else on_spark.max_result_bytes(session)
@@ -173,13 +172,13 @@ def run_elastic(
                 pickle.dumps(spec),
                 payload,
             ),
-            f"spark_hvd.run_elastic({name}) on {config.limits.min_num_proc} to {config.limits.max_num_proc} ranks",
+            f"spark_hvd: {name} on {config.limits.min_num_proc} to {config.limits.max_num_proc} ranks, elastic",
             run_id,
             resources.profile,
             barrier=False,
         )
-        verdict = attend(job, hub, config.common, printer, _watch_spark(job, hub))
-        printer.flush()
+        verdict = attend(job, hub, config.common, monitor, _watch_spark(job, hub))
+        monitor.flush()
         if job.error is not None and (verdict is None or verdict.end is End.DONE):
             raise translate_elastic(job.error) from job.error
         assert verdict is not None
@@ -188,7 +187,7 @@ def run_elastic(
 
 
 def attend(
-    job: Any, hub: ElasticHub, config: RunConfig, printer: Printer, watch: Callable[[], None] = lambda: None
+    job: Any, hub: ElasticHub, config: RunConfig, monitor: Monitor, watch: Callable[[], None] = lambda: None
 ) -> Verdict | None:
     """Stay with a job until it has ended: print, log, watch the time, pass on Ctrl-C.
 
@@ -196,7 +195,7 @@ def attend(
         job: Runs the agents: has ``running``, ``wait(seconds)`` and ``cancel()``.
         hub: Where they meet.
         config: Of the run.
-        printer: Writes what ranks print.
+        monitor: Writes what ranks print.
         watch: Called several times a second while the run goes on.
 
     Returns:
@@ -210,7 +209,7 @@ def attend(
     try:
         while job.running and hub.verdict is None:
             job.wait(0.02)
-            _tell(hub, printer)
+            _tell(hub, monitor)
             watch()
             if deadline is not None and time.monotonic() > deadline:
                 _end(job, hub)
@@ -224,17 +223,17 @@ def attend(
             _end(job, hub)
         while job.running:  # values may be large
             job.wait(0.02)
-            _tell(hub, printer)
+            _tell(hub, monitor)
     except BaseException:
         _end(job, hub)
-        printer.flush()
+        monitor.flush()
         raise
-    _tell(hub, printer)
+    _tell(hub, monitor)
     return hub.verdict
 
 
-def _tell(hub: ElasticHub, printer: Printer) -> None:
-    printer.flush()
+def _tell(hub: ElasticHub, monitor: Monitor) -> None:
+    monitor.flush()
     for note in hub.take_notes():
         _log.warning("%s", note)
 
@@ -251,12 +250,12 @@ def _end(job: Any, hub: ElasticHub) -> None:
         job.wait(10)
 
 
-def _open_hub(session: SparkSession, config: ElasticConfig, printer: Printer) -> ElasticHub:
+def _open_hub(session: SparkSession, config: ElasticConfig, monitor: Monitor) -> ElasticHub:
     public, bind = on_spark.driver_hosts(session)
     ports = None if config.common.ports is None else PortRange.parse(config.common.ports)
     try:
         address = str(socket.getaddrinfo(bind.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
-        return ElasticHub(config.limits, address, public.strip("[]"), printer.put, ports)
+        return ElasticHub(config.limits, address, public.strip("[]"), monitor, ports)
     except (OSError, zmq.ZMQBaseError) as error:
         raise ClusterError(
             f"the driver cannot listen on {bind} ({error}), where elastic runs are decided: set "

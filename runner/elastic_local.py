@@ -18,8 +18,8 @@ from spark_hvd.runner.elastic_config import ElasticConfig
 from spark_hvd.runner.elastic_hub import ElasticHub
 from spark_hvd.runner.elastic_results import elastic_results
 from spark_hvd.runner.elastic_task import ElasticSpec, be_agent
-from spark_hvd.runner.launch import make_printer
 from spark_hvd.runner.local import HOST, cores_each
+from spark_hvd.runner.monitor import make_monitor
 from spark_hvd.runner.payload import dump_call
 from spark_hvd.runner.task import TaskSpec
 
@@ -105,14 +105,14 @@ def run_elastic_local(
         threads = str(cores_each(config.limits.max_num_proc))
         common = replace(common, env={"OMP_NUM_THREADS": threads, **common.env})
     payload = dump_call(fn, args, kwargs or {})
-    printer = make_printer(common, stdout, stderr)
+    monitor = make_monitor(common, stdout, stderr)
     with ExitStack() as closing:
-        hub = ElasticHub(config.limits, HOST, None, printer.put)
+        hub = ElasticHub(config.limits, HOST, None, monitor)
         closing.callback(hub.close)
         task = TaskSpec.of(common, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address)
         job = _Threads(ElasticSpec(task, rejoin_timeout), payload, config.limits.max_num_proc)
-        verdict = attend(job, hub, common, printer)
-        printer.flush()
+        verdict = attend(job, hub, common, monitor)
+        monitor.flush()
         if job.errors:
             raise job.errors[0]
         assert verdict is not None

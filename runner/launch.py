@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
@@ -11,7 +10,7 @@ from spark_hvd.runner import spark as on_spark
 from spark_hvd.runner.attempt import Attempt
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.errors import RunError
-from spark_hvd.runner.output import Printer
+from spark_hvd.runner.monitor import make_monitor
 from spark_hvd.runner.payload import dump_call
 from spark_hvd.runner.profiles import Ask, TaskResources, task_resources
 from spark_hvd.runner.restart import check_least, tasks_again, with_restarts
@@ -121,8 +120,8 @@ def run(
     tasks, resources = tasks_of(session, config)
     check_least(config, tasks)
     name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
-    printer = make_printer(config, stdout, stderr)
-    attempt = Attempt(session, config, payload, name, f"spark_hvd-{uuid.uuid4().hex[:12]}", resources, printer)
+    monitor = make_monitor(config, stdout, stderr)
+    attempt = Attempt(session, config, payload, name, f"spark_hvd-{uuid.uuid4().hex[:12]}", resources, monitor)
 
     def start(generation: int, lost: RunError | None) -> list[R]:
         there = tasks if lost is None else tasks_again(session, config, resources, tasks, lost)
@@ -140,9 +139,3 @@ def tasks_of(session: SparkSession, config: RunConfig) -> tuple[int, TaskResourc
     ask = Ask(config.cpus_per_proc, config.gpus_per_proc, config.procs_per_task)
     resources = task_resources(session, ask)
     return on_spark.wait_for_slots(session, config.num_tasks, config.start_timeout, resources), resources
-
-
-def make_printer(config: RunConfig, stdout: TextIO | None, stderr: TextIO | None) -> Printer:
-    """Where the ranks' output goes: to the streams given, else to this program's unless ``verbose`` is 0."""
-    quiet = config.verbose < 1
-    return Printer(stdout or (None if quiet else sys.stdout), stderr or (None if quiet else sys.stderr))

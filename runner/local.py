@@ -16,9 +16,8 @@ from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.errors import RunError
 from spark_hvd.runner.hub import Hub, Link
 from spark_hvd.runner.hub_state import HubState
-from spark_hvd.runner.launch import make_printer
+from spark_hvd.runner.monitor import Monitor, make_monitor
 from spark_hvd.runner.outcome import Packed
-from spark_hvd.runner.output import Printer
 from spark_hvd.runner.payload import dump_call
 from spark_hvd.runner.processes import fork_server
 from spark_hvd.runner.restart import with_restarts
@@ -94,21 +93,21 @@ def run_local(
     if "OMP_NUM_THREADS" not in os.environ:
         config = replace(config, env={"OMP_NUM_THREADS": str(cores_each(num_proc)), **config.env})
     payload = dump_call(fn, args, kwargs or {})
-    printer = make_printer(config, stdout, stderr)
+    monitor = make_monitor(config, stdout, stderr)
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
 
     def start(generation: int, lost: RunError | None) -> list[R]:
-        return _attempt(config, run_id, payload, num_proc, printer, generation)
+        return _attempt(config, run_id, payload, num_proc, monitor, generation)
 
     return with_restarts(start, config.max_restarts)
 
 
 def _attempt(
-    config: RunConfig, run_id: str, payload: bytes, num_proc: int, printer: Printer, generation: int
+    config: RunConfig, run_id: str, payload: bytes, num_proc: int, monitor: Monitor, generation: int
 ) -> list[Any]:
     outcomes: list[list[Packed] | BaseException] = []
     with ExitStack() as cleanup:
-        hub = Hub(HubState(num_proc, timeout=config.timeout), HOST, on_output=printer.put)
+        hub = Hub(HubState(num_proc, timeout=config.timeout), HOST, listener=monitor)
         cleanup.callback(hub.close)
         spec = TaskSpec.of(config, run_id, hub.address, generation=generation)
 
@@ -123,15 +122,15 @@ def _attempt(
         try:
             while thread.is_alive():
                 thread.join(0.01)
-                printer.flush()
+                monitor.flush()
         except BaseException:
             hub.stop("interrupt")
             thread.join()
             raise
         finally:
-            printer.flush()
+            monitor.flush()
         order = hub.snapshot()[1]
-    printer.flush()
+    monitor.flush()
     (outcome,) = outcomes
     if isinstance(outcome, BaseException):
         raise outcome
