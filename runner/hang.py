@@ -180,7 +180,8 @@ class HangWatch:
                 looking.complete_at = now
             return False
         return now - looking.complete_at >= _RECORD_SECONDS or all(
-            rank.heard > looking.complete_at or now - rank.heard > SILENT_SECONDS for rank in self._ranks.values()
+            rank.vitals.ended or rank.heard > looking.complete_at or now - rank.heard > SILENT_SECONDS
+            for rank in self._ranks.values()
         )
 
     def _judge(
@@ -224,8 +225,8 @@ class HangWatch:
         heard = [self._ranks[rank] for rank in told.positions]
         if any(_position(rank.vitals) != told.positions[rank.vitals.rank] for rank in heard):
             return True
-        # A rank whose function has failed, or returned, sends no more records.
-        return now - self._ended_at >= _SETTLE_SECONDS and all(now - rank.heard < SILENT_SECONDS for rank in heard)
+        settled = now - self._ended_at >= _SETTLE_SECONDS
+        return settled and all(now - rank.heard < SILENT_SECONDS and not rank.vitals.ended for rank in heard)
 
     def _patience(self) -> float | None:
         """The world's stall_warning; None: never, or nothing is known yet."""
@@ -239,7 +240,7 @@ class HangWatch:
         found: dict[Hashable, Wait] = {}
         for number, rank in self._ranks.items():
             age = now - rank.heard
-            if age > SILENT_SECONDS:  # it may have ended since, and its last record been lost
+            if rank.vitals.ended or age > SILENT_SECONDS:  # it may have ended since, and its last record been lost
                 continue
             for key, one in _parts(rank.vitals).items():
                 if one.seconds >= patience:
@@ -251,7 +252,7 @@ class HangWatch:
         return {
             (number, rank.vitals.clock): now - rank.heard
             for number, rank in self._ranks.items()
-            if now - rank.heard >= patience
+            if now - rank.heard >= patience and not rank.vitals.ended
         }
 
     def _sight(self, number: int, looked: _Looking, now: float) -> Sight:

@@ -30,6 +30,7 @@ class Doing(Enum):
     IDLE = "does nothing"
     STOPPED = "is stopped by a signal"
     SILENT = "does not tell anything any more"
+    ENDED = "has ended, or left the world"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Sight:
     @property
     def silent(self) -> bool:
         """Whether it has stopped to tell of itself."""
-        return self.vitals is None or self.age > SILENT_SECONDS
+        return self.vitals is None or (self.age > SILENT_SECONDS and not self.vitals.ended)
 
     @property
     def stopped(self) -> bool:
@@ -79,7 +80,7 @@ class Sight:
 
     def underway(self) -> tuple[Underway, ...]:
         """The collectives that it is in."""
-        return () if self.vitals is None else self.vitals.underway
+        return () if self.vitals is None or self.vitals.ended else self.vitals.underway
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,8 @@ def has_joined(one: Underway) -> bool:
 
 
 def _doing(sight: Sight, name: str, ranks: tuple[int, ...] | None) -> Doing:
+    if sight.vitals is not None and sight.vitals.ended:
+        return Doing.ENDED
     if sight.stopped:
         return Doing.STOPPED
     if sight.silent and sight.examination is None:
@@ -176,6 +179,8 @@ def _words(doing: Doing, sight: Sight, name: str, ranks: tuple[int, ...] | None)
             return f"working ({_use(sight)}){at}"
         case Doing.IDLE:
             return f"idle (no CPU) outside of collectives{at}"
+        case Doing.ENDED:
+            return "out of the world: its function has ended, or it has called hvd.shutdown()"
         case Doing.STOPPED:
             return "stopped by a signal (SIGSTOP) or a debugger"
         case Doing.SILENT:

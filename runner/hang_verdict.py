@@ -138,7 +138,7 @@ def _kept_waiting(
 ) -> _Finding | None:
     """Members do something else than to wait in collectives."""
     # A process that is stopped or gone is not helped by waiting; but a straggler may be what an idle rank waits for.
-    dead = [state for state in guilty if state.doing in (Doing.STOPPED, Doing.SILENT)]
+    dead = [state for state in guilty if state.doing in (Doing.STOPPED, Doing.SILENT, Doing.ENDED)]
     busy = [state for state in guilty if state.works or state.doing is Doing.MOVES]
     slow = bool(busy) and not dead
     if slow and name.startswith("join "):

@@ -138,6 +138,7 @@ class World:
             cpu_seconds=rank.cpu,
             fetching=self.now - rank.since if isinstance(doing, Work) and doing.fetching else None,
             stall_warning=self.warning,
+            ended=rank.ended,
         )
 
     def look(self, number: int) -> Examination:
@@ -277,6 +278,17 @@ def test_a_rank_that_has_left_or_gone_silent_is_no_hang_while_nobody_waits() -> 
     assert world.told == []
 
 
+def test_ranks_that_have_ended_are_no_hang() -> None:
+    def program(rank: int) -> Generator[Action, None, None]:
+        yield from steps(count=3)(rank)
+        if rank:
+            yield Work(FOREVER, 0.0)
+
+    world = World(3, program)
+    world.go_on(600)
+    assert (world.told, world.looks) == ([], 0)
+
+
 # ---- hangs ------------------------------------------------------------------------------------------------------
 
 
@@ -320,9 +332,8 @@ def test_a_verdict_holds_when_its_collective_fails_because_the_run_is_about_to_e
     world.go_on(100)
     (verdict,) = world.told
     failing = world.ranks[0]
-    failing.doing = Work(FOREVER)  # the collective has raised: one last record, and no other
+    failing.doing, failing.ended = Work(FOREVER), True  # the collective has raised: one last record, and no other
     world.watch.take(world.record(0), world.now)
-    failing.silent = True
     world.go_on(30)
     assert world.watch.verdict is verdict
 
@@ -419,6 +430,14 @@ def test_a_collective_that_all_have_entered_and_that_does_not_end() -> None:
     (verdict,) = world.told
     assert verdict.kind is Kind.HANG
     assert "ranks 0-2 have all entered allreduce 'cut'" in verdict.headline
+
+
+def test_ranks_that_wait_for_one_that_has_ended() -> None:
+    world = World(2, one_differs(1, Work(1.0)))
+    world.ranks[1].program = iter([Work(3.0)])  # type: ignore[assignment]
+    world.go_on(100)
+    (verdict,) = world.told
+    assert "rank 1 is out of the world" in verdict.headline
 
 
 # ---- stragglers -------------------------------------------------------------------------------------------------
