@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from spark_hvd.agreement import ranks_text
+from spark_hvd.rank_words import ranks_text
 from spark_hvd.runner.hang_states import Doing, Sight, State, entered, state_of
 from spark_hvd.runner.stacks import grouped
 
