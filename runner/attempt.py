@@ -90,7 +90,7 @@ class Attempt:
                 session,
                 tasks,
                 task_of("task", "run_task", pickle.dumps(spec), self.payload),
-                f"spark_hvd.run({self.name}) on {size} ranks{again}",
+                f"spark_hvd: {self.name} on {size} ranks{again}",
                 f"{self.run_id}.{generation}",
                 self.resources.profile,
             )

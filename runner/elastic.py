@@ -172,7 +172,7 @@ def run_elastic(
                 pickle.dumps(spec),
                 payload,
             ),
-            f"spark_hvd.run_elastic({name}) on {config.limits.min_num_proc} to {config.limits.max_num_proc} ranks",
+            f"spark_hvd: {name} on {config.limits.min_num_proc} to {config.limits.max_num_proc} ranks, elastic",
             run_id,
             resources.profile,
             barrier=False,

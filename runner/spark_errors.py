@@ -13,6 +13,7 @@ _EXECUTOR = re.compile(r"\(executor (\S+) ")
 _SILENT = re.compile(r"SPARK_HVD_LOST: (.*?):END", re.DOTALL)
 _UNREACHABLE = re.compile(r"SPARK_HVD_UNREACHABLE: (.*?):END", re.DOTALL)
 _CRASHED = re.compile(r"Python worker exited unexpectedly|Python worker failed to connect back")
+_CANCELLED = re.compile(r"Job \d+ cancelled[^\n]*|\[SPARK_JOB_CANCELLED\][^\n]*")
 _TOO_LARGE = re.compile(r"(Total size of serialized results.*?maxResultSize[^\n]*)")
 
 
@@ -68,6 +69,8 @@ def translate(error: Exception, size: int, placement: Placement | None = None) -
         )
     if "SPARK-24820" in text or "SPARK-24819" in text or "SPARK-24942" in text:
         return ClusterError(f"Spark refused the barrier stage: {text.splitlines()[0]}")
+    if match := _CANCELLED.search(text):
+        return RunError(f"the Spark job of this run was cancelled by somebody else than us: {match[0].strip()}")
     return RunError(f"the Spark job of this run failed: {_first_lines(text)}")
 
 

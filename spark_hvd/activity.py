@@ -38,6 +38,8 @@ class Activity:
         self.last_at = 0.0
         self.waited = 0.0
         """Seconds that the program has waited for communication."""
+        self.optimizer_steps = 0
+        """Of DistributedOptimizer; they tell something where there is no loop of `hvd.progress`."""
         self.progress: Progress[Any] | None = None
         """The loop that runs, or ran last."""
         self._sources: weakref.WeakSet[Any] = weakref.WeakSet()

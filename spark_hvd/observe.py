@@ -39,8 +39,12 @@ def observe() -> Vitals | None:
         gpu_memory_bytes=torch.cuda.memory_reserved() if _has_gpu() else None,
         gpu_utilization=_gpu_utilization(),
         stall_warning=here.engine.config.stall_warning,
-        **({} if progress is None else progress.facts(now)),
+        **(_steps_of_optimizers() if progress is None else progress.facts(now)),
     )
+
+
+def _steps_of_optimizers() -> dict[str, int]:
+    return {"step": activity.optimizer_steps, "total_steps": activity.optimizer_steps}
 
 
 def _resident() -> int:

@@ -213,6 +213,7 @@ class PlannedLane:
 
     def stepped(self) -> None:
         """The optimizer has made its step."""
+        activity.optimizer_steps += 1
         self._trace.stepped()
         self.reset()
         if self.tuner is not None and self.phase is Phase.EAGER:
