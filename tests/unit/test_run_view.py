@@ -315,7 +315,8 @@ def test_a_rank_that_is_not_heard_of_is_silent() -> None:
 def test_a_rank_that_has_ended_is_not_silent() -> None:
     training = Training()
     training.go_on(10)
-    training.view.ended(3)
+    training.changes = lambda rank: {"ended": rank == 3}
+    training.go_on(1)
     training.go_on(10, range(3))
     row = training.view.picture(training.now).rows[3]
     assert row.ended
