@@ -88,7 +88,7 @@ class TableDisplay:
         return Group(*(Text(line.text, line.style) for line in table(picture, width - 1, most)))
 
     def _size(self) -> tuple[int, int]:
-        """Of the terminal itself; rich believes COLUMNS and LINES, which may be of another one, or of an earlier size."""
+        """Of the terminal itself: rich believes COLUMNS and LINES, which may be those of another one."""
         try:
             return os.get_terminal_size(self._console.file.fileno())
         except (OSError, ValueError):  # no terminal; the last table is printed all the same
