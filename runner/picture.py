@@ -137,6 +137,11 @@ class Picture:
     slowest: Slowest | None
     verdict: str | None
 
+    @property
+    def heard(self) -> bool:
+        """Whether there is anything to say of the ranks."""
+        return any(row.started for row in self.rows)
+
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
         return asdict(self)

@@ -69,6 +69,11 @@ class RunView:
         if record.rank == 0:
             self._pace.take(record, now)
 
+    def ended(self, rank: int) -> None:
+        """The program of a rank has ended: nothing more is to be expected of it."""
+        if (process := self._ranks.get(rank)) is not None:
+            process.ended = True
+
     def mark(self, verdict: str | None) -> None:
         """Show why nothing moves; None: it moves again."""
         self._verdict = verdict
@@ -157,7 +162,7 @@ class RunView:
     def _judged(self, now: float) -> Iterable[tuple[int, _Process]]:
         """The ranks to compare; none as long as one is missing, or has not told enough."""
         complete = len(self._ranks) == self._size and all(
-            not process.last.ended and now - process.heard <= LONG and process.recent.span().seconds >= _JUDGED
+            not process.ended and now - process.heard <= LONG and process.recent.span().seconds >= _JUDGED
             for process in self._ranks.values()
         )
         return self._ranks.items() if complete else ()
@@ -171,6 +176,7 @@ class _Process:
         self._steps_at_entry = 0
         self.recent = Recent(record)
         self.heard = now
+        self.ended = False
 
     @property
     def last(self) -> Vitals:
@@ -205,18 +211,19 @@ class _Process:
     def enter(self, record: Vitals, now: float) -> None:
         """It is in a new world."""
         self._steps_at_entry = self.last.total_steps
+        self.ended = False
         self.take(record, now)
         self.recent = Recent(record)
 
     def row(self, rank: int, now: float, slowest: Slowest | None) -> Row:
         last, span = self.last, self.recent.span()
-        per_second = 1 / span.seconds if self.recent.paced and span.seconds > 0 and not last.ended else None
+        per_second = 1 / span.seconds if self.recent.paced and span.seconds > 0 and not self.ended else None
         silent = now - self.heard
         return Row(
             rank=rank,
-            silent=silent if silent > LONG and not last.ended else None,
+            silent=silent if silent > LONG and not self.ended else None,
             started=True,
-            ended=last.ended,
+            ended=self.ended,
             stage=last.stage,
             epoch=last.epoch,
             epochs=last.epochs,
@@ -232,7 +239,7 @@ class _Process:
             gpu_memory_bytes=last.gpu_memory_bytes,
             gpu_utilization=last.gpu_utilization,
             metrics=_ordered(last.metrics),
-            waits="" if last.ended else _waits(last),
+            waits="" if self.ended else _waits(last),
             skew=slowest.skew if slowest is not None and slowest.rank == rank else None,
         )
 

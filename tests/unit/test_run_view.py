@@ -315,13 +315,15 @@ def test_a_rank_that_is_not_heard_of_is_silent() -> None:
 def test_a_rank_that_has_ended_is_not_silent() -> None:
     training = Training()
     training.go_on(10)
-    training.changes = lambda rank: {"ended": rank == 3}
-    training.go_on(1)
+    training.view.ended(3)
     training.go_on(10, range(3))
     row = training.view.picture(training.now).rows[3]
     assert row.ended
     assert row.silent is None
     assert row.samples_per_second is None
+    training.generation = 1  # it had only left its world
+    training.go_on(1)
+    assert not training.view.picture(training.now).rows[3].ended
 
 
 def test_what_a_rank_waits_for() -> None:
