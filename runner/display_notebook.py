@@ -78,6 +78,9 @@ def page(picture: Picture, summary: Summary | None = None) -> str:
         picture: The run.
         summary: What to say below it, once it is over.
     """
+    title = f"<b>{html.escape(head(picture, 1000))}</b>"
+    if not picture.heard:
+        return f"<div>{title}{summary._repr_html_() if summary else ''}</div>"
     rows, more = shown_rows(picture.rows, _MOST_ROWS)
     columns = [column for column in columns_of(rows, picture) if column.heading != "compute"]
     body = "".join(
@@ -92,7 +95,7 @@ def page(picture: Picture, summary: Summary | None = None) -> str:
     legend = " ".join(f'<span style="color:{color}">&#9632;</span> {name}' for name, color in _COLORS.items())
     verdict = f'<pre style="{_ALARM}">{html.escape(picture.verdict)}</pre>' if picture.verdict else ""
     return (
-        f"<div><b>{html.escape(head(picture, 1000))}</b>"
+        f"<div>{title}"
         f'<table style="{_TABLE}"><thead><tr style="{_FAINT}">{headings}<th style="{_LEFT}">{legend}</th><th></th></tr>'
         f"</thead><tbody>{body}</tbody></table>{verdict}{summary._repr_html_() if summary else ''}</div>"
     )

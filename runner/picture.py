@@ -22,7 +22,7 @@ class Row:
         stage: Name of the loop: "train"; "" without `hvd.progress`.
         epoch: From 0.
         epochs: How many there are to be.
-        step: Steps done in this epoch.
+        step: Steps done in this epoch; without `hvd.progress`, those of the optimizer.
         steps: How many it has.
         steps_per_second: Over the last seconds, as are all rates and shares.
         samples_per_second: Of this rank.
@@ -136,6 +136,11 @@ class Picture:
     remaining: Remaining | None
     slowest: Slowest | None
     verdict: str | None
+
+    @property
+    def heard(self) -> bool:
+        """Whether there is anything to say of the ranks."""
+        return any(row.started for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain data."""

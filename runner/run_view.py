@@ -70,7 +70,7 @@ class RunView:
             self._pace.take(record, now)
 
     def ended(self, rank: int) -> None:
-        """Fn has ended on a rank: nothing more is to be expected of it."""
+        """The program of a rank has ended: nothing more is to be expected of it."""
         if (process := self._ranks.get(rank)) is not None:
             process.ended = True
 
@@ -211,6 +211,7 @@ class _Process:
     def enter(self, record: Vitals, now: float) -> None:
         """It is in a new world."""
         self._steps_at_entry = self.last.total_steps
+        self.ended = False
         self.take(record, now)
         self.recent = Recent(record)
 

@@ -321,6 +321,9 @@ def test_a_rank_that_has_ended_is_not_silent() -> None:
     assert row.ended
     assert row.silent is None
     assert row.samples_per_second is None
+    training.generation = 1  # it had only left its world
+    training.go_on(1)
+    assert not training.view.picture(training.now).rows[3].ended
 
 
 def test_what_a_rank_waits_for() -> None:
