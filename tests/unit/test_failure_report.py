@@ -117,7 +117,7 @@ def test_report_says_when_other_ranks_had_returned_already() -> None:
 
 def test_what_hung_is_in_the_report_and_in_the_error() -> None:
     with pytest.raises(RankFailedError) as caught:
-        results([Packed.failed(failed(0)), Packed.failed(stopped(1))], 2, [0], None, HANG, Where({0: "7"}, ""))
+        results([Packed.failed(failed(0)), Packed.failed(stopped(1))], 2, [0], None, HANG, lambda: Where({0: "7"}, ""))
     assert "What the ranks did before" in str(caught.value)
     assert "stack of rank 1" in str(caught.value)
     assert "executor 7" in str(caught.value)
