@@ -7,6 +7,7 @@ sides; ours have 100 columns at most. Rules are drawn with box-drawing character
 from __future__ import annotations
 
 import locale
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from spark_hvd.runner.outcome import Failed, FailureKind
 from spark_hvd.runner.stacks import grouped, trim_traceback
 
 WIDTH = 100
+_VANISHED = re.compile(r"rank (\d+)(?: \(on \S+\))?(?:, which coordinates,)? has ended without a word")
 _ERROR_CHARS = 200
 
 
@@ -70,13 +72,8 @@ def failure_report(
     if others:
         lines += [_rule("The other ranks"), *_others(others)]
     lines += _hang(hang)
-    early = ""
-    if first.echo and finished:
-        early = (
-            f"{ranks_text(finished)} had already returned from fn when rank {first.rank} was still waiting for all "
-            "ranks: every rank has to call the same collectives the same number of times."
-        )
-    return "\n".join([*lines, *_end(early or next_step(first, on_spark=where is not None), where)])
+    advice = _of_the_others(first, others, finished) or next_step(first, on_spark=where is not None)
+    return "\n".join([*lines, *_end(advice, where)])
 
 
 def timeout_report(
@@ -109,6 +106,25 @@ def timeout_report(
         lines += _tail(failure)
     advice = "Give a larger timeout= if this is how long it takes; else see above where each rank stood."
     return "\n".join([*lines, *_end(advice, where)])
+
+
+def _of_the_others(first: Failed, others: Sequence[Failed], finished: Sequence[int]) -> str:
+    """What an echo means, where what became of the other ranks tells; else empty."""
+    if not first.echo:
+        return ""
+    vanished = _VANISHED.search(first.error)
+    there = {other.rank for other in others if other.kind is FailureKind.STOPPED}
+    if vanished and int(vanished[1]) in there:
+        return (
+            f"The process of rank {vanished[1]} was still there, and did not answer: it was suspended (SIGSTOP, or a "
+            "debugger), or its host was cut off from the others for a while."
+        )
+    if finished:
+        return (
+            f"{ranks_text(finished)} had already returned from fn when rank {first.rank} was still waiting for all "
+            "ranks: every rank has to call the same collectives the same number of times."
+        )
+    return ""
 
 
 def _facts(failure: Failed) -> str:
