@@ -459,3 +459,16 @@ def test_there_is_no_total_before_every_rank_has_a_rate() -> None:
     assert picture.samples_per_second is None
     training.go_on(1)
     assert training.view.picture(training.now).samples_per_second == pytest.approx(1280)
+
+
+def test_what_is_left_standing_says_what_is_left_to_say() -> None:
+    training = Training()
+    training.go_on(20)
+    assert training.view.picture(training.now).remaining is not None
+    training.view.ended(0)
+    end = training.view.picture(training.now).at_end()
+    assert end.remaining is None
+    assert [row.ended for row in end.rows] == [True, False, False, False]
+    for rank in range(4):
+        training.view.ended(rank)
+    assert not any(row.ended for row in training.view.picture(training.now).at_end().rows)
