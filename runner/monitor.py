@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -10,8 +11,12 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from spark_hvd.runner.display import Display
 from spark_hvd.runner.displays import make_display
+from spark_hvd.runner.hang import Examine, HangWatch
+from spark_hvd.runner.hang_verdict import HangVerdict, Kind
 from spark_hvd.runner.history import History
+from spark_hvd.runner.hub import HubServer
 from spark_hvd.runner.output import OutputQueue
+from spark_hvd.runner.probe import Examination
 from spark_hvd.runner.result import RunResult
 from spark_hvd.runner.run_view import RunView
 from spark_hvd.vitals import Vitals
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
     from spark_hvd.runner.config import RunConfig
 
 R = TypeVar("R")
+_log = logging.getLogger(__name__)
 _LOOK_EVERY = 0.25
 """Seconds between two looks at the state of the run."""
 
@@ -39,8 +45,11 @@ class Monitor:
         self._display = display
         self._view = RunView(title, size, time.monotonic())
         self._history = History()
+        self._watch = HangWatch()
+        self._hub: HubServer | None = None
         self._output = OutputQueue()
         self._records: deque[Vitals] = deque()
+        self._examinations: deque[tuple[int, Examination]] = deque()
         self._next_look = 0.0
 
     # ---- the hub's thread -----------------------------------------------------------------------------------------
@@ -55,6 +64,7 @@ class Monitor:
 
     def examined(self, rank: int, message: dict[str, Any]) -> None:
         """See base class."""
+        self._examinations.append((rank, Examination.from_message(message)))
 
     # ---- the caller's thread --------------------------------------------------------------------------------------
 
@@ -66,6 +76,15 @@ class Monitor:
     ) -> None:
         self._display.end(None)
 
+    def ask(self, hub: HubServer) -> None:
+        """From now on have this hub look closer at ranks that do not move."""
+        self._hub = hub
+
+    @property
+    def hang(self) -> HangVerdict | None:
+        """Why nothing moves; None if things do."""
+        return self._watch.verdict
+
     def flush(self) -> None:
         """Show what is new; to be called many times a second."""
         for rank, stream, text in self._output.take():
@@ -73,8 +92,11 @@ class Monitor:
         now = time.monotonic()
         while self._records:
             self._take(self._records.popleft(), now)
+        while self._examinations:
+            self._watch.examined(*self._examinations.popleft(), now)
         if now >= self._next_look:
             self._next_look = now + _LOOK_EVERY
+            self._look_for_hangs(now)
             self._display.show(self._view, now)
 
     def result(self, values: Iterable[R]) -> RunResult[R]:
@@ -88,9 +110,19 @@ class Monitor:
         self._display.end(summary)
         return RunResult(values, summary, self._history)
 
+    def _look_for_hangs(self, now: float) -> None:
+        match self._watch.tick(now):
+            case Examine():
+                if self._hub is not None:
+                    self._hub.examine()
+            case HangVerdict() as verdict:
+                _log.log(verdict.level, "%s", verdict.text)
+                self._view.mark(None if verdict.kind is Kind.OVER else verdict.headline)
+
     def _take(self, record: Vitals, now: float) -> None:
         self._view.take(record, now)
         self._history.take(record, now)
+        self._watch.take(record, now)
         if record.ended:
             self._view.ended(record.rank)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from spark_hvd.activity import activity
 from spark_hvd.observe import observe
 from spark_hvd.runner.silence import BEAT
 from spark_hvd.vitals import Vitals
@@ -32,11 +33,14 @@ class Reporting:
 
     def start(self) -> None:
         """Begin; the first record goes out at once."""
+        activity.watched = True
         self._thread.start()
 
     def stop(self) -> None:
-        """Send a last record, so that the whole run is known, and end: nothing is sent any more after that."""
+        """Send a last record, so that the whole run is known, and end: nothing is sent after that. Idempotent."""
         self._stopped.set()
+        if not self._thread.is_alive():
+            return
         # A metric on a GPU that hangs cannot be read, and must not keep this rank from saying why it failed.
         self._thread.join(_LAST_RECORD_SECONDS)
         with self._sending:

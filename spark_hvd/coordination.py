@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from spark_hvd.activity import activity
 from spark_hvd.agreement import ranks_text
 from spark_hvd.channel import CoordinatorSockets
 from spark_hvd.config import Config
@@ -164,7 +165,7 @@ class Coordination:
         self.tell(decisions)
 
     def _warn(self, now: float) -> None:
-        if self._stall_warning is None:
+        if self._stall_warning is None or activity.watched:
             return
         waiting = {(name, since) for name, since in self._coordinator.waiting()}
         self._warned &= waiting
