@@ -116,7 +116,7 @@ class Monitor:
                 if self._hub is not None:
                     self._hub.examine()
             case HangVerdict() as verdict:
-                _log.log(verdict.level, "%s", verdict.text)
+                _log.warning("%s", verdict.text)
                 self._view.mark(None if verdict.kind is Kind.OVER else verdict.headline)
 
     def _take(self, record: Vitals, now: float) -> None:
