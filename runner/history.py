@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.runner.rates import GROWING, Rates, grown, rates
+from spark_hvd.runner.growth import GROWING, Rates, grown, rates
 from spark_hvd.vitals import Vitals
 
 if TYPE_CHECKING:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from spark_hvd.observe import observe
 from spark_hvd.runner.silence import BEAT
+from spark_hvd.vitals import Vitals
 
 _log = logging.getLogger(__name__)
 _LAST_RECORD_SECONDS = 1.0
@@ -41,14 +43,16 @@ class Reporting:
             self._silent = True
 
     def _run(self) -> None:
+        before: Vitals | None = None
         try:
             while True:
                 last = self._stopped.is_set()
-                if (vitals := observe()) is not None:
-                    message = vitals.to_message()
-                    with self._sending:
-                        if not self._silent:
-                            self._send(message)
+                vitals = observe()
+                if vitals is not None and not last:
+                    self._tell(vitals)
+                elif (known := vitals or before) is not None:
+                    self._tell(replace(known, ended=True))
+                before = vitals
                 if last:
                     return
                 self._stopped.wait(BEAT)
@@ -56,3 +60,9 @@ class Reporting:
             return
         except Exception:  # what is missing then is a row of a table, which must not end a training
             _log.exception("this rank can tell no more of itself")
+
+    def _tell(self, vitals: Vitals) -> None:
+        message = vitals.to_message()
+        with self._sending:
+            if not self._silent:
+                self._send(message)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from spark_hvd.runner.growth import grown, rates
 from spark_hvd.runner.history import _LEAST_POINTS, MOST_POINTS, Generation, History
-from spark_hvd.runner.rates import grown, rates
 from spark_hvd.vitals import Vitals
 
 

@@ -1,0 +1,280 @@
+"""The state of a run as its driver knows it: made from what the ranks tell, and looked at by the displays."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+
+from spark_hvd.runner.picture import LONG, Picture, Row, Slowest
+from spark_hvd.runner.rates import Recent, Span
+from spark_hvd.runner.remaining import Pace
+from spark_hvd.runner.summary import Summary, mean_share, steady_rate
+from spark_hvd.vitals import Vitals
+
+_SKEW = 1.1
+_GAIN = 0.05
+_JUDGED = 4.0
+"""Seconds of each rank's work that are looked at, at least, before one is called the slowest."""
+
+
+class RunView:
+    """Takes the ranks' records; gives a picture of now, and a summary at the end. Does no I/O and reads no clock.
+
+    **The slowest rank.** Ranks that train together make the same steps a second, since they wait for each other. The
+    one for which the others wait is the one that itself waits least. So ranks are compared by their own time a step:
+    all of it but waiting for communication. The skew is that of the slowest in units of the median rank's. It is worth
+    a word from 1.1, and only if the others wait for at least 5 % of a step because of it.
+
+    **Worlds.** Ranks of a newer generation replace those of the one before. A process is taken for one that survived
+    if none of its counters has fallen; what a process did counts once, whatever its rank is called later.
+
+    Args:
+        title: What runs: "train on 8 ranks".
+        size: Ranks expected.
+        now: The monotonic clock.
+    """
+
+    def __init__(self, title: str, size: int, now: float) -> None:
+        self.title = title
+        self._size = size
+        self._started = now
+        self._generation = -1
+        self._ranks: dict[int, _Process] = {}
+        self._before: list[_Process] = []
+        """Of the world before, those that have not shown up in this one."""
+        self._all: list[_Process] = []
+        self._steps_before = 0
+        self._survivors: list[int] = []
+        """Of each world but the first, how many processes it took over."""
+        self._pace = Pace()
+        self._verdict: str | None = None
+
+    def take(self, record: Vitals, now: float) -> None:
+        """Note what a rank has told.
+
+        Args:
+            record: The rank's; of an older world than the newest it is left out.
+            now: The monotonic clock.
+        """
+        if record.generation < self._generation:
+            return
+        if record.generation > self._generation:
+            self._begin(record.generation)
+        self._size = record.size
+        process = self._ranks.get(record.rank)
+        if process is not None and process.may_tell(record):
+            process.take(record, now)
+        else:
+            self._ranks[record.rank] = self._arrived(record, now)
+        if record.rank == 0:
+            self._pace.take(record, now)
+
+    def ended(self, rank: int) -> None:
+        """Fn has ended on a rank: nothing more is to be expected of it."""
+        if (process := self._ranks.get(rank)) is not None:
+            process.ended = True
+
+    def mark(self, verdict: str | None) -> None:
+        """Show why nothing moves; None: it moves again."""
+        self._verdict = verdict
+
+    def picture(self, now: float) -> Picture:
+        """What there is to see now."""
+        slowest = _slowest({rank: process.recent.span() for rank, process in self._judged(now)})
+        shown = tuple(
+            self._ranks[rank].row(rank, now, slowest) if rank in self._ranks else Row(rank)
+            for rank in range(self._size)
+        )
+        speeds = [row.steps_per_second for row in shown if row.steps_per_second is not None]
+        return Picture(
+            title=self.title,
+            seconds=now - self._started,
+            size=self._size,
+            generation=max(0, self._generation),
+            restarts=self._restarts,
+            changes=len(self._survivors) - self._restarts,
+            rows=shown,
+            samples=sum(process.last.samples for process in self._all),
+            steps_per_second=statistics.median(speeds) if speeds else None,
+            samples_per_second=_sum(row.samples_per_second for row in shown),
+            data=_mean(row.data for row in shown),
+            communication=_mean(row.communication for row in shown),
+            computing=_mean(row.computing for row in shown),
+            remaining=self._pace.remaining(now),
+            slowest=slowest,
+            verdict=self._verdict,
+        )
+
+    def summary(self, now: float) -> Summary:
+        """What the run was, at its end or so far."""
+        spans = [(process.last.rank, process.whole) for process in self._all]
+        samples = sum(process.last.samples for process in self._all)
+        seconds = now - self._started
+        first = self._ranks.get(0)
+        return Summary(
+            title=self.title,
+            seconds=seconds,
+            ranks=self._size,
+            steps=self._steps_before + self._steps(),
+            samples=samples,
+            samples_per_second=samples / seconds if samples and seconds > 0 else None,
+            steady_samples_per_second=steady_rate([span for _, span in spans], self._size),
+            data=mean_share([(rank, span.seconds, span.data) for rank, span in spans]),
+            communication=mean_share([(rank, span.seconds, span.communication) for rank, span in spans]),
+            computing=mean_share([(rank, span.seconds, span.computing) for rank, span in spans]),
+            restarts=self._restarts,
+            changes=len(self._survivors) - self._restarts,
+            metrics={} if first is None else _ordered(first.last.metrics),
+            slowest=_slowest({rank: process.whole for rank, process in self._ranks.items()}),
+        )
+
+    @property
+    def _restarts(self) -> int:
+        return self._survivors.count(0)
+
+    def _begin(self, generation: int) -> None:
+        if self._generation >= 0:
+            self._survivors.append(0)
+        self._steps_before += self._steps()
+        self._generation = generation
+        self._before, self._ranks = list(self._ranks.values()), {}
+        self._pace.forget()
+        self._verdict = None
+
+    def _arrived(self, record: Vitals, now: float) -> _Process:
+        """The process that tells of itself in this world for the first time: known from the one before, or new."""
+        known = [process for process in self._before if process.may_tell(record)]
+        if known:
+            process = min(known, key=lambda one: record.cpu_seconds - one.last.cpu_seconds)
+            self._before.remove(process)
+            if self._survivors:
+                self._survivors[-1] += 1
+            process.enter(record, now)
+            return process
+        process = _Process(record, now)
+        self._all.append(process)
+        return process
+
+    def _steps(self) -> int:
+        """Steps done in this world."""
+        return max((process.steps for process in self._ranks.values()), default=0)
+
+    def _judged(self, now: float) -> Iterable[tuple[int, _Process]]:
+        """The ranks to compare; none as long as one is missing, or has not told enough."""
+        complete = len(self._ranks) == self._size and all(
+            not process.ended and now - process.heard <= LONG and process.recent.span().seconds >= _JUDGED
+            for process in self._ranks.values()
+        )
+        return self._ranks.items() if complete else ()
+
+
+class _Process:
+    """One process of a rank, over all worlds that it was in."""
+
+    def __init__(self, record: Vitals, now: float) -> None:
+        self.start = self.end = record
+        self._steps_at_entry = 0
+        self.recent = Recent(record)
+        self.heard = now
+        self.ended = False
+
+    @property
+    def last(self) -> Vitals:
+        return self.recent.last
+
+    @property
+    def steps(self) -> int:
+        """Done in this world."""
+        return self.last.total_steps - self._steps_at_entry
+
+    @property
+    def whole(self) -> Span:
+        """From its first step to its last; all there is to know of one that told of no steps."""
+        return Span(self.start, self.end)
+
+    def may_tell(self, record: Vitals) -> bool:
+        """Whether the record can be this process': no counter of a process ever falls."""
+        return all(
+            getattr(record, name) >= getattr(self.last, name)
+            for name in ("total_steps", "samples", "entered", "cpu_seconds", "watched_seconds")
+        )
+
+    def take(self, record: Vitals, now: float) -> None:
+        before = self.last
+        if record.total_steps and not self.start.total_steps:
+            self.start = self.end = record
+        if record.total_steps > before.total_steps or not record.total_steps:
+            self.end = record
+        self.recent.take(record)
+        self.heard = now
+
+    def enter(self, record: Vitals, now: float) -> None:
+        """It is in a new world."""
+        self._steps_at_entry = self.last.total_steps
+        self.take(record, now)
+        self.recent = Recent(record)
+
+    def row(self, rank: int, now: float, slowest: Slowest | None) -> Row:
+        last, span = self.last, self.recent.span()
+        per_second = 1 / span.seconds if self.recent.paced and span.seconds > 0 and not self.ended else None
+        silent = now - self.heard
+        return Row(
+            rank=rank,
+            silent=silent if silent > LONG and not self.ended else None,
+            started=True,
+            ended=self.ended,
+            stage=last.stage,
+            epoch=last.epoch,
+            epochs=last.epochs,
+            step=last.step,
+            steps=last.steps,
+            steps_per_second=None if per_second is None else span.steps * per_second,
+            samples_per_second=None if per_second is None or not last.samples else span.samples * per_second,
+            data=span.data,
+            communication=span.communication,
+            computing=span.computing,
+            cpu=self.recent.cpu(),
+            memory_bytes=last.memory_bytes,
+            gpu_memory_bytes=last.gpu_memory_bytes,
+            gpu_utilization=last.gpu_utilization,
+            metrics=_ordered(last.metrics),
+            waits="" if self.ended else _waits(last),
+            skew=slowest.skew if slowest is not None and slowest.rank == rank else None,
+        )
+
+
+def _slowest(spans: Mapping[int, Span]) -> Slowest | None:
+    """The rank for which the others wait, if it is worth a word."""
+    own = {rank: busy for rank, span in spans.items() if (busy := span.busy) is not None}
+    if len(own) < 2 or len(own) < len(spans):
+        return None
+    rank = max(own, key=lambda each: own[each])
+    median = statistics.median_low(own.values())  # of two ranks, the faster one
+    span = spans[rank]
+    whole = span.seconds / span.steps if span.steps else 1.0
+    if median <= 0 or own[rank] < _SKEW * median or own[rank] - median < _GAIN * whole:
+        return None
+    return Slowest(rank, own[rank] / median)
+
+
+def _waits(record: Vitals) -> str:
+    if record.fetching is not None and record.fetching > LONG:
+        return f"waits for a batch for {record.fetching:.0f} s"
+    if record.underway and record.underway[0].seconds > LONG:
+        return f"in {record.underway[0].name} for {record.underway[0].seconds:.0f} s"
+    return ""
+
+
+def _ordered(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The loss first: ``loss``, then what has loss in its name, then the rest as it came."""
+    return dict(sorted(metrics.items(), key=lambda item: (item[0] != "loss", "loss" not in item[0].lower())))
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
