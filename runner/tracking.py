@@ -1,4 +1,4 @@
-"""``Tracker``: what keeps a record of runs somewhere else, such as MLflow; the driver tells it, ranks know nothing of it."""
+"""``Tracker``: keeps a record of runs elsewhere, in MLflow say; the driver tells it, and ranks know nothing of it."""
 
 from __future__ import annotations
 
