@@ -25,8 +25,9 @@ from spark_hvd.runner.errors import ClusterError, RunTimeoutError
 from spark_hvd.runner.membership_events import End, Verdict
 from spark_hvd.runner.monitor import Monitor, make_monitor
 from spark_hvd.runner.outcome import from_rows
-from spark_hvd.runner.payload import dump_call
+from spark_hvd.runner.payload import dump_call, name_of
 from spark_hvd.runner.profiles import Ask, task_resources
+from spark_hvd.runner.result import RunResult
 from spark_hvd.runner.spark_errors import translate_elastic
 from spark_hvd.runner.spark_job import TaskJob
 from spark_hvd.runner.spark_task import task_of
@@ -64,11 +65,12 @@ def run_elastic(
     timeout: float | None = None,
     collective_timeout: float = 1800.0,
     verbose: int = 1,
+    progress: str = "auto",
     cpus_per_proc: int | None = None,
     gpus_per_proc: int | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
-) -> list[R]:
+) -> RunResult[R]:
     """Run ``fn(*args, **kwargs)`` on ranks that may be lost, and others may join, while it trains.
 
     fn prepares (data, model, optimizer) and then calls a function that is decorated with ``hvd.elastic.run``; see
@@ -99,14 +101,16 @@ def run_elastic(
         start_timeout: Seconds for `num_proc` tasks to start; then `min_num_proc` will do.
         timeout: Seconds for the whole run, or None for no limit.
         collective_timeout: Seconds after which a collective fails that not all ranks have joined.
-        verbose: 0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it.
+        verbose: 0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it, and how far they are.
+        progress: How the run is shown while it goes on: "table" on a terminal, "notebook", "plain" lines every 30
+            seconds, "json" lines, or "off"; "auto" takes what suits. See docs/progress.md.
         cpus_per_proc: Cores for each rank; None for what the application gives.
         gpus_per_proc: GPUs for each rank, 0 to hide them; None for what the application gives.
         stdout: Text stream for the ranks' stdout instead of ``sys.stdout``.
         stderr: Text stream for the ranks' stderr instead of ``sys.stderr``.
 
     Returns:
-        What fn returned on every rank of the last generation, in rank order.
+        What fn returned on every rank of the last generation, in rank order: a list, that also knows how the run went.
 
     Raises:
         ValueError, TypeError: an argument is wrong; nothing was started.
@@ -130,6 +134,7 @@ def run_elastic(
         "timeout": timeout,
         "collective_timeout": collective_timeout,
         "verbose": verbose,
+        "progress": progress,
         "cpus_per_proc": cpus_per_proc,
         "gpus_per_proc": gpus_per_proc,
     }
@@ -151,10 +156,8 @@ def run_elastic(
         there = on_spark.wait_for_slots(session, min_num_proc or num_proc, start_timeout, resources)
         num_proc = num_proc or there
     config = ElasticConfig(common=RunConfig(num_proc=num_proc, **common), **elastic)
-    monitor = make_monitor(config.common, stdout, stderr)
-    name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
-    run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
-    with ExitStack() as closing:
+    name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
+    with make_monitor(config.common, name, num_proc, stdout, stderr) as monitor, ExitStack() as closing:
         local = on_spark.is_local(session)
         spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
         hub = _open_hub(session, config, monitor)
@@ -178,12 +181,11 @@ def run_elastic(
             barrier=False,
         )
         verdict = attend(job, hub, config.common, monitor, _watch_spark(job, hub))
-        monitor.flush()
         if job.error is not None and (verdict is None or verdict.end is End.DONE):
             raise translate_elastic(job.error) from job.error
         assert verdict is not None
         reports = [pickle.loads(packed.data) for packed in from_rows(job.rows)]
-        return elastic_results(verdict, [each for each in reports if isinstance(each, Report)])
+        return monitor.result(elastic_results(verdict, [each for each in reports if isinstance(each, Report)]))
 
 
 def attend(

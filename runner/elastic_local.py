@@ -20,7 +20,8 @@ from spark_hvd.runner.elastic_results import elastic_results
 from spark_hvd.runner.elastic_task import ElasticSpec, be_agent
 from spark_hvd.runner.local import HOST, cores_each
 from spark_hvd.runner.monitor import make_monitor
-from spark_hvd.runner.payload import dump_call
+from spark_hvd.runner.payload import dump_call, name_of
+from spark_hvd.runner.result import RunResult
 from spark_hvd.runner.task import TaskSpec
 
 R = TypeVar("R")
@@ -45,9 +46,10 @@ def run_elastic_local(
     timeout: float | None = None,
     collective_timeout: float = 1800.0,
     verbose: int = 1,
+    progress: str = "auto",
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
-) -> list[R]:
+) -> RunResult[R]:
     """Run ``fn(*args, **kwargs)`` on ranks of this machine that may be lost; to rehearse failures, and for tests.
 
     The same as :func:`spark_hvd.run_elastic` in everything that fn and the caller can see. Here no executor is ever
@@ -71,6 +73,7 @@ def run_elastic_local(
         timeout: Seconds for the whole run, or None.
         collective_timeout: Seconds after which a collective fails that not all ranks have joined.
         verbose: 0 shows nothing, 1 what ranks print.
+        progress: How the run is shown while it goes on, see :func:`spark_hvd.run`.
         stdout: Text stream for the ranks' stdout.
         stderr: Text stream for the ranks' stderr.
 
@@ -90,6 +93,7 @@ def run_elastic_local(
         timeout=timeout,
         collective_timeout=collective_timeout,
         verbose=verbose,
+        progress=progress,
     )
     config = ElasticConfig(
         common=common,
@@ -105,18 +109,16 @@ def run_elastic_local(
         threads = str(cores_each(config.limits.max_num_proc))
         common = replace(common, env={"OMP_NUM_THREADS": threads, **common.env})
     payload = dump_call(fn, args, kwargs or {})
-    monitor = make_monitor(common, stdout, stderr)
-    with ExitStack() as closing:
+    with make_monitor(common, name_of(fn), num_proc, stdout, stderr) as monitor, ExitStack() as closing:
         hub = ElasticHub(config.limits, HOST, None, monitor)
         closing.callback(hub.close)
         task = TaskSpec.of(common, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address)
         job = _Threads(ElasticSpec(task, rejoin_timeout), payload, config.limits.max_num_proc)
         verdict = attend(job, hub, common, monitor)
-        monitor.flush()
         if job.errors:
             raise job.errors[0]
         assert verdict is not None
-        return elastic_results(verdict, job.reports)
+        return monitor.result(elastic_results(verdict, job.reports))
 
 
 class _Threads:

@@ -18,9 +18,10 @@ from spark_hvd.runner.hub import Hub, Link
 from spark_hvd.runner.hub_state import HubState
 from spark_hvd.runner.monitor import Monitor, make_monitor
 from spark_hvd.runner.outcome import Packed
-from spark_hvd.runner.payload import dump_call
+from spark_hvd.runner.payload import dump_call, name_of
 from spark_hvd.runner.processes import fork_server
 from spark_hvd.runner.restart import with_restarts
+from spark_hvd.runner.result import RunResult
 from spark_hvd.runner.task import TaskSpec, run_ranks
 from spark_hvd.runner.team import RefusedError, meet
 
@@ -42,10 +43,11 @@ def run_local(
     timeout: float | None = None,
     collective_timeout: float = 1800.0,
     verbose: int = 1,
+    progress: str = "auto",
     max_restarts: int = 0,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
-) -> list[R]:
+) -> RunResult[R]:
     """Run ``fn(*args, **kwargs)`` on ``num_proc`` ranks of this machine; for debugging, tests and single machines.
 
     The same as :func:`spark_hvd.run` in everything that fn and the caller can see, over the loopback interface.
@@ -63,13 +65,15 @@ def run_local(
         start_timeout: Seconds for all ranks to be up.
         timeout: Seconds that fn may run in one start, or None for no limit.
         collective_timeout: Seconds after which a collective fails that not all ranks have joined.
-        verbose: 0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it.
+        verbose: 0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it, and how far they are.
+        progress: How the run is shown while it goes on: "table" on a terminal, "notebook", "plain" lines every 30
+            seconds, "json" lines, or "off"; "auto" takes what suits. See docs/progress.md.
         max_restarts: How often all ranks are started again after one was killed by a signal; see :func:`spark_hvd.run`.
         stdout: Text stream for the ranks' stdout instead of ``sys.stdout``.
         stderr: Text stream for the ranks' stderr instead of ``sys.stderr``.
 
     Returns:
-        What fn returned on every rank, in rank order.
+        What fn returned on every rank, in rank order: a list, that also knows how the run went.
 
     Raises:
         ValueError, TypeError: an argument is wrong; nothing was started.
@@ -88,18 +92,19 @@ def run_local(
         timeout=timeout,
         collective_timeout=collective_timeout,
         verbose=verbose,
+        progress=progress,
         max_restarts=max_restarts,
     )
     if "OMP_NUM_THREADS" not in os.environ:
         config = replace(config, env={"OMP_NUM_THREADS": str(cores_each(num_proc)), **config.env})
     payload = dump_call(fn, args, kwargs or {})
-    monitor = make_monitor(config, stdout, stderr)
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
+    with make_monitor(config, name_of(fn), num_proc, stdout, stderr) as monitor:
 
-    def start(generation: int, lost: RunError | None) -> list[R]:
-        return _attempt(config, run_id, payload, num_proc, monitor, generation)
+        def start(generation: int, lost: RunError | None) -> list[R]:
+            return _attempt(config, run_id, payload, num_proc, monitor, generation)
 
-    return with_restarts(start, config.max_restarts)
+        return monitor.result(with_restarts(start, config.max_restarts))
 
 
 def _attempt(

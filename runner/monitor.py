@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
-import logging
-import sys
-from typing import TYPE_CHECKING, Any, TextIO
+import time
+from collections import deque
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from spark_hvd.runner.output import LineWriter, OutputQueue
+from spark_hvd.runner.display import Display
+from spark_hvd.runner.displays import make_display
+from spark_hvd.runner.history import History
+from spark_hvd.runner.output import OutputQueue
+from spark_hvd.runner.result import RunResult
+from spark_hvd.runner.run_view import RunView
+from spark_hvd.vitals import Vitals
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from spark_hvd.runner.config import RunConfig
 
-_log = logging.getLogger(__name__)
+R = TypeVar("R")
+_LOOK_EVERY = 0.25
+"""Seconds between two looks at the state of the run."""
 
 
 class Monitor:
-    """See the module's description; a :class:`spark_hvd.runner.hub.Listener`.
+    """See the module's description; a :class:`spark_hvd.runner.hub.Listener`, and a context manager for the run's time.
 
     Args:
-        lines: Writes what ranks print.
+        display: How it is shown.
+        title: What runs.
+        size: Ranks expected.
     """
 
-    def __init__(self, lines: LineWriter) -> None:
-        self._lines = lines
+    def __init__(self, display: Display, title: str, size: int) -> None:
+        self._display = display
+        self._view = RunView(title, size, time.monotonic())
+        self._history = History()
         self._output = OutputQueue()
+        self._records: deque[Vitals] = deque()
+        self._next_look = 0.0
 
     # ---- the hub's thread -----------------------------------------------------------------------------------------
 
@@ -33,19 +51,59 @@ class Monitor:
 
     def vitals(self, message: dict[str, Any]) -> None:
         """See base class."""
+        self._records.append(Vitals.from_message(message))
 
     def examined(self, rank: int, message: dict[str, Any]) -> None:
         """See base class."""
 
     # ---- the caller's thread --------------------------------------------------------------------------------------
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._display.end(None)
+
     def flush(self) -> None:
         """Show what is new; to be called many times a second."""
         for rank, stream, text in self._output.take():
-            self._lines.write(rank, stream, text)
+            self._display.lines(rank, stream, text)
+        now = time.monotonic()
+        while self._records:
+            self._take(self._records.popleft(), now)
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_EVERY
+            self._display.show(self._view, now)
+
+    def result(self, values: Iterable[R]) -> RunResult[R]:
+        """The run has ended well: show its summary, and return what there is of it.
+
+        Args:
+            values: What the ranks returned, in rank order.
+        """
+        self.flush()
+        summary = self._view.summary(time.monotonic())
+        self._display.end(summary)
+        return RunResult(values, summary, self._history)
+
+    def _take(self, record: Vitals, now: float) -> None:
+        self._view.take(record, now)
+        self._history.take(record, now)
+        if record.ended:
+            self._view.ended(record.rank)
 
 
-def make_monitor(config: RunConfig, stdout: TextIO | None, stderr: TextIO | None) -> Monitor:
-    """Shows output on the streams given, else on this program's unless ``verbose`` is 0."""
-    quiet = config.verbose < 1
-    return Monitor(LineWriter(stdout or (None if quiet else sys.stdout), stderr or (None if quiet else sys.stderr)))
+def make_monitor(config: RunConfig, name: str, size: int, stdout: TextIO | None, stderr: TextIO | None) -> Monitor:
+    """The monitor of a run.
+
+    Args:
+        config: Says what is to be shown.
+        name: Of the function that runs.
+        size: Ranks expected.
+        stdout: Where the ranks' stdout goes; None for this program's.
+        stderr: Where their stderr goes; None for this program's.
+    """
+    title = f"{name} on {size} rank{'' if size == 1 else 's'}"
+    return Monitor(make_display(config.progress, config.verbose, stdout, stderr), title, size)

@@ -127,3 +127,9 @@ def _names(code: Any) -> Iterator[str]:
     for constant in code.co_consts:
         if hasattr(constant, "co_names"):
             yield from _names(constant)
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """What to call a function that runs: its name, or that of its class."""
+    name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
+    return name.rpartition(".<locals>.")[2]
