@@ -53,9 +53,19 @@ class Tracking:
 
     Args:
         tracker: None for none.
+
+    Raises:
+        TypeError: it is something else.
     """
 
     def __init__(self, tracker: Tracker | None) -> None:
+        if tracker is not None and not all(hasattr(tracker, name) for name in ("start", "take", "end")):
+            raise TypeError(
+                f"tracker={tracker!r}: expected an object with start, take and end, such as "
+                "spark_hvd.runner.MlflowTracker()"
+            )
+        if isinstance(tracker, type):
+            raise TypeError(f"tracker={tracker.__name__}: expected an object, not a class: {tracker.__name__}()")
         self._tracker = tracker
         self._failed = False
 
@@ -107,6 +117,7 @@ def facts_of(config: RunConfig, name: str, **more: str | float | None) -> dict[s
         "python": platform.python_version(),
         "spark_hvd": spark_hvd.__version__,
         "torch": _version("torch"),
+        "pyspark": _version("pyspark"),
         **more,
     }
     return {key: value for key, value in found.items() if value is not None}
