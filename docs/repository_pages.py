@@ -1,7 +1,7 @@
 """A hook of mkdocs: files of the repository that pages link to become pages of the site themselves.
 
-The pages link to ``../examples/flights.py``, as a repository wants it. The site stands for itself, so each such file, and
-what it links to in turn, is shown under ``repository/``: Markdown as it is, anything else as a block of code.
+The pages link to ``../examples/flights.py``, as a repository wants it. The site stands for itself, so each such file,
+and what it links to in turn, is shown under ``repository/``: Markdown as it is, anything else as a block of code.
 """
 
 from __future__ import annotations

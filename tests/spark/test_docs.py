@@ -1,7 +1,7 @@
 """The Python of the documentation runs: all blocks of a page, in order, as one program; what does not run says why.
 
-Above each block stands ``<!-- runnable -->`` or ``<!-- not run: the reason -->``. Lines that a page needs and that a reader
-does not are in a comment of their own, ``<!-- before it:`` to ``-->``, and run where they stand.
+Above each block stands ``<!-- runnable -->`` or ``<!-- not run: the reason -->``. Lines that a page needs and that a
+reader does not are in a comment of their own, ``<!-- before it:`` to ``-->``, and run where they stand.
 """
 
 from __future__ import annotations
