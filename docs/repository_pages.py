@@ -1,4 +1,4 @@
-"""A hook of mkdocs: files of the repository that pages link to become pages of the site themselves.
+"""Hooks of mkdocs: files of the repository that pages link to become pages of the site themselves.
 
 The pages link to ``../examples/flights.py``, as a repository wants it. The site stands for itself, so each such file,
 and what it links to in turn, is shown under ``repository/``: Markdown as it is, anything else as a block of code.
@@ -16,6 +16,7 @@ from mkdocs.structure.pages import Page
 
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 LANGUAGES = {".py": "python", ".sh": "sh", ".yaml": "yaml"}
+ROLE = re.compile(r":(?:attr|class|func|meth|mod):(?=<code>)")
 IN_NAV = ("CHANGELOG.md", "CONTRIBUTING.md", "DESIGN.md")
 
 
@@ -54,6 +55,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{text}]({posixpath.relpath(target, posixpath.dirname(here) or '.')}{anchor})"
 
     return LINK.sub(pointed, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Takes the roles of docstrings, such as ``:func:``, from before the names that they are meant for."""
+    return ROLE.sub("", html)
 
 
 def _resolve(source: str, link: str) -> str:
