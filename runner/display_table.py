@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TextIO, cast
 
 from rich.console import Console, Group
@@ -77,7 +76,7 @@ class TableDisplay:
         self._ended = True
         with self._closing:
             if self._drawn is not None:
-                self._live.update(self._lines_of(replace(self._drawn, remaining=None)))
+                self._live.update(self._lines_of(self._drawn.at_end()))
         if summary is not None and summary.worth_showing:
             self._console.print(Text(str(summary)))
 
