@@ -24,6 +24,7 @@ from spark_hvd.runner.elastic_hub import ElasticHub
 from spark_hvd.runner.elastic_results import elastic_results
 from spark_hvd.runner.elastic_task import ElasticSpec
 from spark_hvd.runner.errors import ClusterError, RunTimeoutError
+from spark_hvd.runner.failure_report import with_hang
 from spark_hvd.runner.membership_events import End, Verdict
 from spark_hvd.runner.monitor import Monitor, make_monitor
 from spark_hvd.runner.outcome import from_rows
@@ -225,8 +226,11 @@ def attend(
             if deadline is not None and time.monotonic() > deadline:
                 _end(job, hub)
                 raise RunTimeoutError(
-                    f"the elastic run had not ended after timeout={config.timeout:g} s, with {hub.resets} failures "
-                    "survived; all ranks were stopped. Give a larger timeout= if this is how long it takes",
+                    with_hang(
+                        f"the elastic run had not ended after timeout={config.timeout:g} s, with {hub.resets} failures "
+                        "survived; all ranks were stopped. Give a larger timeout= if this is how long it takes",
+                        monitor.hang,
+                    ),
                     (),
                     monitor.hang,
                 )

@@ -127,6 +127,11 @@ def _of_the_others(first: Failed, others: Sequence[Failed], finished: Sequence[i
     return ""
 
 
+def with_hang(text: str, hang: HangVerdict | None) -> str:
+    """A message of its own, and below it what the ranks did, if that is known."""
+    return text if hang is None else "\n".join([text, *_hang(hang), _line() * WIDTH])
+
+
 def _facts(failure: Failed) -> str:
     facts = [f"host {failure.host}"]
     if failure.executor:
@@ -147,10 +152,11 @@ def _others(failures: Sequence[Failed]) -> list[str]:
     for failure in failures:
         if not failure.echo:
             groups.setdefault(_short(failure.error), []).append(failure.rank)
-    lines = [f"{ranks_text(ranks)}: {text}" for text, ranks in groups.items()]
+    # Of an elastic run several that were one rank, one after the other, may have failed.
+    lines = [f"{ranks_text(sorted(set(ranks)))}: {text}" for text, ranks in groups.items()]
     if echoes:
         what = "an echo" if len(echoes) == 1 else "echoes"
-        lines.append(f"{ranks_text([failure.rank for failure in echoes])}: {_short(echoes[0].error)} ({what})")
+        lines.append(f"{ranks_text(sorted({failure.rank for failure in echoes}))}: {_short(echoes[0].error)} ({what})")
     return [
         line for each in lines for line in textwrap.wrap(each, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     ]
