@@ -125,7 +125,7 @@ class RunView:
             computing=mean_share([(rank, span.seconds, span.computing) for rank, span in spans]),
             restarts=self._restarts,
             changes=len(self._survivors) - self._restarts,
-            metrics={} if first is None else _ordered(first.last.metrics),
+            metrics={} if first is None else _ordered(first.metrics),
             slowest=_slowest({rank: process.whole for rank, process in self._ranks.items()}),
         )
 
@@ -178,6 +178,8 @@ class _Process:
         self.recent = Recent(record)
         self.heard = now
         self.ended = False
+        self.metrics = dict(record.metrics)
+        """By name. A loop that begins has none yet; those of the one before are better than nothing."""
 
     @property
     def last(self) -> Vitals:
@@ -207,6 +209,7 @@ class _Process:
         if record.total_steps > before.total_steps or not record.total_steps:
             self.end = record
         self.recent.take(record)
+        self.metrics.update(record.metrics)
         self.heard = now
 
     def enter(self, record: Vitals, now: float) -> None:
@@ -239,7 +242,7 @@ class _Process:
             memory_bytes=last.memory_bytes,
             gpu_memory_bytes=last.gpu_memory_bytes,
             gpu_utilization=last.gpu_utilization,
-            metrics=_ordered(last.metrics),
+            metrics=_ordered(self.metrics),
             waits="" if self.ended else _waits(last),
             skew=slowest.skew if slowest is not None and slowest.rank == rank else None,
         )
