@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from spark_hvd.runner.picture import LONG, Row, Slowest
 from spark_hvd.runner.rates import Recent, Span
 from spark_hvd.vitals import Vitals
@@ -22,7 +20,6 @@ class RankRecord:
         recent: The last seconds, in the newest world.
         heard: When the last one came.
         ended: Whether there is no more to come.
-        metrics: By name. A loop that begins has none yet: those of the one before are better than nothing.
     """
 
     def __init__(self, record: Vitals, now: float) -> None:
@@ -31,12 +28,18 @@ class RankRecord:
         self.recent = Recent(record)
         self.heard = now
         self.ended = False
-        self.metrics = dict(record.metrics)
+        self._metrics = dict(record.metrics)
 
     @property
     def last(self) -> Vitals:
         """The newest record."""
         return self.recent.last
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """By name, the loss first. A loop that begins has none yet: those of the one before are better than nothing."""
+        named = self._metrics.items()
+        return dict(sorted(named, key=lambda item: (item[0] != "loss", "loss" not in item[0].lower())))
 
     @property
     def steps(self) -> int:
@@ -63,7 +66,7 @@ class RankRecord:
         if record.total_steps > before.total_steps or not record.total_steps:
             self.end = record
         self.recent.take(record)
-        self.metrics.update(record.metrics)
+        self._metrics.update(record.metrics)
         self.heard = now
 
     def enter(self, record: Vitals, now: float) -> None:
@@ -103,7 +106,7 @@ class RankRecord:
             memory_bytes=last.memory_bytes,
             gpu_memory_bytes=last.gpu_memory_bytes,
             gpu_utilization=last.gpu_utilization,
-            metrics=_ordered(self.metrics),
+            metrics=self.metrics,
             waits="" if self.ended else _waits(last),
             skew=slowest.skew if slowest is not None and slowest.rank == rank else None,
         )
@@ -115,8 +118,3 @@ def _waits(record: Vitals) -> str:
     if record.underway and record.underway[0].seconds > LONG:
         return f"in {record.underway[0].name} for {record.underway[0].seconds:.0f} s"
     return ""
-
-
-def _ordered(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The loss first: ``loss``, then what has loss in its name, then the rest as it came."""
-    return dict(sorted(metrics.items(), key=lambda item: (item[0] != "loss", "loss" not in item[0].lower())))
