@@ -51,7 +51,7 @@ class SparkBackend:
         num_proc: Number of ranks; None for as many as can run at once.
         spark: The session; None for the active one.
         options: Further keywords of :func:`spark_hvd.run`: env, backend, start_timeout, timeout, collective_timeout,
-            verbose, cpus_per_proc, gpus_per_proc, max_restarts, min_num_proc, stdout, stderr.
+            verbose, progress, cpus_per_proc, gpus_per_proc, max_restarts, min_num_proc, tracker, stdout, stderr.
     """
 
     def __init__(self, num_proc: int | None = None, *, spark: SparkSession | None = None, **options: Any) -> None:

@@ -51,7 +51,8 @@ Settings = Mapping[str, Any]
 class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: ignore[type-arg] # pyspark's bases
     """Base of the estimators. A subclass gives its table of parameters, its framework, and the model that comes out.
 
-    A saved estimator holds a pickle of model, loss and optimizer: only load what you trust. Its backend is not saved.
+    A saved estimator holds a pickle of model, loss and optimizer: only load what you trust. Its backend and
+    its tracker are not saved.
     """
 
     _required: ClassVar[Mapping[str, str]] = {
@@ -108,7 +109,7 @@ class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: i
 
     def write(self) -> MLWriter:
         """See pyspark.ml.util.MLWritable."""
-        return ParamsWriter(self, skip=("backend",))
+        return ParamsWriter(self, skip=("backend", "tracker"))
 
     @classmethod
     def read(cls) -> MLReader[Any]:
@@ -216,6 +217,8 @@ class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: i
                 f"max_restarts={settings['max_restarts']}, min_num_proc={settings['min_num_proc']} and backend are "
                 "given: give them to the backend, SparkBackend(max_restarts=...)"
             )
+        if settings["backend"] is not None and settings["tracker"] is not None:
+            raise ValueError("tracker and backend are given: give it to the backend, SparkBackend(tracker=...)")
         self._check(settings)
         return settings
 
@@ -232,6 +235,7 @@ class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: i
             verbose=min(settings["verbose"], 1),
             max_restarts=settings["max_restarts"],
             min_num_proc=settings["min_num_proc"],
+            tracker=settings["tracker"],
         )
         return backend
 

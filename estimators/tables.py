@@ -62,6 +62,12 @@ _WHERE = rows(
         c.whole(1),
         "Ranks that are enough for a restart if the cluster has shrunk; by default num_proc.",
     ),
+    (
+        "tracker",
+        None,
+        c.instance("a Tracker, such as spark_hvd.runner.MlflowTracker()", "start", "take", "end"),
+        "Keeps a record of the training elsewhere, told by the driver: `MlflowTracker()`. Not saved.",
+    ),
     ("use_gpu", True, c.flag, "Train on GPUs where ranks have them."),
     ("verbose", 1, c.whole(0), "0: print nothing; 1: a line an epoch."),
 )

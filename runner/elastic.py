@@ -32,6 +32,7 @@ from spark_hvd.runner.spark_errors import translate_elastic
 from spark_hvd.runner.spark_job import TaskJob
 from spark_hvd.runner.spark_task import task_of
 from spark_hvd.runner.task import TaskSpec
+from spark_hvd.runner.tracking import Tracker
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -68,6 +69,7 @@ def run_elastic(
     progress: str = "auto",
     cpus_per_proc: int | None = None,
     gpus_per_proc: int | None = None,
+    tracker: Tracker | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
 ) -> RunResult[R]:
@@ -106,6 +108,8 @@ def run_elastic(
             seconds, "json" lines, or "off"; "auto" takes what suits. See docs/progress.md.
         cpus_per_proc: Cores for each rank; None for what the application gives.
         gpus_per_proc: GPUs for each rank, 0 to hide them; None for what the application gives.
+        tracker: Keeps a record of the run elsewhere: ``spark_hvd.runner.MlflowTracker()``, or one of yours. See
+            docs/tracking.md.
         stdout: Text stream for the ranks' stdout instead of ``sys.stdout``.
         stderr: Text stream for the ranks' stderr instead of ``sys.stderr``.
 
@@ -157,7 +161,7 @@ def run_elastic(
         num_proc = num_proc or there
     config = ElasticConfig(common=RunConfig(num_proc=num_proc, **common), **elastic)
     name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
-    with make_monitor(config.common, name, num_proc, stdout, stderr) as monitor, ExitStack() as closing:
+    with make_monitor(config.common, name, num_proc, stdout, stderr, tracker) as monitor, ExitStack() as closing:
         local = on_spark.is_local(session)
         spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
         hub = _open_hub(session, config, monitor)

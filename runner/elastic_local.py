@@ -23,6 +23,7 @@ from spark_hvd.runner.monitor import make_monitor
 from spark_hvd.runner.payload import dump_call, name_of
 from spark_hvd.runner.result import RunResult
 from spark_hvd.runner.task import TaskSpec
+from spark_hvd.runner.tracking import Tracker
 
 R = TypeVar("R")
 
@@ -47,6 +48,7 @@ def run_elastic_local(
     collective_timeout: float = 1800.0,
     verbose: int = 1,
     progress: str = "auto",
+    tracker: Tracker | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
 ) -> RunResult[R]:
@@ -74,6 +76,7 @@ def run_elastic_local(
         collective_timeout: Seconds after which a collective fails that not all ranks have joined.
         verbose: 0 shows nothing, 1 what ranks print.
         progress: How the run is shown while it goes on, see :func:`spark_hvd.run`.
+        tracker: Keeps a record of the run elsewhere, see :func:`spark_hvd.run`.
         stdout: Text stream for the ranks' stdout.
         stderr: Text stream for the ranks' stderr.
 
@@ -109,7 +112,7 @@ def run_elastic_local(
         threads = str(cores_each(config.limits.max_num_proc))
         common = replace(common, env={"OMP_NUM_THREADS": threads, **common.env})
     payload = dump_call(fn, args, kwargs or {})
-    with make_monitor(common, name_of(fn), num_proc, stdout, stderr) as monitor, ExitStack() as closing:
+    with make_monitor(common, name_of(fn), num_proc, stdout, stderr, tracker) as monitor, ExitStack() as closing:
         hub = ElasticHub(config.limits, HOST, None, monitor)
         closing.callback(hub.close)
         monitor.ask(hub)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from spark_hvd.agreement import ranks_text
+from spark_hvd.rank_words import ranks_text
 from spark_hvd.runner.hang_states import SILENT_SECONDS, Sight
 from spark_hvd.runner.hang_verdict import HangVerdict, Kind, Wait, judge
 from spark_hvd.runner.probe import Examination

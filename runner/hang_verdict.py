@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from spark_hvd.agreement import ranks_text
+from spark_hvd.rank_words import ranks_text
 from spark_hvd.runner.hang_states import Doing, Sight, State, entered, state_of
 from spark_hvd.runner.stacks import grouped
 
@@ -45,11 +44,6 @@ class HangVerdict:
     report: str = ""
     states: Mapping[int, str] = field(default_factory=dict)
     stacks: Mapping[int, str] = field(default_factory=dict)
-
-    @property
-    def level(self) -> int:
-        """How loud the log is to be."""
-        return logging.WARNING if self.kind is Kind.HANG else logging.INFO
 
     @property
     def headline(self) -> str:
@@ -91,12 +85,15 @@ def judge(waits: Sequence[Wait], sights: Mapping[int, Sight], patience: float) -
         return None
     stacks = {rank: sight.stacks for rank, sight in sights.items() if sight.stacks.strip()}
     head = [finding.headline, *(f"  {line}" for line in _lines(finding.states))]
-    shown = _stack_lines(stacks, finding.culprits)
+    shown = loud = _stack_lines(stacks, finding.culprits)
+    if finding.kind is Kind.STRAGGLER:  # nothing is wrong with the others
+        loud = _stack_lines({rank: stack for rank, stack in stacks.items() if rank in finding.culprits}, ())
     room = max(_LOG_LINES - len(head), 1)
-    cut = shown if len(shown) <= room else [*shown[: room - 1], f"  ... ({len(shown) - room + 1} more lines of stacks)"]
+    if len(loud) > room:
+        loud = [*loud[: room - 1], f"  ... ({len(loud) - room + 1} more lines of stacks)"]
     return HangVerdict(
         finding.kind,
-        "\n".join([*head, *cut]),
+        "\n".join([*head, *loud]),
         tuple(finding.culprits),
         max([wait.seconds for wait in waits] or [sights[rank].age for rank in finding.culprits]),
         "\n".join([*head, *shown]),

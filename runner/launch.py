@@ -15,6 +15,7 @@ from spark_hvd.runner.payload import dump_call, name_of
 from spark_hvd.runner.profiles import Ask, TaskResources, task_resources
 from spark_hvd.runner.restart import check_least, tasks_again, with_restarts
 from spark_hvd.runner.result import RunResult
+from spark_hvd.runner.tracking import Tracker
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -44,6 +45,7 @@ def run(
     gpus_per_proc: int | None = None,
     max_restarts: int = 0,
     min_num_proc: int | None = None,
+    tracker: Tracker | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
 ) -> RunResult[R]:
@@ -84,6 +86,8 @@ def run(
             fn never runs twice.
         min_num_proc: Ranks that are enough for a restart where the slots for num_proc do not come back within
             start_timeout; None for num_proc.
+        tracker: Keeps a record of the run elsewhere: ``spark_hvd.runner.MlflowTracker()``, or one of yours. See
+            docs/tracking.md.
         stdout: Text stream for the ranks' stdout instead of ``sys.stdout``.
         stderr: Text stream for the ranks' stderr instead of ``sys.stderr``.
 
@@ -125,7 +129,7 @@ def run(
     tasks, resources = tasks_of(session, config)
     check_least(config, tasks)
     name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
-    with make_monitor(config, name, tasks * config.procs_per_task, stdout, stderr) as monitor:
+    with make_monitor(config, name, tasks * config.procs_per_task, stdout, stderr, tracker) as monitor:
         attempt = Attempt(session, config, payload, name, run_id, resources, monitor)
 
         def start(generation: int, lost: RunError | None) -> list[R]:

@@ -24,6 +24,7 @@ from spark_hvd.runner.restart import with_restarts
 from spark_hvd.runner.result import RunResult
 from spark_hvd.runner.task import TaskSpec, run_ranks
 from spark_hvd.runner.team import RefusedError, meet
+from spark_hvd.runner.tracking import Tracker
 
 R = TypeVar("R")
 HOST = "127.0.0.1"
@@ -45,6 +46,7 @@ def run_local(
     verbose: int = 1,
     progress: str = "auto",
     max_restarts: int = 0,
+    tracker: Tracker | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
 ) -> RunResult[R]:
@@ -69,6 +71,7 @@ def run_local(
         progress: How the run is shown while it goes on: "table" on a terminal, "notebook", "plain" lines every 30
             seconds, "json" lines, or "off"; "auto" takes what suits. See docs/progress.md.
         max_restarts: How often all ranks are started again after one was killed by a signal; see :func:`spark_hvd.run`.
+        tracker: Keeps a record of the run elsewhere, see :func:`spark_hvd.run`.
         stdout: Text stream for the ranks' stdout instead of ``sys.stdout``.
         stderr: Text stream for the ranks' stderr instead of ``sys.stderr``.
 
@@ -99,7 +102,7 @@ def run_local(
         config = replace(config, env={"OMP_NUM_THREADS": str(cores_each(num_proc)), **config.env})
     payload = dump_call(fn, args, kwargs or {})
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
-    with make_monitor(config, name_of(fn), num_proc, stdout, stderr) as monitor:
+    with make_monitor(config, name_of(fn), num_proc, stdout, stderr, tracker) as monitor:
 
         def start(generation: int, lost: RunError | None) -> list[R]:
             return _attempt(config, run_id, payload, num_proc, monitor, generation)

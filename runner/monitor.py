@@ -19,12 +19,14 @@ from spark_hvd.runner.output import OutputQueue
 from spark_hvd.runner.probe import Examination
 from spark_hvd.runner.result import RunResult
 from spark_hvd.runner.run_view import RunView
+from spark_hvd.runner.tracking import Facts, Tracker, Tracking, facts_of
 from spark_hvd.vitals import Vitals
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from spark_hvd.runner.config import RunConfig
+    from spark_hvd.runner.summary import Summary
 
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
@@ -39,10 +41,14 @@ class Monitor:
         display: How it is shown.
         title: What runs.
         size: Ranks expected.
+        tracking: Keeps a record of it elsewhere.
+        facts: What that is told at the start.
     """
 
-    def __init__(self, display: Display, title: str, size: int) -> None:
+    def __init__(self, display: Display, title: str, size: int, tracking: Tracking, facts: Facts) -> None:
         self._display = display
+        self._tracking, self._facts = tracking, facts
+        self._summary: Summary | None = None
         self._view = RunView(title, size, time.monotonic())
         self._history = History()
         self._watch = HangWatch()
@@ -69,12 +75,14 @@ class Monitor:
     # ---- the caller's thread --------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        self._tracking.start(self._facts)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._display.end(None)
+        self._tracking.end(error, self._summary)
 
     def ask(self, hub: HubServer) -> None:
         """From now on have this hub look closer at ranks that do not move."""
@@ -106,9 +114,9 @@ class Monitor:
             values: What the ranks returned, in rank order.
         """
         self.flush()
-        summary = self._view.summary(time.monotonic())
-        self._display.end(summary)
-        return RunResult(values, summary, self._history)
+        self._summary = self._view.summary(time.monotonic())
+        self._display.end(self._summary)
+        return RunResult(values, self._summary, self._history)
 
     def _look_for_hangs(self, now: float) -> None:
         match self._watch.tick(now):
@@ -116,18 +124,21 @@ class Monitor:
                 if self._hub is not None:
                     self._hub.examine()
             case HangVerdict() as verdict:
-                _log.log(verdict.level, "%s", verdict.text)
+                _log.warning("%s", verdict.text)
                 self._view.mark(None if verdict.kind is Kind.OVER else verdict.headline)
 
     def _take(self, record: Vitals, now: float) -> None:
         self._view.take(record, now)
         self._history.take(record, now)
         self._watch.take(record, now)
+        self._tracking.take(record)
         if record.ended:
             self._view.ended(record.rank)
 
 
-def make_monitor(config: RunConfig, name: str, size: int, stdout: TextIO | None, stderr: TextIO | None) -> Monitor:
+def make_monitor(
+    config: RunConfig, name: str, size: int, stdout: TextIO | None, stderr: TextIO | None, tracker: Tracker | None
+) -> Monitor:
     """The monitor of a run.
 
     Args:
@@ -136,6 +147,12 @@ def make_monitor(config: RunConfig, name: str, size: int, stdout: TextIO | None,
         size: Ranks expected.
         stdout: Where the ranks' stdout goes; None for this program's.
         stderr: Where their stderr goes; None for this program's.
+        tracker: Keeps a record of it elsewhere; None for none.
+
+    Raises:
+        TypeError: `tracker` is none.
     """
     title = f"{name} on {size} rank{'' if size == 1 else 's'}"
-    return Monitor(make_display(config.progress, config.verbose, stdout, stderr), title, size)
+    display = make_display(config.progress, config.verbose, stdout, stderr)
+    facts = {} if tracker is None else facts_of(config, name, num_proc=size)
+    return Monitor(display, title, size, Tracking(tracker), facts)

@@ -15,6 +15,8 @@ from spark_hvd.vitals import Vitals
 
 _log = logging.getLogger(__name__)
 _LAST_RECORD_SECONDS = 1.0
+_SOON = 0.1
+"""Seconds between two looks whether the rank is in a world, so that a short one is told of too."""
 
 
 class Reporting:
@@ -59,7 +61,7 @@ class Reporting:
                 before = vitals
                 if last:
                     return
-                self._stopped.wait(BEAT)
+                self._stopped.wait(_SOON if vitals is None else BEAT)
         except OSError:  # the supervisor has gone, and takes this process with it
             return
         except Exception:  # what is missing then is a row of a table, which must not end a training

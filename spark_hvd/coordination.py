@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from spark_hvd.activity import activity
-from spark_hvd.agreement import ranks_text
 from spark_hvd.channel import CoordinatorSockets
 from spark_hvd.config import Config
 from spark_hvd.coordinator import Coordinator, bits
 from spark_hvd.decisions import Decision, Pong, Run, RunKnown, Tune
 from spark_hvd.lane import Lane
+from spark_hvd.rank_words import ranks_text
 from spark_hvd.request import Request
 
 _log = logging.getLogger("spark_hvd")
