@@ -189,8 +189,10 @@ def run_elastic(
         if job.error is not None and (verdict is None or verdict.end is End.DONE):
             raise translate_elastic(job.error) from job.error
         assert verdict is not None
-        reports = [pickle.loads(packed.data) for packed in from_rows(job.rows)]
-        return monitor.result(elastic_results(verdict, [each for each in reports if isinstance(each, Report)]))
+        opened = [pickle.loads(packed.data) for packed in from_rows(job.rows)]
+        reports = [each for each in opened if isinstance(each, Report)]
+        where = None if verdict.end is End.DONE else job.where(0)
+        return monitor.result(elastic_results(verdict, reports, monitor.hang, where))
 
 
 def attend(
@@ -224,6 +226,7 @@ def attend(
                     f"the elastic run had not ended after timeout={config.timeout:g} s, with {hub.resets} failures "
                     "survived; all ranks were stopped. Give a larger timeout= if this is how long it takes",
                     (),
+                    monitor.hang,
                 )
         verdict = hub.verdict
         if verdict is not None and verdict.end is not End.DONE:

@@ -122,7 +122,7 @@ def run_elastic_local(
         if job.errors:
             raise job.errors[0]
         assert verdict is not None
-        return monitor.result(elastic_results(verdict, job.reports))
+        return monitor.result(elastic_results(verdict, job.reports, monitor.hang))
 
 
 class _Threads:

@@ -143,7 +143,7 @@ def _attempt(
     (outcome,) = outcomes
     if isinstance(outcome, BaseException):
         raise outcome
-    return results(outcome, num_proc, order, config.timeout)
+    return results(outcome, num_proc, order, config.timeout, monitor.hang)
 
 
 def cores_each(num_proc: int) -> int:
