@@ -472,3 +472,14 @@ def test_what_is_left_standing_says_what_is_left_to_say() -> None:
     for rank in range(4):
         training.view.ended(rank)
     assert not any(row.ended for row in training.view.picture(training.now).at_end().rows)
+
+
+def test_metrics_stay_while_the_next_loop_has_none_yet() -> None:
+    training = Training()
+    training.go_on(5)
+    training.changes = lambda rank: {"metrics": {}}
+    training.go_on(1)
+    training.changes = lambda rank: {"metrics": {"gap": 0.5}}
+    training.go_on(1)
+    assert training.view.picture(training.now).rows[0].metrics == {"loss": 1 / 6, "accuracy": 0.9, "gap": 0.5}
+    assert training.view.summary(training.now).metrics == {"loss": 1 / 6, "accuracy": 0.9, "gap": 0.5}
