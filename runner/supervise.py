@@ -341,7 +341,7 @@ class _Watch:
             exception=exception,
             ended_at=time.time(),
             exitcode=self._exitcode,
-            gpus=self._job.env.get("CUDA_VISIBLE_DEVICES", ""),
+            gpus=", ".join(self._job.gpus.assigned or ()),
         )
 
     def _fail_now(self, kind: FailureKind, error: str, trace: str = "", *, echo: bool = False) -> None:
