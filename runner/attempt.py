@@ -76,6 +76,7 @@ class Attempt:
             hub = _open_hub(session, size, config, monitor, None if local else on_spark.max_result_bytes(session))
             if hub is not None:
                 closing.callback(hub.close)
+                monitor.ask(hub)
             spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
             spec = TaskSpec.of(
                 config,

@@ -88,7 +88,8 @@ class _Rank:
         from spark_hvd.runner.reporting import Reporting
 
         reporting = Reporting(lambda vitals: send_frame(self._control, {"type": "vitals", "vitals": vitals}))
-        reporting.start()
+        if self._job["watched"]:
+            reporting.start()
         try:
             value = fn(*args, **kwargs)
         finally:

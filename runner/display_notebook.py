@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from spark_hvd.runner import words
@@ -20,7 +19,7 @@ _TEXT_WIDTH = 120
 _BAR_PIXELS = 120
 # Notebooks are light or dark: colours half-way between black and white, and text in whatever colour text has there.
 _COLORS = {"compute": "#4c9f70", "data": "#d99a2b", "comm": "#7a86c8"}
-_TABLE = "border-collapse:collapse;font-variant-numeric:tabular-nums"
+_TABLE = "color:inherit;border-collapse:collapse;font-variant-numeric:tabular-nums"
 _CELL = "text-align:right;padding:1px 8px;white-space:nowrap"
 _LEFT = "text-align:left;padding:1px 8px;white-space:nowrap"
 _FAINT = "opacity:.6"
@@ -57,7 +56,7 @@ class NotebookDisplay:
         """Draw for the last time, with the summary."""
         if not self._ended and self._drawn is not None:
             shown = summary if summary is not None and summary.worth_showing else None
-            self._draw(replace(self._drawn, remaining=None), shown)
+            self._draw(self._drawn.at_end(), shown)
         self._ended = True
 
     def _draw(self, picture: Picture, summary: Summary | None) -> None:
@@ -78,6 +77,9 @@ def page(picture: Picture, summary: Summary | None = None) -> str:
         picture: The run.
         summary: What to say below it, once it is over.
     """
+    title = f'<b style="white-space:pre">{html.escape(head(picture, 1000))}</b>'
+    if not picture.heard:
+        return f"<div>{title}{summary._repr_html_() if summary else ''}</div>"
     rows, more = shown_rows(picture.rows, _MOST_ROWS)
     columns = [column for column in columns_of(rows, picture) if column.heading != "compute"]
     body = "".join(
@@ -92,7 +94,7 @@ def page(picture: Picture, summary: Summary | None = None) -> str:
     legend = " ".join(f'<span style="color:{color}">&#9632;</span> {name}' for name, color in _COLORS.items())
     verdict = f'<pre style="{_ALARM}">{html.escape(picture.verdict)}</pre>' if picture.verdict else ""
     return (
-        f"<div><b>{html.escape(head(picture, 1000))}</b>"
+        f"<div>{title}"
         f'<table style="{_TABLE}"><thead><tr style="{_FAINT}">{headings}<th style="{_LEFT}">{legend}</th><th></th></tr>'
         f"</thead><tbody>{body}</tbody></table>{verdict}{summary._repr_html_() if summary else ''}</div>"
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TextIO, cast
 
 from rich.console import Console, Group
@@ -76,15 +76,22 @@ class TableDisplay:
         self._ended = True
         with self._closing:
             if self._drawn is not None:
-                self._live.update(self._lines_of(replace(self._drawn, remaining=None)))
+                self._live.update(self._lines_of(self._drawn.at_end()))
         if summary is not None and summary.worth_showing:
             self._console.print(Text(str(summary)))
 
     def _lines_of(self, picture: Picture) -> Group:
-        width, height = self._console.size
+        width, height = self._size()
         most = max(1, min(_MOST_ROWS, height - _OTHER_LINES))
         # A line as wide as the terminal would make some of them begin another one.
         return Group(*(Text(line.text, line.style) for line in table(picture, width - 1, most)))
+
+    def _size(self) -> tuple[int, int]:
+        """Of the terminal itself: rich believes COLUMNS and LINES, which may be those of another one."""
+        try:
+            return os.get_terminal_size(self._console.file.fileno())
+        except (OSError, ValueError):  # no terminal; the last table is printed all the same
+            return self._console.size
 
     def _take_log_handlers(self) -> None:
         """Loggers hold the streams that were there when they were set up, so rich does not see what they write."""

@@ -82,7 +82,8 @@ def make_display(progress: str, verbose: int, stdout: TextIO | None, stderr: Tex
             display = PlainDisplay(both, LineWriter(None, sys.stderr))
         case _:
             display = LinesDisplay(both)
-    return _Split(_Guarded(display), both, given)
+    then = None if progress in ("json", "off") else LinesDisplay(both)
+    return _Split(_Guarded(display, then), both, given)
 
 
 class _Split:
@@ -110,14 +111,16 @@ class _Split:
 
 
 class _Guarded:
-    """A display whose errors end the display, and not the run. The ranks' lines go on without it, if they can.
+    """A display whose errors end the display, and not the run.
 
     Args:
         display: May fail.
+        then: What takes its place after that, to show at least what ranks print; None for nothing.
     """
 
-    def __init__(self, display: Display) -> None:
+    def __init__(self, display: Display, then: Display | None) -> None:
         self._display: Display | None = display
+        self._next = then
 
     def lines(self, rank: int, stream: str, text: str) -> None:
         """See base class."""
@@ -140,11 +143,10 @@ class _Guarded:
         except Exception as error:
             with contextlib.suppress(Exception):
                 display.end(None)  # let go of the terminal
-            if isinstance(display, (LinesDisplay, JsonDisplay)):
-                self._display = None
+            self._display, self._next = self._next, None
+            if self._display is None:
                 _log.warning("what ranks print cannot be shown any more (%s); the run goes on", error)
             else:
-                self._display = LinesDisplay(LineWriter(sys.stdout, sys.stderr))
                 _log.warning("the run cannot be shown any more (%s); it goes on", error, exc_info=True)
 
 

@@ -166,6 +166,7 @@ def run_elastic(
         spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
         hub = _open_hub(session, config, monitor)
         closing.callback(hub.close)
+        monitor.ask(hub)
         common_spec = TaskSpec.of(config.common, run_id, hub.address, spool, may_share_gpus=resources.plan.may_share)
         most = None if local else on_spark.max_result_bytes(session)
         value_limit = None if most is None else most // config.limits.max_num_proc

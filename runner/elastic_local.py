@@ -115,6 +115,7 @@ def run_elastic_local(
     with make_monitor(common, name_of(fn), num_proc, stdout, stderr, tracker) as monitor, ExitStack() as closing:
         hub = ElasticHub(config.limits, HOST, None, monitor)
         closing.callback(hub.close)
+        monitor.ask(hub)
         task = TaskSpec.of(common, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address)
         job = _Threads(ElasticSpec(task, rejoin_timeout), payload, config.limits.max_num_proc)
         verdict = attend(job, hub, common, monitor)

@@ -117,6 +117,7 @@ def _attempt(
     with ExitStack() as cleanup:
         hub = Hub(HubState(num_proc, timeout=config.timeout), HOST, listener=monitor)
         cleanup.callback(hub.close)
+        monitor.ask(hub)
         spec = TaskSpec.of(config, run_id, hub.address, generation=generation)
 
         def ranks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -10,8 +11,12 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from spark_hvd.runner.display import Display
 from spark_hvd.runner.displays import make_display
+from spark_hvd.runner.hang import Examine, HangWatch
+from spark_hvd.runner.hang_verdict import HangVerdict, Kind
 from spark_hvd.runner.history import History
+from spark_hvd.runner.hub import HubServer
 from spark_hvd.runner.output import OutputQueue
+from spark_hvd.runner.probe import Examination
 from spark_hvd.runner.result import RunResult
 from spark_hvd.runner.run_view import RunView
 from spark_hvd.runner.tracking import Facts, Tracker, Tracking, facts_of
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
     from spark_hvd.runner.summary import Summary
 
 R = TypeVar("R")
+_log = logging.getLogger(__name__)
 _LOOK_EVERY = 0.25
 """Seconds between two looks at the state of the run."""
 
@@ -45,8 +51,11 @@ class Monitor:
         self._summary: Summary | None = None
         self._view = RunView(title, size, time.monotonic())
         self._history = History()
+        self._watch = HangWatch()
+        self._hub: HubServer | None = None
         self._output = OutputQueue()
         self._records: deque[Vitals] = deque()
+        self._examinations: deque[tuple[int, Examination]] = deque()
         self._next_look = 0.0
 
     # ---- the hub's thread -----------------------------------------------------------------------------------------
@@ -61,6 +70,7 @@ class Monitor:
 
     def examined(self, rank: int, message: dict[str, Any]) -> None:
         """See base class."""
+        self._examinations.append((rank, Examination.from_message(message)))
 
     # ---- the caller's thread --------------------------------------------------------------------------------------
 
@@ -74,6 +84,15 @@ class Monitor:
         self._display.end(None)
         self._tracking.end(error, self._summary)
 
+    def ask(self, hub: HubServer) -> None:
+        """From now on have this hub look closer at ranks that do not move."""
+        self._hub = hub
+
+    @property
+    def hang(self) -> HangVerdict | None:
+        """Why nothing moves; None if things do."""
+        return self._watch.verdict
+
     def flush(self) -> None:
         """Show what is new; to be called many times a second."""
         for rank, stream, text in self._output.take():
@@ -81,8 +100,11 @@ class Monitor:
         now = time.monotonic()
         while self._records:
             self._take(self._records.popleft(), now)
+        while self._examinations:
+            self._watch.examined(*self._examinations.popleft(), now)
         if now >= self._next_look:
             self._next_look = now + _LOOK_EVERY
+            self._look_for_hangs(now)
             self._display.show(self._view, now)
 
     def result(self, values: Iterable[R]) -> RunResult[R]:
@@ -96,9 +118,19 @@ class Monitor:
         self._display.end(self._summary)
         return RunResult(values, self._summary, self._history)
 
+    def _look_for_hangs(self, now: float) -> None:
+        match self._watch.tick(now):
+            case Examine():
+                if self._hub is not None:
+                    self._hub.examine()
+            case HangVerdict() as verdict:
+                _log.warning("%s", verdict.text)
+                self._view.mark(None if verdict.kind is Kind.OVER else verdict.headline)
+
     def _take(self, record: Vitals, now: float) -> None:
         self._view.take(record, now)
         self._history.take(record, now)
+        self._watch.take(record, now)
         self._tracking.take(record)
         if record.ended:
             self._view.ended(record.rank)

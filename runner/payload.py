@@ -8,10 +8,12 @@ from typing import Any
 
 import cloudpickle
 
+from spark_hvd.runner.brief import Brief
+
 _MAX_DEPTH = 6
 
 
-class UnpicklableError(TypeError):
+class UnpicklableError(Brief, TypeError):
     """Something that has to travel between processes cannot be pickled; the message names the part of it."""
 
 

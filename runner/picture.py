@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 LONG = 3.0
@@ -22,7 +22,7 @@ class Row:
         stage: Name of the loop: "train"; "" without `hvd.progress`.
         epoch: From 0.
         epochs: How many there are to be.
-        step: Steps done in this epoch.
+        step: Steps done in this epoch; without `hvd.progress`, those of the optimizer.
         steps: How many it has.
         steps_per_second: Over the last seconds, as are all rates and shares.
         samples_per_second: Of this rank.
@@ -67,8 +67,8 @@ class Row:
 
     @property
     def quiet(self) -> bool:
-        """Whether there is nothing new of it."""
-        return self.silent is not None or self.ended or not self.started
+        """Whether nothing is heard of it."""
+        return self.silent is not None or not self.started
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +136,18 @@ class Picture:
     remaining: Remaining | None
     slowest: Slowest | None
     verdict: str | None
+
+    @property
+    def heard(self) -> bool:
+        """Whether there is anything to say of the ranks."""
+        return any(row.started for row in self.rows)
+
+    def at_end(self) -> Picture:
+        """What to leave standing: nothing remains to be done, and that all ranks have ended need not be said."""
+        rows = self.rows
+        if all(row.ended for row in rows):
+            rows = tuple(replace(row, ended=False) for row in rows)
+        return replace(self, remaining=None, rows=rows)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain data."""

@@ -53,7 +53,10 @@ class Span:
 
     @property
     def computing(self) -> float | None:
-        """Share of the time that is left: the work itself, and all that is neither a batch nor communication."""
+        """Share of the time that is left: the work, and all that is neither a batch nor communication.
+
+        None without `hvd.progress`, as waiting for data would count as work.
+        """
         if self.communication is None or not self.last.stage:
             return None
         return _share(1 - self.communication - (self.data or 0.0))

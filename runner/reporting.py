@@ -8,12 +8,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from spark_hvd.activity import activity
 from spark_hvd.observe import observe
 from spark_hvd.runner.silence import BEAT
 from spark_hvd.vitals import Vitals
 
 _log = logging.getLogger(__name__)
 _LAST_RECORD_SECONDS = 1.0
+_SOON = 0.1
+"""Seconds between two looks whether the rank is in a world, so that a short one is told of too."""
 
 
 class Reporting:
@@ -32,11 +35,14 @@ class Reporting:
 
     def start(self) -> None:
         """Begin; the first record goes out at once."""
+        activity.watched = True
         self._thread.start()
 
     def stop(self) -> None:
-        """Send a last record, so that the whole run is known, and end: nothing is sent any more after that."""
+        """Send a last record, so that the whole run is known, and end: nothing is sent after that. Idempotent."""
         self._stopped.set()
+        if not self._thread.is_alive():
+            return
         # A metric on a GPU that hangs cannot be read, and must not keep this rank from saying why it failed.
         self._thread.join(_LAST_RECORD_SECONDS)
         with self._sending:
@@ -55,7 +61,7 @@ class Reporting:
                 before = vitals
                 if last:
                     return
-                self._stopped.wait(BEAT)
+                self._stopped.wait(_SOON if vitals is None else BEAT)
         except OSError:  # the supervisor has gone, and takes this process with it
             return
         except Exception:  # what is missing then is a row of a table, which must not end a training

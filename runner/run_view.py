@@ -70,7 +70,7 @@ class RunView:
             self._pace.take(record, now)
 
     def ended(self, rank: int) -> None:
-        """Fn has ended on a rank: nothing more is to be expected of it."""
+        """The program of a rank has ended: nothing more is to be expected of it."""
         if (process := self._ranks.get(rank)) is not None:
             process.ended = True
 
@@ -85,6 +85,7 @@ class RunView:
             self._ranks[rank].row(rank, now, slowest) if rank in self._ranks else Row(rank)
             for rank in range(self._size)
         )
+        running = [row for row in shown if row.started and not row.ended] or shown
         speeds = [row.steps_per_second for row in shown if row.steps_per_second is not None]
         return Picture(
             title=self.title,
@@ -96,7 +97,7 @@ class RunView:
             rows=shown,
             samples=sum(process.last.samples for process in self._all),
             steps_per_second=statistics.median(speeds) if speeds else None,
-            samples_per_second=_sum(row.samples_per_second for row in shown),
+            samples_per_second=_sum(row.samples_per_second for row in running),
             data=_mean(row.data for row in shown),
             communication=_mean(row.communication for row in shown),
             computing=_mean(row.computing for row in shown),
@@ -211,12 +212,13 @@ class _Process:
     def enter(self, record: Vitals, now: float) -> None:
         """It is in a new world."""
         self._steps_at_entry = self.last.total_steps
+        self.ended = False
         self.take(record, now)
         self.recent = Recent(record)
 
     def row(self, rank: int, now: float, slowest: Slowest | None) -> Row:
         last, span = self.last, self.recent.span()
-        per_second = 1 / span.seconds if self.recent.paced and span.seconds > 0 and not self.ended else None
+        per_second = 1 / span.seconds if self.recent.paced and span.seconds > 0 else None
         silent = now - self.heard
         return Row(
             rank=rank,
@@ -271,8 +273,10 @@ def _ordered(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+    """None if one of them is not known: half of a sum would mislead."""
+    every = list(values)
+    known = [value for value in every if value is not None]
+    return sum(known) if known and len(known) == len(every) else None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

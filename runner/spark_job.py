@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spark_hvd.runner.failure_report import Where
 from spark_hvd.runner.outcome import SCHEMA, Row
 from spark_hvd.runner.reach import Placement
 from spark_hvd.runner.spark import executor_addresses, is_connect, items
@@ -122,6 +123,28 @@ class TaskJob:
             self._num_tasks,
         )
 
+    def where(self, size: int) -> Where:
+        """Where the ranks are, and the page of their stage in the Spark UI, as far as Spark tells.
+
+        Args:
+            size: Number of ranks; 0 where tasks are not fixed to ranks.
+        """
+        there = self.placement() if size else None
+        return Where({} if there is None else there.executors_of_ranks(size), self._page())
+
+    def _page(self) -> str:
+        """The address of the stage's page; empty where there is none."""
+        if is_connect(self._spark):
+            return ""
+        try:
+            address, stage = self._spark.sparkContext.uiWebUrl, self._stage()
+            if address is None or stage is None:
+                return ""
+            return f"{address}/stages/stage/?id={stage.stageId()}&attempt={stage.attemptId()}"
+        except Exception as error:
+            _log.debug("Spark does not tell of the stage: %s", error)
+            return ""
+
     def attempts(self) -> list[TaskAttempt]:
         """The attempts of tasks that Spark has started, and whether each runs; empty where it cannot be asked."""
         try:
@@ -137,14 +160,19 @@ class TaskJob:
             for task in found
         ]
 
-    def _tasks(self) -> list[Any]:
-        """Spark's own records of them."""
+    def _stage(self) -> Any:
+        """Spark's own record of the stage; None before there is one."""
         scala_context: Any = self._spark.sparkContext._jsc.sc()
         jobs = list(scala_context.statusTracker().getJobIdsForTag(self._tag))
-        if not jobs:
-            return []
         store = scala_context.statusStore()
-        stage = store.lastStageAttempt(store.job(max(jobs)).stageIds().apply(0))
+        return store.lastStageAttempt(store.job(max(jobs)).stageIds().apply(0)) if jobs else None
+
+    def _tasks(self) -> list[Any]:
+        """Spark's own records of them."""
+        stage = self._stage()
+        if stage is None:
+            return []
+        store: Any = self._spark.sparkContext._jsc.sc().statusStore()
         return items(store.taskList(stage.stageId(), stage.attemptId(), 1 << 20))
 
     def _run(self) -> None:

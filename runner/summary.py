@@ -12,6 +12,7 @@ from spark_hvd.runner.picture import Slowest
 from spark_hvd.runner.rates import Span
 from spark_hvd.runner.report import count
 
+_CELL = "text-align:left;padding:1px 8px"
 _LONG = 30.0
 """Seconds from which on a run is worth a summary that told nothing of its steps."""
 
@@ -122,11 +123,12 @@ class Summary:
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f'<tr><td style="text-align:left;opacity:.65">{html.escape(heading)}</td>'
-            f'<td style="text-align:left">{html.escape(text)}</td></tr>'
+            f'<tr><td style="{_CELL};opacity:.65">{html.escape(heading)}</td>'
+            f'<td style="{_CELL}">{html.escape(text)}</td></tr>'
             for heading, text in self.facts()
         )
-        return f"<div><b>{html.escape(self.title)}</b><table><tbody>{rows}</tbody></table></div>"
+        table = f'<table style="color:inherit"><tbody>{rows}</tbody></table>'
+        return f"<div><b>{html.escape(self.title)}</b>{table}</div>"
 
 
 def _with_worst(share: Share, what: str) -> str:

@@ -121,6 +121,7 @@ class _Watch:
         self._link = link
         self._process = process
         self._frames = FrameReader(process.control)
+        self._watched = on_lines is None  # else the driver does not hear of this rank
         self._output = RankOutput({process.stdout_fd: "out", process.stderr_fd: "err"}, link, on_lines)
         self._outcome: Packed | None = None
         self._failure: Failed | None = None  # as the child told it, before its last output is known
@@ -149,6 +150,7 @@ class _Watch:
             "rank_info": asdict(job.me),
             "secret": job.secret.hex(),  # over the anonymous socket pair of this rank alone
             "generation": job.generation,
+            "watched": self._watched,
             "ip": job.ip,
             "ports": None if job.ports is None else str(job.ports),
             "backend": job.backend,

@@ -61,12 +61,15 @@ def table(picture: Picture, width: int, most_rows: int) -> list[Line]:
         width: Columns of text there is room for; no line is longer.
         most_rows: Ranks there is room for.
     """
+    title = Line(_cut(head(picture, width), width), "bold")
+    if not picture.heard:
+        return [title]
     rows, more = shown_rows(picture.rows, most_rows)
     notes = [words.note(row) for row in rows]
     longest = max(map(len, notes), default=0)
     columns = _that_fit(columns_of(rows, picture), width - (min(longest, _LEAST_NOTE) + len(_GAP) if longest else 0))
     lines = [
-        Line(_cut(head(picture, width), width), "bold"),
+        title,
         Line(_cut(_GAP.join(column.heading.rjust(column.width) for column in columns), width), "dim"),
     ]
     for number, (row, said) in enumerate(zip(rows, notes, strict=True)):
@@ -86,6 +89,8 @@ def table(picture: Picture, width: int, most_rows: int) -> list[Line]:
 def head(picture: Picture, width: int) -> str:
     """What runs, for how long, and how long it will still take; what has no room is left out, the title at last."""
     parts = [picture.title, words.duration(picture.seconds)]
+    if not picture.heard:
+        parts.append("nothing heard of the ranks yet")
     if picture.remaining is not None:
         parts.append(words.remaining(picture.remaining))
     if again := words.again(picture.restarts, picture.changes):

@@ -75,10 +75,10 @@ def epoch(row: Row) -> str:
 
 
 def step(row: Row) -> str:
-    """``120/1000``, after the loop's name if that is not "train"; "" without `hvd.progress`."""
-    if not row.stage:
+    """``120/1000``, after the loop's name if that is not "train"; "" before the first."""
+    if not row.stage and not row.step:
         return ""
-    name = "" if row.stage == "train" else f"{row.stage} "
+    name = "" if row.stage in ("", "train") else f"{row.stage} "
     return f"{name}{row.step}/{row.steps}" if row.steps is not None else f"{name}{row.step}"
 
 

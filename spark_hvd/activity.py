@@ -36,6 +36,8 @@ class Activity:
         self.last: tuple[str, ...] = ()
         """The words of its name: to put them together takes longer than to keep them."""
         self.last_at = 0.0
+        self.watched = False
+        """Whether somebody is told of this rank, and will say what is wrong."""
         self.waited = 0.0
         """Seconds that the program has waited for communication."""
         self.optimizer_steps = 0

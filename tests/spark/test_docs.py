@@ -1,7 +1,12 @@
-"""The runnable Python blocks of the documentation run: all blocks of a page, in order, as one program."""
+"""The Python of the documentation runs: all blocks of a page, in order, as one program; what does not run says why.
+
+Above each block stands ``<!-- runnable -->`` or ``<!-- not run: the reason -->``. Lines that a page needs and that a
+reader does not are in a comment of their own, ``<!-- before it:`` to ``-->``, and run where they stand.
+"""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -10,30 +15,77 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-BLOCK = re.compile(r"^<!-- runnable -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+from tests.conftest import SHORT_LIVED
 
-PAGES = {
-    str(page.relative_to(ROOT)): "\n".join(blocks)
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    if (blocks := BLOCK.findall(page.read_text()))
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(
+    r"^<!-- before it:\n(?P<unseen>.*?)^-->$"
+    r"|^(?:(?P<marker><!-- [^\n]* -->)\n)?```python\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+RUNNABLE = "<!-- runnable -->"
+REASON = re.compile(r"<!-- not run: \w.{5,} -->")
+SETTINGS = {
+    "spark.driver.extraJavaOptions": SHORT_LIVED,
+    "spark.log.level": "ERROR",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.ui.enabled": "false",
 }
 
 
-def test_every_marker_has_its_block() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        text = page.read_text()
-        assert text.count("<!-- runnable -->") == len(BLOCK.findall(text)), page.name
+def blocks(page: Path) -> list[re.Match[str]]:
+    return list(BLOCK.finditer(page.read_text()))
+
+
+def program(page: Path) -> str:
+    """The lines that run, each at the line that it has on the page, so that tracebacks point there."""
+    text, lines = page.read_text(), [""] * page.read_text().count("\n")
+    for block in BLOCK.finditer(text):
+        if block["unseen"] or block["marker"] == RUNNABLE:
+            part = "unseen" if block["unseen"] else "code"
+            first = text.count("\n", 0, block.start(part))
+            lines[first : first + block[part].count("\n")] = block[part].splitlines()
+    return "\n".join(lines).rstrip()
+
+
+PROGRAMS = {str(page.relative_to(ROOT)): code for page in PAGES if (code := program(page))}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_block_runs_or_says_why_not(page: Path) -> None:
+    if page.name == "README.md":
+        found = [block for block in blocks(page) if block["marker"]]
+    else:
+        found = [block for block in blocks(page) if not block["unseen"]]
+    assert page.read_text().count(RUNNABLE) == sum(block["marker"] == RUNNABLE for block in found)
+    for block in found:
+        marker = block["marker"] or ""
+        assert marker == RUNNABLE or REASON.fullmatch(marker), f"{marker!r} above:\n{block['code']}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_block_is_python(page: Path) -> None:
+    for block in blocks(page):
+        ast.parse(block["unseen"] or block["code"])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", PROGRAMS)
 def test_page_runs(page: str, tmp_path: Path) -> None:
-    program = tmp_path / "page.py"
-    program.write_text(PAGES[page])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SPARK_LOCAL_IP": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    script = tmp_path / "page.py"
+    script.write_text(PROGRAMS[page])
+    # what the pages leave to a cluster's own configuration
+    (tmp_path / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in SETTINGS.items()))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "SPARK_CONF_DIR": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
-        [sys.executable, str(program)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=170
+        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=170
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

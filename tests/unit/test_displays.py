@@ -369,3 +369,11 @@ def test_what_comes_from_outside_is_escaped() -> None:
 
 def test_many_ranks_do_not_make_a_long_page() -> None:
     assert Page(page(trained(size=100).picture(40.0))).tags.count("tr") == 1 + 32 + 1 + 1
+
+
+def test_as_long_as_nothing_is_heard_there_is_one_line() -> None:
+    picture = RunView("train on 8 ranks", 8, 0.0).picture(7.0)
+    assert [line.text for line in table(picture, 80, 16)] == [
+        "train on 8 ranks   7.0 s   nothing heard of the ranks yet"
+    ]
+    assert Page(page(picture)).tags == ["div", "b"]

@@ -317,10 +317,16 @@ def test_a_rank_that_has_ended_is_not_silent() -> None:
     training.go_on(10)
     training.view.ended(3)
     training.go_on(10, range(3))
-    row = training.view.picture(training.now).rows[3]
-    assert row.ended
-    assert row.silent is None
-    assert row.samples_per_second is None
+    picture = training.view.picture(training.now)
+    assert picture.rows[3].ended
+    assert picture.rows[3].silent is None
+    assert picture.samples_per_second == pytest.approx(3 * 320)
+    for rank in range(3):
+        training.view.ended(rank)
+    assert training.view.picture(training.now).samples_per_second == pytest.approx(4 * 320)  # as it was at the end
+    training.generation = 1  # it had only left its world
+    training.go_on(1)
+    assert not training.view.picture(training.now).rows[3].ended
 
 
 def test_what_a_rank_waits_for() -> None:
@@ -441,3 +447,28 @@ def test_of_many_ranks_those_are_shown_that_stand_out() -> None:
     training.go_on(5, range(40))  # 24 are cut off
     rows, more = shown_rows(training.view.picture(training.now).rows, 16)
     assert [row.rank for row in rows] == [*range(40, 56)]
+
+
+def test_there_is_no_total_before_every_rank_has_a_rate() -> None:
+    training = Training()
+    training.go_on(5, range(3))
+    training.go_on(1)
+    picture = training.view.picture(training.now)
+    assert picture.rows[0].samples_per_second is not None
+    assert picture.rows[3].samples_per_second is None
+    assert picture.samples_per_second is None
+    training.go_on(1)
+    assert training.view.picture(training.now).samples_per_second == pytest.approx(1280)
+
+
+def test_what_is_left_standing_says_what_is_left_to_say() -> None:
+    training = Training()
+    training.go_on(20)
+    assert training.view.picture(training.now).remaining is not None
+    training.view.ended(0)
+    end = training.view.picture(training.now).at_end()
+    assert end.remaining is None
+    assert [row.ended for row in end.rows] == [True, False, False, False]
+    for rank in range(4):
+        training.view.ended(rank)
+    assert not any(row.ended for row in training.view.picture(training.now).at_end().rows)

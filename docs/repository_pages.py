@@ -1,0 +1,84 @@
+"""Hooks of mkdocs: files of the repository that pages link to become pages of the site themselves.
+
+The pages link to ``../examples/flights.py``, as a repository wants it. The site stands for itself, so each such file,
+and what it links to in turn, is shown under ``repository/``: Markdown as it is, anything else as a block of code.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+LANGUAGES = {".py": "python", ".sh": "sh", ".yaml": "yaml"}
+ROLE = re.compile(r":(?:attr|class|func|meth|mod):(?=<code>)")
+IN_NAV = ("CHANGELOG.md", "CONTRIBUTING.md", "DESIGN.md")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds a page for every file outside of docs/ that a page links to, and for every file that those link to."""
+    root = Path(config.config_file_path).parent
+    pages = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
+    waiting = [*IN_NAV, *(target for page in pages for target in _targets(root, page))]
+    added: set[str] = set()
+    while waiting:
+        path = waiting.pop()
+        if path in added or path.startswith("docs/") or not (root / path).is_file():
+            continue
+        added.add(path)
+        files.append(File.generated(config, _page_of(path), content=_content(root, path)))
+        waiting += _targets(root, path)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Points links to files of the repository at their pages; links to its folders become plain words."""
+    root = Path(config.config_file_path).parent
+    here = page.file.src_uri
+    source = here.removeprefix("repository/") if here.startswith("repository/") else f"docs/{here}"
+    if not (root / source).is_file():  # a page of code
+        return markdown
+
+    def pointed(match: re.Match[str]) -> str:
+        text, link, anchor = match[1], match[2], match[3] or ""
+        path = _resolve(source, link)
+        if (root / path).is_dir():
+            return text
+        if not (root / path).is_file():
+            return match[0]  # mkdocs says what is wrong with it
+        target = path.removeprefix("docs/") if path.startswith("docs/") else _page_of(path)
+        return f"[{text}]({posixpath.relpath(target, posixpath.dirname(here) or '.')}{anchor})"
+
+    return LINK.sub(pointed, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Takes the roles of docstrings, such as ``:func:``, from before the names that they are meant for."""
+    return ROLE.sub("", html)
+
+
+def _resolve(source: str, link: str) -> str:
+    return posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
+
+
+def _targets(root: Path, path: str) -> list[str]:
+    if not path.endswith(".md"):
+        return []
+    return [_resolve(path, link) for _, link, _ in LINK.findall((root / path).read_text())]
+
+
+def _page_of(path: str) -> str:
+    return f"repository/{path.removesuffix('.md')}.md"
+
+
+def _content(root: Path, path: str) -> str:
+    text = (root / path).read_text()
+    if path.endswith(".md"):
+        return text
+    language = LANGUAGES.get(Path(path).suffix, "text")
+    return f"# {path}\n\n````{language}\n{text.rstrip()}\n````\n"

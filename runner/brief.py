@@ -1,0 +1,24 @@
+"""How a notebook shows an error of a run: its message, and the user's lines that led to it; no frames of ours."""
+
+from __future__ import annotations
+
+import traceback
+
+from spark_hvd.runner.stacks import library_of
+
+
+class Brief(BaseException):
+    """Base of errors whose message says it all. Python's own traceback stays whole: ``traceback.print_exception``."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows instead of a traceback, as lines."""
+        lines = []
+        for frame in traceback.extract_tb(self.__traceback__):
+            library = library_of(frame.filename)
+            if library == "spark_hvd":
+                break
+            if not library:
+                cell = "/ipykernel_" in frame.filename or frame.filename.startswith("<ipython-input")
+                lines.append(f"{'Cell' if cell else f'File {frame.filename}'}, line {frame.lineno}, in {frame.name}")
+                lines.append(f"    {frame.line}")
+        return [*lines, *([""] if lines else []), *f"{type(self).__name__}: {self}".splitlines()]

@@ -1,0 +1,136 @@
+"""The documentation site builds without a warning, hangs together, and needs no other server."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from spark_hvd.communicator import ReduceOp
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+
+@dataclass
+class Html(HTMLParser):
+    """What a page links to, what it loads, and what can be linked to in it."""
+
+    links: list[str] = field(default_factory=list)
+    loads: list[str] = field(default_factory=list)
+    anchors: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        if "id" in given:
+            self.anchors.add(given["id"])
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        elif tag in ("img", "link", "script", "iframe", "source"):
+            self.loads += [given[name] for name in ("href", "src") if name in given]
+
+
+@dataclass(frozen=True)
+class Site:
+    folder: Path
+    pages: dict[str, Html]
+
+    def misses(self, page: str, link: str) -> str | None:
+        """Why a link on a page leads nowhere; None if it leads somewhere, or to another site."""
+        parts = urlsplit(link)
+        if parts.scheme or parts.netloc:
+            good = parts.scheme in ("https", "mailto") and (parts.netloc or parts.path) and " " not in link
+            return None if good else "not https"
+        path = unquote(parts.path)
+        target = self.folder / path[1:] if path.startswith("/") else (self.folder / page).parent / path
+        target = target.resolve() if path else self.folder / page
+        if target.is_dir():
+            target /= "index.html"
+        if not target.is_file():
+            return "no such file"
+        anchors = self.pages[str(target.relative_to(self.folder))].anchors if target.suffix == ".html" else set()
+        return "no such anchor" if parts.fragment and unquote(parts.fragment) not in anchors else None
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    folder = tmp_path_factory.mktemp("site").resolve()
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    pages = {}
+    for path in folder.rglob("*.html"):
+        page = pages[str(path.relative_to(folder))] = Html()
+        page.feed(path.read_text())
+    return Site(folder, pages)
+
+
+def test_each_link_leads_somewhere(site: Site) -> None:
+    assert sum(len(page.links) for page in site.pages.values()) > 1000
+    wrong = {
+        f"{name} -> {link}: {why}"
+        for name, page in site.pages.items()
+        for link in page.links + page.loads
+        if (why := site.misses(name, link))
+    }
+    assert wrong == set()
+
+
+def test_the_checker_sees_what_is_wrong(site: Site) -> None:
+    assert site.misses("index.html", "run.html#arguments") is None
+    assert site.misses("api/torch.html", "../run.html") is None
+    assert site.misses("index.html", "run.html#argument") == "no such anchor"
+    assert site.misses("index.html", "runs.html") == "no such file"
+    assert site.misses("index.html", "http://example.com/") == "not https"
+
+
+def test_nothing_comes_from_another_server(site: Site) -> None:
+    foreign = {load for page in site.pages.values() for load in page.loads if urlsplit(load).netloc}
+    assert foreign == set()
+
+
+def test_each_page_is_in_the_navigation(site: Site) -> None:
+    linked = {urlsplit(link).path for link in site.pages["index.html"].links}
+    pages = {str(page.relative_to(ROOT / "docs").with_suffix(".html")) for page in PAGES} - {"index.html"}
+    assert pages - linked == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
+def test_lists_and_tables_begin_after_a_blank_line(page: Path) -> None:
+    # GitHub shows them all the same; Python's Markdown makes one paragraph of them
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    blocks = re.split(r"\n\s*\n", text)
+    item = re.compile(r"(- |\d+\. |\|)")
+    late = [block for block in blocks if not item.match(block) and re.search(r"^(- |\d+\. |\|)", block, re.MULTILINE)]
+    assert [block for block in late if not block.startswith((" ", "<!--"))] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "elsewhere"),
+    [
+        ("spark_hvd", {"__version__"}),
+        ("spark_hvd.torch", {*ReduceOp.__members__, "HorovodInternalError", "checkpoint", "elastic"}),
+        ("spark_hvd.torch_elastic", set()),
+        ("spark_hvd.checkpoint", set()),
+        ("spark_hvd.estimators", set()),
+        ("spark_hvd.runner", {"run", "run_local", "run_elastic", "run_elastic_local", "doctor"}),
+    ],
+)  # fmt: skip
+def test_each_public_name_is_described(module: str, elsewhere: set[str]) -> None:
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    described = set(re.findall(rf"^::: {re.escape(module)}\.(\w+)$", pages, re.MULTILINE))
+    known = {name.upper() for name in elsewhere}
+    assert described == {name for name in importlib.import_module(module).__all__ if name.upper() not in known}
