@@ -92,7 +92,7 @@ class RunView:
             size=self._size,
             generation=max(0, self._generation),
             restarts=self._restarts,
-            changes=len(self._survivors) - self._restarts,
+            changes=max(0, self._generation) - self._restarts,
             rows=shown,
             samples=sum(process.last.samples for process in self._all),
             steps_per_second=statistics.median(speeds) if speeds else None,
@@ -123,7 +123,7 @@ class RunView:
             communication=mean_share([(rank, span.seconds, span.communication) for rank, span in spans]),
             computing=mean_share([(rank, span.seconds, span.computing) for rank, span in spans]),
             restarts=self._restarts,
-            changes=len(self._survivors) - self._restarts,
+            changes=max(0, self._generation) - self._restarts,
             metrics={} if first is None else first.metrics,
             slowest=slowest_of({rank: process.whole for rank, process in self._ranks.items()}),
         )
