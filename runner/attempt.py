@@ -8,6 +8,7 @@ import socket
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -104,7 +105,8 @@ class Attempt:
                 lost = None if hub is None else hub.lost
                 raise (silent(lost) if lost else translate(job.error, size, job.placement())) from job.error
             order = [] if hub is None else hub.snapshot()[1]
-            return results(from_rows(job.rows), size, order, config.timeout)
+            where = partial(job.where, size)
+            return results(from_rows(job.rows), size, order, config.timeout, monitor.hang, where)
 
 
 def _open_hub(

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 from spark_hvd.runner.stacks import library_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Brief(BaseException):
@@ -22,3 +28,16 @@ class Brief(BaseException):
                 lines.append(f"{'Cell' if cell else f'File {frame.filename}'}, line {frame.lineno}, in {frame.name}")
                 lines.append(f"    {frame.line}")
         return [*lines, *([""] if lines else []), *f"{type(self).__name__}: {self}".splitlines()]
+
+
+def briefly(function: Callable[P, R]) -> Callable[P, R]:
+    """Have errors that say it all leave a function without the frames in it, so that the caller's come last."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except Brief as error:
+            raise error.with_traceback(None) from error.__cause__
+
+    return call

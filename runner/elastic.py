@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import zmq
@@ -16,12 +17,14 @@ import zmq
 from spark_hvd.ports import PortRange
 from spark_hvd.runner import spark as on_spark
 from spark_hvd.runner.agent import Report
+from spark_hvd.runner.brief import briefly
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.elastic_config import ElasticConfig
 from spark_hvd.runner.elastic_hub import ElasticHub
 from spark_hvd.runner.elastic_results import elastic_results
 from spark_hvd.runner.elastic_task import ElasticSpec
 from spark_hvd.runner.errors import ClusterError, RunTimeoutError
+from spark_hvd.runner.failure_report import with_hang
 from spark_hvd.runner.membership_events import End, Verdict
 from spark_hvd.runner.monitor import Monitor, make_monitor
 from spark_hvd.runner.outcome import from_rows
@@ -44,6 +47,7 @@ _STOP_GRACE = 10.0
 """Seconds that agents get to end after a run that went wrong, so that their ranks' errors come back."""
 
 
+@briefly
 def run_elastic(
     fn: Callable[..., R],
     args: Sequence[Any] = (),
@@ -190,7 +194,8 @@ def run_elastic(
             raise translate_elastic(job.error) from job.error
         assert verdict is not None
         reports = [pickle.loads(packed.data) for packed in from_rows(job.rows)]
-        return monitor.result(elastic_results(verdict, [each for each in reports if isinstance(each, Report)]))
+        handed_over = [each for each in reports if isinstance(each, Report)]
+        return monitor.result(elastic_results(verdict, handed_over, monitor.hang, partial(job.where, 0)))
 
 
 def attend(
@@ -221,9 +226,13 @@ def attend(
             if deadline is not None and time.monotonic() > deadline:
                 _end(job, hub)
                 raise RunTimeoutError(
-                    f"the elastic run had not ended after timeout={config.timeout:g} s, with {hub.resets} failures "
-                    "survived; all ranks were stopped. Give a larger timeout= if this is how long it takes",
+                    with_hang(
+                        f"the elastic run had not ended after timeout={config.timeout:g} s, with {hub.resets} failures "
+                        "survived; all ranks were stopped. Give a larger timeout= if this is how long it takes",
+                        monitor.hang,
+                    ),
                     (),
+                    monitor.hang,
                 )
         verdict = hub.verdict
         if verdict is not None and verdict.end is not End.DONE:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, TextIO, TypeVar
 
 from spark_hvd.runner.agent import GivenUpError, Report
+from spark_hvd.runner.brief import briefly
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.elastic import attend
 from spark_hvd.runner.elastic_config import ElasticConfig
@@ -28,6 +29,7 @@ from spark_hvd.runner.tracking import Tracker
 R = TypeVar("R")
 
 
+@briefly
 def run_elastic_local(
     fn: Callable[..., R],
     args: Sequence[Any] = (),
@@ -122,7 +124,7 @@ def run_elastic_local(
         if job.errors:
             raise job.errors[0]
         assert verdict is not None
-        return monitor.result(elastic_results(verdict, job.reports))
+        return monitor.result(elastic_results(verdict, job.reports, monitor.hang))
 
 
 class _Threads:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,10 @@ _ERRORS: dict[End, type[ElasticError | RankFailedError]] = {
 
 
 def elastic_results(
-    verdict: Verdict, reports: Sequence[Report], hang: HangVerdict | None = None, where: Where | None = None
+    verdict: Verdict,
+    reports: Sequence[Report],
+    hang: HangVerdict | None = None,
+    where: Callable[[], Where] | None = None,
 ) -> list[Any]:
     """Unpack what the ranks of the last generation have returned.
 
@@ -40,7 +43,8 @@ def elastic_results(
         verdict: How the run has ended.
         reports: Of the agents that could hand over one.
         hang: What was known of ranks that waited for others, if that held at the end.
-        where: Where the workers were on Spark, by their numbers; None if they were not.
+        where: Tells where the workers were on Spark, by their numbers, and is asked only if the run has failed; None if
+            they were not there.
 
     Returns:
         The values in rank order.
@@ -55,7 +59,7 @@ def elastic_results(
         raise StartTimeoutError(verdict.text)
     failures = dict(item for each in reports for item in each.failures)
     if verdict.end is not End.DONE:
-        raise _error(verdict, failures, hang, where)
+        raise _error(verdict, failures, hang, None if where is None else where())
     values = dict(item for each in reports for item in each.values)
     missing = [rank for rank, worker in enumerate(verdict.ranks) if worker not in values]
     if missing:

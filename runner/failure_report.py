@@ -7,6 +7,7 @@ sides; ours have 100 columns at most. Rules are drawn with box-drawing character
 from __future__ import annotations
 
 import locale
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from spark_hvd.runner.outcome import Failed, FailureKind
 from spark_hvd.runner.stacks import grouped, trim_traceback
 
 WIDTH = 100
+_VANISHED = re.compile(r"rank (\d+)(?: \(on \S+\))?(?:, which coordinates,)? has ended without a word")
 _ERROR_CHARS = 200
 
 
@@ -70,13 +72,8 @@ def failure_report(
     if others:
         lines += [_rule("The other ranks"), *_others(others)]
     lines += _hang(hang)
-    early = ""
-    if first.echo and finished:
-        early = (
-            f"{ranks_text(finished)} had already returned from fn when rank {first.rank} was still waiting for all "
-            "ranks: every rank has to call the same collectives the same number of times."
-        )
-    return "\n".join([*lines, *_end(early or next_step(first, on_spark=where is not None), where)])
+    advice = _of_the_others(first, others, finished) or next_step(first, on_spark=where is not None)
+    return "\n".join([*lines, *_end(advice, where)])
 
 
 def timeout_report(
@@ -111,6 +108,30 @@ def timeout_report(
     return "\n".join([*lines, *_end(advice, where)])
 
 
+def _of_the_others(first: Failed, others: Sequence[Failed], finished: Sequence[int]) -> str:
+    """What an echo means, where what became of the other ranks tells; else empty."""
+    if not first.echo:
+        return ""
+    vanished = _VANISHED.search(first.error)
+    there = {other.rank for other in others if other.kind is FailureKind.STOPPED}
+    if vanished and int(vanished[1]) in there:
+        return (
+            f"The process of rank {vanished[1]} was still there, and did not answer: it was suspended (SIGSTOP, or a "
+            "debugger), or its host was cut off from the others for a while."
+        )
+    if finished:
+        return (
+            f"{ranks_text(finished)} had already returned from fn when rank {first.rank} was still waiting for all "
+            "ranks: every rank has to call the same collectives the same number of times."
+        )
+    return ""
+
+
+def with_hang(text: str, hang: HangVerdict | None) -> str:
+    """A message of its own, and below it what the ranks did, if that is known."""
+    return text if hang is None else "\n".join([text, *_hang(hang), _line() * WIDTH])
+
+
 def _facts(failure: Failed) -> str:
     facts = [f"host {failure.host}"]
     if failure.executor:
@@ -131,10 +152,11 @@ def _others(failures: Sequence[Failed]) -> list[str]:
     for failure in failures:
         if not failure.echo:
             groups.setdefault(_short(failure.error), []).append(failure.rank)
-    lines = [f"{ranks_text(ranks)}: {text}" for text, ranks in groups.items()]
+    # Of an elastic run several that were one rank, one after the other, may have failed.
+    lines = [f"{ranks_text(sorted(set(ranks)))}: {text}" for text, ranks in groups.items()]
     if echoes:
         what = "an echo" if len(echoes) == 1 else "echoes"
-        lines.append(f"{ranks_text([failure.rank for failure in echoes])}: {_short(echoes[0].error)} ({what})")
+        lines.append(f"{ranks_text(sorted({failure.rank for failure in echoes}))}: {_short(echoes[0].error)} ({what})")
     return [
         line for each in lines for line in textwrap.wrap(each, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     ]

@@ -91,6 +91,7 @@ class State:
         rank: Whose.
         doing: The kind of it.
         words: The words.
+        collective: The name of the collective that it is in; empty for none that matters.
         last: What it did last in collectives, where that helps; words that go behind the others.
         works: Whether it uses a processor, a disk or its GPU.
     """
@@ -98,6 +99,7 @@ class State:
     rank: int
     doing: Doing
     words: str
+    collective: str
     last: str
     works: bool
 
@@ -112,7 +114,8 @@ def state_of(sight: Sight, name: str, ranks: tuple[int, ...] | None) -> State:
     """
     doing = _doing(sight, name, ranks)
     last = _last(sight) if doing in (Doing.MOVES, Doing.WORKS, Doing.IDLE, Doing.DATA) else ""
-    return State(sight.rank, doing, _words(doing, sight, name, ranks), last, sight.works)
+    inside = name if doing is Doing.WAITS else sight.underway()[0].name if doing is Doing.ELSEWHERE else ""
+    return State(sight.rank, doing, _words(doing, sight, name, ranks), inside, last, sight.works)
 
 
 def entered(sight: Sight, name: str, ranks: tuple[int, ...] | None) -> Underway | None:

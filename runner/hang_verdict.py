@@ -219,10 +219,12 @@ def _what(states: Sequence[State]) -> str:
 
 def _lines(states: Sequence[State]) -> list[str]:
     """A line for each rank; one for those that wait together, whose times differ by a little."""
-    waiting = [state for state in states if state.doing is Doing.WAITS]
+    together: dict[str, str] = {}
     lines: dict[str, list[int]] = {}
     for state in states:
-        words = waiting[0].words if state in waiting else state.words + state.last
+        words = state.words + state.last
+        if state.collective:
+            words = together.setdefault(state.collective, words)
         lines.setdefault(words, []).append(state.rank)
     return [f"{ranks_text(ranks)}: {words}" for words, ranks in sorted(lines.items(), key=lambda item: item[1])]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from spark_hvd.runner import spark as on_spark
 from spark_hvd.runner.attempt import Attempt
+from spark_hvd.runner.brief import briefly
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.errors import RunError
 from spark_hvd.runner.monitor import make_monitor
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
+@briefly
 def run(
     fn: Callable[..., R],
     args: Sequence[Any] = (),

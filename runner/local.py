@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, TextIO, TypeVar
 
 from spark_hvd.layout import WorldLayout
+from spark_hvd.runner.brief import briefly
 from spark_hvd.runner.collect import results
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.errors import RunError
@@ -30,6 +31,7 @@ R = TypeVar("R")
 HOST = "127.0.0.1"
 
 
+@briefly
 def run_local(
     fn: Callable[..., R],
     args: Sequence[Any] = (),
@@ -143,7 +145,7 @@ def _attempt(
     (outcome,) = outcomes
     if isinstance(outcome, BaseException):
         raise outcome
-    return results(outcome, num_proc, order, config.timeout)
+    return results(outcome, num_proc, order, config.timeout, monitor.hang)
 
 
 def cores_each(num_proc: int) -> int:

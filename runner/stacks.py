@@ -25,6 +25,7 @@ _OURS = re.compile(
     # In a checkout the runner and the estimators lie beside the core.
     rf"/spark_hvd/(?:\w+/)?\w+\.py$|^(?:{re.escape(_HOME)}|{re.escape(os.path.dirname(_HOME))}/(?:runner|estimators))/"
 )
+_CHAIN = "\n\nThe above exception was the direct cause of the following exception:\n\n"
 _PLUMBING = ("_wrapped_call_impl", "_call_impl", "_engine_run_backward")
 """Functions of torch's on the way from one of the user's to the next."""
 _INNERMOST = 6
@@ -142,9 +143,12 @@ def grouped(stacks: Mapping[int, str]) -> list[tuple[list[int], list[str]]]:
 def trim_traceback(text: str) -> str:
     """A traceback in which our own frames, and torch's plumbing, are a line each time; all others are as they were.
 
-    A part without a frame of anybody else's stays whole: then ours are all there is.
+    A part without a frame of anybody else's stays whole: then ours are all there is. Exceptions of a chain that have no
+    frames and say what the last one says are left out.
     """
     lines: list[str] = []
+    *causes, last = text.split(_CHAIN)
+    text = _CHAIN.join([*(cause for cause in causes if cause != last.splitlines()[-1]), last])
     for is_frames, part in groupby(
         _blocks(text.splitlines()), key=lambda block: bool(_TRACEBACK_FRAME.match(block[0]))
     ):

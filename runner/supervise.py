@@ -341,6 +341,7 @@ class _Watch:
             exception=exception,
             ended_at=time.time(),
             exitcode=self._exitcode,
+            gpus=", ".join(self._job.gpus.assigned or ()),
         )
 
     def _fail_now(self, kind: FailureKind, error: str, trace: str = "", *, echo: bool = False) -> None:

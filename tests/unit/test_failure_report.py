@@ -115,9 +115,16 @@ def test_report_says_when_other_ranks_had_returned_already() -> None:
     assert "rank 1 had already returned from fn" in text
 
 
+def test_a_rank_that_was_suspended_is_named() -> None:
+    echo = failed(0, "CollectiveError: allreduce 'x' failed: rank 1 (on h) has ended without a word, or ...", echo=True)
+    assert "The process of rank 1 was still there" in failure_report([echo, stopped(1)], 2)
+    crashed = failed(1, "killed by SIGSEGV", kind=FailureKind.SIGNAL)
+    assert "was still there" not in failure_report([echo, crashed], 2)
+
+
 def test_what_hung_is_in_the_report_and_in_the_error() -> None:
     with pytest.raises(RankFailedError) as caught:
-        results([Packed.failed(failed(0)), Packed.failed(stopped(1))], 2, [0], None, HANG, Where({0: "7"}, ""))
+        results([Packed.failed(failed(0)), Packed.failed(stopped(1))], 2, [0], None, HANG, lambda: Where({0: "7"}, ""))
     assert "What the ranks did before" in str(caught.value)
     assert "stack of rank 1" in str(caught.value)
     assert "executor 7" in str(caught.value)

@@ -349,6 +349,8 @@ def test_ranks_that_wait_in_different_collectives() -> None:
     assert verdict.kind is Kind.HANG
     assert "different collectives, ranks 0, 2, 3 in allreduce 'a', rank 1 in broadcast 'b'" in verdict.headline
     assert verdict.ranks == (0, 1, 2, 3)
+    assert verdict.text.splitlines()[1].startswith("  ranks 0, 2, 3: in allreduce 'a' for 6")
+    assert verdict.text.splitlines()[2].startswith("  rank 1: in broadcast 'b' for 6")
 
 
 def test_a_chain_of_waits_names_the_rank_at_its_end() -> None:

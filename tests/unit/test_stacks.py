@@ -139,6 +139,13 @@ ValueError: two
     ]
 
 
+def test_a_cause_without_frames_that_says_the_same_is_left_out() -> None:
+    chain = "\n\nThe above exception was the direct cause of the following exception:\n\n"
+    last = 'Traceback (most recent call last):\n  File "/home/u/t.py", line 3, in f\n    g()\nLost: gone'
+    assert trim_traceback(f"Lost: gone{chain}{last}") == last
+    assert trim_traceback(f"Other: gone{chain}{last}") == f"Other: gone{chain}{last}"
+
+
 def test_a_traceback_of_ours_alone_stays_whole() -> None:
     try:
         Vitals.from_message({"underway": 5})
