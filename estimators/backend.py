@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from spark_hvd.runner import run, run_local
@@ -22,6 +23,13 @@ and with fewer each would slow the other down. A CrossValidator with parallelism
 
 _SIZING = ("procs_per_task", "cpus_per_proc", "gpus_per_proc", "start_timeout")
 """Those arguments of :func:`spark_hvd.run` on which the number of ranks depends."""
+
+
+def named(fn: Callable[..., R], name: str) -> Callable[..., R]:
+    """`fn` under another name, as the Spark UI and whatever shows the run have it."""
+    renamed = partial(fn)
+    renamed.__qualname__ = name  # type: ignore[attr-defined] # partials have a __dict__, which is pickled too
+    return renamed
 
 
 class Backend(Protocol):
@@ -43,7 +51,7 @@ class SparkBackend:
         num_proc: Number of ranks; None for as many as can run at once.
         spark: The session; None for the active one.
         options: Further keywords of :func:`spark_hvd.run`: env, backend, start_timeout, timeout, collective_timeout,
-            verbose, cpus_per_proc, gpus_per_proc, max_restarts, min_num_proc, stdout, stderr.
+            verbose, progress, cpus_per_proc, gpus_per_proc, max_restarts, min_num_proc, tracker, stdout, stderr.
     """
 
     def __init__(self, num_proc: int | None = None, *, spark: SparkSession | None = None, **options: Any) -> None:

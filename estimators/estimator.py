@@ -14,7 +14,7 @@ import torch
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
-from spark_hvd.estimators.backend import Backend, LocalBackend, SparkBackend
+from spark_hvd.estimators.backend import Backend, LocalBackend, SparkBackend, named
 from spark_hvd.estimators.checkpoint import BEST, LAST, Checkpoints, check_fits
 from spark_hvd.estimators.columns import check_columns, columns_of, expression_of
 from spark_hvd.estimators.dataset import Column, DatasetMeta
@@ -35,6 +35,7 @@ from spark_hvd.estimators.training import Framework, check_order, train
 from spark_hvd.estimators.trial import ROWS, batch_of, first_batch, label_dtype, try_batch
 from spark_hvd.runner.errors import ExecutorLostError, RankFailedError
 from spark_hvd.runner.spark import active_session, is_local
+from spark_hvd.runner.spark_names import job_group, job_named
 from spark_hvd.store import Store
 from spark_hvd.store_errors import StoreError
 
@@ -50,7 +51,8 @@ Settings = Mapping[str, Any]
 class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: ignore[type-arg] # pyspark's bases
     """Base of the estimators. A subclass gives its table of parameters, its framework, and the model that comes out.
 
-    A saved estimator holds a pickle of model, loss and optimizer: only load what you trust. Its backend is not saved.
+    A saved estimator holds a pickle of model, loss and optimizer: only load what you trust. Its backend and
+    its tracker are not saved.
     """
 
     _required: ClassVar[Mapping[str, str]] = {
@@ -107,7 +109,7 @@ class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: i
 
     def write(self) -> MLWriter:
         """See pyspark.ml.util.MLWritable."""
-        return ParamsWriter(self, skip=("backend",))
+        return ParamsWriter(self, skip=("backend", "tracker"))
 
     @classmethod
     def read(cls) -> MLReader[Any]:
@@ -115,6 +117,10 @@ class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: i
         return ParamsReader(cls)
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
+        with job_group(dataset.sparkSession, self.uid):
+            return self._fit_on(dataset)
+
+    def _fit_on(self, dataset: DataFrame) -> TorchModel:
         settings = self._settings()
         store = self._store(settings)
         names = self._column_names(settings)
@@ -128,7 +134,7 @@ class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: i
             decoders=set(settings["decoders"]),
             compress_sparse=settings["compress_sparse_cols"],
         )
-        table = _some_rows(dataset, columns)
+        table = _some_rows(dataset, columns, type(self).__name__)
         fields = {**self._reader_fields(settings), **self._reader_functions(settings)}
         del fields["kind"]
         batch = batch_of(table, columns, names, fields)
@@ -142,6 +148,7 @@ class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: i
             validation=settings["validation"] or None,
             seed=settings["random_seed"] or 0,
             partitions_per_process=settings["partitions_per_process"],
+            who=type(self).__name__,
         )
         return self._train(settings, store, batch, train_data, val_data)
 
@@ -169,7 +176,9 @@ class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: i
             history = History(state["history"])
         if len(history) < spec.epochs:
             try:
-                values = backend.run(train, (spec, pack(objects, "the parameters"), self._framework()))
+                values = backend.run(
+                    named(train, type(self).__name__), (spec, pack(objects, "the parameters"), self._framework())
+                )
             except RankFailedError as error:
                 if isinstance(error.__cause__, EstimatorError | StoreError):
                     raise type(error.__cause__)(str(error.__cause__)) from error
@@ -208,6 +217,8 @@ class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: i
                 f"max_restarts={settings['max_restarts']}, min_num_proc={settings['min_num_proc']} and backend are "
                 "given: give them to the backend, SparkBackend(max_restarts=...)"
             )
+        if settings["backend"] is not None and settings["tracker"] is not None:
+            raise ValueError("tracker and backend are given: give it to the backend, SparkBackend(tracker=...)")
         self._check(settings)
         return settings
 
@@ -222,8 +233,10 @@ class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: i
         backend: Backend = settings["backend"] or SparkBackend(
             settings["num_proc"],
             verbose=min(settings["verbose"], 1),
+            progress=settings["progress"],
             max_restarts=settings["max_restarts"],
             min_num_proc=settings["min_num_proc"],
+            tracker=settings["tracker"],
         )
         return backend
 
@@ -357,13 +370,14 @@ def model_fields(
     }
 
 
-def _some_rows(df: DataFrame, columns: tuple[Column, ...]) -> pa.Table:
+def _some_rows(df: DataFrame, columns: tuple[Column, ...], who: str) -> pa.Table:
     import pyarrow as pa
 
     few = df.select([expression_of(column) for column in columns]).limit(ROWS)
-    if hasattr(few, "toArrow"):  # Spark 4
-        return few.toArrow()
-    return pa.Table.from_pandas(few.toPandas(), preserve_index=False)
+    with job_named(few, f"spark_hvd: {who} looks at {ROWS} rows"):
+        if hasattr(few, "toArrow"):  # Spark 4
+            return few.toArrow()
+        return pa.Table.from_pandas(few.toPandas(), preserve_index=False)
 
 
 def _as_in(tensor: torch.Tensor, column: Column) -> Column:

@@ -58,20 +58,24 @@ class History(list[Row]):
             keys: Names of losses and metrics; ``val_`` is added where there is such a row.
 
         Raises:
+            ValueError: no row has one of them.
             ImportError: matplotlib is not installed.
         """
-        from matplotlib.figure import Figure
+        from spark_hvd.runner.plots import Curve, draw, figure_of
 
         wanted = list(keys)
-        figure = Figure(figsize=(5 * len(wanted), 3.5), layout="constrained")
-        for axes, key in zip(figure.subplots(1, len(wanted), squeeze=False)[0], wanted, strict=True):
+        figure, panels = figure_of(6 if len(wanted) == 1 else 4 * len(wanted), panels=len(wanted))
+        for axes, key in zip(panels, wanted, strict=True):
+            curves = []
             for name, label in ((key, "training"), (f"val_{key}", "validation")):
                 points = [(row["epoch"], row[name]) for row in self if name in row]
                 if points:
-                    axes.plot(*zip(*points, strict=True), marker="o", label=label)
-            axes.set(xlabel="epoch", title=key)
-            axes.xaxis.get_major_locator().set_params(integer=True)
-            axes.legend()
+                    x, y = zip(*points, strict=True)
+                    curves.append(Curve(label, x, y, points=True))
+            if not curves:
+                names = sorted({name for row in self for name in row} - {"epoch"})
+                raise ValueError(f"{key!r}: the history has {', '.join(names) or 'no epochs'}")
+            draw(axes, curves, x="epoch", y=key, whole=True)
         return figure
 
 

@@ -137,6 +137,7 @@ class _Fit:
         if self.trainer.current_epoch > len(self.job.history):
             self.finish_epoch()
         self.job.seed(self.trainer.current_epoch)
+        self.job.progress = hvd.progress(self.job.steps, epoch=self.trainer.current_epoch, epochs=self.job.spec.epochs)
         self.sums, self.rows = Sums([], self.job.device), 0
         self.began, self.validating = time.monotonic(), 0.0
         optimizers = self.trainer.optimizers
@@ -146,12 +147,15 @@ class _Fit:
         """After a batch: what training_step returned goes into the mean loss of the epoch."""
         rows = len(next(iter(batch.values())))
         self.rows += rows
+        assert self.job.progress is not None
+        self.job.progress.step(rows)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if not isinstance(loss, torch.Tensor):
             return
         loss = loss.detach()
         if self.module.automatic_optimization:  # Lightning divides it
             loss = loss * self.trainer.accumulate_grad_batches
+        self.job.progress.report(loss=loss.mean())
         look = loss.device.type == "cpu" or number % NAN_CHECK_EVERY == 0
         if look and self.asked["terminate_on_nan"] and not torch.isfinite(loss):
             raise not_finite(float(loss), self.trainer.current_epoch, number, self.job.steps)

@@ -10,14 +10,13 @@ import importlib
 import io
 import logging
 from collections.abc import Callable, Iterator
-from itertools import islice
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.estimators.reader import Batch
-from spark_hvd.estimators.sharding import steps_of
 from spark_hvd.estimators.spec import TrainSpec
 from spark_hvd.estimators.training import Job
 from spark_hvd.store_errors import CheckpointError
@@ -67,8 +66,12 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         # Nothing happens before the first batch is asked for: Lightning makes iterators that it does not use.
-        for batch in islice(self._job.feed, len(self)):
-            yield batch_dict(self._job.spec, batch)
+        job = self._job
+        for _ in range(len(self)):
+            # Lightning asks for the first batch before it begins the epoch.
+            with nullcontext() if job.progress is None else job.progress.fetching():
+                batch = batch_dict(job.spec, next(job.feed))
+            yield batch
 
 
 class ValidationLoader:
@@ -78,10 +81,7 @@ class ValidationLoader:
         self._job = job
 
     def __len__(self) -> int:
-        spec = self._job.spec
-        assert spec.validation is not None
-        steps = steps_of(spec.validation.rows, hvd.size(), spec.val_batch_size)
-        return min(steps, spec.val_steps or steps)
+        return self._job.spec.validation_steps(hvd.size())
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self._job.validation_batches():

@@ -21,6 +21,7 @@ from spark_hvd.estimators.columns import check_columns, expression_of, quoted
 from spark_hvd.estimators.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.estimators.errors import DataError, EstimatorError
 from spark_hvd.estimators.writing import TRAIN, VALIDATION, Report, WriteTask, ragged
+from spark_hvd.runner.spark_names import job_named
 from spark_hvd.store import Store
 from spark_hvd.store_errors import StoreError
 
@@ -44,6 +45,7 @@ def materialize(
     seed: int = 0,
     partitions_per_process: int = 10,
     keep: bool = False,
+    who: str = "materialize",
 ) -> Datasets:
     """Write ``columns`` of ``df`` as Parquet, or find them already written.
 
@@ -58,6 +60,7 @@ def materialize(
         seed: Of that draw. The same partitions with the same rows and the same seed are split alike.
         partitions_per_process: Row groups that each rank shall find at least, where there are rows enough.
         keep: Leave the files when this process ends, for this one and others to use again.
+        who: Asks for it; the Spark UI shows the name.
 
     Returns:
         The training data and the validation data, None for the latter where ``validation`` is. Shapes of vectors and
@@ -85,7 +88,7 @@ def materialize(
     with reuse.using(store, key, keep):
         manifest = reuse.read_manifest(store, key)
         if manifest is None:
-            manifest = _write(df, columns, store, key, validation, seed, groups)
+            manifest = _write(df, columns, store, key, validation, seed, groups, who)
             reuse.write_manifest(store, key, {**manifest, "keep": keep})
         else:
             _log.info("using data again that were written to %s", store.data_path(key))
@@ -117,6 +120,7 @@ def _write(
     validation: float | str | None,
     seed: int,
     groups: int,
+    who: str,
 ) -> dict[str, Any]:
     """Run the job; return the manifest. Nothing is left of it on an error."""
     directories = reuse.directories_of(store, key)
@@ -130,7 +134,9 @@ def _write(
     # names without dots, which mapInArrow takes for fields of structs; tasks go by position
     selected = df.select([source.alias(f"c{number}") for number, source in enumerate(sources)])
     try:
-        rows = selected.mapInArrow(_writer(task), "report binary").collect()
+        job = selected.mapInArrow(_writer(task), "report binary")
+        with job_named(job, f"spark_hvd: {who} writes its data to {posixpath.dirname(directories[TRAIN])}"):
+            rows = job.collect()
         reports = [Report.from_bytes(bytes(row["report"])) for row in rows]
         _check(reports, task)
         manifest = _manifest(reports, task)

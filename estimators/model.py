@@ -90,11 +90,26 @@ class TorchModel(TableParams, Model, MLWritable, MLReadable["TorchModel"]):
     _table: ClassVar = TABLE
     _from_json: ClassVar = {"metadata": ModelMeta.from_json}
 
-    def history_plot(self, keys: Sequence[str] = ("loss",)) -> Figure:
-        """The curves of the epochs as a matplotlib figure, training and validation together; see History.plot.
+    def plot_loss(self, metric: str = "loss") -> Figure:
+        """A loss or metric over the epochs as a matplotlib figure, training and validation together.
+
+        Args:
+            metric: A key of the history.
 
         Raises:
-            ValueError: the model was not trained by an estimator.
+            ValueError: there is no such key, or the model was not trained by an estimator.
+            ImportError: matplotlib is not installed.
+        """
+        return self.history_plot((metric,))
+
+    def history_plot(self, keys: Sequence[str] = ("loss",)) -> Figure:
+        """Several of them side by side; see History.plot.
+
+        Args:
+            keys: Keys of the history.
+
+        Raises:
+            ValueError: there is no such key, or the model was not trained by an estimator.
             ImportError: matplotlib is not installed.
         """
         history = self.value_of("history")

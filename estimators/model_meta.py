@@ -17,6 +17,7 @@ from spark_hvd.estimators.modules import PackedModule, unpack
 from spark_hvd.estimators.outputs import Shape
 from spark_hvd.estimators.predict import run
 from spark_hvd.estimators.tensors import TensorSpec
+from spark_hvd.runner.spark_names import job_named
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -182,7 +183,9 @@ def _measured(dataset: DataFrame, column: Column, decoders: Decoders) -> tuple[i
         return (int(declared),)
     if dataset.isStreaming:
         return None
-    row = dataset.select(quoted(column.name)).where(f"{quoted(column.name)} is not null").head()
+    some = dataset.select(quoted(column.name)).where(f"{quoted(column.name)} is not null")
+    with job_named(some, f"spark_hvd: transform looks at a row, for the shape of {column.name!r}"):
+        row = some.head()
     if row is None:
         return None
     value = decoders[column.name](bytes(row[0])) if column.name in decoders else row[0]

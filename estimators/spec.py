@@ -99,6 +99,12 @@ class TrainSpec:
         """Batches that one pass over the training data has on each of ``size`` ranks."""
         return steps_of(self.train.rows, size, self.batch_size, self.reader.get("drop_last", False))
 
+    def validation_steps(self, size: int) -> int:
+        """Batches of a validation on each of ``size`` ranks."""
+        assert self.validation is not None
+        steps = steps_of(self.validation.rows, size, self.val_batch_size)
+        return min(steps, self.val_steps or steps)
+
     def epoch_steps(self, size: int) -> int:
         """Batches of an epoch on each of ``size`` ranks."""
         return self.steps or self.pass_steps(size)

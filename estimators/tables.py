@@ -5,6 +5,7 @@ from __future__ import annotations
 from spark_hvd.estimators import checks as c
 from spark_hvd.estimators.params import rows
 from spark_hvd.estimators.spec import PRECISIONS
+from spark_hvd.runner.displays import CHOICES
 
 _MODEL = rows(
     "Model and columns",
@@ -62,8 +63,15 @@ _WHERE = rows(
         c.whole(1),
         "Ranks that are enough for a restart if the cluster has shrunk; by default num_proc.",
     ),
+    (
+        "tracker",
+        None,
+        c.instance("a Tracker, such as spark_hvd.runner.MlflowTracker()", "start", "take", "end"),
+        "Keeps a record of the training elsewhere, told by the driver: `MlflowTracker()`. Not saved.",
+    ),
     ("use_gpu", True, c.flag, "Train on GPUs where ranks have them."),
     ("verbose", 1, c.whole(0), "0: print nothing; 1: a line an epoch."),
+    ("progress", "auto", c.one_of(*CHOICES), "How ranks are shown while they train; as of spark_hvd.run."),
 )
 
 _OUTPUTS = rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -106,9 +107,11 @@ class _Loop:
         if begun["sums"]:
             sums.values = _on_rank_0(torch.tensor(begun["sums"], dtype=sums.values.dtype, device=job.device))
         self.optimizer.zero_grad()
-        every = self.spec.checkpoint_every
-        for number in range(state.step, state.steps):
-            self._batch(next(job.feed), number, sums)
+        every, left = self.spec.checkpoint_every, state.steps - state.step
+        where: dict[str, Any] = {"epoch": state.epoch, "epochs": self.spec.epochs}
+        job.progress = hvd.progress(itertools.islice(job.feed, left), total=left, loss=lambda: state.loss, **where)
+        for number, batch in enumerate(job.progress, state.step):
+            self._batch(batch, number, sums)
             if every and state.step % every == 0 and state.step < state.steps:
                 self._keep_begun(sums, began, rate)
         seconds = time.monotonic() - began

@@ -55,6 +55,7 @@ class Job:
         checkpoints: Of the run.
         feed: Batches to train on.
         validation: Reads this rank's share of the data to validate on.
+        progress: The loop over this epoch's batches, for whoever watches the run.
     """
 
     spec: TrainSpec
@@ -65,6 +66,7 @@ class Job:
     checkpoints: Checkpoints
     feed: Feed
     validation: Reader | None
+    progress: hvd.Progress[Batch] | None = None
 
     @property
     def steps(self) -> int:
@@ -91,7 +93,9 @@ class Job:
     def validation_batches(self) -> Iterator[Batch]:
         """The batches of one validation."""
         assert self.validation is not None
-        return itertools.islice(self.validation.batches(0), self.spec.val_steps)
+        batches = itertools.islice(self.validation.batches(0), self.spec.val_steps)
+        where: dict[str, Any] = {"epoch": len(self.history), "epochs": self.spec.epochs, "stage": "validation"}
+        return iter(hvd.progress(batches, total=self.spec.validation_steps(hvd.size()), **where))
 
     def seed(self, epoch: int, done: int = 0) -> None:
         """Set torch's seed for an epoch, or its rest after ``done`` batches: another on each rank.

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from spark_hvd.runner.examination import doctor
     from spark_hvd.runner.launch import run
     from spark_hvd.runner.local import run_local
+    from spark_hvd.runner.mlflow_tracker import MlflowTracker
     from spark_hvd.runner.report import Finding, Level, Report
+    from spark_hvd.runner.result import RunResult
+    from spark_hvd.runner.tracking import Tracker
 
 __all__ = [
     "ClusterError",
@@ -38,17 +41,20 @@ __all__ = [
     "ExecutorLostError",
     "Finding",
     "Level",
+    "MlflowTracker",
     "NotEnoughSlotsError",
     "RankFailedError",
     "Report",
     "ResetLimitError",
     "ResultTooLargeError",
     "RunError",
+    "RunResult",
     "RunTimeoutError",
     "SetupError",
     "StartTimeoutError",
     "StateLostError",
     "TooFewRanksError",
+    "Tracker",
     "UnpicklableError",
     "doctor",
     "run",
@@ -58,6 +64,9 @@ __all__ = [
 ]
 
 _HOME = {
+    "MlflowTracker": "mlflow_tracker",
+    "RunResult": "result",
+    "Tracker": "tracking",
     "doctor": "examination",
     "run": "launch",
     "run_elastic": "elastic",

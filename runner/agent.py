@@ -23,6 +23,7 @@ from spark_hvd.runner.hub import Link
 from spark_hvd.runner.hub_state import Message
 from spark_hvd.runner.membership_events import Loss
 from spark_hvd.runner.outcome import Failed, FailureKind, Packed
+from spark_hvd.runner.probe import Probe
 from spark_hvd.runner.processes import ForkServer, ForkServerError, RankProcess
 from spark_hvd.runner.rank_output import RankOutput
 from spark_hvd.runner.silence import HUB_PATIENCE
@@ -31,6 +32,7 @@ from spark_hvd.runner.wire import FrameReader, send_frame
 _TICK_MS = 500
 _STOPPED_SECONDS = 3.0
 """How long a worker may be stopped (SIGSTOP) until it is ended."""
+_STACKS_SECONDS = 0.3
 _OUTPUT_GRACE = 5.0
 _EXIT_GRACE = 5.0
 _LEAVE_GRACE = 60.0
@@ -82,7 +84,9 @@ class _Worker:
     process: RankProcess
     frames: FrameReader
     output: RankOutput
+    gpus: str
     stopped_since: float | None = None
+    probe: Probe | None = None
     dismissed: bool = False
 
 
@@ -150,7 +154,11 @@ class Agent:
                 self._start(message["worker"], RankInfo(**message["place"]), message["slot"])
             case "stop":
                 if (worker := self._mine(message)) is not None:
-                    self._end_worker(worker, FailureKind.STOPPED, message["why"], Loss.HUNG)
+                    trace = _stacks(worker.process)
+                    self._end_worker(worker, FailureKind.STOPPED, message["why"], Loss.HUNG, trace=trace)
+            case "examine":
+                if self._worker is not None and self._worker.probe is None:
+                    self._worker.probe = Probe(self._worker.process)
             case "end":
                 self._ended = True
                 if message["again"]:
@@ -170,15 +178,17 @@ class Agent:
 
     def _start(self, number: int, place: RankInfo, slot: int) -> None:
         setup = self._setup
+        env = setup.env(place)
         try:
-            process = self._server.spawn(setup.env(place), setup.start_timeout)
+            process = self._server.spawn(env, setup.start_timeout)
         except ForkServerError as error:
             failed = Failed(place.rank, place.host, FailureKind.SETUP, str(error), ended_at=time.time())
             self._failures.append((number, failed))
             self._link.send("ended", worker=number, loss=Loss.FAILED.value, error=str(error), raised=False)
             return
         output = RankOutput({process.stdout_fd: "out", process.stderr_fd: "err"}, self._link, None)
-        self._worker = _Worker(number, place, process, FrameReader(process.control), output)
+        gpus = env.get("CUDA_VISIBLE_DEVICES", "")
+        self._worker = _Worker(number, place, process, FrameReader(process.control), output, gpus)
         with contextlib.suppress(OSError):
             send_frame(process.control, {"worker": number, **setup.job(place, slot)}, setup.payload)
         for fd in (*output.fds, process.control.fileno(), process.status_fd):
@@ -206,7 +216,9 @@ class Agent:
         if frame is None:
             return
         header, payload = frame
-        if header["type"] != "outcome":
+        if header["type"] == "vitals":
+            self._link.try_send("vitals", vitals=header["vitals"])
+        elif header["type"] != "outcome":
             self._link.send(header.pop("type"), worker=worker.number, **header)
         elif header["ok"] and self._value_limit is not None and len(payload) > self._value_limit:
             error = value_too_large(self._value_limit, len(payload))
@@ -260,7 +272,18 @@ class Agent:
         place = worker.place
         self._discard()
         tail = str(worker.output.tail)
-        failed = Failed(place.rank, place.host, kind, error, trace, tail, echo, exception, ended_at=time.time())
+        failed = Failed(
+            place.rank,
+            place.host,
+            kind,
+            error,
+            trace,
+            tail,
+            echo,
+            exception,
+            ended_at=time.time(),
+            gpus=worker.gpus,
+        )
         self._failures.append((worker.number, failed))
         raised = kind is FailureKind.EXCEPTION and not echo
         self._link.send("ended", worker=worker.number, loss=loss.value, error=error, raised=raised)
@@ -302,6 +325,9 @@ class Agent:
         worker = self._worker
         if worker is None:
             return
+        if worker.probe is not None and (found := worker.probe.turn(now)) is not None:
+            worker.probe = None
+            self._link.send("examined", **found.to_message())
         if not _is_stopped(worker.process.pid):
             worker.stopped_since = None
         elif worker.stopped_since is None:
@@ -309,6 +335,16 @@ class Agent:
         elif now - worker.stopped_since >= _STOPPED_SECONDS:
             error = f"was stopped by a signal (SIGSTOP) for {_STOPPED_SECONDS:.0f} s, and ended"
             self._end_worker(worker, FailureKind.SIGNAL, error, Loss.HUNG)
+
+
+def _stacks(process: RankProcess) -> str:
+    """Where the threads of a rank that is to be ended stand; nothing if it is stopped."""
+    process.ask_for_stacks()
+    deadline = time.monotonic() + _STACKS_SECONDS
+    while not process.stacks().rstrip() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.02)  # it writes one thread after the other
+    return trim_stacks(process.stacks())
 
 
 def _readable(fd: int) -> bool:

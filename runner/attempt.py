@@ -8,6 +8,7 @@ import socket
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -19,8 +20,8 @@ from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.errors import RunError, StartTimeoutError
 from spark_hvd.runner.hub import Hub
 from spark_hvd.runner.hub_state import HubState
+from spark_hvd.runner.monitor import Monitor
 from spark_hvd.runner.outcome import from_rows
-from spark_hvd.runner.output import Printer
 from spark_hvd.runner.profiles import TaskResources
 from spark_hvd.runner.reach import Reach
 from spark_hvd.runner.spark_errors import silent, translate
@@ -47,7 +48,7 @@ class Attempt:
         name: Of the function, for Spark's UI.
         run_id: Unique name of the run.
         resources: What each task takes.
-        printer: Where output goes.
+        monitor: Where output goes.
     """
 
     session: SparkSession
@@ -56,7 +57,7 @@ class Attempt:
     name: str
     run_id: str
     resources: TaskResources
-    printer: Printer
+    monitor: Monitor
 
     def run(self, tasks: int, generation: int) -> list[Any]:
         """Start the ranks once, and return their values in rank order.
@@ -69,13 +70,14 @@ class Attempt:
             RunError: one of :func:`spark_hvd.run`.
             KeyboardInterrupt: after every rank has been stopped.
         """
-        session, config, printer = self.session, self.config, self.printer
+        session, config, monitor = self.session, self.config, self.monitor
         size = tasks * config.procs_per_task
         with ExitStack() as closing:
             local = on_spark.is_local(session)
-            hub = _open_hub(session, size, config, printer, None if local else on_spark.max_result_bytes(session))
+            hub = _open_hub(session, size, config, monitor, None if local else on_spark.max_result_bytes(session))
             if hub is not None:
                 closing.callback(hub.close)
+                monitor.ask(hub)
             spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
             spec = TaskSpec.of(
                 config,
@@ -90,12 +92,12 @@ class Attempt:
                 session,
                 tasks,
                 task_of("task", "run_task", pickle.dumps(spec), self.payload),
-                f"spark_hvd.run({self.name}) on {size} ranks{again}",
+                f"spark_hvd: {self.name} on {size} ranks{again}",
                 f"{self.run_id}.{generation}",
                 self.resources.profile,
             )
-            _attend(job, hub, size, config, printer)
-            printer.flush()
+            _attend(job, hub, size, config, monitor)
+            monitor.flush()
             if job.error is not None:
                 if hub is not None:  # Spark kills the other tasks in its own time; ours are told now
                     hub.stop("lost")
@@ -103,11 +105,12 @@ class Attempt:
                 lost = None if hub is None else hub.lost
                 raise (silent(lost) if lost else translate(job.error, size, job.placement())) from job.error
             order = [] if hub is None else hub.snapshot()[1]
-            return results(from_rows(job.rows), size, order, config.timeout)
+            where = partial(job.where, size)
+            return results(from_rows(job.rows), size, order, config.timeout, monitor.hang, where)
 
 
 def _open_hub(
-    session: SparkSession, size: int, config: RunConfig, printer: Printer, max_result_bytes: int | None
+    session: SparkSession, size: int, config: RunConfig, monitor: Monitor, max_result_bytes: int | None
 ) -> Hub | None:
     if on_spark.is_connect(session):
         _log.info("Spark Connect: ranks meet at rank 0; their output stays in the executors' logs")
@@ -119,7 +122,7 @@ def _open_hub(
         address = str(socket.getaddrinfo(bind.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
         ports = None if config.ports is None else PortRange.parse(config.ports)
         # Spark writes IPv6 addresses in brackets.
-        return Hub(state, address, public.strip("[]"), printer.put, ports)
+        return Hub(state, address, public.strip("[]"), monitor, ports)
     except (OSError, zmq.ZMQBaseError) as error:
         _log.warning(
             "the driver cannot listen on %s (%s): set spark.driver.bindAddress to an address of this machine. Training "
@@ -130,7 +133,7 @@ def _open_hub(
         return None
 
 
-def _attend(job: TaskJob, hub: Hub | None, size: int, config: RunConfig, printer: Printer) -> None:
+def _attend(job: TaskJob, hub: Hub | None, size: int, config: RunConfig, monitor: Monitor) -> None:
     """Stay with the job until it has ended: print, watch the start timeout, pass on Ctrl-C."""
     deadline = time.monotonic() + config.start_timeout
     warned = False
@@ -138,7 +141,7 @@ def _attend(job: TaskJob, hub: Hub | None, size: int, config: RunConfig, printer
     try:
         while job.running:
             job.wait(0.02)
-            printer.flush()
+            monitor.flush()
             if hub is None:
                 continue
             if (lost := hub.lost) is not None:
@@ -167,7 +170,7 @@ def _attend(job: TaskJob, hub: Hub | None, size: int, config: RunConfig, printer
                 )
     except KeyboardInterrupt:
         _end(job, hub, "interrupt")
-        printer.flush()
+        monitor.flush()
         raise
     except RunError:
         raise

@@ -85,7 +85,15 @@ class _Rank:
         fn, args, kwargs = unpickle_call(payload)
         if not self._join():
             sys.exit(1)  # the supervisor closed: another rank has failed before we could meet
-        value = fn(*args, **kwargs)
+        from spark_hvd.runner.reporting import Reporting
+
+        reporting = Reporting(lambda vitals: send_frame(self._control, {"type": "vitals", "vitals": vitals}))
+        if self._job["watched"]:
+            reporting.start()
+        try:
+            value = fn(*args, **kwargs)
+        finally:
+            reporting.stop()
         self._ended_well = True
         return value
 

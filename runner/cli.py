@@ -7,8 +7,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ import spark_hvd
 from spark_hvd.runner import cli_session
 from spark_hvd.runner.cli_elastic import check_static, elastic_arguments, elastic_options, is_elastic
 from spark_hvd.runner.config import BACKENDS, MPIS
+from spark_hvd.runner.displays import CHOICES
 from spark_hvd.runner.errors import RankFailedError, RunError
 from spark_hvd.runner.horovodrun import refused_options, tuning_env, tuning_options
 from spark_hvd.runner.script import Script, ScriptExitError, run_script
@@ -135,6 +137,7 @@ def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_js
 @click.option("--max-restarts", type=click.IntRange(min=0), metavar="N", help="Restarts after lost ranks.")
 @elastic_options
 @click.option("--verbose", is_flag=True, help="Log what spark_hvd does.")
+@click.option("--progress", type=click.Choice(CHOICES), help="How to show how far the ranks are (default: auto).")
 @click.option("--quiet", is_flag=True, help="Do not show what the ranks print.")
 @click.option("-m", "module", is_flag=True, help="The script is the name of a module, as for python -m.")
 @tuning_options
@@ -184,7 +187,7 @@ def run(
 
 
 _RUN_OPTIONS = (
-    "backend", "mpi", "interfaces", "start_timeout", "timeout", "collective_timeout", "max_restarts",
+    "backend", "mpi", "interfaces", "progress", "start_timeout", "timeout", "collective_timeout", "max_restarts",
     "min_num_proc", *_SPARK_ONLY,
 )  # fmt: skip
 
@@ -228,7 +231,14 @@ def _run_here(
     kwargs.pop("procs_per_task", None)
     for path in py_files:  # ranks get this process' sys.path
         sys.path.insert(0, os.path.dirname(os.path.abspath(path)) if path.endswith(".py") else os.path.abspath(path))
-    (run_elastic_local if elastic else run_local)(run_script, args=(program,), num_proc=num_proc, **kwargs)
+    (run_elastic_local if elastic else run_local)(_titled(program), args=(program,), num_proc=num_proc, **kwargs)
+
+
+def _titled(program: Script) -> Callable[[Script], None]:
+    """What runs on each rank, called by the script's name wherever the run is shown."""
+    function = partial(run_script)
+    function.__qualname__ = os.path.basename(program.name)  # type: ignore[attr-defined]
+    return function
 
 
 def _run_on_spark(
@@ -247,7 +257,7 @@ def _run_on_spark(
     with cli_session.session(master, conf, f"spark-hvd run {os.path.basename(program.name)}") as spark:
         cli_session.ship(spark, py_files)
         start = run_elastic if elastic else run_on_cluster
-        start(run_script, args=(program,), num_proc=num_proc, spark=spark, **kwargs)
+        start(_titled(program), args=(program,), num_proc=num_proc, spark=spark, **kwargs)
 
 
 @contextmanager

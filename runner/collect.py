@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from spark_hvd.runner.errors import RankFailedError, RunError, RunTimeoutError
+from spark_hvd.runner.failure_report import Where, failure_report, timeout_report
+from spark_hvd.runner.hang_verdict import HangVerdict
 from spark_hvd.runner.outcome import Failed, FailureKind, Packed
 from spark_hvd.runner.payload import load_exception
-from spark_hvd.runner.verdict import rank_failures, report, timeout_report
+from spark_hvd.runner.verdict import rank_failures
 
 
-def results(packed: Sequence[Packed], size: int, order: Sequence[int], timeout: float | None) -> list[Any]:
+def results(
+    packed: Sequence[Packed],
+    size: int,
+    order: Sequence[int],
+    timeout: float | None,
+    hang: HangVerdict | None = None,
+    where: Callable[[], Where] | None = None,
+) -> list[Any]:
     """Unpack outcomes.
 
     Args:
@@ -19,6 +28,8 @@ def results(packed: Sequence[Packed], size: int, order: Sequence[int], timeout: 
         size: World size.
         order: Ranks in the order in which their failures were heard of.
         timeout: The run's ``timeout``.
+        hang: What was known of ranks that waited for others, if that held at the end.
+        where: Tells where the ranks were on Spark, and is asked only if some failed; None if they were not there.
 
     Returns:
         The values in rank order.
@@ -31,11 +42,12 @@ def results(packed: Sequence[Packed], size: int, order: Sequence[int], timeout: 
     failures = [outcome for item in packed if not item.ok and isinstance(outcome := item.open(), Failed)]
     if failures:
         finished = [item.rank for item in packed if item.ok]
-        failures = rank_failures(failures, order)
+        there = None if where is None else where()
+        failures = rank_failures(failures if there is None else there.place(failures), order)
         if failures[0].kind is FailureKind.TIMEOUT:
             assert timeout is not None
-            raise RunTimeoutError(timeout_report(failures, size, timeout), tuple(failures))
-        error = RankFailedError(report(failures, size, finished), tuple(failures))
+            raise RunTimeoutError(timeout_report(failures, size, timeout, hang, there), tuple(failures), hang)
+        error = RankFailedError(failure_report(failures, size, finished, hang, there), tuple(failures), hang)
         raise error from load_exception(failures[0].exception)
     if [item.rank for item in packed] != list(range(size)):
         raise RunError(f"Spark returned the values of ranks {[item.rank for item in packed]}, expected 0..{size - 1}")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spark_hvd.ports import PortRange
+from spark_hvd.runner.displays import check_progress
 from spark_hvd.runner.network import check_wishes
 
 BACKENDS = ("gloo", "nccl", "mpi")
@@ -32,6 +33,7 @@ class RunConfig:
     timeout: float | None = None
     collective_timeout: float = 1800.0
     verbose: int = 1
+    progress: str = "auto"
     cpus_per_proc: int | None = None
     gpus_per_proc: int | None = None
     max_restarts: int = 0
@@ -53,6 +55,7 @@ class RunConfig:
                 f"mpi={self.mpi!r} with backend={self.backend!r}: expected one of {', '.join(map(repr, MPIS))}, with "
                 'backend="mpi"'
             )
+        check_progress(self.progress)
         self._check_tasks()
         self._check_restarts()
         if isinstance(self.interfaces, str) or not all(isinstance(each, str) for each in self.interfaces):

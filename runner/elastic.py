@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import zmq
@@ -16,22 +17,25 @@ import zmq
 from spark_hvd.ports import PortRange
 from spark_hvd.runner import spark as on_spark
 from spark_hvd.runner.agent import Report
+from spark_hvd.runner.brief import briefly
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.elastic_config import ElasticConfig
 from spark_hvd.runner.elastic_hub import ElasticHub
 from spark_hvd.runner.elastic_results import elastic_results
 from spark_hvd.runner.elastic_task import ElasticSpec
 from spark_hvd.runner.errors import ClusterError, RunTimeoutError
-from spark_hvd.runner.launch import make_printer
+from spark_hvd.runner.failure_report import with_hang
 from spark_hvd.runner.membership_events import End, Verdict
+from spark_hvd.runner.monitor import Monitor, make_monitor
 from spark_hvd.runner.outcome import from_rows
-from spark_hvd.runner.output import Printer
-from spark_hvd.runner.payload import dump_call
+from spark_hvd.runner.payload import dump_call, name_of
 from spark_hvd.runner.profiles import Ask, task_resources
+from spark_hvd.runner.result import RunResult
 from spark_hvd.runner.spark_errors import translate_elastic
 from spark_hvd.runner.spark_job import TaskJob
 from spark_hvd.runner.spark_task import task_of
 from spark_hvd.runner.task import TaskSpec
+from spark_hvd.runner.tracking import Tracker
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -43,6 +47,7 @@ _STOP_GRACE = 10.0
 """Seconds that agents get to end after a run that went wrong, so that their ranks' errors come back."""
 
 
+@briefly
 def run_elastic(
     fn: Callable[..., R],
     args: Sequence[Any] = (),
@@ -65,11 +70,13 @@ def run_elastic(
     timeout: float | None = None,
     collective_timeout: float = 1800.0,
     verbose: int = 1,
+    progress: str = "auto",
     cpus_per_proc: int | None = None,
     gpus_per_proc: int | None = None,
+    tracker: Tracker | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
-) -> list[R]:
+) -> RunResult[R]:
     """Run ``fn(*args, **kwargs)`` on ranks that may be lost, and others may join, while it trains.
 
     fn prepares (data, model, optimizer) and then calls a function that is decorated with ``hvd.elastic.run``; see
@@ -100,14 +107,18 @@ def run_elastic(
         start_timeout: Seconds for `num_proc` tasks to start; then `min_num_proc` will do.
         timeout: Seconds for the whole run, or None for no limit.
         collective_timeout: Seconds after which a collective fails that not all ranks have joined.
-        verbose: 0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it.
+        verbose: 0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it, and how far they are.
+        progress: How the run is shown while it goes on: "table" on a terminal, "notebook", "plain" lines every 30
+            seconds, "json" lines, or "off"; "auto" takes what suits. See docs/progress.md.
         cpus_per_proc: Cores for each rank; None for what the application gives.
         gpus_per_proc: GPUs for each rank, 0 to hide them; None for what the application gives.
+        tracker: Keeps a record of the run elsewhere: ``spark_hvd.runner.MlflowTracker()``, or one of yours. See
+            docs/tracking.md.
         stdout: Text stream for the ranks' stdout instead of ``sys.stdout``.
         stderr: Text stream for the ranks' stderr instead of ``sys.stderr``.
 
     Returns:
-        What fn returned on every rank of the last generation, in rank order.
+        What fn returned on every rank of the last generation, in rank order: a list, that also knows how the run went.
 
     Raises:
         ValueError, TypeError: an argument is wrong; nothing was started.
@@ -131,6 +142,7 @@ def run_elastic(
         "timeout": timeout,
         "collective_timeout": collective_timeout,
         "verbose": verbose,
+        "progress": progress,
         "cpus_per_proc": cpus_per_proc,
         "gpus_per_proc": gpus_per_proc,
     }
@@ -152,14 +164,13 @@ def run_elastic(
         there = on_spark.wait_for_slots(session, min_num_proc or num_proc, start_timeout, resources)
         num_proc = num_proc or there
     config = ElasticConfig(common=RunConfig(num_proc=num_proc, **common), **elastic)
-    printer = make_printer(config.common, stdout, stderr)
-    name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
-    run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
-    with ExitStack() as closing:
+    name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
+    with make_monitor(config.common, name, num_proc, stdout, stderr, tracker) as monitor, ExitStack() as closing:
         local = on_spark.is_local(session)
         spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
-        hub = _open_hub(session, config, printer)
+        hub = _open_hub(session, config, monitor)
         closing.callback(hub.close)
+        monitor.ask(hub)
         common_spec = TaskSpec.of(config.common, run_id, hub.address, spool, may_share_gpus=resources.plan.may_share)
         most = None if local else on_spark.max_result_bytes(session)
         value_limit = None if most is None else most // config.limits.max_num_proc
@@ -173,22 +184,22 @@ def run_elastic(
                 pickle.dumps(spec),
                 payload,
             ),
-            f"spark_hvd.run_elastic({name}) on {config.limits.min_num_proc} to {config.limits.max_num_proc} ranks",
+            f"spark_hvd: {name} on {config.limits.min_num_proc} to {config.limits.max_num_proc} ranks, elastic",
             run_id,
             resources.profile,
             barrier=False,
         )
-        verdict = attend(job, hub, config.common, printer, _watch_spark(job, hub))
-        printer.flush()
+        verdict = attend(job, hub, config.common, monitor, _watch_spark(job, hub))
         if job.error is not None and (verdict is None or verdict.end is End.DONE):
             raise translate_elastic(job.error) from job.error
         assert verdict is not None
         reports = [pickle.loads(packed.data) for packed in from_rows(job.rows)]
-        return elastic_results(verdict, [each for each in reports if isinstance(each, Report)])
+        handed_over = [each for each in reports if isinstance(each, Report)]
+        return monitor.result(elastic_results(verdict, handed_over, monitor.hang, partial(job.where, 0)))
 
 
 def attend(
-    job: Any, hub: ElasticHub, config: RunConfig, printer: Printer, watch: Callable[[], None] = lambda: None
+    job: Any, hub: ElasticHub, config: RunConfig, monitor: Monitor, watch: Callable[[], None] = lambda: None
 ) -> Verdict | None:
     """Stay with a job until it has ended: print, log, watch the time, pass on Ctrl-C.
 
@@ -196,7 +207,7 @@ def attend(
         job: Runs the agents: has ``running``, ``wait(seconds)`` and ``cancel()``.
         hub: Where they meet.
         config: Of the run.
-        printer: Writes what ranks print.
+        monitor: Writes what ranks print.
         watch: Called several times a second while the run goes on.
 
     Returns:
@@ -210,31 +221,35 @@ def attend(
     try:
         while job.running and hub.verdict is None:
             job.wait(0.02)
-            _tell(hub, printer)
+            _tell(hub, monitor)
             watch()
             if deadline is not None and time.monotonic() > deadline:
                 _end(job, hub)
                 raise RunTimeoutError(
-                    f"the elastic run had not ended after timeout={config.timeout:g} s, with {hub.resets} failures "
-                    "survived; all ranks were stopped. Give a larger timeout= if this is how long it takes",
+                    with_hang(
+                        f"the elastic run had not ended after timeout={config.timeout:g} s, with {hub.resets} failures "
+                        "survived; all ranks were stopped. Give a larger timeout= if this is how long it takes",
+                        monitor.hang,
+                    ),
                     (),
+                    monitor.hang,
                 )
         verdict = hub.verdict
         if verdict is not None and verdict.end is not End.DONE:
             _end(job, hub)
         while job.running:  # values may be large
             job.wait(0.02)
-            _tell(hub, printer)
+            _tell(hub, monitor)
     except BaseException:
         _end(job, hub)
-        printer.flush()
+        monitor.flush()
         raise
-    _tell(hub, printer)
+    _tell(hub, monitor)
     return hub.verdict
 
 
-def _tell(hub: ElasticHub, printer: Printer) -> None:
-    printer.flush()
+def _tell(hub: ElasticHub, monitor: Monitor) -> None:
+    monitor.flush()
     for note in hub.take_notes():
         _log.warning("%s", note)
 
@@ -251,12 +266,12 @@ def _end(job: Any, hub: ElasticHub) -> None:
         job.wait(10)
 
 
-def _open_hub(session: SparkSession, config: ElasticConfig, printer: Printer) -> ElasticHub:
+def _open_hub(session: SparkSession, config: ElasticConfig, monitor: Monitor) -> ElasticHub:
     public, bind = on_spark.driver_hosts(session)
     ports = None if config.common.ports is None else PortRange.parse(config.common.ports)
     try:
         address = str(socket.getaddrinfo(bind.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
-        return ElasticHub(config.limits, address, public.strip("[]"), printer.put, ports)
+        return ElasticHub(config.limits, address, public.strip("[]"), monitor, ports)
     except (OSError, zmq.ZMQBaseError) as error:
         raise ClusterError(
             f"the driver cannot listen on {bind} ({error}), where elastic runs are decided: set "

@@ -27,6 +27,7 @@ from spark_hvd.runner.agent import NOTICES
 from spark_hvd.runner.child import SetupError, end_process, unpickle_call
 from spark_hvd.runner.gpus import GpuError, GpuShare
 from spark_hvd.runner.own_gpu import settle, take
+from spark_hvd.runner.reporting import Reporting
 from spark_hvd.runner.wire import recv_frame, send_frame
 from spark_hvd.standing import standing
 from spark_hvd.wires import Wires
@@ -74,9 +75,12 @@ class ElasticRank:
         self._listener.start()
         for signum in NOTICES:
             signal.signal(signum, self._notice)
+        reporting = Reporting(lambda vitals: self._send("vitals", vitals=vitals))
+        reporting.start()
         try:
             return fn(*args, **kwargs)
         finally:
+            reporting.stop()
             with self._sending:
                 self._silent = True  # what follows is the outcome, from this thread
 

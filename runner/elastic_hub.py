@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from spark_hvd.ports import PortRange
-from spark_hvd.runner.hub import HubServer
+from spark_hvd.runner.hub import HubServer, Listener
 from spark_hvd.runner.hub_state import Message, Send
 from spark_hvd.runner.membership import Membership
 from spark_hvd.runner.membership_events import (
@@ -115,6 +115,10 @@ class ElasticState:
         """Note that an agent's executor will go."""
         return self._act(self.membership.handle(AgentLeaving(agent, why), now))
 
+    def examine(self) -> list[Send]:
+        """See base class."""
+        return [Send(agent, {"type": "examine"}) for agent in sorted(self._present & self.labels.keys())]
+
     @property
     def all_gone(self) -> bool:
         """See base class."""
@@ -181,6 +185,23 @@ def _event(message: Message) -> Event | None:
             raise AssertionError(f"unknown message {other!r}")
 
 
+class _Labelled:
+    """Passes on what agents say, with the rank of each agent's worker instead of its number."""
+
+    def __init__(self, listener: Listener, labels: Mapping[int, int]) -> None:
+        self._listener = listener
+        self._labels = labels
+
+    def output(self, rank: int, stream: str, text: str) -> None:
+        self._listener.output(self._labels.get(rank, -1), stream, text)
+
+    def vitals(self, message: Message) -> None:
+        self._listener.vitals(message)
+
+    def examined(self, rank: int, message: Message) -> None:
+        self._listener.examined(self._labels.get(rank, -1), message)
+
+
 class ElasticHub(HubServer):
     """Runs an :class:`ElasticState` behind a socket, in a thread of its own.
 
@@ -188,7 +209,7 @@ class ElasticHub(HubServer):
         limits: Of the run.
         bind_host: Address to listen on.
         public_host: Address that agents connect to, where it is another one.
-        on_output: Called in the hub's thread with (rank, "out" | "err", text of whole lines).
+        listener: Takes what ranks say besides.
         ports: Where it may listen; None for any port.
     """
 
@@ -199,15 +220,11 @@ class ElasticHub(HubServer):
         limits: Limits,
         bind_host: str,
         public_host: str | None,
-        on_output: Callable[[int, str, str], None],
+        listener: Listener,
         ports: PortRange | None = None,
     ) -> None:
         state = ElasticState(limits)
-
-        def labelled(agent: int, stream: str, text: str) -> None:
-            on_output(state.labels.get(agent, -1), stream, text)
-
-        super().__init__(state, bind_host, public_host, labelled, ports)
+        super().__init__(state, bind_host, public_host, _Labelled(listener, state.labels), ports)
 
     @property
     def verdict(self) -> Verdict | None:

@@ -12,20 +12,24 @@ from dataclasses import replace
 from typing import Any, TextIO, TypeVar
 
 from spark_hvd.runner.agent import GivenUpError, Report
+from spark_hvd.runner.brief import briefly
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.elastic import attend
 from spark_hvd.runner.elastic_config import ElasticConfig
 from spark_hvd.runner.elastic_hub import ElasticHub
 from spark_hvd.runner.elastic_results import elastic_results
 from spark_hvd.runner.elastic_task import ElasticSpec, be_agent
-from spark_hvd.runner.launch import make_printer
 from spark_hvd.runner.local import HOST, cores_each
-from spark_hvd.runner.payload import dump_call
+from spark_hvd.runner.monitor import make_monitor
+from spark_hvd.runner.payload import dump_call, name_of
+from spark_hvd.runner.result import RunResult
 from spark_hvd.runner.task import TaskSpec
+from spark_hvd.runner.tracking import Tracker
 
 R = TypeVar("R")
 
 
+@briefly
 def run_elastic_local(
     fn: Callable[..., R],
     args: Sequence[Any] = (),
@@ -45,9 +49,11 @@ def run_elastic_local(
     timeout: float | None = None,
     collective_timeout: float = 1800.0,
     verbose: int = 1,
+    progress: str = "auto",
+    tracker: Tracker | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
-) -> list[R]:
+) -> RunResult[R]:
     """Run ``fn(*args, **kwargs)`` on ranks of this machine that may be lost; to rehearse failures, and for tests.
 
     The same as :func:`spark_hvd.run_elastic` in everything that fn and the caller can see. Here no executor is ever
@@ -71,6 +77,8 @@ def run_elastic_local(
         timeout: Seconds for the whole run, or None.
         collective_timeout: Seconds after which a collective fails that not all ranks have joined.
         verbose: 0 shows nothing, 1 what ranks print.
+        progress: How the run is shown while it goes on, see :func:`spark_hvd.run`.
+        tracker: Keeps a record of the run elsewhere, see :func:`spark_hvd.run`.
         stdout: Text stream for the ranks' stdout.
         stderr: Text stream for the ranks' stderr.
 
@@ -90,6 +98,7 @@ def run_elastic_local(
         timeout=timeout,
         collective_timeout=collective_timeout,
         verbose=verbose,
+        progress=progress,
     )
     config = ElasticConfig(
         common=common,
@@ -105,18 +114,17 @@ def run_elastic_local(
         threads = str(cores_each(config.limits.max_num_proc))
         common = replace(common, env={"OMP_NUM_THREADS": threads, **common.env})
     payload = dump_call(fn, args, kwargs or {})
-    printer = make_printer(common, stdout, stderr)
-    with ExitStack() as closing:
-        hub = ElasticHub(config.limits, HOST, None, printer.put)
+    with make_monitor(common, name_of(fn), num_proc, stdout, stderr, tracker) as monitor, ExitStack() as closing:
+        hub = ElasticHub(config.limits, HOST, None, monitor)
         closing.callback(hub.close)
+        monitor.ask(hub)
         task = TaskSpec.of(common, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address)
         job = _Threads(ElasticSpec(task, rejoin_timeout), payload, config.limits.max_num_proc)
-        verdict = attend(job, hub, common, printer)
-        printer.flush()
+        verdict = attend(job, hub, common, monitor)
         if job.errors:
             raise job.errors[0]
         assert verdict is not None
-        return elastic_results(verdict, job.reports)
+        return monitor.result(elastic_results(verdict, job.reports, monitor.hang))
 
 
 class _Threads:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from spark_hvd.runner.agent import Report
@@ -16,10 +17,11 @@ from spark_hvd.runner.errors import (
     StateLostError,
     TooFewRanksError,
 )
+from spark_hvd.runner.failure_report import Where, failure_report
+from spark_hvd.runner.hang_verdict import HangVerdict
 from spark_hvd.runner.membership_events import End, Verdict
 from spark_hvd.runner.outcome import Failed
 from spark_hvd.runner.payload import load_exception
-from spark_hvd.runner.verdict import report
 
 _ERRORS: dict[End, type[ElasticError | RankFailedError]] = {
     End.TOO_FEW: TooFewRanksError,
@@ -29,12 +31,20 @@ _ERRORS: dict[End, type[ElasticError | RankFailedError]] = {
 }
 
 
-def elastic_results(verdict: Verdict, reports: Sequence[Report]) -> list[Any]:
+def elastic_results(
+    verdict: Verdict,
+    reports: Sequence[Report],
+    hang: HangVerdict | None = None,
+    where: Callable[[], Where] | None = None,
+) -> list[Any]:
     """Unpack what the ranks of the last generation have returned.
 
     Args:
         verdict: How the run has ended.
         reports: Of the agents that could hand over one.
+        hang: What was known of ranks that waited for others, if that held at the end.
+        where: Tells where the workers were on Spark, by their numbers, and is asked only if the run has failed; None if
+            they were not there.
 
     Returns:
         The values in rank order.
@@ -49,7 +59,7 @@ def elastic_results(verdict: Verdict, reports: Sequence[Report]) -> list[Any]:
         raise StartTimeoutError(verdict.text)
     failures = dict(item for each in reports for item in each.failures)
     if verdict.end is not End.DONE:
-        raise _error(verdict, failures)
+        raise _error(verdict, failures, hang, None if where is None else where())
     values = dict(item for each in reports for item in each.values)
     missing = [rank for rank, worker in enumerate(verdict.ranks) if worker not in values]
     if missing:
@@ -60,13 +70,20 @@ def elastic_results(verdict: Verdict, reports: Sequence[Report]) -> list[Any]:
     return [value_of(values[worker]) for worker in verdict.ranks]
 
 
-def _error(verdict: Verdict, failures: dict[int, Failed]) -> Exception:
+def _error(
+    verdict: Verdict, failures: dict[int, Failed], hang: HangVerdict | None, where: Where | None
+) -> ElasticError | RankFailedError:
     error = _ERRORS[verdict.end]
+    if where is not None:  # ranks change from generation to generation, so workers are what counts
+        failures = {
+            worker: replace(failed, executor=where.executors.get(worker, "")) for worker, failed in failures.items()
+        }
     first = failures.get(-1 if verdict.culprit is None else verdict.culprit)
     if first is None:
-        return error(verdict.text, tuple(failures.values()))
+        return error(verdict.text, tuple(failures.values()), hang)
     others = [failed for worker, failed in sorted(failures.items()) if worker != verdict.culprit]
-    text = f"{verdict.text}\n\n{report([first, *others], max(failed.rank for failed in failures.values()) + 1)}"
-    made = error(text, (first, *others))
+    size = max(failed.rank for failed in failures.values()) + 1
+    text = failure_report([first, *others], size, (), hang, where)
+    made = error(f"{verdict.text}\n\n{text}", (first, *others), hang)
     made.__cause__ = load_exception(first.exception)
     return made

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from spark_hvd.runner.brief import Brief
+from spark_hvd.runner.hang_verdict import HangVerdict
 from spark_hvd.runner.outcome import Failed
 from spark_hvd.runner.payload import UnpicklableError
 
@@ -25,7 +27,7 @@ __all__ = [
 ]
 
 
-class RunError(RuntimeError):
+class RunError(Brief, RuntimeError):
     """Base of everything that can go wrong with a run once its arguments are accepted."""
 
 
@@ -54,12 +56,13 @@ class ResultTooLargeError(RunError):
 
 
 class _FailuresError(RunError):
-    def __init__(self, message: str, failures: tuple[Failed, ...]) -> None:
+    def __init__(self, message: str, failures: tuple[Failed, ...], hang: HangVerdict | None = None) -> None:
         super().__init__(message)
         self.failures = failures
+        self.hang = hang
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.args[0], self.failures)
+        return type(self), (self.args[0], self.failures, self.hang)
 
 
 class RankFailedError(_FailuresError):
@@ -67,6 +70,7 @@ class RankFailedError(_FailuresError):
 
     Attributes:
         failures: Every rank without a value, the first cause first, echoes of it and stopped ranks after it.
+        hang: Which ranks waited for which, with the stacks of all, if they did so to the end; else None.
     """
 
     @property
@@ -90,6 +94,7 @@ class RunTimeoutError(_FailuresError):
 
     Attributes:
         failures: Every rank without a value.
+        hang: As of :class:`RankFailedError`.
     """
 
 
@@ -98,6 +103,7 @@ class ElasticError(_FailuresError):
 
     Attributes:
         failures: Ranks that failed in the course of the run, the one that decided first.
+        hang: As of :class:`RankFailedError`.
     """
 
 

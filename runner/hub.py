@@ -27,6 +27,8 @@ from spark_hvd.runner.hub_state import HubState, Message, Send
 
 _log = logging.getLogger(__name__)
 _TICK_MS = 50
+_ASIDE = ("output", "vitals", "examined")
+"""Messages that decide nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,29 @@ class HubLogic(Protocol):
         """Stop every task."""
         ...
 
+    def examine(self) -> list[Send]:
+        """Have every task look at its rank's process."""
+        ...
+
     @property
     def all_gone(self) -> bool:
         """Whether no process of any task is left."""
+        ...
+
+
+class Listener(Protocol):
+    """Takes what ranks say that is no part of the hub's decisions. Called by the hub's thread; must not block."""
+
+    def output(self, rank: int, stream: str, text: str) -> None:
+        """Whole lines that a rank has printed; `stream` is "out" or "err", rank -1 stands for nobody in particular."""
+        ...
+
+    def vitals(self, message: Message) -> None:
+        """What a rank tells of itself, see :class:`spark_hvd.vitals.Vitals`."""
+        ...
+
+    def examined(self, rank: int, message: Message) -> None:
+        """The answer to :meth:`HubServer.examine`, see :class:`spark_hvd.runner.probe.Examination`."""
         ...
 
 
@@ -92,7 +114,7 @@ class HubServer:
         state: The decisions.
         bind_host: Address to listen on.
         public_host: Address that tasks connect to, where it is another one.
-        on_output: Called in the hub's thread with (rank, "out" | "err", text of whole lines).
+        listener: Takes what ranks say besides; None for nobody.
         ports: Where it may listen; None for any port.
 
     Raises:
@@ -105,11 +127,11 @@ class HubServer:
         state: HubLogic,
         bind_host: str,
         public_host: str | None = None,
-        on_output: Callable[[int, str, str], None] | None = None,
+        listener: Listener | None = None,
         ports: PortRange | None = None,
     ) -> None:
         self._state = state
-        self._on_output = on_output
+        self._listener = listener
         self._lock = threading.Lock()
         self._questions: deque[Callable[[], list[Send]]] = deque()
         self._closing = threading.Event()
@@ -139,6 +161,10 @@ class HubServer:
     def stop(self, reason: str) -> None:
         """Ask every rank to stop; returns at once."""
         self._ask(lambda: self._state.stop(reason))
+
+    def examine(self) -> None:
+        """Have every task look at its rank's process, and tell the listener what it finds; returns at once."""
+        self._ask(self._state.examine)
 
     def wait_gone(self, timeout: float) -> bool:
         """Wait until no rank's process is left, as far as this hub is told; at most ``timeout`` seconds."""
@@ -188,11 +214,10 @@ class HubServer:
             message: Message = json.loads(body)
             if message["type"] == "alive":  # comes on a connection of its own, see Heartbeat
                 self._socket.send_multipart([identity, body])
-            if message["type"] == "output":
+            if message["type"] in _ASIDE:
                 with self._lock:
                     self._state.hear(message["rank"], time.monotonic())
-                if self._on_output is not None:
-                    self._on_output(message["rank"], message["stream"], message["text"])
+                self._pass_on(message)
                 continue
             if message["type"] == "hello":
                 self._identities.setdefault(message["rank"], identity)
@@ -202,6 +227,17 @@ class HubServer:
                 self._socket.send_multipart([identity, json.dumps(decisions[0].message).encode()])
             else:
                 self._send(decisions)
+
+    def _pass_on(self, message: Message) -> None:
+        if self._listener is None:
+            return
+        match message["type"]:
+            case "output":
+                self._listener.output(message["rank"], message["stream"], message["text"])
+            case "vitals":
+                self._listener.vitals(message["vitals"])
+            case "examined":
+                self._listener.examined(message["rank"], message)
 
     def _send(self, decisions: list[Send]) -> None:
         for decision in decisions:
@@ -219,10 +255,10 @@ class Hub(HubServer):
         state: HubState,
         bind_host: str,
         public_host: str | None = None,
-        on_output: Callable[[int, str, str], None] | None = None,
+        listener: Listener | None = None,
         ports: PortRange | None = None,
     ) -> None:
-        super().__init__(state, bind_host, public_host, on_output, ports)
+        super().__init__(state, bind_host, public_host, listener, ports)
 
     def snapshot(self) -> tuple[set[int], list[int]]:
         """(ranks that said hello, ranks that failed in the order heard) as known now."""
@@ -311,12 +347,10 @@ class Link:
         with contextlib.suppress(zmq.Again):
             self.socket.send(json.dumps({"type": type_, "rank": self.rank, **fields}).encode())
 
-    def try_send_output(self, stream: str, text: str) -> bool:
-        """Send lines of output unless the hub is behind; False means try again later."""
+    def try_send(self, type_: str, **fields: Any) -> bool:
+        """Send one message unless the hub is behind; False means try again later, or never."""
         try:
-            self.socket.send(
-                json.dumps({"type": "output", "rank": self.rank, "stream": stream, "text": text}).encode(), zmq.NOBLOCK
-            )
+            self.socket.send(json.dumps({"type": type_, "rank": self.rank, **fields}).encode(), zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True

@@ -117,6 +117,10 @@ class HubState:
             message["lost"] = self.describe_lost()
         return self._to_all(message)
 
+    def examine(self) -> list[Send]:
+        """Have every task look at its rank's process."""
+        return self._to_all({"type": "examine"})
+
     def describe_lost(self) -> str:
         """The ranks that have gone silent, with hosts and times."""
         return describe(self.lost, self.hosts)

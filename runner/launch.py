@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from spark_hvd.runner import spark as on_spark
 from spark_hvd.runner.attempt import Attempt
+from spark_hvd.runner.brief import briefly
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.errors import RunError
-from spark_hvd.runner.output import Printer
-from spark_hvd.runner.payload import dump_call
+from spark_hvd.runner.monitor import make_monitor
+from spark_hvd.runner.payload import dump_call, name_of
 from spark_hvd.runner.profiles import Ask, TaskResources, task_resources
 from spark_hvd.runner.restart import check_least, tasks_again, with_restarts
+from spark_hvd.runner.result import RunResult
+from spark_hvd.runner.tracking import Tracker
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
+@briefly
 def run(
     fn: Callable[..., R],
     args: Sequence[Any] = (),
@@ -39,13 +42,15 @@ def run(
     timeout: float | None = None,
     collective_timeout: float = 1800.0,
     verbose: int = 1,
+    progress: str = "auto",
     cpus_per_proc: int | None = None,
     gpus_per_proc: int | None = None,
     max_restarts: int = 0,
     min_num_proc: int | None = None,
+    tracker: Tracker | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
-) -> list[R]:
+) -> RunResult[R]:
     """Run ``fn(*args, **kwargs)`` on ``num_proc`` ranks of the Spark cluster, all at the same time.
 
     Each rank is a process of its own, a child of a task of one barrier stage. When fn starts, the ranks have already
@@ -73,7 +78,9 @@ def run(
         timeout: Seconds that fn may run in one start, or None for no limit. When over, every rank's stacks are in the
             error.
         collective_timeout: Seconds after which a collective fails that not all ranks have joined.
-        verbose: 0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it.
+        verbose: 0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it, and how far they are.
+        progress: How the run is shown while it goes on: "table" on a terminal, "notebook", "plain" lines every 30
+            seconds, "json" lines, or "off"; "auto" takes what suits. See docs/progress.md.
         cpus_per_proc: Cores for each rank, which is also its OMP_NUM_THREADS; None for what the application gives.
         gpus_per_proc: GPUs for each rank, 0 to hide them; None for what the application gives.
         max_restarts: How often all ranks are started again after an executor was lost, or a rank was killed by a
@@ -81,11 +88,13 @@ def run(
             fn never runs twice.
         min_num_proc: Ranks that are enough for a restart where the slots for num_proc do not come back within
             start_timeout; None for num_proc.
+        tracker: Keeps a record of the run elsewhere: ``spark_hvd.runner.MlflowTracker()``, or one of yours. See
+            docs/tracking.md.
         stdout: Text stream for the ranks' stdout instead of ``sys.stdout``.
         stderr: Text stream for the ranks' stderr instead of ``sys.stderr``.
 
     Returns:
-        What fn returned on every rank, in rank order.
+        What fn returned on every rank, in rank order: a list, that also knows how the run went.
 
     Raises:
         ValueError, TypeError: an argument is wrong; nothing was started.
@@ -110,6 +119,7 @@ def run(
         timeout=timeout,
         collective_timeout=collective_timeout,
         verbose=verbose,
+        progress=progress,
         cpus_per_proc=cpus_per_proc,
         gpus_per_proc=gpus_per_proc,
         max_restarts=max_restarts,
@@ -120,15 +130,15 @@ def run(
     on_spark.check_barrier_possible(session)
     tasks, resources = tasks_of(session, config)
     check_least(config, tasks)
-    name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
-    printer = make_printer(config, stdout, stderr)
-    attempt = Attempt(session, config, payload, name, f"spark_hvd-{uuid.uuid4().hex[:12]}", resources, printer)
+    name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
+    with make_monitor(config, name, tasks * config.procs_per_task, stdout, stderr, tracker) as monitor:
+        attempt = Attempt(session, config, payload, name, run_id, resources, monitor)
 
-    def start(generation: int, lost: RunError | None) -> list[R]:
-        there = tasks if lost is None else tasks_again(session, config, resources, tasks, lost)
-        return attempt.run(there, generation)
+        def start(generation: int, lost: RunError | None) -> list[R]:
+            there = tasks if lost is None else tasks_again(session, config, resources, tasks, lost)
+            return attempt.run(there, generation)
 
-    return with_restarts(start, config.max_restarts)
+        return monitor.result(with_restarts(start, config.max_restarts))
 
 
 def tasks_of(session: SparkSession, config: RunConfig) -> tuple[int, TaskResources]:
@@ -140,9 +150,3 @@ def tasks_of(session: SparkSession, config: RunConfig) -> tuple[int, TaskResourc
     ask = Ask(config.cpus_per_proc, config.gpus_per_proc, config.procs_per_task)
     resources = task_resources(session, ask)
     return on_spark.wait_for_slots(session, config.num_tasks, config.start_timeout, resources), resources
-
-
-def make_printer(config: RunConfig, stdout: TextIO | None, stderr: TextIO | None) -> Printer:
-    """Where the ranks' output goes: to the streams given, else to this program's unless ``verbose`` is 0."""
-    quiet = config.verbose < 1
-    return Printer(stdout or (None if quiet else sys.stdout), stderr or (None if quiet else sys.stderr))

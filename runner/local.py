@@ -11,24 +11,27 @@ from dataclasses import replace
 from typing import Any, TextIO, TypeVar
 
 from spark_hvd.layout import WorldLayout
+from spark_hvd.runner.brief import briefly
 from spark_hvd.runner.collect import results
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.errors import RunError
 from spark_hvd.runner.hub import Hub, Link
 from spark_hvd.runner.hub_state import HubState
-from spark_hvd.runner.launch import make_printer
+from spark_hvd.runner.monitor import Monitor, make_monitor
 from spark_hvd.runner.outcome import Packed
-from spark_hvd.runner.output import Printer
-from spark_hvd.runner.payload import dump_call
+from spark_hvd.runner.payload import dump_call, name_of
 from spark_hvd.runner.processes import fork_server
 from spark_hvd.runner.restart import with_restarts
+from spark_hvd.runner.result import RunResult
 from spark_hvd.runner.task import TaskSpec, run_ranks
 from spark_hvd.runner.team import RefusedError, meet
+from spark_hvd.runner.tracking import Tracker
 
 R = TypeVar("R")
 HOST = "127.0.0.1"
 
 
+@briefly
 def run_local(
     fn: Callable[..., R],
     args: Sequence[Any] = (),
@@ -43,10 +46,12 @@ def run_local(
     timeout: float | None = None,
     collective_timeout: float = 1800.0,
     verbose: int = 1,
+    progress: str = "auto",
     max_restarts: int = 0,
+    tracker: Tracker | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
-) -> list[R]:
+) -> RunResult[R]:
     """Run ``fn(*args, **kwargs)`` on ``num_proc`` ranks of this machine; for debugging, tests and single machines.
 
     The same as :func:`spark_hvd.run` in everything that fn and the caller can see, over the loopback interface.
@@ -64,13 +69,16 @@ def run_local(
         start_timeout: Seconds for all ranks to be up.
         timeout: Seconds that fn may run in one start, or None for no limit.
         collective_timeout: Seconds after which a collective fails that not all ranks have joined.
-        verbose: 0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it.
+        verbose: 0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it, and how far they are.
+        progress: How the run is shown while it goes on: "table" on a terminal, "notebook", "plain" lines every 30
+            seconds, "json" lines, or "off"; "auto" takes what suits. See docs/progress.md.
         max_restarts: How often all ranks are started again after one was killed by a signal; see :func:`spark_hvd.run`.
+        tracker: Keeps a record of the run elsewhere, see :func:`spark_hvd.run`.
         stdout: Text stream for the ranks' stdout instead of ``sys.stdout``.
         stderr: Text stream for the ranks' stderr instead of ``sys.stderr``.
 
     Returns:
-        What fn returned on every rank, in rank order.
+        What fn returned on every rank, in rank order: a list, that also knows how the run went.
 
     Raises:
         ValueError, TypeError: an argument is wrong; nothing was started.
@@ -89,27 +97,29 @@ def run_local(
         timeout=timeout,
         collective_timeout=collective_timeout,
         verbose=verbose,
+        progress=progress,
         max_restarts=max_restarts,
     )
     if "OMP_NUM_THREADS" not in os.environ:
         config = replace(config, env={"OMP_NUM_THREADS": str(cores_each(num_proc)), **config.env})
     payload = dump_call(fn, args, kwargs or {})
-    printer = make_printer(config, stdout, stderr)
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
+    with make_monitor(config, name_of(fn), num_proc, stdout, stderr, tracker) as monitor:
 
-    def start(generation: int, lost: RunError | None) -> list[R]:
-        return _attempt(config, run_id, payload, num_proc, printer, generation)
+        def start(generation: int, lost: RunError | None) -> list[R]:
+            return _attempt(config, run_id, payload, num_proc, monitor, generation)
 
-    return with_restarts(start, config.max_restarts)
+        return monitor.result(with_restarts(start, config.max_restarts))
 
 
 def _attempt(
-    config: RunConfig, run_id: str, payload: bytes, num_proc: int, printer: Printer, generation: int
+    config: RunConfig, run_id: str, payload: bytes, num_proc: int, monitor: Monitor, generation: int
 ) -> list[Any]:
     outcomes: list[list[Packed] | BaseException] = []
     with ExitStack() as cleanup:
-        hub = Hub(HubState(num_proc, timeout=config.timeout), HOST, on_output=printer.put)
+        hub = Hub(HubState(num_proc, timeout=config.timeout), HOST, listener=monitor)
         cleanup.callback(hub.close)
+        monitor.ask(hub)
         spec = TaskSpec.of(config, run_id, hub.address, generation=generation)
 
         def ranks() -> None:
@@ -123,19 +133,19 @@ def _attempt(
         try:
             while thread.is_alive():
                 thread.join(0.01)
-                printer.flush()
+                monitor.flush()
         except BaseException:
             hub.stop("interrupt")
             thread.join()
             raise
         finally:
-            printer.flush()
+            monitor.flush()
         order = hub.snapshot()[1]
-    printer.flush()
+    monitor.flush()
     (outcome,) = outcomes
     if isinstance(outcome, BaseException):
         raise outcome
-    return results(outcome, num_proc, order, config.timeout)
+    return results(outcome, num_proc, order, config.timeout, monitor.hang)
 
 
 def cores_each(num_proc: int) -> int:

@@ -51,6 +51,8 @@ class Failed:
         exception: The pickled exception, where it could be pickled.
         ended_at: Seconds since the epoch, on that host's clock.
         exitcode: Of a process that left by itself, or minus the signal that killed it; else None.
+        executor: Spark's name of the executor it ran on, "driver" in local mode; empty where that is not known.
+        gpus: Those that were assigned to it, as CUDA_VISIBLE_DEVICES names them; empty if none were.
     """
 
     rank: int
@@ -63,6 +65,8 @@ class Failed:
     exception: bytes | None = None
     ended_at: float = 0.0
     exitcode: int | None = None
+    executor: str = ""
+    gpus: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,12 @@ from typing import Any
 
 import cloudpickle
 
+from spark_hvd.runner.brief import Brief
+
 _MAX_DEPTH = 6
 
 
-class UnpicklableError(TypeError):
+class UnpicklableError(Brief, TypeError):
     """Something that has to travel between processes cannot be pickled; the message names the part of it."""
 
 
@@ -127,3 +129,9 @@ def _names(code: Any) -> Iterator[str]:
     for constant in code.co_consts:
         if hasattr(constant, "co_names"):
             yield from _names(constant)
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """What to call a function that runs: its name, or that of its class."""
+    name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
+    return name.rpartition(".<locals>.")[2]

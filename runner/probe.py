@@ -73,7 +73,9 @@ class Probe:
             self._process.ask_for_stacks()
             self.due = now + _STACKS_SECONDS
             return None
-        return Examination(self._cpu, _status(self._process.pid), trim_stacks(self._process.stacks()))
+        stacks = trim_stacks(self._process.stacks())
+        self._process.clear_stacks()  # what is found there later is to be of a crash
+        return Examination(self._cpu, _status(self._process.pid), stacks)
 
 
 def _cpu_seconds(pid: int) -> float:

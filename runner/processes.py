@@ -48,8 +48,7 @@ class RankProcess:
 
     def ask_for_stacks(self) -> None:
         """Have the rank, and nothing that it has started, write its stacks anew; it works on meanwhile."""
-        os.ftruncate(self.stacks_fd, 0)
-        os.lseek(self.stacks_fd, 0, os.SEEK_SET)  # the rank writes through the same open file
+        self.clear_stacks()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, STACKS_SIGNAL)
 
@@ -63,6 +62,11 @@ class RankProcess:
         data = os.read(self.status_fd, 256)
         # Nothing comes when the fork server was killed, and the kernel its ranks along with it.
         return int(json.loads(data)["exitcode"]) if data else -signal.SIGKILL
+
+    def clear_stacks(self) -> None:
+        """Forget what the fault handler has written."""
+        os.ftruncate(self.stacks_fd, 0)
+        os.lseek(self.stacks_fd, 0, os.SEEK_SET)  # the rank writes through the same open file
 
     def stacks(self) -> str:
         """What the rank's fault handler has written: the Python stacks of its threads."""

@@ -47,7 +47,10 @@ class RankOutput:
 
     def flush(self) -> None:
         """Send what the hub takes now."""
-        while self._unsent and self._link.try_send_output(*self._unsent[0]):
+        while self._unsent:
+            stream, text = self._unsent[0]
+            if not self._link.try_send("output", stream=stream, text=text):
+                return
             del self._unsent[0]
 
     def end(self, grace: float) -> None:

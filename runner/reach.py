@@ -43,6 +43,17 @@ class Placement:
         """Host of each rank; empty while not all tasks are placed."""
         return {info.rank: info.host for info in self._layout(size).ranks} if self._complete(size) else {}
 
+    def executors_of_ranks(self, size: int) -> dict[int, str]:
+        """Executor of each rank; empty while not all tasks are placed."""
+        if not self._complete(size):
+            return {}
+        layout, each = self._layout(size), self._ranks_each(size)
+        return {
+            layout.of_process(task * each + place).rank: its
+            for task, (its, _) in self.tasks.items()
+            for place in range(each)
+        }
+
     def on_executor(self, executor: str, size: int) -> str | None:
         """Names the ranks of an executor with their host, or None where that is not known."""
         if not self._complete(size):

@@ -8,11 +8,13 @@ from spark_hvd.runner.errors import ClusterError, ExecutorLostError, ResultTooLa
 from spark_hvd.runner.reach import Placement
 
 _SETUP = re.compile(r"SPARK_HVD_SETUP: (.*?):END", re.DOTALL)
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '(pyarrow|pandas|numpy|spark_hvd|pyspark)[.\w]*'")
 _LOST = re.compile(r"(ExecutorLostFailure|Lost executor|executor heartbeat timed out|Worker lost|ExecutorExit).*")
 _EXECUTOR = re.compile(r"\(executor (\S+) ")
 _SILENT = re.compile(r"SPARK_HVD_LOST: (.*?):END", re.DOTALL)
 _UNREACHABLE = re.compile(r"SPARK_HVD_UNREACHABLE: (.*?):END", re.DOTALL)
 _CRASHED = re.compile(r"Python worker exited unexpectedly|Python worker failed to connect back")
+_CANCELLED = re.compile(r"Job \d+ cancelled[^\n]*|\[SPARK_JOB_CANCELLED\][^\n]*")
 _TOO_LARGE = re.compile(r"(Total size of serialized results.*?maxResultSize[^\n]*)")
 
 
@@ -45,6 +47,11 @@ def translate(error: Exception, size: int, placement: Placement | None = None) -
             f"{match[1]} Install spark_hvd (with pyarrow and pyzmq) for that Python on every executor, or point "
             "PYSPARK_PYTHON at one that has it."
         )
+    if match := _MISSING.search(text):  # PySpark itself imports some, before our code runs
+        return SetupError(
+            f"{match[0]}, in the Python of an executor. Install spark_hvd (with pyarrow and pyzmq) for that Python on "
+            "every executor, or point PYSPARK_PYTHON at one that has it."
+        )
     if match := _SILENT.search(text):
         return ExecutorLostError(f"{match[1]}. {_SILENT_HOST}")
     if match := _TOO_LARGE.search(text):
@@ -68,6 +75,8 @@ def translate(error: Exception, size: int, placement: Placement | None = None) -
         )
     if "SPARK-24820" in text or "SPARK-24819" in text or "SPARK-24942" in text:
         return ClusterError(f"Spark refused the barrier stage: {text.splitlines()[0]}")
+    if match := _CANCELLED.search(text):
+        return RunError(f"the Spark job of this run was cancelled by somebody else than us: {match[0].strip()}")
     return RunError(f"the Spark job of this run failed: {_first_lines(text)}")
 
 

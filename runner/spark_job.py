@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spark_hvd.runner.failure_report import Where
 from spark_hvd.runner.outcome import SCHEMA, Row
 from spark_hvd.runner.reach import Placement
 from spark_hvd.runner.spark import executor_addresses, is_connect, items
+from spark_hvd.runner.spark_names import call_site, job_group, job_named
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -51,8 +53,8 @@ class TaskJob:
         spark: The session.
         num_tasks: Number of tasks.
         task: Runs in each; a function of record batches, as mapInArrow takes it.
-        description: What the Spark UI shows.
-        tag: Unique name by which the job can be cancelled.
+        description: What the Spark UI shows, and in the stage's name the line of the user's that called us.
+        tag: Unique name by which the job can be cancelled; also of its group, unless the caller's thread has one.
         profile: What each task takes from its executor; None for the application's amounts.
         barrier: Whether all tasks have to run at the same time; without, they start as slots become free.
     """
@@ -74,6 +76,7 @@ class TaskJob:
         self._num_tasks = num_tasks
         self._tag = tag
         self._description = description
+        self._place = call_site(description)
         given = {} if profile is None else {"profile": profile}  # PySpark 3.5 has no such argument
         self._frame = spark.range(0, num_tasks, 1, num_tasks).mapInArrow(task, SCHEMA, barrier=barrier, **given)
         self.rows: list[Row] = []
@@ -120,6 +123,28 @@ class TaskJob:
             self._num_tasks,
         )
 
+    def where(self, size: int) -> Where:
+        """Where the ranks are, and the page of their stage in the Spark UI, as far as Spark tells.
+
+        Args:
+            size: Number of ranks; 0 where tasks are not fixed to ranks.
+        """
+        there = self.placement() if size else None
+        return Where({} if there is None else there.executors_of_ranks(size), self._page())
+
+    def _page(self) -> str:
+        """The address of the stage's page; empty where there is none."""
+        if is_connect(self._spark):
+            return ""
+        try:
+            address, stage = self._spark.sparkContext.uiWebUrl, self._stage()
+            if address is None or stage is None:
+                return ""
+            return f"{address}/stages/stage/?id={stage.stageId()}&attempt={stage.attemptId()}"
+        except Exception as error:
+            _log.debug("Spark does not tell of the stage: %s", error)
+            return ""
+
     def attempts(self) -> list[TaskAttempt]:
         """The attempts of tasks that Spark has started, and whether each runs; empty where it cannot be asked."""
         try:
@@ -135,14 +160,19 @@ class TaskJob:
             for task in found
         ]
 
-    def _tasks(self) -> list[Any]:
-        """Spark's own records of them."""
+    def _stage(self) -> Any:
+        """Spark's own record of the stage; None before there is one."""
         scala_context: Any = self._spark.sparkContext._jsc.sc()
         jobs = list(scala_context.statusTracker().getJobIdsForTag(self._tag))
-        if not jobs:
-            return []
         store = scala_context.statusStore()
-        stage = store.lastStageAttempt(store.job(max(jobs)).stageIds().apply(0))
+        return store.lastStageAttempt(store.job(max(jobs)).stageIds().apply(0)) if jobs else None
+
+    def _tasks(self) -> list[Any]:
+        """Spark's own records of them."""
+        stage = self._stage()
+        if stage is None:
+            return []
+        store: Any = self._spark.sparkContext._jsc.sc().statusStore()
         return items(store.taskList(stage.stageId(), stage.attemptId(), 1 << 20))
 
     def _run(self) -> None:
@@ -150,15 +180,17 @@ class TaskJob:
             if is_connect(self._spark):
                 self._spark.addTag(self._tag)
             else:
-                context = self._spark.sparkContext
-                context.addJobTag(self._tag)
-                context.setJobDescription(self._description)
-            # Arrow where there is toArrow (Spark 4): a third of the memory of rows when values are large.
-            if hasattr(self._frame, "toArrow"):
-                table = self._frame.toArrow()
-                columns = [table.column(name).to_pylist() for name in table.column_names]
-                self.rows = list(zip(*columns, strict=True))
-            else:
-                self.rows = [(row[0], row[1], row[2], bytes(row[3])) for row in self._frame.collect()]
+                self._spark.sparkContext.addJobTag(self._tag)
+            with job_group(self._spark, self._tag), job_named(self._frame, self._description, *self._place):
+                self._collect()
         except Exception as error:
             self.error = error
+
+    def _collect(self) -> None:
+        # Arrow where there is toArrow (Spark 4): a third of the memory of rows when values are large.
+        if hasattr(self._frame, "toArrow"):
+            table = self._frame.toArrow()
+            columns = [table.column(name).to_pylist() for name in table.column_names]
+            self.rows = list(zip(*columns, strict=True))
+        else:
+            self.rows = [(row[0], row[1], row[2], bytes(row[3])) for row in self._frame.collect()]

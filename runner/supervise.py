@@ -22,11 +22,12 @@ from spark_hvd.runner.hub import Link
 from spark_hvd.runner.hub_state import Message
 from spark_hvd.runner.mpi_side import MpiPlan, MpiSide
 from spark_hvd.runner.outcome import Failed, FailureKind, Packed
+from spark_hvd.runner.probe import Probe
 from spark_hvd.runner.process_manager import MpiMissingError
 from spark_hvd.runner.processes import ForkServer, ForkServerError, RankProcess
 from spark_hvd.runner.rank_output import RankOutput
 from spark_hvd.runner.silence import BEAT, HUB_PATIENCE
-from spark_hvd.runner.wire import STACKS_SIGNAL, FrameReader, send_frame
+from spark_hvd.runner.wire import FrameReader, send_frame
 
 _TERM_GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 _STACKS_WAIT = 0.5  # seconds that a fault handler may take to write the stacks
@@ -120,6 +121,7 @@ class _Watch:
         self._link = link
         self._process = process
         self._frames = FrameReader(process.control)
+        self._watched = on_lines is None  # else the driver does not hear of this rank
         self._output = RankOutput({process.stdout_fd: "out", process.stderr_fd: "err"}, link, on_lines)
         self._outcome: Packed | None = None
         self._failure: Failed | None = None  # as the child told it, before its last output is known
@@ -128,6 +130,7 @@ class _Watch:
         self._mpi: MpiSide | None = None
         self._mpi_fds: set[int] = set()
         self._suspect = Suspect()  # among the parts of MPI's process manager
+        self._probe: Probe | None = None
         self._ready: Message | None = None  # what the rank said, until MPI is ready for it as well
         self._start_deadline = time.monotonic() + job.start_timeout
         self._mpi_deadline = self._start_deadline
@@ -147,6 +150,7 @@ class _Watch:
             "rank_info": asdict(job.me),
             "secret": job.secret.hex(),  # over the anonymous socket pair of this rank alone
             "generation": job.generation,
+            "watched": self._watched,
             "ip": job.ip,
             "ports": None if job.ports is None else str(job.ports),
             "backend": job.backend,
@@ -172,13 +176,17 @@ class _Watch:
 
     def _next_moment(self) -> float:
         """Seconds until something is to be done though nothing comes."""
-        moments = [moment for moment in (self._deadline, self._suspect.due) if moment is not None]
+        probed = None if self._probe is None else self._probe.due
+        moments = [moment for moment in (self._deadline, self._suspect.due, probed) if moment is not None]
         return min([BEAT, *(max(moment - time.monotonic(), 0.0) for moment in moments)])
 
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             self._start_took_too_long()
+        if self._probe is not None and (found := self._probe.turn(now)) is not None:
+            self._probe = None
+            self._link.send("examined", **found.to_message())
         if self._suspect.told(now) and self._outcome is None and self._failure is None:
             assert self._suspect.error is not None
             self._fail_now(FailureKind.MPI, self._suspect.error, echo=self._suspect.blame is not Blame.CAUSE)
@@ -207,9 +215,7 @@ class _Watch:
         for fd in [fd for fd in mpi if fd in events]:
             mpi[fd]()
             if self._mpi is not None and self._mpi.variables is not None and self._deadline == self._mpi_deadline:
-                self._deadline = self._mpi_deadline = (
-                    self._start_deadline
-                )  # MPI is up here: now the others' time counts
+                self._deadline = self._mpi_deadline = self._start_deadline  # MPI is up: now the others' time counts
             self._tell_ready()
         return True
 
@@ -235,6 +241,8 @@ class _Watch:
                     send_frame(self._process.control, {"type": "go", "store": message["store"], "mpi": variables})
                     if self._mpi is not None:
                         self._mpi.send_fds(self._process.control)
+            case "examine":
+                self._probe = self._probe or Probe(self._process)
             case "release":
                 self._leaving = True
                 if "limit" in message:
@@ -250,6 +258,8 @@ class _Watch:
             self._tell_ready()
         elif frame["type"] == "joined":
             self._deadline = None
+        elif frame["type"] == "vitals":
+            self._link.try_send("vitals", vitals=frame["vitals"])
         elif frame["ok"]:
             self._outcome = Packed(self._job.me.rank, True, bytes(payload))
             self._link.send("ended", ok=True, bytes=len(payload))
@@ -301,7 +311,7 @@ class _Watch:
             self._fail(FailureKind.STOPPED, stopped(reason, culprit))
 
     def _take_stacks(self) -> None:
-        self._process.signal_group(STACKS_SIGNAL)
+        self._process.ask_for_stacks()
         deadline = time.monotonic() + _STACKS_WAIT
         while not self._process.stacks().rstrip() and time.monotonic() < deadline:
             self._step(timeout=0.05)
@@ -331,6 +341,7 @@ class _Watch:
             exception=exception,
             ended_at=time.time(),
             exitcode=self._exitcode,
+            gpus=", ".join(self._job.gpus.assigned or ()),
         )
 
     def _fail_now(self, kind: FailureKind, error: str, trace: str = "", *, echo: bool = False) -> None:

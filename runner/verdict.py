@@ -1,4 +1,4 @@
-"""Which failure is the cause and which are echoes of it, and the report that a person reads."""
+"""Which failure is the cause, and which are echoes of it."""
 
 from __future__ import annotations
 
@@ -43,60 +43,3 @@ def rank_failures(failures: Sequence[Failed], order: Sequence[int] = ()) -> list
         return stopped, failure.echo, heard.get(failure.rank, len(heard)), failure.ended_at, failure.rank
 
     return sorted(failures, key=key)
-
-
-def report(failures: Sequence[Failed], size: int, finished: Sequence[int] = ()) -> str:
-    """Write the failures of a run, sorted by :func:`rank_failures`, as text: the cause whole, the rest a line each.
-
-    Args:
-        failures: All failures, the cause first.
-        size: World size.
-        finished: Ranks whose fn returned.
-    """
-    first, *others = failures
-    lines = [f"rank {first.rank} of {size} failed on host {first.host}: {first.error}"]
-    if first.echo and finished:
-        lines += [
-            "",
-            f"{_ranks(finished)} had already returned from fn when rank {first.rank} was still waiting for all ranks: "
-            "every rank has to call the same collectives the same number of times.",
-        ]
-    if first.traceback:
-        title = "Stacks" if first.kind in (FailureKind.SIGNAL, FailureKind.TIMEOUT) else "Traceback"
-        lines += ["", f"{title} of rank {first.rank}:", _indent(first.traceback)]
-    if first.log_tail:
-        lines += ["", f"Last output of rank {first.rank}:", _indent(first.log_tail)]
-    if others:
-        lines += ["", "The other ranks:"]
-        lines += [f"  {_ranks(ranks)}: {text}" for text, ranks in _grouped(others)]
-    return "\n".join(lines)
-
-
-def timeout_report(failures: Sequence[Failed], size: int, timeout: float) -> str:
-    """Write a run that was ended because its time was up: where every rank stood."""
-    running = [failure for failure in failures if failure.kind is FailureKind.TIMEOUT]
-    lines = [
-        f"{_ranks([f.rank for f in running])} of {size} still running after timeout={timeout:g} s; all were stopped. "
-        "Give a larger timeout= if this is how long it takes; else see below where each rank stood."
-    ]
-    for failure in running:
-        lines += ["", f"Stacks of rank {failure.rank} on host {failure.host}:", _indent(failure.traceback or "(none)")]
-        if failure.log_tail:
-            lines += [f"Last output of rank {failure.rank}:", _indent(failure.log_tail)]
-    return "\n".join(lines)
-
-
-def _grouped(failures: Sequence[Failed]) -> list[tuple[str, list[int]]]:
-    groups: dict[str, list[int]] = {}
-    for failure in failures:
-        text = failure.error.splitlines()[0][:200] + (" (an echo)" if failure.echo else "")
-        groups.setdefault(text, []).append(failure.rank)
-    return list(groups.items())
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, sorted(ranks)))}"
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.rstrip().splitlines())

@@ -33,11 +33,16 @@ class Activity:
 
     def __init__(self) -> None:
         self.entered = 0
-        self.last = ""
+        self.last: tuple[str, ...] = ()
+        """The words of its name: to put them together takes longer than to keep them."""
         self.last_at = 0.0
+        self.watched = False
+        """Whether somebody is told of this rank, and will say what is wrong."""
         self.waited = 0.0
         """Seconds that the program has waited for communication."""
-        self.progress: Progress | None = None
+        self.optimizer_steps = 0
+        """Of DistributedOptimizer; they tell something where there is no loop of `hvd.progress`."""
+        self.progress: Progress[Any] | None = None
         """The loop that runs, or ran last."""
         self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waiting: list[tuple[str, float]] = []
@@ -46,8 +51,11 @@ class Activity:
         """Ask it from now on, for as long as it lives."""
         self._sources.add(source)
 
-    def enter(self, name: str) -> float:
+    def enter(self, *name: str) -> float:
         """This rank enters a collective.
+
+        Args:
+            name: Its words.
 
         Returns:
             ``time.monotonic()``.

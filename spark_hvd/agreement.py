@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from spark_hvd.rank_words import ranks_text, shortened
 from spark_hvd.request import Request
-
-_SHOWN = 16
-"""Ranks or values spelled out in a message before it becomes unreadable."""
 
 
 def disagreement(name: str, requests: Mapping[int, Request], joined: Sequence[int] = ()) -> str | None:
@@ -107,27 +105,8 @@ def _difference(groups: _Groups, value: Callable[[Request], object], text: Calla
         who.setdefault(value(request), []).extend(ranks)
     if len(who) == 1:
         return None
-    return ", ".join(_shortened(f"{ranks_text(ranks)} passed {text(passed)}" for passed, ranks in who.items()))
+    return ", ".join(shortened(f"{ranks_text(ranks)} passed {text(passed)}" for passed, ranks in who.items()))
 
 
 def _shape(dims: Sequence[object]) -> str:
     return f"shape ({', '.join(map(str, dims))}{',' if len(dims) == 1 else ''})"
-
-
-def _shortened(items: Iterable[str]) -> list[str]:
-    listed = list(items)
-    return listed if len(listed) <= _SHOWN else [*listed[:_SHOWN], f"and {len(listed) - _SHOWN} more"]
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks in words: ``rank 3``, ``ranks 0, 2-5``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts: list[str] = []
-    for run in runs:
-        parts += [str(rank) for rank in run] if len(run) < 3 else [f"{run[0]}-{run[-1]}"]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(_shortened(parts))}"

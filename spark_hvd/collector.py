@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Sequence
 
-from spark_hvd.agreement import ranks_text
+from spark_hvd.rank_words import ranks_text
 from spark_hvd.trace import Event, TraceWriter
 
 _log = logging.getLogger("spark_hvd")

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spark_hvd.agreement import ranks_text
+from spark_hvd.activity import activity
 from spark_hvd.channel import CoordinatorSockets
 from spark_hvd.config import Config
 from spark_hvd.coordinator import Coordinator, bits
 from spark_hvd.decisions import Decision, Pong, Run, RunKnown, Tune
 from spark_hvd.lane import Lane
+from spark_hvd.rank_words import ranks_text
 from spark_hvd.request import Request
 
 _log = logging.getLogger("spark_hvd")
@@ -164,7 +165,7 @@ class Coordination:
         self.tell(decisions)
 
     def _warn(self, now: float) -> None:
-        if self._stall_warning is None:
+        if self._stall_warning is None or activity.watched:
             return
         waiting = {(name, since) for name, since in self._coordinator.waiting()}
         self._warned &= waiting

@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from spark_hvd.agreement import disagreement, ranks_text
+from spark_hvd.agreement import disagreement
 from spark_hvd.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown
+from spark_hvd.rank_words import ranks_text
 from spark_hvd.request import AUTO, Entry, Request
 
 V = TypeVar("V")

@@ -8,15 +8,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spark_hvd.activity import activity
 
-def exchange(fact: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+
+def exchange(fact: Any, group: dist.ProcessGroup, device: torch.device, about: str = "facts") -> list[Any]:
     """Give every rank the facts of all ranks, in rank order; collective over `group`.
 
     Args:
         fact: anything JSON can carry.
         group: the process group to use.
         device: a device that the group's backend serves.
+        about: what to call this, for whoever watches the run.
     """
+    with activity.waiting(about):
+        return _exchange(fact, group, device)
+
+
+def _exchange(fact: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
     size = dist.get_world_size(group)
     text = torch.frombuffer(bytearray(json.dumps(fact).encode()), dtype=torch.uint8).to(device)
     length = torch.tensor([text.numel()], device=device)

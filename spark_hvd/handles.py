@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from spark_hvd.activity import activity
 from spark_hvd.communicator import Handle
 from spark_hvd.errors import CollectiveError
 
@@ -55,16 +56,23 @@ class Pending(Generic[T]):
         """See base class."""
         if self._finish is not None:
             try:
-                for work in self._works:
-                    if timeout is None:
-                        work.wait()
-                    else:
-                        work.wait(timedelta(seconds=timeout))
+                if all(work.is_completed() for work in self._works):
+                    self._wait(timeout)
+                else:
+                    with activity.waiting(self._name):
+                        self._wait(timeout)
             except RuntimeError as error:
                 raise failed(self._name, error) from error
             self._result = self._finish()
             self._finish = None
         return self._result
+
+    def _wait(self, timeout: float | None) -> None:
+        for work in self._works:
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=timeout))
 
     def done(self) -> bool:
         """See base class."""

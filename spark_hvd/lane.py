@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from spark_hvd.activity import activity
 from spark_hvd.coordinator import bits
 from spark_hvd.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown, Tune
 from spark_hvd.errors import CollectiveError, DuplicateNameError, MismatchError, StalledError
@@ -23,6 +24,7 @@ from spark_hvd.named_handle import NamedHandle
 from spark_hvd.request import AUTO, Entry, Request, op_of
 from spark_hvd.runs import Runs
 from spark_hvd.tracing import Tracing
+from spark_hvd.vitals import Underway
 
 T = TypeVar("T")
 
@@ -109,6 +111,7 @@ class Lane:
         self._entries: list[Entry] = []
         self._plans: dict[int, list[Batch]] = {}
         self._runs = Runs(members, tracing, self._release, self._cannot_run)
+        activity.add_source(self)
 
     # ---- the user's threads ---------------------------------------------------------------------------------------
 
@@ -189,7 +192,7 @@ class Lane:
         other = self._handles.get(name)
         if other is not None and not other.done:
             raise DuplicateNameError(
-                f"{handle.request.kind} {name!r} was called while {other.request.kind} {name!r} is still under way on "
+                f"{handle.request.kind} {name!r} was called while {other.label} is still under way on "
                 "this rank; wait for its handle first, or use another name."
             )
         self._handles[name] = handle
@@ -201,6 +204,7 @@ class Lane:
         return first
 
     def _told(self, handle: NamedHandle[T], first: bool, urgent: bool) -> NamedHandle[T]:
+        handle.since = activity.enter(handle.request.kind, handle.name)
         if self.tracing.recorder is not None:
             self.tracing.called(handle)
         if first and not urgent:
@@ -216,6 +220,7 @@ class Lane:
             last = Work([], in_place=True, results=[], received=[])
             handle = self._joining = NamedHandle(self, "join", Request("join", [], [], ""), last, _last)
         self.flush()
+        handle.since = activity.enter(handle.request.kind, handle.name)
         self._link.join(self, counts)
         return handle
 
@@ -223,6 +228,17 @@ class Lane:
         """Tell the coordinator what this rank is ready for, if there is news."""
         if self._ids or self._fresh:
             self._link.post(self)
+
+    def underway(self, now: float) -> list[Underway]:
+        """What this rank has called and what has not ended; from any thread."""
+        if self._broken is not None:
+            return []
+        ranks, joining = tuple(self.ranks), [] if self._joining is None else [self._joining]
+        return [
+            Underway(handle.label, now - handle.since, ranks)
+            for handle in [*self._handles.copy().values(), *joining]
+            if not handle.done and handle.since
+        ]
 
     def take(self) -> tuple[int, list[tuple[str, Request]]]:
         """Empty the outbox: the numbers of known names as bits, and the other names with their requests."""
@@ -248,8 +264,8 @@ class Lane:
         """A collective failed on the wire: the error to raise, with the coordinator's word on who has gone."""
         self._verdict.wait(_VERDICT_SECONDS)
         if self._broken is None:
-            return CollectiveError(f"{handle.request.kind} {handle.name!r}: {error}")
-        return CollectiveError(f"{handle.request.kind} {handle.name!r} failed: {self._broken}")
+            return CollectiveError(f"{handle.label}: {error}")
+        return CollectiveError(f"{handle.label} failed: {self._broken}")
 
     def _require_whole(self) -> None:
         if self._broken is not None:
@@ -351,7 +367,7 @@ class Lane:
         return self._runs.unfinished
 
     def _end(self, handle: NamedHandle[Any], text: str) -> None:
-        handle.complete(error=CollectiveError(f"{handle.request.kind} {handle.name!r} failed: {text}"))
+        handle.complete(error=CollectiveError(f"{handle.label} failed: {text}"))
 
     def _plan(self, ids: int) -> list[Batch]:
         plan = self._plans.get(ids)

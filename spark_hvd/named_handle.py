@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from spark_hvd.activity import activity
 from spark_hvd.errors import CollectiveError
 from spark_hvd.execution import Execution, Work
 from spark_hvd.request import Request
@@ -21,7 +23,19 @@ T = TypeVar("T")
 class NamedHandle(Generic[T]):
     """A collective under way, as the ``_async`` functions return it."""
 
-    __slots__ = ("_baton", "_done", "_error", "_execution", "_lane", "_result", "name", "ready", "request", "work")
+    __slots__ = (
+        "_baton",
+        "_done",
+        "_error",
+        "_execution",
+        "_lane",
+        "_result",
+        "name",
+        "ready",
+        "request",
+        "since",
+        "work",
+    )
 
     def __init__(self, lane: Lane | None, name: str, request: Request, work: Work, result: Callable[[Work], T]) -> None:
         """Made by a lane.
@@ -37,6 +51,8 @@ class NamedHandle(Generic[T]):
         self.request = request
         self.work = work
         self.ready = Moment.now() if request.device == "cuda" else None
+        self.since = 0.0
+        """When it was called, on the monotonic clock."""
         self._lane = lane
         self._result = result
         self._done = False
@@ -52,6 +68,11 @@ class NamedHandle(Generic[T]):
         handle = cls(None, "", Request("nothing", [], [], ""), Work([], True, []), lambda _: value)
         handle.complete()
         return handle
+
+    @property
+    def label(self) -> str:
+        """What to call it: ``allreduce 'loss'``."""
+        return f"{self.request.kind} {self.name!r}"
 
     def poll(self) -> bool:
         """Whether :meth:`wait` would return or raise at once; on a GPU: without the device having to catch up."""
@@ -76,10 +97,11 @@ class NamedHandle(Generic[T]):
         """
         if not self._done:
             self._owner.flush()
-            if not self._baton.acquire(timeout=-1 if timeout is None else timeout):
-                raise TimeoutError(
-                    f"{self.request.kind} {self.name!r} has not ended within {timeout} s; it is still under way."
-                )
+            before = time.monotonic()
+            ended = self._baton.acquire(timeout=-1 if timeout is None else timeout)
+            activity.waited += time.monotonic() - before
+            if not ended:
+                raise TimeoutError(f"{self.label} has not ended within {timeout} s; it is still under way.")
             self._let_go()
         execution = self._execution
         if execution is not None and not execution.finished:

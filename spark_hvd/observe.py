@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from dataclasses import replace
 
 import torch
 
@@ -26,17 +27,24 @@ def observe() -> Vitals | None:
         generation=here.world.generation,
         clock=now,
         entered=activity.entered,
-        last=activity.last,
+        last=" ".join(activity.last),
         last_seconds=now - activity.last_at if activity.last else 0.0,
-        underway=tuple(activity.underway(now)),
+        underway=tuple(
+            replace(one, ranks=None) if one.ranks is not None and len(one.ranks) == me.size else one
+            for one in activity.underway(now)
+        ),
         comm_seconds=activity.waited,
         cpu_seconds=time.process_time(),
         memory_bytes=_resident(),
         gpu_memory_bytes=torch.cuda.memory_reserved() if _has_gpu() else None,
         gpu_utilization=_gpu_utilization(),
         stall_warning=here.engine.config.stall_warning,
-        **({} if progress is None else progress.facts(now)),
+        **(_steps_of_optimizers() if progress is None else progress.facts(now)),
     )
+
+
+def _steps_of_optimizers() -> dict[str, int]:
+    return {"step": activity.optimizer_steps, "total_steps": activity.optimizer_steps}
 
 
 def _resident() -> int:

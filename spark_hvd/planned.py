@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from spark_hvd.activity import activity
 from spark_hvd.buckets import ParamSpec, describe_mismatch, fingerprint, plan_buckets
 from spark_hvd.errors import CollectiveError, PlanMismatchError
 from spark_hvd.exchange import exchange
@@ -31,6 +32,7 @@ from spark_hvd.planned_trace import StepTrace
 from spark_hvd.sparse import reduce_sparse
 from spark_hvd.torch_private import at_end_of_backward
 from spark_hvd.tracing import Tracing
+from spark_hvd.vitals import Underway
 
 if TYPE_CHECKING:
     from spark_hvd.tuning import StepTuner
@@ -108,11 +110,14 @@ class PlannedLane:
         self._buckets: list[FlatBucket] = []
         self._sparse: list[int] = []
         self._launched = 0
+        self._ended = 0
+        self._since: list[float] = []  # when each bucket of this step was launched
         self._backwards = 0
         self._finished = False
         self._marks: list[tuple[int, torch.Tensor, int]] = []
         weakref.finalize(self, remove_all, self._handles)
         self.extend(params, specs)
+        activity.add_source(self)
 
     @property
     def nbytes(self) -> int:
@@ -139,6 +144,14 @@ class PlannedLane:
         """Whether gradients were produced since the last step that are not reduced yet."""
         return self._backwards > 0 and not self._finished
 
+    def underway(self, now: float) -> list[Underway]:
+        """Buckets that were launched and have not been waited for; from any thread."""
+        return [
+            Underway(f"bucket {number} of the gradients", now - since)
+            for number, since in enumerate(self._since.copy())
+            if number >= self._ended
+        ]
+
     def extend(self, params: Sequence[torch.nn.Parameter], specs: Sequence[ParamSpec]) -> None:
         """Take in more parameters; collective, to be called between steps."""
         if self.started:
@@ -156,10 +169,11 @@ class PlannedLane:
 
     def _check_agreement(self, specs: Sequence[ParamSpec]) -> None:
         with self._collective():
-            prints = exchange(fingerprint(specs, self._settings), self._group, self._device)
+            about = "the parameters of DistributedOptimizer"
+            prints = exchange(fingerprint(specs, self._settings), self._group, self._device, about)
             if len(set(prints)) == 1:
                 return
-            facts = exchange([[spec.fields() for spec in specs], self._settings], self._group, self._device)
+            facts = exchange([[spec.fields() for spec in specs], self._settings], self._group, self._device, about)
         difference = describe_mismatch([fact[0] for fact in facts], [fact[1] for fact in facts])
         raise PlanMismatchError(
             f"DistributedOptimizer needs the same parameters on every rank, but {difference}. "
@@ -192,12 +206,14 @@ class PlannedLane:
         progress.order.clear()
         for bucket in self._buckets:
             bucket.rearm()
-        self._launched = self._backwards = 0
+        self._launched = self._backwards = self._ended = 0
+        self._since.clear()
         self._finished = False
         self._marks.clear()
 
     def stepped(self) -> None:
         """The optimizer has made its step."""
+        activity.optimizer_steps += 1
         self._trace.stepped()
         self.reset()
         if self.tuner is not None and self.phase is Phase.EAGER:
@@ -359,15 +375,18 @@ class PlannedLane:
             self._launch_rest()
         with self._collective():
             if self._sparse:
-                reduce_sparse([self._params[index] for index in self._sparse], self._sparse_scale, self._group)
+                with activity.waiting("sparse gradients"):
+                    reduce_sparse([self._params[index] for index in self._sparse], self._sparse_scale, self._group)
         with self._collective():
             for bucket in self._buckets:
                 bucket.advance()
         for bucket in self._buckets:
             with self._collective():
                 bucket.wait()
+            self._ended += 1
             bucket.complete()
         self._trace.waited(self._buckets, started_ns)
+        activity.waited += (time.monotonic_ns() - started_ns) * 1e-9
         self._finished = True
         self._marks.clear()
 
@@ -379,6 +398,7 @@ class PlannedLane:
         bucket = self._buckets[self._launched]
         started_ns = time.monotonic_ns()
         bucket.fill()
+        self._since.append(activity.enter("bucket", str(self._launched), "of the gradients"))
         with self._collective():
             bucket.launch(self._group)
             self._trace.launched(self._launched, bucket, started_ns)
@@ -387,7 +407,7 @@ class PlannedLane:
 
     def _exchange(self, fact: Any) -> list[Any]:
         with self._collective():
-            return exchange(fact, self._group, self._device)
+            return exchange(fact, self._group, self._device, "facts about the gradients")
 
     @contextmanager
     def _collective(self) -> Iterator[None]:

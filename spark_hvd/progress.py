@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from spark_hvd.activity import activity
 
 _log = logging.getLogger("spark_hvd")
 T = TypeVar("T")
+_END = object()
 Metric = float | int | torch.Tensor | Callable[[], Any]
 
 
@@ -66,27 +68,29 @@ class Progress(Generic[T]):
                 "hvd.progress was given a number of steps, so there is nothing to go through: call .step() once a "
                 "step, or give it the iterable."
             )
-        totals, clock = self._totals, time.monotonic
-        self._started = clock()
+        self._started = time.monotonic()
         items = iter(self._items)
         try:
             while True:
-                self._fetching = before = clock()
-                try:
-                    item = next(items)
-                except StopIteration:
+                with self.fetching():
+                    item = next(items, _END)
+                if item is _END:
                     return
-                finally:
-                    self._fetching = None
-                    if activity.progress is self:
-                        totals.data += clock() - before
-                yield item
-                if activity.progress is self:
-                    self._count(self._samples_each if self._samples_each is not None else _rows(item))
-                else:  # a loop inside this one has counted
-                    self.done += 1
+                yield item  # type: ignore[misc] # it is no _END
+                self._count(self._samples_each if self._samples_each is not None else _rows(item))
         finally:
             self.close()
+
+    @contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Time spent in here is time spent waiting for data; for loops that fetch their batches themselves."""
+        self._fetching = before = time.monotonic()
+        try:
+            yield
+        finally:
+            self._fetching = None
+            if activity.progress is self:
+                self._totals.data += time.monotonic() - before
 
     def step(self, samples: int | None = None, **metrics: Metric) -> None:
         """A step is done.
@@ -127,8 +131,9 @@ class Progress(Generic[T]):
 
     def _count(self, samples: int) -> None:
         self.done += 1
-        self._totals.steps += 1
-        self._totals.samples += samples
+        if activity.progress is self:  # else a loop inside this one has counted
+            self._totals.steps += 1
+            self._totals.samples += samples
 
     def close(self) -> _Totals:
         """End the loop; its last values stay. Happens by itself at the end of an iteration."""

@@ -207,8 +207,6 @@ class Runs:
         self._release(handles)
         me = self._members.ranks[self._members.place]
         for handle in handles:
-            fault = CollectiveError(
-                f"{handle.request.kind} {handle.name!r} failed: rank {me} could not do its part: {text}"
-            )
+            fault = CollectiveError(f"{handle.label} failed: rank {me} could not do its part: {text}")
             fault.__cause__ = error
             handle.complete(error=fault)

@@ -1,6 +1,6 @@
 """Draws a trace: a band for every rank, in it a lane for every kind of activity, time from left to right.
 
-The only module that imports matplotlib.
+The only module of the core that imports matplotlib.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Bar = tuple[int, int, str]
 
 
 def draw(events: Trace, picture: Path, from_ms: float | None = None, to_ms: float | None = None) -> None:
-    """Draw a trace.
+    """Draw a trace into a file.
 
     Args:
         events: The trace.
@@ -48,6 +48,20 @@ def draw(events: Trace, picture: Path, from_ms: float | None = None, to_ms: floa
     Raises:
         OSError: The picture cannot be written.
         ValueError: There is nothing to draw in this window, or matplotlib does not know the format.
+    """
+    figure_of(events, from_ms, to_ms).savefig(picture, dpi=150)
+
+
+def figure_of(events: Trace, from_ms: float | None = None, to_ms: float | None = None) -> Figure:
+    """Draw a trace.
+
+    Args:
+        events: The trace.
+        from_ms: Where to begin, in milliseconds from the first event; None: there.
+        to_ms: Where to end; None: at the last span's end.
+
+    Raises:
+        ValueError: There is nothing to draw in this window.
     """
     begin = 0.0 if from_ms is None else from_ms
     end = max((span.end / _MS for span in events.spans), default=0.0) if to_ms is None else to_ms
@@ -87,7 +101,7 @@ def draw(events: Trace, picture: Path, from_ms: float | None = None, to_ms: floa
         ncols=5,
         frameon=False,
     )
-    figure.savefig(picture, dpi=150)
+    return figure
 
 
 def _colours(bars: Iterable[Span]) -> dict[str, Colour]:

@@ -70,6 +70,7 @@ from spark_hvd.ops import (
 )
 from spark_hvd.optimizer import DistributedOptimizer
 from spark_hvd.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from spark_hvd.progress import Progress, progress
 from spark_hvd.sparse_async import sparse_allreduce_async
 from spark_hvd.sync import broadcast_optimizer_state, broadcast_parameters
 from spark_hvd.sync_batch_norm import SyncBatchNorm
@@ -102,6 +103,7 @@ __all__ = [
     "PlanMismatchError",
     "ProcessSet",
     "Product",
+    "Progress",
     "StalledError",
     "Sum",
     "SyncBatchNorm",
@@ -153,6 +155,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "poll",
+    "progress",
     "rank",
     "reducescatter",
     "reducescatter_async",

@@ -52,6 +52,7 @@ class Vitals:
         gpu_memory_bytes: Reserved by torch on the rank's GPU; None without one.
         gpu_utilization: Of that GPU, from 0 to 1; None where it cannot be told.
         stall_warning: Seconds after which a collective that does not end is worth a word; None: never.
+        ended: Whether the rank's program has ended, or has left the world: there is no more to come of it.
     """
 
     rank: int
@@ -79,6 +80,7 @@ class Vitals:
     gpu_memory_bytes: int | None = None
     gpu_utilization: float | None = None
     stall_warning: float | None = None
+    ended: bool = False
 
     def to_message(self) -> dict[str, Any]:
         """Plain data that JSON can carry."""

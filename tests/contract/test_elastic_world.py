@@ -91,9 +91,11 @@ def through_generations(count: int) -> None:
         results = job.finish(members)
     assert len({str((result["weights"], result["momentum"], result["step"])) for result in results}) == 1
     assert results[0]["step"] == 3 * count + 6
-    early, late = results[0]["resources"][count // 2], results[0]["resources"][count]
-    for kind, number in late.items():
-        assert number <= early[kind] + 2, (kind, results[0]["resources"])
+    found, some = results[0]["resources"], max(1, count // 5)
+    for kind in found[0]:
+        numbers = [each[kind] for each in found]
+        # In a generation or two, connections of the one before are still being closed; what leaks stays in all.
+        assert min(numbers[-some:]) <= max(numbers[count // 2 - some : count // 2 + 1]) + 2, (kind, numbers)
 
 
 def test_members_change_and_weights_agree() -> None:

@@ -90,8 +90,12 @@ def test_a_failing_rank_is_named_and_the_cluster_stays_usable(cluster: SparkSess
             raise ValueError("bad batch")
         reduce_one()
 
-    with pytest.raises(RankFailedError, match=r"rank 1 of 2 failed on host 127\.0\.0\.1: ValueError: bad batch"):
+    with pytest.raises(
+        RankFailedError, match=r"rank 1 of 2 failed on host 127\.0\.0\.1: ValueError: bad batch"
+    ) as caught:
         run(fn, num_proc=2, spark=cluster, verbose=0)
+    assert sorted(failure.executor for failure in caught.value.failures) == ["0", "1"]
+    assert f"Traceback of rank 1 (host 127.0.0.1, executor {caught.value.first.executor})" in str(caught.value)
     assert run(reduce_one, num_proc=2, spark=cluster) == [2.0, 2.0]
 
 

@@ -67,9 +67,7 @@ class Warm:
 @pytest.fixture(scope="module")
 def warm() -> Iterator[Warm]:
     backend = Warm()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the ranks inherit it
-        yield backend
+    yield backend
     backend.close()
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.agreement import disagreement, ranks_text
+from spark_hvd.agreement import disagreement
+from spark_hvd.rank_words import ranks_text
 from spark_hvd.request import Request
 
 REDUCE = Request("allreduce", ["float32"], [[17, 3]], "cpu", "SUM")

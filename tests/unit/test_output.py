@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from spark_hvd.runner.output import LineCutter, Printer, Tail
+from spark_hvd.runner.output import LineCutter, LineWriter, OutputQueue, Tail
 
 
 def test_lines_are_cut_at_every_kind_of_line_end() -> None:
@@ -34,29 +34,27 @@ def test_the_tail_keeps_the_last_lines() -> None:
     assert str(tail).endswith("line 99")
 
 
-def test_printer_prefixes_each_line_and_keeps_streams_apart() -> None:
+def test_each_line_has_its_rank_before_it_and_streams_stay_apart() -> None:
     out, err = io.StringIO(), io.StringIO()
-    printer = Printer(out, err)
-    printer.put(0, "out", "a\nb")
-    printer.put(11, "err", "c")
-    printer.flush()
+    writer = LineWriter(out, err)
+    writer.write(0, "out", "a\nb")
+    writer.write(11, "err", "c")
+    writer.write(-1, "err", "a note")
     assert out.getvalue() == "[0] a\n[0] b\n"
-    assert err.getvalue() == "[11] c\n"
-
-
-def test_printer_says_how_much_it_had_to_drop() -> None:
-    out, err = io.StringIO(), io.StringIO()
-    printer = Printer(out, err)
-    block = "\n".join(["y" * 1023] * 1024)
-    for _ in range(40):
-        printer.put(0, "out", block)
-    printer.flush()
-    kept = out.getvalue().count("\n")
-    assert f"({40 * 1024 - kept} lines of the ranks came faster" in err.getvalue()
-    assert 0 < kept < 40 * 1024
+    assert err.getvalue() == "[11] c\na note\n"
 
 
 def test_a_missing_stream_takes_nothing() -> None:
-    printer = Printer(None, None)
-    printer.put(0, "out", "a")
-    printer.flush()
+    LineWriter(None, None).write(0, "out", "a")
+
+
+def test_a_queue_says_how_much_it_had_to_drop() -> None:
+    queue = OutputQueue()
+    block = "\n".join(["y" * 1023] * 1024)
+    for _ in range(40):
+        queue.put(0, "out", block)
+    note, *kept = queue.take()
+    lines = sum(text.count("\n") + 1 for _, _, text in kept)
+    assert note == (-1, "err", f"({40 * 1024 - lines} lines of the ranks came faster than they could be shown)")
+    assert 0 < lines < 40 * 1024
+    assert not list(queue.take())

@@ -1,4 +1,4 @@
-"""Cause and echoes, and the text a person reads."""
+"""Cause and echoes, and what the caller gets."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 
 from spark_hvd.runner.collect import results
 from spark_hvd.runner.errors import RankFailedError, RunTimeoutError
+from spark_hvd.runner.hang_verdict import HangVerdict, Kind
 from spark_hvd.runner.outcome import Failed, FailureKind, Packed
-from spark_hvd.runner.verdict import is_echo, rank_failures, report
+from spark_hvd.runner.verdict import is_echo, rank_failures
 
 
 def failed(rank: int, error: str = "ValueError: bad", **fields: object) -> Failed:
@@ -55,23 +56,6 @@ def test_among_causes_the_hub_s_order_counts_and_not_the_clocks() -> None:
     assert rank_failures([late, early])[0] is late
 
 
-def test_report_shows_the_cause_whole_and_groups_the_rest() -> None:
-    cause = failed(1, "KeyError: 'x'", traceback="Traceback ...\n  File train.py", log_tail="epoch 1\nepoch 2")
-    rest = [failed(rank, "stopped because rank 1 failed", kind=FailureKind.STOPPED) for rank in (0, 2)]
-    echo = failed(3, "RuntimeError: Connection closed by peer", echo=True)
-    text = report([cause, echo, *rest], size=4)
-    assert text.splitlines()[0] == "rank 1 of 4 failed on host 10.0.0.1: KeyError: 'x'"
-    assert "  File train.py" in text
-    assert "  epoch 2" in text
-    assert "ranks 0, 2: stopped because rank 1 failed" in text
-    assert "rank 3: RuntimeError: Connection closed by peer (an echo)" in text
-
-
-def test_report_says_when_other_ranks_had_returned_already() -> None:
-    text = report([failed(0, "CollectiveError: gone", echo=True)], size=2, finished=[1])
-    assert "rank 1 had already returned from fn" in text
-
-
 def test_results_raise_the_rank_s_own_exception_as_cause() -> None:
     own = pickle.dumps(KeyError("x"))
     packed = [Packed(0, True, pickle.dumps(5)), Packed.failed(failed(1, exception=own))]
@@ -87,6 +71,6 @@ def test_results_in_rank_order() -> None:
 
 @pytest.mark.parametrize("cls", [RankFailedError, RunTimeoutError])
 def test_errors_pickle(cls: type[RankFailedError]) -> None:
-    error = cls("text", (failed(3, log_tail="x"),))
+    error = cls("text", (failed(3, log_tail="x"),), HangVerdict(Kind.HANG, "rank 1 sleeps", (1,)))
     again = pickle.loads(pickle.dumps(error))
-    assert (type(again), str(again), again.failures) == (cls, "text", error.failures)
+    assert (type(again), str(again), again.failures, again.hang) == (cls, "text", error.failures, error.hang)

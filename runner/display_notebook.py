@@ -1,0 +1,124 @@
+"""A run as a table in a notebook's cell, drawn in place; it needs no widgets, and stays in the saved notebook."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+from spark_hvd.runner import words
+from spark_hvd.runner.output import LineWriter
+from spark_hvd.runner.picture import Picture, Row, shown_rows
+from spark_hvd.runner.run_view import RunView
+from spark_hvd.runner.summary import Summary
+from spark_hvd.runner.table_text import columns_of, head, table
+
+_INTERVAL = 0.5
+_MOST_ROWS = 32
+_TEXT_WIDTH = 120
+_BAR_PIXELS = 120
+# Notebooks are light or dark: colours half-way between black and white, and text in whatever colour text has there.
+_COLORS = {"compute": "#4c9f70", "data": "#d99a2b", "comm": "#7a86c8"}
+_TABLE = "color:inherit;border-collapse:collapse;font-variant-numeric:tabular-nums"
+_CELL = "text-align:right;padding:1px 8px;white-space:nowrap"
+_LEFT = "text-align:left;padding:1px 8px;white-space:nowrap"
+_FAINT = "opacity:.6"
+_ALARM = "color:#d9534f;white-space:pre-wrap"
+
+
+class NotebookDisplay:
+    """Shows HTML in the cell that called ``run``; what ranks print goes below it.
+
+    Args:
+        writer: Where ranks' lines go.
+    """
+
+    def __init__(self, writer: LineWriter) -> None:
+        self._writer = writer
+        self._handle: Any = None
+        self._next = 0.0
+        self._drawn: Picture | None = None
+        self._ended = False
+
+    def lines(self, rank: int, stream: str, text: str) -> None:
+        """See base class."""
+        self._writer.write(rank, stream, text)
+
+    def show(self, view: RunView, now: float) -> None:
+        """Draw, twice a second."""
+        if now < self._next:
+            return
+        self._next = now + _INTERVAL
+        self._drawn = view.picture(now)
+        self._draw(self._drawn, None)
+
+    def end(self, summary: Summary | None) -> None:
+        """Draw for the last time, with the summary."""
+        if not self._ended and self._drawn is not None:
+            shown = summary if summary is not None and summary.worth_showing else None
+            self._draw(self._drawn.at_end(), shown)
+        self._ended = True
+
+    def _draw(self, picture: Picture, summary: Summary | None) -> None:
+        from IPython.display import display  # where there is a kernel, there is IPython
+
+        text = "\n".join(line.text for line in table(picture, _TEXT_WIDTH, _MOST_ROWS))
+        bundle = {"text/html": page(picture, summary), "text/plain": f"{text}\n{summary}" if summary else text}
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(bundle, raw=True)
+
+
+def page(picture: Picture, summary: Summary | None = None) -> str:
+    """The run as HTML; all that comes from outside is escaped.
+
+    Args:
+        picture: The run.
+        summary: What to say below it, once it is over.
+    """
+    title = f'<b style="white-space:pre">{html.escape(head(picture, 1000))}</b>'
+    if not picture.heard:
+        return f"<div>{title}{summary._repr_html_() if summary else ''}</div>"
+    rows, more = shown_rows(picture.rows, _MOST_ROWS)
+    columns = [column for column in columns_of(rows, picture) if column.heading != "compute"]
+    body = "".join(
+        _tr([column.cells[number] for column in columns], _bar(row), words.note(row), _style(row))
+        for number, row in enumerate(rows)
+    )
+    if more:
+        body += _tr([f"and {more} more"], "", "", _FAINT)
+    if len(picture.rows) > 1:
+        body += _tr([column.whole for column in columns], _bar(picture), "", _FAINT)
+    headings = "".join(f'<th style="{_CELL}">{html.escape(column.heading)}</th>' for column in columns)
+    legend = " ".join(f'<span style="color:{color}">&#9632;</span> {name}' for name, color in _COLORS.items())
+    verdict = f'<pre style="{_ALARM}">{html.escape(picture.verdict)}</pre>' if picture.verdict else ""
+    return (
+        f"<div>{title}"
+        f'<table style="{_TABLE}"><thead><tr style="{_FAINT}">{headings}<th style="{_LEFT}">{legend}</th><th></th></tr>'
+        f"</thead><tbody>{body}</tbody></table>{verdict}{summary._repr_html_() if summary else ''}</div>"
+    )
+
+
+def _tr(cells: Sequence[str], bar: str, note: str, style: str) -> str:
+    inner = "".join(f'<td style="{_CELL}">{html.escape(cell)}</td>' for cell in cells)
+    return f'<tr style="{style}">{inner}<td style="{_LEFT}">{bar}</td><td style="{_LEFT}">{html.escape(note)}</td></tr>'
+
+
+def _bar(of: Row | Picture) -> str:
+    """Where the time goes, as a strip of three colours."""
+    shares = {"compute": of.computing, "data": of.data, "comm": of.communication}
+    known = {name: share for name, share in shares.items() if share is not None}
+    parts = "".join(
+        f'<span style="display:inline-block;height:.7em;width:{share * _BAR_PIXELS:.0f}px;background:{_COLORS[name]}">'
+        "</span>"
+        for name, share in known.items()
+    )
+    title = ", ".join(f"{name} {words.share(share)}" for name, share in known.items())
+    return f'<span title="{title}">{parts}</span>' if known else ""
+
+
+def _style(row: Row) -> str:
+    if row.quiet:
+        return _FAINT
+    return "font-weight:bold" if row.skew is not None else ""

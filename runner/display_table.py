@@ -1,0 +1,103 @@
+"""A run as a table that stays at the bottom of a terminal, while what ranks print goes by above it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from contextlib import ExitStack
+from typing import TextIO, cast
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from spark_hvd.runner.output import LineWriter
+from spark_hvd.runner.picture import Picture
+from spark_hvd.runner.run_view import RunView
+from spark_hvd.runner.summary import Summary
+from spark_hvd.runner.table_text import table
+
+_MOST_ROWS = 16
+_OTHER_LINES = 5
+"""Lines of the terminal that are not left to ranks: headings, the sum, and one for what is printed."""
+_INTERVAL = 0.2
+
+
+class TableDisplay:
+    """Draws the table with rich, in the caller's thread; what this program itself prints meanwhile goes above it too.
+
+    The cursor is hidden until :meth:`end`, which leaves the last table, and the summary below it.
+
+    Args:
+        terminal: Where it is drawn.
+        writer: Where those lines of ranks go that are not to be on this terminal.
+        above: The streams of ranks, "out" and "err", that go above the table.
+    """
+
+    def __init__(self, terminal: TextIO, writer: LineWriter, above: frozenset[str]) -> None:
+        self._console = Console(
+            file=terminal, force_jupyter=False, highlight=False, markup=False, emoji=False, soft_wrap=True
+        )
+        self._writer = writer
+        self._above = above
+        self._live = Live(console=self._console, auto_refresh=False)
+        self._closing = ExitStack()
+        self._next = 0.0
+        self._drawn: Picture | None = None
+        self._ended = False
+
+    def lines(self, rank: int, stream: str, text: str) -> None:
+        """See base class."""
+        if stream not in self._above:
+            self._writer.write(rank, stream, text)
+            return
+        prefix = f"[{rank}] " if rank >= 0 else ""
+        marked = "\n".join(prefix + line for line in text.split("\n"))
+        # Of control sequences only colours are kept: others would move the cursor away from the table.
+        self._console.print(Text.from_ansi(marked) if "\x1b" in marked else Text(marked))
+
+    def show(self, view: RunView, now: float) -> None:
+        """Draw."""
+        if now < self._next:
+            return
+        self._next = now + _INTERVAL
+        if not self._live.is_started:
+            self._live.start()
+            self._closing.callback(self._live.stop)
+            self._take_log_handlers()
+        self._drawn = view.picture(now)
+        self._live.update(self._lines_of(self._drawn), refresh=True)
+
+    def end(self, summary: Summary | None) -> None:
+        """Leave the last table and the summary, and let go of the terminal."""
+        if self._ended:
+            return
+        self._ended = True
+        with self._closing:
+            if self._drawn is not None:
+                self._live.update(self._lines_of(self._drawn.at_end()))
+        if summary is not None and summary.worth_showing:
+            self._console.print(Text(str(summary)))
+
+    def _lines_of(self, picture: Picture) -> Group:
+        width, height = self._size()
+        most = max(1, min(_MOST_ROWS, height - _OTHER_LINES))
+        # A line as wide as the terminal would make some of them begin another one.
+        return Group(*(Text(line.text, line.style) for line in table(picture, width - 1, most)))
+
+    def _size(self) -> tuple[int, int]:
+        """Of the terminal itself: rich believes COLUMNS and LINES, which may be those of another one."""
+        try:
+            return os.get_terminal_size(self._console.file.fileno())
+        except (OSError, ValueError):  # no terminal; the last table is printed all the same
+            return self._console.size
+
+    def _take_log_handlers(self) -> None:
+        """Loggers hold the streams that were there when they were set up, so rich does not see what they write."""
+        proxied = {getattr(proxy, "rich_proxied_file", None): proxy for proxy in (sys.stdout, sys.stderr)}
+        for logger in (logging.getLogger(), logging.getLogger("spark_hvd")):
+            for handler in logger.handlers:
+                if isinstance(handler, logging.StreamHandler) and (proxy := proxied.get(handler.stream)) is not None:
+                    self._closing.callback(handler.setStream, handler.stream)
+                    handler.setStream(cast(TextIO, proxy))

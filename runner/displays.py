@@ -1,0 +1,171 @@
+"""Which display a run gets, and what becomes of one that fails: a run never ends because it cannot be shown."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+from spark_hvd.runner.display import Display
+from spark_hvd.runner.display_json import JsonDisplay
+from spark_hvd.runner.display_notebook import NotebookDisplay
+from spark_hvd.runner.display_plain import LinesDisplay, PlainDisplay
+from spark_hvd.runner.output import LineWriter
+from spark_hvd.runner.run_view import RunView
+from spark_hvd.runner.summary import Summary
+
+_log = logging.getLogger(__name__)
+CHOICES = ("auto", "table", "notebook", "plain", "json", "off")
+
+
+def check_progress(progress: str) -> None:
+    """Make sure that there is such a display.
+
+    Args:
+        progress: The argument of ``run``.
+
+    Raises:
+        ValueError: There is not, or it is "notebook" outside of one.
+    """
+    if progress not in CHOICES:
+        raise ValueError(f"progress={progress!r}: expected one of {', '.join(map(repr, CHOICES))}.")
+    if progress == "notebook" and not _in_notebook():
+        raise ValueError(
+            "progress='notebook': this program does not run in a notebook; 'auto' is a table where it does."
+        )
+
+
+def make_display(progress: str, verbose: int, stdout: TextIO | None, stderr: TextIO | None) -> Display:
+    """The display for a run.
+
+    The table and our own lines go to ``sys.stderr``, so that ``sys.stdout`` has what the ranks print there and nothing
+    else; with "json" it has JSON lines and nothing else. What ranks print goes to the streams given, if they are: then
+    an error of such a stream is raised, as one that the caller has to know of.
+
+    Args:
+        progress: One of `CHOICES`. "auto" is the notebook in a notebook's kernel, the table if ``sys.stderr`` is a
+            terminal, else plain lines.
+        verbose: 0 shows nothing but what goes to the streams given.
+        stdout: Where the ranks' stdout is to go; None for ``sys.stdout``.
+        stderr: Where their stderr is to go; None for ``sys.stderr``.
+
+    Raises:
+        ValueError: See :func:`check_progress`.
+    """
+    check_progress(progress)
+    if verbose < 1:
+        return LinesDisplay(LineWriter(stdout, stderr))
+    if progress == "auto":
+        progress = _automatic()
+    both = LineWriter(stdout or sys.stdout, stderr or sys.stderr)
+    given = {name for name, stream in (("out", stdout), ("err", stderr)) if stream is not None}
+    display: Display
+    match progress:
+        case "json":
+            display = JsonDisplay(stdout or sys.stdout)
+            if stdout is not None:
+                return _Split(display, both, given - {"out"})
+            given.discard("out")
+        case "table":
+            from spark_hvd.runner.display_table import TableDisplay  # rich takes a tenth of a second to import
+
+            targets = {"out": stdout or sys.stdout, "err": stderr or sys.stderr}
+            above = frozenset(name for name, target in targets.items() if _is_terminal(target))
+            display = TableDisplay(sys.stderr, both, above)
+            given -= above
+        case "notebook":
+            display = NotebookDisplay(both)
+        case "plain":
+            display = PlainDisplay(both, LineWriter(None, sys.stderr))
+        case _:
+            display = LinesDisplay(both)
+    then = None if progress in ("json", "off") else LinesDisplay(both)
+    return _Split(_Guarded(display, then), both, given)
+
+
+class _Split:
+    """Writes some of the ranks' streams as they are, past the display.
+
+    Args:
+        display: Shows the rest.
+        writer: Writes those streams.
+        past: "out", "err": those that go past it.
+    """
+
+    def __init__(self, display: Display, writer: LineWriter, past: set[str]) -> None:
+        self._display = display
+        self._writer = writer
+        self._past = past
+        self.show = display.show
+        self.end = display.end
+
+    def lines(self, rank: int, stream: str, text: str) -> None:
+        """See base class."""
+        if stream in self._past:
+            self._writer.write(rank, stream, text)
+        else:
+            self._display.lines(rank, stream, text)
+
+
+class _Guarded:
+    """A display whose errors end the display, and not the run.
+
+    Args:
+        display: May fail.
+        then: What takes its place after that, to show at least what ranks print; None for nothing.
+    """
+
+    def __init__(self, display: Display, then: Display | None) -> None:
+        self._display: Display | None = display
+        self._next = then
+
+    def lines(self, rank: int, stream: str, text: str) -> None:
+        """See base class."""
+        self._do(lambda display: display.lines(rank, stream, text))
+
+    def show(self, view: RunView, now: float) -> None:
+        """See base class."""
+        self._do(lambda display: display.show(view, now))
+
+    def end(self, summary: Summary | None) -> None:
+        """See base class."""
+        self._do(lambda display: display.end(summary))
+
+    def _do(self, what: Callable[[Display], None]) -> None:
+        display = self._display
+        if display is None:
+            return
+        try:
+            what(display)
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                display.end(None)  # let go of the terminal
+            self._display, self._next = self._next, None
+            if self._display is None:
+                _log.warning("what ranks print cannot be shown any more (%s); the run goes on", error)
+            else:
+                _log.warning("the run cannot be shown any more (%s); it goes on", error, exc_info=True)
+
+
+def _automatic() -> str:
+    if _in_notebook():
+        return "notebook"
+    # A shell command of a notebook's cell (!python train.py) has a terminal that knows no cursor.
+    plain = os.environ.get("TERM") in (None, "", "dumb") or "JPY_PARENT_PID" in os.environ
+    return "table" if _is_terminal(sys.stderr) and not plain else "plain"
+
+
+def _in_notebook() -> bool:
+    interactive = sys.modules.get("IPython")  # a notebook's kernel has imported it
+    shell = None if interactive is None else interactive.get_ipython()
+    return getattr(shell, "kernel", None) is not None
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    except (AttributeError, ValueError):  # not all that can be written to is a file, and files get closed
+        return False

@@ -1,0 +1,199 @@
+"""What a person reads of a failed run: the cause whole, its own traceback first, all else in a line or two.
+
+The user's own lines, of tracebacks and output, are never cut or wrapped, so there are rules across and none at the
+sides; ours have 100 columns at most. Rules are drawn with box-drawing characters where this program can write them.
+"""
+
+from __future__ import annotations
+
+import locale
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from spark_hvd.rank_words import ranks_text
+from spark_hvd.runner.hang_verdict import HangVerdict
+from spark_hvd.runner.next_step import next_step
+from spark_hvd.runner.outcome import Failed, FailureKind
+from spark_hvd.runner.stacks import grouped, trim_traceback
+
+WIDTH = 100
+_VANISHED = re.compile(r"rank (\d+)(?: \(on \S+\))?(?:, which coordinates,)? has ended without a word")
+_ERROR_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where a run's ranks were on Spark, and where to read more.
+
+    Attributes:
+        executors: Spark's names of the ranks' executors, by rank; those that are not known are missing.
+        ui: Address of the stage's page in the Spark UI; empty without one.
+    """
+
+    executors: Mapping[int, str] = field(default_factory=dict)
+    ui: str = ""
+
+    def place(self, failures: Iterable[Failed]) -> list[Failed]:
+        """The failures, each with its executor."""
+        return [
+            failure if failure.executor else replace(failure, executor=self.executors.get(failure.rank, ""))
+            for failure in failures
+        ]
+
+
+def failure_report(
+    failures: Sequence[Failed],
+    size: int,
+    finished: Sequence[int] = (),
+    hang: HangVerdict | None = None,
+    where: Where | None = None,
+) -> str:
+    """Write the failures of a run as text.
+
+    Args:
+        failures: All failures, sorted by :func:`spark_hvd.runner.verdict.rank_failures`.
+        size: World size.
+        finished: Ranks whose fn returned.
+        hang: What was known of ranks that waited for others, if that held at the end.
+        where: Where it was on Spark; None if it was not.
+    """
+    first, *others = failures
+    error = first.error.splitlines()[0] if first.traceback and first.error else first.error
+    lines = [f"rank {first.rank} of {size} failed on host {first.host}: {error}"]
+    crashed = first.kind in (FailureKind.SIGNAL, FailureKind.TIMEOUT)
+    title = "Rank" if not first.traceback else "Stacks of rank" if crashed else "Traceback of rank"
+    lines.append(_rule(f"{title} {first.rank} ({_facts(first)})"))
+    if first.traceback:
+        lines.append(first.traceback.rstrip() if crashed else trim_traceback(first.traceback.rstrip()))
+    lines += _tail(first)
+    if others:
+        lines += [_rule("The other ranks"), *_others(others)]
+    lines += _hang(hang)
+    advice = _of_the_others(first, others, finished) or next_step(first, on_spark=where is not None)
+    return "\n".join([*lines, *_end(advice, where)])
+
+
+def timeout_report(
+    failures: Sequence[Failed],
+    size: int,
+    timeout: float,
+    hang: HangVerdict | None = None,
+    where: Where | None = None,
+) -> str:
+    """Write a run that was ended because its time was up: where every rank stood.
+
+    Args:
+        failures: All ranks without a value.
+        size: World size.
+        timeout: The run's.
+        hang: As for :func:`failure_report`.
+        where: As for :func:`failure_report`.
+    """
+    running = [failure for failure in failures if failure.kind is FailureKind.TIMEOUT]
+    lines = [
+        f"{ranks_text([f.rank for f in running])} of {size} still running after timeout={timeout:g} s; all were stopped"
+    ]
+    if hang is not None:
+        lines += [_rule("What the ranks did"), *_states(hang)]
+    hosts = {failure.rank: failure.host for failure in running}
+    for ranks, stack in grouped({failure.rank: failure.traceback or "(none)" for failure in running}):
+        on = ", ".join(sorted({hosts[rank] for rank in ranks}))
+        lines += [_rule(f"Stacks of {ranks_text(ranks)} on {on}, outermost call first"), *stack]
+    for failure in running:
+        lines += _tail(failure)
+    advice = "Give a larger timeout= if this is how long it takes; else see above where each rank stood."
+    return "\n".join([*lines, *_end(advice, where)])
+
+
+def _of_the_others(first: Failed, others: Sequence[Failed], finished: Sequence[int]) -> str:
+    """What an echo means, where what became of the other ranks tells; else empty."""
+    if not first.echo:
+        return ""
+    vanished = _VANISHED.search(first.error)
+    there = {other.rank for other in others if other.kind is FailureKind.STOPPED}
+    if vanished and int(vanished[1]) in there:
+        return (
+            f"The process of rank {vanished[1]} was still there, and did not answer: it was suspended (SIGSTOP, or a "
+            "debugger), or its host was cut off from the others for a while."
+        )
+    if finished:
+        return (
+            f"{ranks_text(finished)} had already returned from fn when rank {first.rank} was still waiting for all "
+            "ranks: every rank has to call the same collectives the same number of times."
+        )
+    return ""
+
+
+def with_hang(text: str, hang: HangVerdict | None) -> str:
+    """A message of its own, and below it what the ranks did, if that is known."""
+    return text if hang is None else "\n".join([text, *_hang(hang), _line() * WIDTH])
+
+
+def _facts(failure: Failed) -> str:
+    facts = [f"host {failure.host}"]
+    if failure.executor:
+        facts.append("in the driver" if failure.executor == "driver" else f"executor {failure.executor}")
+    if failure.gpus:
+        facts.append(f"GPU {failure.gpus}")
+    return ", ".join(facts)
+
+
+def _tail(failure: Failed) -> list[str]:
+    return [_rule(f"Last output of rank {failure.rank}"), failure.log_tail.rstrip()] if failure.log_tail else []
+
+
+def _others(failures: Sequence[Failed]) -> list[str]:
+    """A line for each different error; one for all echoes, which differ by the addresses in them alone."""
+    groups: dict[str, list[int]] = {}
+    echoes = [failure for failure in failures if failure.echo]
+    for failure in failures:
+        if not failure.echo:
+            groups.setdefault(_short(failure.error), []).append(failure.rank)
+    # Of an elastic run several that were one rank, one after the other, may have failed.
+    lines = [f"{ranks_text(sorted(set(ranks)))}: {text}" for text, ranks in groups.items()]
+    if echoes:
+        what = "an echo" if len(echoes) == 1 else "echoes"
+        lines.append(f"{ranks_text(sorted({failure.rank for failure in echoes}))}: {_short(echoes[0].error)} ({what})")
+    return [
+        line for each in lines for line in textwrap.wrap(each, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    ]
+
+
+def _short(error: str) -> str:
+    line = (error.splitlines() or [""])[0]
+    return line if len(line) <= _ERROR_CHARS else f"{line[:_ERROR_CHARS]}..."
+
+
+def _hang(hang: HangVerdict | None) -> list[str]:
+    return [] if hang is None else [_rule("What the ranks did before"), *hang.report.splitlines()]
+
+
+def _states(hang: HangVerdict) -> list[str]:
+    """The verdict without its stacks: those of the end are there."""
+    return hang.report.partition("\n  stack of ")[0].splitlines()
+
+
+def _end(advice: str, where: Where | None) -> list[str]:
+    lines = [_rule("Next step"), *textwrap.wrap(advice, WIDTH, break_on_hyphens=False)] if advice else []
+    if where is not None and where.ui:
+        lines.append(f"{'' if lines else _rule('More') + chr(10)}Spark UI: {where.ui}")
+    return [*lines, _line() * WIDTH]
+
+
+def _rule(title: str) -> str:
+    start = f"{_line() * 2} {title} "
+    return start + _line() * max(WIDTH - len(start), 2)
+
+
+def _line() -> str:
+    """What rules are made of; a message may be printed, and may be written to a file in the locale's encoding."""
+    encodings = [getattr(stream, "encoding", None) for stream in (sys.stdout, sys.stderr)]
+    try:
+        for encoding in [*encodings, locale.getpreferredencoding(False)]:
+            "\u2500".encode(encoding or "ascii")
+    except (LookupError, UnicodeEncodeError):
+        return "-"
+    return "\u2500"

@@ -1,0 +1,280 @@
+"""Notices that ranks wait for others, has all of them looked at, and gives a verdict. Pure: records in, verdicts out.
+
+What is suspicious is a rank that has been in one collective for longer than ``stall_warning``; however long ranks work
+between collectives, nobody waits then, and nothing is said. A rank that has gone silent is looked at as well. No
+suspicion is told: it is a verdict only if the same ranks still wait in the same collectives once all have been looked
+at, some two seconds later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+from spark_hvd.rank_words import ranks_text
+from spark_hvd.runner.hang_states import SILENT_SECONDS, Sight
+from spark_hvd.runner.hang_verdict import HangVerdict, Kind, Wait, judge
+from spark_hvd.runner.probe import Examination
+from spark_hvd.runner.silence import BEAT
+from spark_hvd.vitals import Underway, Vitals
+
+_ANSWER_SECONDS = 2.5
+"""How long the looks of all tasks are waited for."""
+_RECORD_SECONDS = 2 * BEAT
+"""How long one more record of each rank is waited for."""
+_LEAST_PATIENCE = 1.0
+_SETTLE_SECONDS = 5.0
+"""A collective that has ended without another being begun: perhaps its failure is about to end the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examine:
+    """Have all ranks looked at; what is found goes to :meth:`HangWatch.examined`."""
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What is remembered of one rank."""
+
+    vitals: Vitals
+    heard: float
+    cpu: float | None = None
+
+    def take(self, vitals: Vitals, now: float) -> None:
+        before, self.vitals, self.heard = self.vitals, vitals, now
+        passed = vitals.clock - before.clock
+        if passed > 0:
+            self.cpu = max(0.0, vitals.cpu_seconds - before.cpu_seconds) / passed
+
+
+@dataclass(slots=True)
+class _Patience:
+    """How long a suspicion has to last until it is worth a look, and then the next: twice as long each time."""
+
+    keys: frozenset[Hashable] = frozenset()
+    next_at: float = 0.0
+    seen: float = 0.0
+
+    def is_over(self, keys: frozenset[Hashable], age: float, first: float, now: float) -> bool:
+        if keys & self.keys:
+            self.seen = now
+        elif now - self.seen > _SETTLE_SECONDS:  # records that are late for a moment are no end of it
+            self.keys, self.next_at = frozenset(), first
+        return bool(keys) and age >= self.next_at
+
+    def double(self, keys: frozenset[Hashable], age: float) -> None:
+        if keys:
+            self.keys, self.next_at = keys, 2 * age
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """The verdict that holds."""
+
+    verdict: HangVerdict
+    since: float
+    what: str
+    """Ends when it is over."""
+    keys: frozenset[Hashable]
+    positions: Mapping[int, tuple[object, ...]]
+    """Where the ranks that wait were."""
+    aloud: bool
+
+
+@dataclass(slots=True)
+class _Looking:
+    """An examination under way."""
+
+    since: float
+    waits: frozenset[Hashable]
+    silent: frozenset[Hashable]
+    before: Mapping[int, Vitals]
+    found: dict[int, Examination] = field(default_factory=dict)
+    complete_at: float | None = None
+
+
+class HangWatch:
+    """See the module's description. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Rank] = {}
+        self._generation = -1
+        self._size = 0
+        self._looking: _Looking | None = None
+        self._told: _Told | None = None
+        self._ended_at: float | None = None
+        self._waits = _Patience()
+        self._silences = _Patience()
+        self._straggled = 0.0
+        """Seconds of the longest straggling that was told: the next to be told is twice as long."""
+
+    @property
+    def verdict(self) -> HangVerdict | None:
+        """The last verdict that still holds."""
+        return None if self._told is None else self._told.verdict
+
+    def take(self, vitals: Vitals, now: float) -> None:
+        """Take a record of a rank.
+
+        Args:
+            vitals: The record.
+            now: ``time.monotonic()`` of this process.
+        """
+        if vitals.generation < self._generation:
+            return
+        if vitals.generation > self._generation:
+            self._ranks.clear()
+            self._generation = vitals.generation
+            self._looking = self._told = self._ended_at = None
+        self._size = vitals.size
+        if (rank := self._ranks.get(vitals.rank)) is None:
+            self._ranks[vitals.rank] = _Rank(vitals, now)
+        else:
+            rank.take(vitals, now)
+
+    def examined(self, rank: int, examination: Examination, now: float) -> None:
+        """Take what was found of a rank; answers to questions that were not asked, or come late, are dropped."""
+        if self._looking is not None:
+            self._looking.found[rank] = examination
+
+    def tick(self, now: float) -> Examine | HangVerdict | None:
+        """Say what is to be done; to be called several times a second.
+
+        Returns:
+            Examine: have all ranks looked at. A verdict: tell it. None: all is well, or known.
+        """
+        patience = self._patience()
+        if patience is None:
+            return None
+        waits, silent = self._waiting(patience, now), self._silent(max(patience, SILENT_SECONDS), now)
+        if self._looking is not None:
+            if not self._has_looked(self._looking, now):
+                return None
+            looked, self._looking = self._looking, None
+            return self._judge(looked, waits, silent, patience, now)
+        if self._told is not None and self._is_over(self._told, waits, silent, now):
+            told, self._told = self._told, None
+            if told.aloud:
+                seconds = told.verdict.seconds + (self._ended_at or now) - told.since
+                return HangVerdict(Kind.OVER, f"the run goes on: {told.what} after {seconds:.0f} s", seconds=seconds)
+        oldest = max((wait.seconds for wait in waits.values()), default=0.0)
+        longest = max(silent.values(), default=0.0)
+        over = [
+            self._waits.is_over(frozenset(waits), oldest, patience, now),
+            self._silences.is_over(frozenset(silent), longest, patience, now),
+        ]
+        if not any(over):
+            return None
+        before = {number: rank.vitals for number, rank in self._ranks.items()}
+        self._looking = _Looking(now, frozenset(waits), frozenset(silent), before)
+        return Examine()
+
+    def _has_looked(self, looking: _Looking, now: float) -> bool:
+        """Whether all is there that will come: the answers, and after them one more record of every rank.
+
+        Records are up to a second old, and not of one moment. A rank that stays out of a collective still does by the
+        time of its record; so a wait that others tell of later than the answers is for that rank.
+        """
+        if looking.complete_at is None:
+            if len(looking.found) == self._size or now - looking.since >= _ANSWER_SECONDS:
+                looking.complete_at = now
+            return False
+        return now - looking.complete_at >= _RECORD_SECONDS or all(
+            rank.vitals.ended or rank.heard > looking.complete_at or now - rank.heard > SILENT_SECONDS
+            for rank in self._ranks.values()
+        )
+
+    def _judge(
+        self,
+        looked: _Looking,
+        waits: Mapping[Hashable, Wait],
+        silent: Mapping[Hashable, float],
+        patience: float,
+        now: float,
+    ) -> HangVerdict | None:
+        self._waits.double(frozenset(waits), max((wait.seconds for wait in waits.values()), default=0.0))
+        late = self._silent(SILENT_SECONDS, now)  # whoever is silent now has been looked at as well
+        self._silences.double(frozenset(late), max([patience, *late.values()]))
+        lasting = [wait for key, wait in waits.items() if key in looked.waits]
+        if not lasting and not silent.keys() & looked.silent:
+            return None
+        sights = {rank: self._sight(rank, looked, now) for rank in range(self._size)}
+        verdict = judge(lasting, sights, patience)
+        if verdict is None:
+            return None
+        aloud = verdict.kind is Kind.HANG or verdict.seconds >= 2 * self._straggled
+        if verdict.kind is Kind.STRAGGLER and aloud:
+            self._straggled = verdict.seconds
+        keys = frozenset(waits) & looked.waits or frozenset(silent) & looked.silent
+        positions = {wait.rank: _position(self._ranks[wait.rank].vitals) for wait in lasting}
+        was_aloud = self._told is not None and self._told.aloud
+        oldest = max(lasting, key=lambda wait: wait.seconds, default=None)
+        what = f"{ranks_text(verdict.ranks)} is heard of again" if oldest is None else f"{oldest.name} has ended"
+        self._told, self._ended_at = _Told(verdict, now, what, keys, positions, aloud or was_aloud), None
+        return verdict if aloud else None
+
+    def _is_over(
+        self, told: _Told, waits: Mapping[Hashable, Wait], silent: Mapping[Hashable, float], now: float
+    ) -> bool:
+        """Whether what was told has ended, and not only because the run is about to."""
+        if told.keys & (waits.keys() | silent.keys()):
+            self._ended_at = None
+            return False
+        if self._ended_at is None:
+            self._ended_at = now
+        heard = [self._ranks[rank] for rank in told.positions]
+        if any(_position(rank.vitals) != told.positions[rank.vitals.rank] for rank in heard):
+            return True
+        settled = now - self._ended_at >= _SETTLE_SECONDS
+        return settled and all(now - rank.heard < SILENT_SECONDS and not rank.vitals.ended for rank in heard)
+
+    def _patience(self) -> float | None:
+        """The world's stall_warning; None: never, or nothing is known yet."""
+        if not self._ranks:
+            return None
+        first = self._ranks[min(self._ranks)].vitals.stall_warning
+        return None if first is None else max(first, _LEAST_PATIENCE)
+
+    def _waiting(self, patience: float, now: float) -> dict[Hashable, Wait]:
+        """Parts in collectives that have lasted too long, by what tells each from all others."""
+        found: dict[Hashable, Wait] = {}
+        for number, rank in self._ranks.items():
+            age = now - rank.heard
+            if rank.vitals.ended or age > SILENT_SECONDS:  # it may have ended since, and its last record been lost
+                continue
+            for key, one in _parts(rank.vitals).items():
+                if one.seconds >= patience:
+                    found[key] = Wait(number, one.name, one.ranks, one.seconds + age)
+        return found
+
+    def _silent(self, patience: float, now: float) -> dict[Hashable, float]:
+        """For how long ranks have been silent, of which nothing has come for too long."""
+        return {
+            (number, rank.vitals.clock): now - rank.heard
+            for number, rank in self._ranks.items()
+            if now - rank.heard >= patience and not rank.vitals.ended
+        }
+
+    def _sight(self, number: int, looked: _Looking, now: float) -> Sight:
+        rank, look = self._ranks.get(number), looked.found.get(number)
+        if rank is None:
+            return Sight(number, None, 0.0, False, None, look)
+        before = looked.before.get(number)
+        moved = before is None or _position(before) != _position(rank.vitals) or bool(_ended(before, rank.vitals))
+        return Sight(number, rank.vitals, now - rank.heard, moved, rank.cpu, look)
+
+
+def _position(vitals: Vitals) -> tuple[object, ...]:
+    return vitals.entered, vitals.stage, vitals.epoch, vitals.total_steps
+
+
+def _parts(vitals: Vitals) -> dict[Hashable, Underway]:
+    """The collectives that a rank is in, by what tells each from all others: a name comes back each step.
+
+    When a collective began, on the rank's own clock, does not.
+    """
+    return {(vitals.rank, one.name, one.ranks, round(vitals.clock - one.seconds, 2)): one for one in vitals.underway}
+
+
+def _ended(before: Vitals, after: Vitals) -> set[Hashable]:
+    return _parts(before).keys() - _parts(after).keys()

@@ -1,0 +1,239 @@
+"""The verdict on a run in which ranks wait for others: who waits where, for whom, and what those do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from spark_hvd.rank_words import ranks_text
+from spark_hvd.runner.hang_states import Doing, Sight, State, entered, state_of
+from spark_hvd.runner.stacks import grouped
+
+_LOG_LINES = 40
+_CULPRITS = 3
+"""Groups of ranks named in the first line."""
+
+
+class Kind(str, Enum):
+    """How bad it is."""
+
+    HANG = "hang"  # nothing that the run waits for is being done
+    STRAGGLER = "straggler"  # it is being done, slowly
+    OVER = "over"  # what was told before has ended: the run goes on
+
+
+@dataclass(frozen=True, slots=True)
+class HangVerdict:
+    """See the module's description.
+
+    Attributes:
+        kind: Hang, straggler, or the end of one.
+        text: For the log: the first line says it all; then each rank, then stacks, 40 lines in all.
+        ranks: Those that keep the others waiting, as far as that can be told.
+        seconds: For how long the run has waited.
+        report: As `text`, with the stacks of all ranks.
+        states: What each rank does, in words.
+        stacks: The Python stacks of each rank as they were written, threads of libraries included.
+    """
+
+    kind: Kind
+    text: str
+    ranks: tuple[int, ...] = ()
+    seconds: float = 0.0
+    report: str = ""
+    states: Mapping[int, str] = field(default_factory=dict)
+    stacks: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def headline(self) -> str:
+        """The first line."""
+        return self.text.partition("\n")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A rank that has been in a collective for suspiciously long."""
+
+    rank: int
+    name: str
+    ranks: tuple[int, ...] | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    kind: Kind
+    headline: str
+    culprits: list[int]
+    states: list[State]
+
+
+def judge(waits: Sequence[Wait], sights: Mapping[int, Sight], patience: float) -> HangVerdict | None:
+    """Judge what there is to see.
+
+    Args:
+        waits: Who has waited for longer than `patience`; nobody, if ranks have only gone silent.
+        sights: What is known of each rank of the world.
+        patience: Seconds.
+
+    Returns:
+        None if there is nothing to complain of.
+    """
+    finding = _waiting(waits, sights, patience) if waits else _silent(sights)
+    if finding is None:
+        return None
+    stacks = {rank: sight.stacks for rank, sight in sights.items() if sight.stacks.strip()}
+    head = [finding.headline, *(f"  {line}" for line in _lines(finding.states))]
+    shown = loud = _stack_lines(stacks, finding.culprits)
+    if finding.kind is Kind.STRAGGLER:  # nothing is wrong with the others
+        loud = _stack_lines({rank: stack for rank, stack in stacks.items() if rank in finding.culprits}, ())
+    room = max(_LOG_LINES - len(head), 1)
+    if len(loud) > room:
+        loud = [*loud[: room - 1], f"  ... ({len(loud) - room + 1} more lines of stacks)"]
+    return HangVerdict(
+        finding.kind,
+        "\n".join([*head, *loud]),
+        tuple(finding.culprits),
+        max([wait.seconds for wait in waits] or [sights[rank].age for rank in finding.culprits]),
+        "\n".join([*head, *shown]),
+        {state.rank: state.words for state in finding.states},
+        stacks,
+    )
+
+
+def _waiting(waits: Sequence[Wait], sights: Mapping[int, Sight], patience: float) -> _Finding | None:
+    collectives: dict[tuple[str, tuple[int, ...] | None], float] = {}
+    for wait in sorted(waits, key=lambda wait: -wait.seconds):
+        collectives.setdefault((wait.name, wait.ranks), wait.seconds)
+    states = {
+        (name, ranks): [
+            state_of(sights[rank], name, ranks) for rank in (sights if ranks is None else ranks) if rank in sights
+        ]
+        for name, ranks in collectives
+    }
+    # Ranks that wait elsewhere wait for somebody themselves: whom nobody else explains is the cause.
+    for key, seconds in collectives.items():
+        guilty = [each for each in states[key] if each.doing not in (Doing.WAITS, Doing.ELSEWHERE, Doing.JOINED)]
+        if guilty:
+            return _kept_waiting(*key, seconds, states[key], guilty, sights)
+    for key in collectives:
+        parts = [entered(sights[state.rank], *key) for state in states[key]]
+        there = [part.seconds for part in parts if part is not None]
+        if len(there) == len(parts):
+            return _all_there(key[0], min(there), states[key]) if min(there) >= patience else None
+    return _different(max(collectives.values()), sights)
+
+
+def _kept_waiting(
+    name: str,
+    ranks: tuple[int, ...] | None,
+    seconds: float,
+    states: list[State],
+    guilty: list[State],
+    sights: Mapping[int, Sight],
+) -> _Finding | None:
+    """Members do something else than to wait in collectives."""
+    # A process that is stopped or gone is not helped by waiting; but a straggler may be what an idle rank waits for.
+    dead = [state for state in guilty if state.doing in (Doing.STOPPED, Doing.SILENT, Doing.ENDED)]
+    busy = [state for state in guilty if state.works or state.doing is Doing.MOVES]
+    slow = bool(busy) and not dead
+    if slow and name.startswith("join "):
+        return None  # the others still have data: that is what join is for
+    culprits = dead or busy or guilty
+    numbers = [state.rank for state in culprits]
+    one = len(numbers) == 1
+    waiting = [state.rank for state in states if state.doing is Doing.WAITS]
+    who = ranks_text(waiting) if waiting else "others"
+    if slow:
+        return _Finding(
+            Kind.STRAGGLER,
+            f"{ranks_text(numbers)} keep{'s' * one} {who} waiting in {name}, for {seconds:.0f} s so far: "
+            f"{_what(culprits)}",
+            numbers,
+            states,
+        )
+    inside = all(entered(sights[rank], name, ranks) is not None for rank in numbers)
+    absent = "" if inside else f", which {'has' if one else 'have'} not entered it"
+    return _Finding(
+        Kind.HANG,
+        f"no progress for {seconds:.0f} s: {who} wait{'s' * (len(waiting) == 1)} in {name} for {ranks_text(numbers)}"
+        f"{absent}: {_what(culprits)}",
+        numbers,
+        states,
+    )
+
+
+def _all_there(name: str, seconds: float, states: list[State]) -> _Finding:
+    everyone = [state.rank for state in states]
+    if any(state.works for state in states):
+        text = (
+            f"{name} has taken {seconds:.0f} s since the last of {ranks_text(everyone)} entered it; they are working. "
+            "If it does not end: much data, or a slow network?"
+        )
+        return _Finding(Kind.STRAGGLER, text, everyone, states)
+    text = (
+        f"no progress for {seconds:.0f} s: {ranks_text(everyone)} have all entered {name}, and nothing moves. Has a "
+        "network between them failed, or does a firewall swallow what they send?"
+    )
+    return _Finding(Kind.HANG, text, everyone, states)
+
+
+def _different(seconds: float, sights: Mapping[int, Sight]) -> _Finding:
+    """All wait, for each other, in collectives that not all of them call."""
+    groups: dict[str, list[int]] = {}
+    states = []
+    for rank, sight in sights.items():
+        for one in sight.underway()[:1]:
+            groups.setdefault(one.name, []).append(rank)
+            states.append(state_of(sight, one.name, one.ranks))
+    where = ", ".join(f"{ranks_text(ranks)} in {name}" for name, ranks in groups.items())
+    return _Finding(
+        Kind.HANG,
+        f"no progress for {seconds:.0f} s: ranks wait for each other in different collectives, {where}; every rank has "
+        "to call the same ones",
+        sorted(rank for ranks in groups.values() for rank in ranks),
+        states,
+    )
+
+
+def _silent(sights: Mapping[int, Sight]) -> _Finding | None:
+    """Nobody is known to wait. A rank that is silent may still be in native code, or have left the world."""
+    states = [state_of(sight, "", None) for sight in sights.values()]
+    dead = [
+        state
+        for state in states
+        if state.doing is Doing.STOPPED or (state.doing is Doing.SILENT and sights[state.rank].examination is None)
+    ]
+    numbers = [state.rank for state in dead]
+    return _Finding(Kind.HANG, f"no sign of life: {_what(dead)}", numbers, dead) if dead else None
+
+
+def _what(states: Sequence[State]) -> str:
+    groups: dict[str, list[int]] = {}
+    for state in states:
+        groups.setdefault(state.words, []).append(state.rank)
+    parts = [f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} {words}" for words, ranks in groups.items()]
+    return "; ".join(parts[:_CULPRITS] + ["..."] * (len(parts) > _CULPRITS))
+
+
+def _lines(states: Sequence[State]) -> list[str]:
+    """A line for each rank; one for those that wait together, whose times differ by a little."""
+    together: dict[str, str] = {}
+    lines: dict[str, list[int]] = {}
+    for state in states:
+        words = state.words + state.last
+        if state.collective:
+            words = together.setdefault(state.collective, words)
+        lines.setdefault(words, []).append(state.rank)
+    return [f"{ranks_text(ranks)}: {words}" for words, ranks in sorted(lines.items(), key=lambda item: item[1])]
+
+
+def _stack_lines(stacks: Mapping[int, str], culprits: Sequence[int]) -> list[str]:
+    """Stacks of those that matter first."""
+    groups = sorted(grouped(stacks), key=lambda group: (not set(group[0]) & set(culprits), group[0]))
+    lines: list[str] = []
+    for ranks, stack in groups:
+        lines.append(f"  stack of {ranks_text(ranks)}, outermost call first:")
+        lines += [f"    {line}" for line in stack]
+    return lines

@@ -1,0 +1,227 @@
+"""``History``: how a run went, from what its ranks told once a second; kept small however long it takes."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd.runner.growth import GROWING, Rates, grown, rates
+from spark_hvd.vitals import Vitals
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MOST_POINTS = 2000
+_LEAST_POINTS = 100
+_MOST_IN_ALL = 400_000
+_MOST_METRICS = 64
+_STATES = ("generation", "epoch", "step", "memory_bytes", "gpu_memory_bytes", "gpu_utilization")
+_COLUMNS = ("seconds", "piece", "stage", "done", *GROWING, *_STATES)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One rank at one moment.
+
+    Attributes:
+        seconds: Since the first record of the run.
+        generation: Of the world that the rank was in; -1 before the first.
+        stage: "train", or what the loop was called; "" without `hvd.progress`.
+        epoch: From 0; None if it was not told.
+        step: In the epoch.
+        total_steps: Steps since the run began, those included that had to be done again.
+        rates: Since the point before; None for the first of a process, and of a generation.
+        memory_bytes: Resident memory.
+        gpu_memory_bytes: None without a GPU.
+        gpu_utilization: From 0 to 1; None where it cannot be told.
+        metrics: The last values given to `hvd.progress`.
+    """
+
+    seconds: float
+    generation: int
+    stage: str
+    epoch: int | None
+    step: int
+    total_steps: int
+    rates: Rates | None
+    memory_bytes: int
+    gpu_memory_bytes: int | None
+    gpu_utilization: float | None
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A world that the run had: the first, or one after ranks were lost, had joined or were started again.
+
+    Attributes:
+        number: As the ranks know it.
+        size: Ranks in it.
+        seconds: When it was first heard of, since the first record of the run.
+    """
+
+    number: int
+    size: int
+    seconds: float
+
+
+class History:
+    """See the module's description. Whenever a rank has too many points, every other one goes.
+
+    What grows is kept as it is and differences are taken when somebody asks, so thinning loses moments and no sums.
+    """
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._tracks: dict[int, _Track] = {}
+        self._stages: dict[str, int] = {}
+        self._generations: list[Generation] = []
+
+    def take(self, vitals: Vitals, now: float) -> None:
+        """Note a record.
+
+        Args:
+            vitals: What a rank told.
+            now: The listener's ``time.monotonic()``.
+        """
+        self._began = now if self._began is None else self._began
+        seconds = now - self._began
+        if vitals.generation >= 0:
+            if not self._generations or self._generations[-1].number < vitals.generation:
+                self._generations.append(Generation(vitals.generation, vitals.size, seconds))
+            elif self._generations[-1].number > vitals.generation:  # it was on its way when its world had ended
+                return
+        if vitals.rank not in self._tracks:
+            # One that comes later has no steps of its own; it goes on where the others are.
+            done = max((track.columns["done"][-1] for track in self._tracks.values()), default=0.0)
+            self._tracks[vitals.rank] = _Track(done if len(self._generations) > 1 else 0.0)
+        stage = self._stages.setdefault(vitals.stage, len(self._stages))
+        most = max(_LEAST_POINTS, min(MOST_POINTS, _MOST_IN_ALL // max(vitals.size, 1)))
+        self._tracks[vitals.rank].take(vitals, seconds, stage, most)
+
+    def __bool__(self) -> bool:
+        return bool(self._tracks)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Every rank that was ever heard of."""
+        return sorted(self._tracks)
+
+    @property
+    def generations(self) -> list[Generation]:
+        """The worlds of the run, in order."""
+        return list(self._generations)
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics that any rank gave to `hvd.progress`."""
+        return sorted({name for track in self._tracks.values() for name in track.metrics})
+
+    @property
+    def seconds(self) -> float:
+        """From the first record to the last."""
+        return max((track.columns["seconds"][-1] for track in self._tracks.values()), default=0.0)
+
+    def points(self, rank: int) -> list[Point]:
+        """What is known of a rank, in order.
+
+        Raises:
+            KeyError: nothing was heard of it.
+        """
+        if rank not in self._tracks:
+            raise KeyError(f"rank {rank}: the history has ranks {self.ranks}")
+        return list(self._tracks[rank].points(list(self._stages)))
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A row a rank and point, indexed by rank and seconds; a column for each metric."""
+        import pandas as pd
+
+        rows = [_row(rank, point) for rank in self.ranks for point in self.points(rank)]
+        frame: pd.DataFrame = pd.DataFrame(rows)
+        return frame.set_index(["rank", "seconds"]) if rows else frame
+
+
+class _Track:
+    """The points of one rank: a column of numbers for each quantity, NaN where one is not known."""
+
+    def __init__(self, done: float) -> None:
+        self.columns = {name: array("d") for name in _COLUMNS}
+        self.metrics: dict[str, array[float]] = {}
+        self._done = done
+        self._apart = 0.0
+        self._piece = 0
+        self._last: Vitals | None = None
+
+    def take(self, vitals: Vitals, seconds: float, stage: int, most: int) -> None:
+        if self._last is None:
+            self._done += vitals.total_steps
+        else:
+            self._piece += grown(self._last, vitals) is None
+            # A process that is new begins at 0, and goes on with what the one before has done.
+            self._done += max(0, vitals.total_steps - self._last.total_steps)
+        self._last = vitals
+        times, pieces = self.columns["seconds"], self.columns["piece"]
+        # Close to the last but one: it takes the last one's place, so that the newest is always there.
+        if len(times) > 1 and seconds - times[-2] < self._apart and pieces[-2] == self._piece:
+            for column in self._all():
+                column.pop()
+        self._append(vitals, seconds, stage)
+        if len(times) > most:
+            for column in self._all():
+                column[:] = column[::2] if len(column) % 2 else column[::2] + column[-1:]
+            self._apart = 2 * (times[-1] - times[0]) / most
+
+    def _append(self, vitals: Vitals, seconds: float, stage: int) -> None:
+        before = len(self.columns["seconds"])
+        known = {"seconds": seconds, "piece": self._piece, "stage": stage, "done": self._done}
+        for name, column in self.columns.items():
+            value = known[name] if name in known else getattr(vitals, name)
+            column.append(math.nan if value is None else value)
+        for name in vitals.metrics:
+            if name not in self.metrics and len(self.metrics) < _MOST_METRICS:
+                self.metrics[name] = array("d", [math.nan] * before)
+        for name, column in self.metrics.items():
+            column.append(vitals.metrics.get(name, math.nan))
+
+    def _all(self) -> list[array[float]]:
+        return [*self.columns.values(), *self.metrics.values()]
+
+    def points(self, stages: list[str]) -> Iterator[Point]:
+        columns = self.columns
+        for i in range(len(columns["seconds"])):
+            differences = None
+            if i and columns["piece"][i] == columns["piece"][i - 1]:
+                differences = {name: columns[name][i] - columns[name][i - 1] for name in GROWING}
+            yield Point(
+                seconds=columns["seconds"][i],
+                generation=int(columns["generation"][i]),
+                stage=stages[int(columns["stage"][i])],
+                epoch=_whole(columns["epoch"][i]),
+                step=int(columns["step"][i]),
+                total_steps=int(columns["done"][i]),
+                rates=rates(differences),
+                memory_bytes=int(columns["memory_bytes"][i]),
+                gpu_memory_bytes=_whole(columns["gpu_memory_bytes"][i]),
+                gpu_utilization=_known(columns["gpu_utilization"][i]),
+                metrics={name: column[i] for name, column in self.metrics.items()},
+            )
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _whole(value: float) -> int | None:
+    return None if math.isnan(value) else int(value)
+
+
+def _row(rank: int, point: Point) -> dict[str, Any]:
+    plain = ("seconds", "generation", "stage", "epoch", "step", "total_steps")
+    speeds = ("samples_per_second", "steps_per_second", "data", "communication", "compute", "cpu")
+    states = ("memory_bytes", "gpu_memory_bytes", "gpu_utilization")
+    row: dict[str, Any] = {"rank": rank, **{name: getattr(point, name) for name in plain}}
+    row |= {name: None if point.rates is None else getattr(point.rates, name) for name in speeds}
+    return row | {name: getattr(point, name) for name in states} | dict(point.metrics)

@@ -1,0 +1,178 @@
+"""``MlflowTracker``: a run becomes one of MLflow's, logged from the driver, so that executors need no credentials."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd.runner.growth import grown, rates
+from spark_hvd.runner.mlflow_outbox import Outbox, Value
+from spark_hvd.runner.summary import Share, Summary
+from spark_hvd.runner.tracking import Facts
+
+if TYPE_CHECKING:
+    from spark_hvd.vitals import Vitals
+
+_SYSTEM_EVERY = 10.0
+_RANKS_AT_ONCE = 64
+"""With more ranks, each tells its system metrics less often: a server is to have the same work."""
+_PATIENCE = 15.0
+"""Seconds that a run waits at its end for what the server has not taken yet."""
+
+
+class MlflowTracker:
+    """Logs to the tracking server that is set in this program (``mlflow.set_tracking_uri``).
+
+    Into the active run of MLflow if there is one, which stays active, else into a new one that ends with ours:
+    parameters; the metrics that rank 0 gives to ``hvd.progress``; for each rank, every ten seconds,
+    ``system/rank_3/samples_per_second`` and the like; the summary; how the run ended. docs/tracking.md has all names.
+
+    A thread of its own talks to the server: a slow one makes no training slower, and one that fails is a warning.
+
+    Args:
+        experiment: Name of the experiment for a new run; made if it does not exist. None for the one that is set.
+        run_name: Of a new run; None for one that MLflow makes up.
+        nested: Make a new run below the active one, instead of using that.
+    """
+
+    def __init__(self, experiment: str | None = None, run_name: str | None = None, *, nested: bool = False) -> None:
+        try:
+            import mlflow  # noqa: F401
+        except ImportError as error:
+            raise ImportError("MlflowTracker needs MLflow on the driver: pip install mlflow-skinny") from error
+        self._experiment, self._run_name, self._nested = experiment, run_name, nested
+        self.run_id: str | None = None
+        """Of the run of MLflow; None before the first start."""
+        self._ours = False
+        self._outbox: Outbox | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._generation = -1
+        self._began = time.time()
+        self._steps = 0
+        self._rank_0: Vitals | None = None
+        self._before: dict[int, Vitals] = {}
+        self._newest: dict[int, Vitals] = {}
+        self._told: dict[int, float] = {}
+
+    def start(self, facts: Facts) -> None:
+        """See base class.
+
+        Raises:
+            mlflow.exceptions.MlflowException: the server does not answer, or refuses; nothing was started.
+        """
+        import mlflow
+
+        active = mlflow.active_run()
+        there: str | None
+        there = active.info.run_id if active is not None else os.environ.get("MLFLOW_RUN_ID")  # set by `mlflow run`
+        self._ours = there is None or self._nested
+        self.run_id = run_id = there if there is not None and not self._nested else self._new_run(there)
+        self._reset()
+        self._outbox = Outbox(run_id)
+        self._outbox.put(params={f"spark_hvd.{name}": str(value) for name, value in facts.items()})
+
+    def take(self, vitals: Vitals) -> None:
+        """See base class."""
+        if vitals.generation < self._generation:  # it was on its way when its world had ended
+            return
+        if vitals.generation > self._generation:
+            self._generation = vitals.generation
+            self._before, self._newest, self._told = {}, {}, {}
+        now = time.time()
+        if vitals.rank == 0:
+            self._put(self._metrics(vitals, now))
+        self._newest[vitals.rank] = vitals
+        if vitals.rank not in self._before:
+            self._before[vitals.rank], self._told[vitals.rank] = vitals, now
+        elif now - self._told[vitals.rank] >= _SYSTEM_EVERY * max(1.0, vitals.size / _RANKS_AT_ONCE):
+            self._put(self._system(vitals, now))
+
+    def end(self, error: BaseException | None, summary: Summary | None) -> None:
+        """See base class."""
+        outbox, self._outbox = self._outbox, None
+        if outbox is None:
+            return
+        status = "FINISHED" if error is None else "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+        now = time.time()
+        values = [value for vitals in self._newest.values() for value in self._system(vitals, now)]
+        values += [(f"summary/{name}", value, int(1000 * now), self._steps) for name, value in _numbers(summary)]
+        tags = {"spark_hvd.status": status}
+        if error is not None:
+            tags["spark_hvd.error"] = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+        outbox.put(values, tags=tags)
+        outbox.close(status if self._ours else None, _PATIENCE)
+
+    def _new_run(self, parent: str | None) -> str:
+        """Made by the client, not by ``mlflow.start_run``, whose end would wait for the server."""
+        from mlflow import MlflowClient
+        from mlflow.tracking.context.registry import resolve_tags
+        from mlflow.tracking.fluent import _get_experiment_id
+
+        client = MlflowClient()
+        tags = resolve_tags()  # the user, the program
+        if parent is not None:
+            tags["mlflow.parentRunId"] = parent
+        experiment: Any  # mlflow says that it may be None
+        if self._experiment is not None:
+            found = client.get_experiment_by_name(self._experiment)
+            experiment = found.experiment_id if found else client.create_experiment(self._experiment)
+        else:
+            experiment = client.get_run(parent).info.experiment_id if parent else _get_experiment_id()
+        return str(client.create_run(experiment, tags=tags, run_name=self._run_name).info.run_id)
+
+    def _put(self, values: list[Value]) -> None:
+        if self._outbox is not None and values:
+            self._outbox.put(values)
+
+    def _metrics(self, vitals: Vitals, now: float) -> list[Value]:
+        """Rank 0's, if they are new."""
+        before, self._rank_0 = self._rank_0, vitals
+        if before is not None:
+            # A process that is new begins at 0, and goes on with what the one before has done.
+            self._steps += max(0, vitals.total_steps - before.total_steps)
+            if (vitals.total_steps, vitals.stage, vitals.metrics) == (before.total_steps, before.stage, before.metrics):
+                return []
+        else:
+            self._steps = vitals.total_steps
+        stage = "" if vitals.stage in ("", "train") else f"{vitals.stage}/"
+        found = {f"{stage}{name}": value for name, value in vitals.metrics.items()}
+        if vitals.epoch is not None:
+            found["epoch"] = vitals.epoch
+        return [(name, value, int(1000 * now), self._steps) for name, value in found.items()]
+
+    def _system(self, vitals: Vitals, now: float) -> list[Value]:
+        """What a rank has done since the last time; steps are seconds since the start, as in MLflow's own."""
+        rank = vitals.rank
+        found: dict[str, float | None] = {
+            "memory_mb": vitals.memory_bytes / 1e6,
+            "gpu_memory_mb": None if vitals.gpu_memory_bytes is None else vitals.gpu_memory_bytes / 1e6,
+            "gpu_utilization": vitals.gpu_utilization,
+        }
+        done = rates(grown(self._before[rank], vitals))
+        if done is not None:
+            found |= {"cpu_cores": done.cpu, "steps_per_second": done.steps_per_second}
+            found |= {"share_data": done.data, "share_communication": done.communication, "share_compute": done.compute}
+            if vitals.samples:
+                found["samples_per_second"] = done.samples_per_second
+        self._before[rank], self._told[rank] = vitals, now
+        at = round(now - self._began)
+        return [
+            (f"system/rank_{rank}/{name}", value, int(1000 * now), at)
+            for name, value in found.items()
+            if value is not None
+        ]
+
+
+def _numbers(summary: Summary | None) -> Iterator[tuple[str, float]]:
+    if summary is not None:
+        for field in fields(summary):
+            value = getattr(summary, field.name)
+            if isinstance(value, Share):
+                yield field.name, value.mean
+            elif isinstance(value, (int, float)):
+                yield field.name, value

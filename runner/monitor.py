@@ -1,0 +1,158 @@
+"""What the caller of ``run`` sees of it: what ranks say comes in the hub's thread, and is shown in its own."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+from spark_hvd.runner.display import Display
+from spark_hvd.runner.displays import make_display
+from spark_hvd.runner.hang import Examine, HangWatch
+from spark_hvd.runner.hang_verdict import HangVerdict, Kind
+from spark_hvd.runner.history import History
+from spark_hvd.runner.hub import HubServer
+from spark_hvd.runner.output import OutputQueue
+from spark_hvd.runner.probe import Examination
+from spark_hvd.runner.result import RunResult
+from spark_hvd.runner.run_view import RunView
+from spark_hvd.runner.tracking import Facts, Tracker, Tracking, facts_of
+from spark_hvd.vitals import Vitals
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from spark_hvd.runner.config import RunConfig
+    from spark_hvd.runner.summary import Summary
+
+R = TypeVar("R")
+_log = logging.getLogger(__name__)
+_LOOK_EVERY = 0.25
+"""Seconds between two looks at the state of the run."""
+
+
+class Monitor:
+    """See the module's description; a :class:`spark_hvd.runner.hub.Listener`, and a context manager for the run's time.
+
+    Args:
+        display: How it is shown.
+        title: What runs.
+        size: Ranks expected.
+        tracking: Keeps a record of it elsewhere.
+        facts: What that is told at the start.
+    """
+
+    def __init__(self, display: Display, title: str, size: int, tracking: Tracking, facts: Facts) -> None:
+        self._display = display
+        self._tracking, self._facts = tracking, facts
+        self._summary: Summary | None = None
+        self._view = RunView(title, size, time.monotonic())
+        self._history = History()
+        self._watch = HangWatch()
+        self._hub: HubServer | None = None
+        self._output = OutputQueue()
+        self._records: deque[Vitals] = deque()
+        self._examinations: deque[tuple[int, Examination]] = deque()
+        self._next_look = 0.0
+
+    # ---- the hub's thread -----------------------------------------------------------------------------------------
+
+    def output(self, rank: int, stream: str, text: str) -> None:
+        """See base class."""
+        self._output.put(rank, stream, text)
+
+    def vitals(self, message: dict[str, Any]) -> None:
+        """See base class."""
+        self._records.append(Vitals.from_message(message))
+
+    def examined(self, rank: int, message: dict[str, Any]) -> None:
+        """See base class."""
+        self._examinations.append((rank, Examination.from_message(message)))
+
+    # ---- the caller's thread --------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self._tracking.start(self._facts)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._display.end(None)
+        self._tracking.end(error, self._summary)
+
+    def ask(self, hub: HubServer) -> None:
+        """From now on have this hub look closer at ranks that do not move."""
+        self._hub = hub
+
+    @property
+    def hang(self) -> HangVerdict | None:
+        """Why nothing moves; None if things do."""
+        return self._watch.verdict
+
+    def flush(self) -> None:
+        """Show what is new; to be called many times a second."""
+        for rank, stream, text in self._output.take():
+            self._display.lines(rank, stream, text)
+        now = time.monotonic()
+        while self._records:
+            self._take(self._records.popleft(), now)
+        while self._examinations:
+            self._watch.examined(*self._examinations.popleft(), now)
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_EVERY
+            self._look_for_hangs(now)
+            self._display.show(self._view, now)
+
+    def result(self, values: Iterable[R]) -> RunResult[R]:
+        """The run has ended well: show its summary, and return what there is of it.
+
+        Args:
+            values: What the ranks returned, in rank order.
+        """
+        self.flush()
+        self._summary = self._view.summary(time.monotonic())
+        self._display.end(self._summary)
+        return RunResult(values, self._summary, self._history)
+
+    def _look_for_hangs(self, now: float) -> None:
+        match self._watch.tick(now):
+            case Examine():
+                if self._hub is not None:
+                    self._hub.examine()
+            case HangVerdict() as verdict:
+                _log.warning("%s", verdict.text)
+                self._view.mark(None if verdict.kind is Kind.OVER else verdict.headline)
+
+    def _take(self, record: Vitals, now: float) -> None:
+        self._view.take(record, now)
+        self._history.take(record, now)
+        self._watch.take(record, now)
+        self._tracking.take(record)
+        if record.ended:
+            self._view.ended(record.rank)
+
+
+def make_monitor(
+    config: RunConfig, name: str, size: int, stdout: TextIO | None, stderr: TextIO | None, tracker: Tracker | None
+) -> Monitor:
+    """The monitor of a run.
+
+    Args:
+        config: Says what is to be shown.
+        name: Of the function that runs.
+        size: Ranks expected.
+        stdout: Where the ranks' stdout goes; None for this program's.
+        stderr: Where their stderr goes; None for this program's.
+        tracker: Keeps a record of it elsewhere; None for none.
+
+    Raises:
+        TypeError: `tracker` is none.
+    """
+    title = f"{name} on {size} rank{'' if size == 1 else 's'}"
+    display = make_display(config.progress, config.verbose, stdout, stderr)
+    facts = {} if tracker is None else facts_of(config, name, num_proc=size)
+    return Monitor(display, title, size, Tracking(tracker), facts)

@@ -1,0 +1,78 @@
+"""What to do about a failure, where its kind or its words tell: a pure function of it."""
+
+from __future__ import annotations
+
+import re
+
+from spark_hvd.runner.outcome import Failed, FailureKind
+
+_MEMORY_ON_SPARK = (
+    "Out of memory is the usual reason: ranks live outside of Java's heap, on spark.executor.memoryOverhead; raise it, "
+    "use a smaller batch, or put fewer ranks on a host. The executor's log, or dmesg on the host, tells."
+)
+_MEMORY_HERE = "Out of memory is the usual reason: use a smaller batch, or fewer ranks. dmesg on this machine tells."
+_SEGFAULT = (
+    "A crash in native code, at the innermost line of the stack. Most often two packages do not fit together (torch, "
+    "CUDA, numpy, pyarrow): compare their versions with those that work elsewhere; `spark-hvd doctor` shows them."
+)
+_BUS = "Most often shared memory is used up, as by a DataLoader's workers: make /dev/shm larger, or use fewer workers."
+_ILLEGAL = "A package was built for other processors than this host's."
+_MODULE_ON_SPARK = (
+    'Send your own modules along: spark-submit --py-files, or spark.addArtifact("x.py", pyfile=True). Packages have to '
+    "be installed for the executors' Python (PYSPARK_PYTHON)."
+)
+_CUDA_MEMORY = (
+    "Use a smaller batch on each rank; DistributedOptimizer(backward_passes_per_step=n) keeps the effective one. "
+    "nvidia-smi tells of other processes on that GPU."
+)
+_FILES = (
+    "Raise the limit of open files where executors start (ulimit -n), use fewer workers, or call "
+    'torch.multiprocessing.set_sharing_strategy("file_system").'
+)
+_ASSERT = 'Run once with env={"CUDA_LAUNCH_BLOCKING": "1"}: the traceback then ends at the line that is wrong.'
+_PATH = "Every rank opens paths on its own host: use a path that all hosts see, or a URL of a store."
+_ECHO = (
+    "No rank has failed by itself: either the network between them did, or a rank left early. Every rank has to call "
+    "the same collectives the same number of times."
+)
+_EXIT = "Something ended the process: look for os._exit or exit(), and at the last output."
+
+_SIGNALS = {"SIGSEGV": _SEGFAULT, "SIGBUS": _BUS, "SIGILL": _ILLEGAL}
+_WORDS: list[tuple[re.Pattern[str], str]] = [
+    (re.compile(r"CUDA out of memory|OutOfMemoryError"), _CUDA_MEMORY),
+    (re.compile(r"device-side assert"), _ASSERT),
+    (re.compile(r"insufficient shared memory|killed by signal: Bus error"), _BUS),
+    (re.compile(r"Too many open files"), _FILES),
+]
+
+
+def next_step(failure: Failed, *, on_spark: bool) -> str:
+    """What a person should do.
+
+    Args:
+        failure: The first cause.
+        on_spark: Whether it happened in a Spark application, with hosts and executors of its own.
+
+    Returns:
+        One or two sentences; empty where the error itself says it, or nothing helpful can be said.
+    """
+    match failure.kind:
+        case FailureKind.SIGNAL:
+            if "SIGKILL" in failure.error:
+                return _MEMORY_ON_SPARK if on_spark else _MEMORY_HERE
+            return next((text for name, text in _SIGNALS.items() if name in failure.error), "")
+        case FailureKind.EXIT if failure.exitcode is not None and not failure.traceback:
+            return _EXIT
+        case FailureKind.EXCEPTION if failure.echo:
+            return _ECHO
+        case FailureKind.EXCEPTION:
+            return _of_words(failure.error, on_spark=on_spark and failure.executor != "driver")
+    return ""
+
+
+def _of_words(error: str, *, on_spark: bool) -> str:
+    if on_spark and error.startswith("ModuleNotFoundError"):
+        return _MODULE_ON_SPARK
+    if on_spark and error.startswith("FileNotFoundError"):
+        return _PATH
+    return next((text for pattern, text in _WORDS if pattern.search(error)), "")

@@ -1,0 +1,298 @@
+"""Draws what a run was like, data in and a matplotlib figure out; one style for all plots of this project.
+
+Figures are made without pyplot, so nothing of a program's own plotting state changes and no display is needed. Colours
+are such as colour-blind readers can tell apart (Okabe and Ito, "Color Universal Design", 2008).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+except ImportError as error:
+    raise ImportError(f"plots need matplotlib: pip install 'spark_hvd[plots]' ({error})") from error
+
+if TYPE_CHECKING:
+    from spark_hvd.runner.history import Generation, History, Point
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+DASHES: tuple[str, ...] = ("-", "--", "-.", ":")
+PARTS = {"compute": "#56B4E9", "communication": "#D55E00", "data": "#CC79A7"}
+OUTSIDE = "#DDDDDD"
+SIZE = (6.0, 3.0)
+_SMALL, _FONT = 7, 8
+_MOST_LINES = 8
+"""More ranks than that are drawn as a band."""
+_GRID = 400
+_MOST_EPOCHS = 60
+"""In a lane of the timeline; more marks than that would hide it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A line, and the band around it, if there is one.
+
+    Attributes:
+        label: For the legend.
+        x: Its places.
+        y: Its values.
+        low: Lower edge of the band, a value for each place.
+        high: Upper edge.
+        points: Whether to mark the places.
+        colour: None for the next.
+        dash: As matplotlib names line styles; None: one that tells lines apart where colours do not.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = field(default=())
+    high: Sequence[float] = field(default=())
+    points: bool = False
+    colour: str | None = None
+    dash: str | None = None
+
+
+def figure_of(width: float = SIZE[0], height: float = SIZE[1], panels: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure in our style, with panels side by side."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    found = list(figure.subplots(1, panels, squeeze=False)[0])
+    for axes in found:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=_FONT)
+        axes.grid(axis="y", linewidth=0.5, color="#E6E6E6")
+        axes.set_axisbelow(True)
+    return figure, found
+
+
+def draw(
+    axes: Axes, curves: Sequence[Curve], *, x: str = "", y: str = "", title: str = "", whole: bool = False
+) -> None:
+    """Draw curves and label them.
+
+    Args:
+        axes: Of :func:`figure_of`.
+        curves: One alone is not named.
+        x: Label of the x axis.
+        y: Label of the y axis.
+        title: Above.
+        whole: Whether x only has whole numbers.
+    """
+    for number, curve in enumerate(curves):
+        colour = curve.colour or COLOURS[number % len(COLOURS)]
+        dash = curve.dash or DASHES[number % len(DASHES)]
+        if len(curve.low):
+            axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.2, linewidth=0)
+        marker = "o" if curve.points or len(curve.x) < 2 else None
+        axes.plot(curve.x, curve.y, color=colour, linestyle=dash, linewidth=1.4, marker=marker, ms=3, label=curve.label)
+    if whole:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(x, fontsize=_FONT)
+    axes.set_ylabel(y, fontsize=_FONT)
+    axes.set_title(title, fontsize=_FONT + 1, loc="left")
+    if len(curves) > 1:
+        axes.legend(fontsize=_SMALL, frameon=False, ncols=1 + (len(curves) > 4))
+
+
+def plot_loss(history: History, metric: str = "loss") -> Figure:
+    """A metric over the steps: the mean of the ranks, in a band from the least to the greatest; a line for each stage.
+
+    Args:
+        history: Of the run.
+        metric: A name that was given to `hvd.progress`.
+
+    Raises:
+        ValueError: there is nothing to draw.
+    """
+    _check(history)
+    if metric not in history.metrics:
+        reported = ", ".join(map(repr, history.metrics)) or "no metrics"
+        raise ValueError(
+            f"metric={metric!r}: the ranks reported {reported}; give it to hvd.progress, as in "
+            f"bar.report({metric}=value)"
+        )
+    ranks = [history.points(rank) for rank in history.ranks]
+    stages = list(dict.fromkeys(point.stage for points in ranks for point in points))
+    curves = []
+    for stage in stages:
+        lines = [_line(points, stage, metric) for points in ranks]
+        lines = [line for line in lines if line[0]]
+        if lines:
+            curves.append(_mean(stage or "all", lines))
+    if not curves:
+        raise ValueError(f"metric={metric!r}: none of its values is a finite number")
+    figure, (axes,) = figure_of()
+    draw(axes, curves, x="steps", y=metric, whole=True)
+    steps = {point.generation: point.total_steps for point in reversed(ranks[0])}
+    _mark(axes, [(steps[one.number], one) for one in history.generations[1:] if one.number in steps])
+    return figure
+
+
+def plot_throughput(history: History) -> Figure:
+    """How fast each rank went, over the time: samples a second, or steps where samples are not counted.
+
+    Up to eight ranks have a line each; of more the mean, the band they are in, and the slowest.
+
+    Args:
+        history: Of the run.
+
+    Raises:
+        ValueError: there is nothing to draw.
+    """
+    _check(history)
+    speeds = {rank: _speeds(history.points(rank)) for rank in history.ranks}
+    counted = any(sample for line in speeds.values() for _, sample, _ in line)
+    lines = {
+        rank: ([at for at, _, _ in line], [sample if counted else step for _, sample, step in line])
+        for rank, line in speeds.items()
+        if line
+    }
+    if not lines or not any(any(y) for _, y in lines.values()):
+        raise ValueError(
+            "no rank counted samples or steps for longer than a second: go through the data with hvd.progress(loader)"
+        )
+    slowest = min(lines, key=lambda rank: median(lines[rank][1]))
+    if len(lines) <= _MOST_LINES:
+        curves = [Curve(f"rank {rank}", x, y) for rank, (x, y) in lines.items()]
+    else:
+        curves = [
+            _mean(f"mean of {len(lines)} ranks", list(lines.values())),
+            Curve(f"slowest: rank {slowest}", *lines[slowest]),
+        ]
+    unit = "samples/s" if counted else "steps/s"
+    total = sum(
+        point.rates.samples_per_second * point.rates.seconds
+        for rank in lines
+        for point in history.points(rank)
+        if point.rates is not None
+    )
+    figure, (axes,) = figure_of()
+    title = f"on average {total / history.seconds:,.0f} samples/s together" if counted else ""
+    draw(axes, curves, x="seconds", y=f"{unit}, each rank", title=title)
+    axes.set_ylim(bottom=0)
+    _mark(axes, [(one.seconds, one) for one in history.generations[1:]])
+    return figure
+
+
+def plot_timeline(history: History) -> Figure:
+    """A lane for each rank over the time, filled by where its time went; epochs and generations are marked.
+
+    Args:
+        history: Of the run.
+
+    Raises:
+        ValueError: there is nothing to draw.
+    """
+    _check(history)
+    ranks = history.ranks
+    figure, (axes,) = figure_of(SIZE[0], min(12.0, max(SIZE[1] - 1, 1.1 + 0.3 * len(ranks))))
+    axes.grid(visible=False)
+    spent = dict.fromkeys([*PARTS, ""], 0.0)
+    for lane, rank in enumerate(ranks):
+        points = history.points(rank)
+        for name, seconds in _draw_lane(axes, lane, points).items():
+            spent[name] += seconds
+        epochs = [b.seconds for a, b in pairwise(points) if b.epoch != a.epoch]
+        if len(epochs) <= _MOST_EPOCHS:
+            axes.vlines(epochs, lane + 0.05, lane + 0.95, colors="black", linewidth=0.8)
+    whole = sum(spent.values())
+    if not whole:
+        raise ValueError("the run was over before its ranks had reported twice: nothing to draw yet")
+    every = -(-len(ranks) // 32)
+    axes.set_yticks([lane + 0.5 for lane in range(len(ranks))][::every], [f"rank {rank}" for rank in ranks][::every])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(ranks), 0)
+    axes.set_xlim(0, history.seconds)
+    axes.set_xlabel("seconds (black: a new epoch)", fontsize=_FONT)
+    axes.spines["left"].set_visible(False)
+    named = {**{name: (name, colour) for name, colour in PARTS.items()}, "": ("outside of hvd.progress", OUTSIDE)}
+    handles = [
+        Patch(color=colour, label=f"{label} {spent[name] / whole:.0%}")
+        for name, (label, colour) in named.items()
+        if spent[name]
+    ]
+    figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize=_FONT, frameon=False)
+    _mark(axes, [(one.seconds, one) for one in history.generations[1:]])
+    return figure
+
+
+def _check(history: History) -> None:
+    if not history:
+        raise ValueError(
+            "nothing was heard of the ranks while they ran: the run was shorter than a second, or executors cannot "
+            "reach the driver. Loops that go through hvd.progress(...) tell most"
+        )
+
+
+def _line(points: Iterable[Point], stage: str, metric: str) -> tuple[list[float], list[float]]:
+    """Steps and values of a metric in a stage, one value a step."""
+    found = {
+        point.total_steps: point.metrics[metric]
+        for point in points
+        if point.stage == stage and math.isfinite(point.metrics.get(metric, math.nan))
+    }
+    return [float(step) for step in found], list(found.values())
+
+
+def _speeds(points: Iterable[Point]) -> list[tuple[float, float, float]]:
+    """When, samples a second, steps a second."""
+    return [
+        (point.seconds - point.rates.seconds / 2, point.rates.samples_per_second, point.rates.steps_per_second)
+        for point in points
+        if point.rates is not None and point.stage
+    ]
+
+
+def _mean(label: str, lines: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Curve:
+    """Of lines that have their values at different places: each is taken where it goes."""
+    if len(lines) == 1:
+        return Curve(label, *lines[0])
+    places = sorted({place for x, _ in lines for place in x})
+    if len(places) > _GRID:
+        places = list(np.linspace(places[0], places[-1], _GRID))
+    values = np.array([np.interp(places, x, y, left=math.nan, right=math.nan) for x, y in lines])
+    there = ~np.isnan(values).all(axis=0)
+    x, values = np.array(places)[there], values[:, there]
+    low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
+    return Curve(label, x.tolist(), np.nanmean(values, axis=0).tolist(), low.tolist(), high.tolist())
+
+
+def _draw_lane(axes: Axes, lane: int, points: Sequence[Point]) -> dict[str, float]:
+    """Parts of the time stacked on each other, from point to point; how many seconds each has."""
+    seconds = [0.0 if point.rates is None else point.rates.seconds for point in points]
+    parts = {name: [0.0 if point.rates is None else getattr(point.rates, name) for point in points] for name in PARTS}
+    parts[""] = [
+        0.0 if point.rates is None else max(0.0, 1 - sum(parts[name][place] for name in PARTS))
+        for place, point in enumerate(points)
+    ]
+    x = [point.seconds for point in points]
+    floor = np.full(len(points), lane + 0.95)
+    for name, part in parts.items():
+        top = floor - 0.9 * np.array(part)
+        axes.fill_between(x, floor, top, step="pre", color=PARTS.get(name, OUTSIDE), linewidth=0)
+        floor = top
+    return {name: float(np.dot(part, seconds)) for name, part in parts.items()}
+
+
+def _mark(axes: Axes, generations: Iterable[tuple[float, Generation]]) -> None:
+    """Lines where worlds begin."""
+    for place, one in generations:
+        axes.axvline(place, color="black", linewidth=0.8, linestyle=":")
+        axes.annotate(
+            f" generation {one.number}, {one.size} ranks",
+            (place, 1),
+            xycoords=("data", "axes fraction"),
+            fontsize=_SMALL,
+            va="bottom",
+        )

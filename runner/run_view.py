@@ -1,0 +1,180 @@
+"""The state of a run as its driver knows it: made from what the ranks tell, and looked at by the displays."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+
+from spark_hvd.runner.picture import LONG, Picture, Row
+from spark_hvd.runner.rank_record import RankRecord
+from spark_hvd.runner.rates import slowest_of
+from spark_hvd.runner.remaining import Pace
+from spark_hvd.runner.summary import Summary, mean_share, steady_rate
+from spark_hvd.vitals import Vitals
+
+_JUDGED = 4.0
+"""Seconds of each rank's work that are looked at, at least, before one is called the slowest."""
+
+
+class RunView:
+    """Takes the ranks' records; gives a picture of now, and a summary at the end. Does no I/O and reads no clock.
+
+    **The slowest rank.** Ranks that train together make the same steps a second, since they wait for each other. The
+    one for which the others wait is the one that itself waits least. So ranks are compared by their own time a step:
+    all of it but waiting for communication. The skew is that of the slowest in units of the median rank's. It is worth
+    a word from 1.1, and only if the others wait for at least 5 % of a step because of it.
+
+    **Worlds.** Ranks of a newer generation replace those of the one before. A process is taken for one that survived
+    if none of its counters has fallen; what a process did counts once, whatever its rank is called later.
+
+    Args:
+        title: What runs: "train on 8 ranks".
+        size: Ranks expected.
+        now: The monotonic clock.
+    """
+
+    def __init__(self, title: str, size: int, now: float) -> None:
+        self.title = title
+        self._size = size
+        self._started = now
+        self._generation = -1
+        self._ranks: dict[int, RankRecord] = {}
+        self._before: list[RankRecord] = []
+        """Of the world before, those that have not shown up in this one."""
+        self._all: list[RankRecord] = []
+        self._steps_before = 0
+        self._survivors: list[int] = []
+        """Of each world but the first, how many processes it took over."""
+        self._pace = Pace()
+        self._verdict: str | None = None
+
+    def take(self, record: Vitals, now: float) -> None:
+        """Note what a rank has told.
+
+        Args:
+            record: The rank's; of an older world than the newest it is left out.
+            now: The monotonic clock.
+        """
+        if record.generation < self._generation:
+            return
+        if record.generation > self._generation:
+            self._begin(record.generation)
+        self._size = record.size
+        process = self._ranks.get(record.rank)
+        if process is not None and process.may_tell(record):
+            process.take(record, now)
+        else:
+            self._ranks[record.rank] = self._arrived(record, now)
+        if record.rank == 0:
+            self._pace.take(record, now)
+
+    def ended(self, rank: int) -> None:
+        """The program of a rank has ended: nothing more is to be expected of it."""
+        if (process := self._ranks.get(rank)) is not None:
+            process.ended = True
+
+    def mark(self, verdict: str | None) -> None:
+        """Show why nothing moves; None: it moves again."""
+        self._verdict = verdict
+
+    def picture(self, now: float) -> Picture:
+        """What there is to see now."""
+        slowest = slowest_of({rank: process.recent.span() for rank, process in self._judged(now)})
+        shown = tuple(
+            self._ranks[rank].row(rank, now, slowest) if rank in self._ranks else Row(rank)
+            for rank in range(self._size)
+        )
+        running = [row for row in shown if row.started and not row.ended] or shown
+        speeds = [row.steps_per_second for row in shown if row.steps_per_second is not None]
+        return Picture(
+            title=self.title,
+            seconds=now - self._started,
+            size=self._size,
+            generation=max(0, self._generation),
+            restarts=self._restarts,
+            changes=max(0, self._generation) - self._restarts,
+            rows=shown,
+            samples=sum(process.last.samples for process in self._all),
+            steps_per_second=statistics.median(speeds) if speeds else None,
+            samples_per_second=_sum(row.samples_per_second for row in running),
+            data=_mean(row.data for row in shown),
+            communication=_mean(row.communication for row in shown),
+            computing=_mean(row.computing for row in shown),
+            remaining=self._pace.remaining(now),
+            slowest=slowest,
+            verdict=self._verdict,
+        )
+
+    def summary(self, now: float) -> Summary:
+        """What the run was, at its end or so far."""
+        spans = [(process.last.rank, process.whole) for process in self._all]
+        samples = sum(process.last.samples for process in self._all)
+        seconds = now - self._started
+        first = self._ranks.get(0)
+        return Summary(
+            title=self.title,
+            seconds=seconds,
+            ranks=self._size,
+            steps=self._steps_before + self._steps(),
+            samples=samples,
+            samples_per_second=samples / seconds if samples and seconds > 0 else None,
+            steady_samples_per_second=steady_rate([span for _, span in spans], self._size),
+            data=mean_share([(rank, span.seconds, span.data) for rank, span in spans]),
+            communication=mean_share([(rank, span.seconds, span.communication) for rank, span in spans]),
+            computing=mean_share([(rank, span.seconds, span.computing) for rank, span in spans]),
+            restarts=self._restarts,
+            changes=max(0, self._generation) - self._restarts,
+            metrics={} if first is None else first.metrics,
+            slowest=slowest_of({rank: process.whole for rank, process in self._ranks.items()}),
+        )
+
+    @property
+    def _restarts(self) -> int:
+        return self._survivors.count(0)
+
+    def _begin(self, generation: int) -> None:
+        if self._generation >= 0:
+            self._survivors.append(0)
+        self._steps_before += self._steps()
+        self._generation = generation
+        self._before, self._ranks = list(self._ranks.values()), {}
+        self._pace.forget()
+        self._verdict = None
+
+    def _arrived(self, record: Vitals, now: float) -> RankRecord:
+        """The process that tells of itself in this world for the first time: known from the one before, or new."""
+        known = [process for process in self._before if process.may_tell(record)]
+        if known:
+            process = min(known, key=lambda one: record.cpu_seconds - one.last.cpu_seconds)
+            self._before.remove(process)
+            if self._survivors:
+                self._survivors[-1] += 1
+            process.enter(record, now)
+            return process
+        process = RankRecord(record, now)
+        self._all.append(process)
+        return process
+
+    def _steps(self) -> int:
+        """Steps done in this world."""
+        return max((process.steps for process in self._ranks.values()), default=0)
+
+    def _judged(self, now: float) -> Iterable[tuple[int, RankRecord]]:
+        """The ranks to compare; none as long as one is missing, or has not told enough."""
+        complete = len(self._ranks) == self._size and all(
+            not process.ended and now - process.heard <= LONG and process.recent.span().seconds >= _JUDGED
+            for process in self._ranks.values()
+        )
+        return self._ranks.items() if complete else ()
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    """None if one of them is not known: half of a sum would mislead."""
+    every = list(values)
+    known = [value for value in every if value is not None]
+    return sum(known) if known and len(known) == len(every) else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None

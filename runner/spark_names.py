@@ -1,0 +1,120 @@
+"""What the Spark UI shows of our jobs: a group, a description, and stages named after the user's line of code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd.runner.spark import is_connect
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_log = logging.getLogger(__name__)
+_GROUP, _DESCRIPTION = "spark.jobGroup.id", "spark.job.description"
+_PLACE, _STACK = "callSite.short", "callSite.long"  # org.apache.spark.util.CallSite
+_NOT_THE_USERS = {"spark_hvd", "pyspark", "py4j", "mlflow", "threading", "concurrent", "contextlib", "functools"}
+
+
+@contextmanager
+def job_group(spark: SparkSession, group: str) -> Iterator[None]:
+    """Put this thread's jobs into a group, unless the user has done so already: he may want to cancel his by it.
+
+    Args:
+        spark: The session; with Spark Connect, which has no groups, nothing happens.
+        group: Its name; ``sparkContext.cancelJobGroup(group)`` ends its jobs.
+    """
+    with _properties(spark, {} if _property(spark, _GROUP) else {_GROUP: group}):
+        yield
+
+
+@contextmanager
+def job_named(frame: DataFrame, description: str, place: str | None = None, stack: str = "") -> Iterator[None]:
+    """Name the jobs that this thread starts to compute `frame`; afterwards the thread's own names hold again.
+
+    Args:
+        frame: One that we have made; its action must be called in here.
+        description: What the jobs are for.
+        place: For the stages, as :func:`call_site` gives it; None for the line that called us.
+        stack: How the program came there.
+    """
+    if is_connect(frame.sparkSession):  # the server describes jobs by their plans
+        yield
+        return
+    if place is None:
+        place, stack = call_site(description)
+    named = {_DESCRIPTION: description, _PLACE: place, _STACK: stack}
+    ours: Any = frame
+    context, ours._sc = ours._sc, _KeepsCallSite(ours._sc)
+    try:
+        with _properties(frame.sparkSession, named):
+            yield
+    finally:
+        ours._sc = context
+
+
+def call_site(description: str) -> tuple[str, str]:
+    """A name for stages, with the user's line in it, and the stack that led there: what PySpark has for its own.
+
+    Args:
+        description: What the stage is for.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+        frame = frame.f_back
+    place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{description.removeprefix('spark_hvd: ')} at {place}", "".join(traceback.format_stack(frame))
+
+
+class _KeepsCallSite:
+    """Stands in for the SparkContext of one DataFrame: PySpark overwrites the call site before each action.
+
+    It takes the first of its own lines for it, which in a thread of ours is "wrapped at threading.py:982".
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._jsc = _NoCallSite(context._jsc)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+class _NoCallSite:
+    def __init__(self, java: Any) -> None:
+        self._java = java
+
+    def setCallSite(self, place: str | None) -> None:  # noqa: N802 - Spark's name
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._java, name)
+
+
+def _property(spark: SparkSession, name: str) -> str | None:
+    return None if is_connect(spark) else spark.sparkContext.getLocalProperty(name)
+
+
+@contextmanager
+def _properties(spark: SparkSession, values: dict[str, str]) -> Iterator[None]:
+    """Local properties of this thread, then what they were."""
+    before = {name: _property(spark, name) for name in values}
+    for name, value in values.items():
+        _set(spark, name, value)
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            _set(spark, name, old)
+
+
+def _set(spark: SparkSession, name: str, value: str | None) -> None:
+    try:
+        spark.sparkContext.setLocalProperty(name, value)  # type: ignore[arg-type] # None unsets it
+    except Exception as error:  # the context may have been stopped meanwhile; names are no reason to fail
+        _log.debug("cannot set %s: %s", name, error)

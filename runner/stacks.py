@@ -1,0 +1,185 @@
+"""Stacks and tracebacks as a person wants to read them: the user's frames whole, the others folded to a word.
+
+Pure functions of text: of what Python's fault handler writes (``File "train.py", line 3 in step``, innermost first),
+and of ordinary tracebacks (innermost last).
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import spark_hvd
+
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
+_TRACEBACK_FRAME = re.compile(r'  File "(?P<file>.*)", line \d+(?:, in (?P<function>.*))?$')
+_PACKAGES = re.compile(r"/(?:site|dist)-packages/(?P<name>\w+)")
+_STANDARD = re.compile(r"/lib(?:64)?/python3\.\d+/|^<frozen ")
+_HOME = os.path.dirname(os.path.abspath(spark_hvd.__file__))
+_OURS = re.compile(
+    # In a checkout the runner and the estimators lie beside the core.
+    rf"/spark_hvd/(?:\w+/)?\w+\.py$|^(?:{re.escape(_HOME)}|{re.escape(os.path.dirname(_HOME))}/(?:runner|estimators))/"
+)
+_CHAIN = "\n\nThe above exception was the direct cause of the following exception:\n\n"
+_PLUMBING = ("_wrapped_call_impl", "_call_impl", "_engine_run_backward")
+"""Functions of torch's on the way from one of the user's to the next."""
+_INNERMOST = 6
+"""Frames shown of a thread that has none of the user's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call under way."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def library(self) -> str:
+        """Of what it is a part: "spark_hvd", "torch", "Python", another package; empty for the user's own code."""
+        return library_of(self.file)
+
+
+def library_of(file: str) -> str:
+    """Of what a source file is a part, see :attr:`Frame.library`."""
+    if _OURS.search(file):
+        return "spark_hvd"
+    if (package := _PACKAGES.search(file)) is not None:
+        return package["name"]
+    return "Python" if _STANDARD.search(file) else ""
+
+
+def threads(stacks: str) -> list[list[Frame]]:
+    """The threads of a fault handler's text, each with its innermost frame first; the main thread last."""
+    found: list[list[Frame]] = []
+    for line in stacks.splitlines():
+        if _THREAD.match(line):
+            found.append([])
+        elif found and (frame := _FRAME.match(line)) is not None:
+            number = int(frame["line"]) if frame["line"].isdigit() else 0
+            found[-1].append(Frame(frame["file"], number, frame["function"]))
+    return [frames for frames in found if frames]
+
+
+def place(stacks: str) -> str:
+    """Where the user's code stands: ``train.py, line 31, in load: time.sleep(9)``; empty if that cannot be told."""
+    there = threads(stacks)
+    own = [frame for frames in reversed(there) for frame in frames if not frame.library]
+    if not own and not there:
+        return ""
+    frame = own[0] if own else there[-1][0]
+    source = _source(frame)
+    return f"{os.path.basename(frame.file)}, line {frame.line}, in {frame.function}{f': {source}' if source else ''}"
+
+
+def folded(stacks: str) -> list[str]:
+    """The main thread and those with code of the user's, as lines, outermost call first.
+
+    What lies between and below the user's frames is one line a library. A main thread without any such frame is shown
+    with its innermost ones.
+    """
+    there = threads(stacks)
+    lines: list[str] = []
+    for number, frames in enumerate(reversed(there)):
+        if number and not any(not frame.library for frame in frames):
+            continue
+        if number:
+            lines.append("another thread:")
+        lines += _folded(frames)
+    return lines
+
+
+def _folded(frames: Sequence[Frame]) -> list[str]:
+    if all(frame.library for frame in frames):
+        return [line for frame in reversed(frames[:_INNERMOST]) for line in _shown(frame)]
+    lines: list[str] = []
+    own = [place for place, frame in enumerate(frames) if not frame.library]
+    for library, run in groupby(reversed(frames[: own[-1] + 1]), key=lambda frame: frame.library):
+        calls = list(run)
+        if library:
+            lines.append(f"[{_count(len(calls))} of {library}, {_where(calls[-1])}]")
+        else:
+            lines += [line for frame in calls for line in _shown(frame)]
+    return lines
+
+
+def _shown(frame: Frame) -> list[str]:
+    source = _source(frame)
+    return [f'File "{frame.file}", line {frame.line}, in {frame.function}', *([f"  {source}"] if source else [])]
+
+
+def _where(frame: Frame) -> str:
+    return f"{os.path.basename(frame.file)}, line {frame.line}, in {frame.function}"
+
+
+def _source(frame: Frame) -> str:
+    """The line itself where this process can see it: a notebook's cell, or a file that driver and ranks share."""
+    return "" if frame.library else linecache.getline(frame.file, frame.line).strip()
+
+
+def grouped(stacks: Mapping[int, str]) -> list[tuple[list[int], list[str]]]:
+    """Fold the stacks of many ranks, and put together the ranks whose folded stacks are the same.
+
+    Args:
+        stacks: A fault handler's text, by rank; those without any are left out.
+
+    Returns:
+        Ranks and lines, in the order of the first rank of each group.
+    """
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for rank, text in sorted(stacks.items()):
+        lines = folded(text) or text.strip().splitlines()
+        if lines:
+            groups.setdefault(tuple(lines), []).append(rank)
+    return [(ranks, list(lines)) for lines, ranks in groups.items()]
+
+
+def trim_traceback(text: str) -> str:
+    """A traceback in which our own frames, and torch's plumbing, are a line each time; all others are as they were.
+
+    A part without a frame of anybody else's stays whole: then ours are all there is. Exceptions of a chain that have no
+    frames and say what the last one says are left out.
+    """
+    lines: list[str] = []
+    *causes, last = text.split(_CHAIN)
+    text = _CHAIN.join([*(cause for cause in causes if cause != last.splitlines()[-1]), last])
+    for is_frames, part in groupby(
+        _blocks(text.splitlines()), key=lambda block: bool(_TRACEBACK_FRAME.match(block[0]))
+    ):
+        blocks = list(part)
+        hidden = [_hidden(block[0]) for block in blocks] if is_frames else []
+        if not any(hidden) or all(name == "spark_hvd" for name in hidden):
+            lines += [line for block in blocks for line in block]
+            continue
+        for name, run in groupby(zip(hidden, blocks, strict=True), key=lambda pair: pair[0]):
+            calls = list(run)
+            lines += [f"  [{_count(len(calls))} of {name}]"] if name else [line for _, block in calls for line in block]
+    return "\n".join(lines)
+
+
+def _blocks(lines: Iterable[str]) -> list[list[str]]:
+    """Each frame with the lines of source that belong to it; every other line for itself."""
+    blocks: list[list[str]] = []
+    for line in lines:
+        if blocks and line.startswith("    ") and _TRACEBACK_FRAME.match(blocks[-1][0]):
+            blocks[-1].append(line)
+        else:
+            blocks.append([line])
+    return blocks
+
+
+def _hidden(line: str) -> str:
+    frame = _TRACEBACK_FRAME.match(line)
+    assert frame is not None
+    library = library_of(frame["file"])
+    return library if library == "spark_hvd" or (library == "torch" and frame["function"] in _PLUMBING) else ""
+
+
+def _count(frames: int) -> str:
+    return f"{frames} frame{'s' if frames != 1 else ''}"

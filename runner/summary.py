@@ -1,0 +1,157 @@
+"""What a run was, in a few lines: how much, how fast, where the time went, and what went wrong on the way."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from spark_hvd.runner import words
+from spark_hvd.runner.picture import Slowest
+from spark_hvd.runner.rates import Span
+from spark_hvd.runner.report import count
+
+_CELL = "text-align:left;padding:1px 8px"
+_LONG = 30.0
+"""Seconds from which on a run is worth a summary that told nothing of its steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of the ranks' time, from 0 to 1.
+
+    Attributes:
+        mean: Over all ranks.
+        most: Of the rank that spent most.
+        rank: Which one that is.
+    """
+
+    mean: float
+    most: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run. Prints as a short block of text, and shows as a table in a notebook. What is not known is None.
+
+    Shares are of the time between the first and the last step of each rank, so that neither imports nor the first
+    step, in which much is made ready, count; without `hvd.progress`, of all of its time.
+
+    Attributes:
+        title: What ran.
+        seconds: From the start to the end.
+        ranks: In the last world.
+        steps: Of one rank, those that had to be done again included; 0 without `hvd.progress`.
+        samples: Of all ranks.
+        samples_per_second: Over all of `seconds`.
+        steady_samples_per_second: The same between the first and the last step.
+        data: Share of the time waiting for data.
+        communication: Share of the time waiting for communication.
+        computing: Share of the time that is left.
+        restarts: How often all ranks were started again.
+        changes: How often ranks came or went while others stayed.
+        metrics: Rank 0's last ones, by name.
+        slowest: The rank for which the others waited, if it is worth a word.
+    """
+
+    title: str
+    seconds: float
+    ranks: int
+    steps: int = 0
+    samples: int = 0
+    samples_per_second: float | None = None
+    steady_samples_per_second: float | None = None
+    data: Share | None = None
+    communication: Share | None = None
+    computing: Share | None = None
+    restarts: int = 0
+    changes: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    slowest: Slowest | None = None
+
+    @property
+    def efficiency(self) -> float | None:
+        """Share of the ranks' time that was not spent waiting, for data or for communication: from 0 to 1."""
+        return None if self.computing is None else self.computing.mean
+
+    @property
+    def worth_showing(self) -> bool:
+        """Whether there is more to say than that it ran."""
+        return self.steps > 0 or self.seconds >= _LONG or self.restarts + self.changes > 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain data, `efficiency` included."""
+        return {**asdict(self), "efficiency": self.efficiency}
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What there is to say, as pairs of a heading and a text."""
+        pairs = [("time", self._time())]
+        if self.samples_per_second is not None:
+            pairs.append(("samples", self._samples()))
+        for heading, share, what in (
+            ("computing", self.computing, ""),
+            ("data", self.data, " waiting"),
+            ("communication", self.communication, " waiting"),
+        ):
+            if share is not None:
+                pairs.append((heading, _with_worst(share, what)))
+        if self.slowest is not None:
+            pairs.append(("slowest", words.slowest(self.slowest)))
+        if again := words.again(self.restarts, self.changes):
+            pairs.append(("again", again))
+        if self.metrics:
+            pairs.append(("metrics", words.metrics(self.metrics)))
+        return pairs
+
+    def _time(self) -> str:
+        steps = f", {count(self.steps, 'step')}" if self.steps else ""
+        return f"{words.duration(self.seconds)} on {count(self.ranks, 'rank')}{steps}"
+
+    def _samples(self) -> str:
+        assert self.samples_per_second is not None
+        text = f"{self.samples:,}, {words.number(self.samples_per_second)} a second"
+        if self.steady_samples_per_second is not None:
+            text += f" ({words.number(self.steady_samples_per_second)} without the start)"
+        return text
+
+    def __str__(self) -> str:
+        pairs = self.facts()
+        width = max(len(heading) for heading, _ in pairs)
+        return "\n".join([self.title, *(f"  {heading:<{width}}  {text}" for heading, text in pairs)])
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f'<tr><td style="{_CELL};opacity:.65">{html.escape(heading)}</td>'
+            f'<td style="{_CELL}">{html.escape(text)}</td></tr>'
+            for heading, text in self.facts()
+        )
+        table = f'<table style="color:inherit"><tbody>{rows}</tbody></table>'
+        return f"<div><b>{html.escape(self.title)}</b>{table}</div>"
+
+
+def _with_worst(share: Share, what: str) -> str:
+    text, worst = words.share(share.mean), words.share(share.most)
+    return f"{text} of the time{what}" + ("" if worst == text else f" (rank {share.rank}: {worst})")
+
+
+def mean_share(parts: Sequence[tuple[int, float, float | None]]) -> Share | None:
+    """Put the ranks' shares together.
+
+    Args:
+        parts: Of each process: its rank, its seconds, and its share of them.
+    """
+    known = [(rank, seconds, part) for rank, seconds, part in parts if part is not None]
+    total = sum(seconds for _, seconds, _ in known)
+    if total <= 0:
+        return None
+    rank, _, most = max(known, key=lambda each: each[2])
+    return Share(sum(seconds * part for _, seconds, part in known) / total, most, rank)
+
+
+def steady_rate(spans: Sequence[Span], ranks: int) -> float | None:
+    """Samples a second of all ranks between the first and the last step: a rank's mean, times their number."""
+    seconds = sum(span.seconds for span in spans)
+    samples = sum(span.samples for span in spans)
+    return samples / seconds * ranks if seconds > 0 and samples > 0 else None

@@ -1,0 +1,157 @@
+"""A picture of a run as lines of text: a heading, a row a rank, and what to say of them. Pure, for any width."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from spark_hvd.runner import words
+from spark_hvd.runner.picture import Picture, Row, shown_rows
+from spark_hvd.runner.report import count
+
+T = TypeVar("T")
+_GAP = "  "
+_LEAST_NOTE = 14
+"""Characters of the notes for which columns have to make room."""
+_VERDICT_LINES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line, and how it is to look where there are colours.
+
+    Attributes:
+        text: Without its end.
+        style: In rich's words: "bold", "dim", "yellow", "red"; "" for nothing special.
+    """
+
+    text: str
+    style: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of the table.
+
+    Attributes:
+        heading: Above it.
+        place: How much it matters; where there is no room for all, those with the highest number go first.
+        cells: One for each row.
+        whole: That of the whole run, below them.
+    """
+
+    heading: str
+    place: int
+    cells: tuple[str, ...]
+    whole: str = ""
+
+    @property
+    def width(self) -> int:
+        """Of its longest cell."""
+        return max(map(len, (self.heading, *self.cells, self.whole)))
+
+
+def table(picture: Picture, width: int, most_rows: int) -> list[Line]:
+    """The run as lines.
+
+    Args:
+        picture: The run.
+        width: Columns of text there is room for; no line is longer.
+        most_rows: Ranks there is room for.
+    """
+    title = Line(_cut(head(picture, width), width), "bold")
+    if not picture.heard:
+        return [title]
+    rows, more = shown_rows(picture.rows, most_rows)
+    notes = [words.note(row) for row in rows]
+    longest = max(map(len, notes), default=0)
+    columns = _that_fit(columns_of(rows, picture), width - (min(longest, _LEAST_NOTE) + len(_GAP) if longest else 0))
+    lines = [
+        title,
+        Line(_cut(_GAP.join(column.heading.rjust(column.width) for column in columns), width), "dim"),
+    ]
+    for number, (row, said) in enumerate(zip(rows, notes, strict=True)):
+        text = _GAP.join([column.cells[number].rjust(column.width) for column in columns] + [said] * bool(said))
+        style = "dim" if row.quiet else "yellow" if row.skew is not None else ""
+        lines.append(Line(_cut(text, width), style))
+    if more:
+        lines.append(Line(_cut(f"and {more} more", width), "dim"))
+    if len(picture.rows) > 1 and any(column.whole for column in columns[1:]):
+        lines.append(Line(_cut(_GAP.join(column.whole.rjust(column.width) for column in columns), width), "dim"))
+    if picture.verdict:
+        wrapped = [line for part in picture.verdict.splitlines() for line in textwrap.wrap(part, width)]
+        lines += [Line(line, "red") for line in wrapped[:_VERDICT_LINES]]
+    return lines
+
+
+def head(picture: Picture, width: int) -> str:
+    """What runs, for how long, and how long it will still take; what has no room is left out, the title at last."""
+    parts = [picture.title, words.duration(picture.seconds)]
+    if not picture.heard:
+        parts.append("nothing heard of the ranks yet")
+    if picture.remaining is not None:
+        parts.append(words.remaining(picture.remaining))
+    if again := words.again(picture.restarts, picture.changes):
+        parts.append(f"{again}, now {count(picture.size, 'rank')}")
+    while len(parts) > 2 and len("   ".join(parts)) > width:
+        parts.pop()
+    return "   ".join(parts)
+
+
+def columns_of(rows: Sequence[Row], picture: Picture) -> list[Column]:
+    """All columns that have something in them, in order."""
+    metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
+    steps = _column("steps/s", 3, rows, lambda row: _rate(row.steps_per_second))
+    samples = _column(
+        "samples/s", 3, rows, lambda row: _rate(row.samples_per_second), _rate(picture.samples_per_second)
+    )
+    columns = [
+        _column("rank", 0, rows, lambda row: str(row.rank), "all"),
+        _column("epoch", 4, rows, words.epoch),
+        _column("step", 1, rows, words.step),
+        *(_metric(name, 12 + place if place else 2, rows) for place, name in enumerate(metrics)),
+        samples if any(samples.cells) else steps,
+        _column("compute", 11, rows, lambda row: _share(row.computing), _share(picture.computing)),
+        _column("data", 6, rows, lambda row: _share(row.data), _share(picture.data)),
+        _column("comm", 5, rows, lambda row: _share(row.communication), _share(picture.communication)),
+        _column("CPU", 8, rows, lambda row: _known("{:.1f}".format, row.cpu)),
+        _column("memory", 9, rows, lambda row: _known(words.size, row.memory_bytes)),
+        _column("GPU", 7, rows, lambda row: _share(row.gpu_utilization)),
+        _column("GPU mem", 10, rows, lambda row: _known(words.size, row.gpu_memory_bytes)),
+    ]
+    return [column for column in columns if any(column.cells)]
+
+
+def _column(heading: str, place: int, rows: Sequence[Row], cell: Callable[[Row], str], whole: str = "") -> Column:
+    return Column(heading, place, tuple(map(cell, rows)), whole)
+
+
+def _metric(name: str, place: int, rows: Sequence[Row]) -> Column:
+    return _column(name, place, rows, lambda row: _known(words.metric, row.metrics.get(name)))
+
+
+def _known(text: Callable[[T], str], value: T | None) -> str:
+    return "" if value is None else text(value)
+
+
+def _rate(value: float | None) -> str:
+    return _known(words.number, value)
+
+
+def _share(value: float | None) -> str:
+    return _known(words.share, value)
+
+
+def _that_fit(columns: list[Column], width: int) -> list[Column]:
+    """Leave out what matters least until the rest has room."""
+    while len(columns) > 1 and sum(column.width + len(_GAP) for column in columns) - len(_GAP) > width:
+        worst = max(columns, key=lambda column: column.place)
+        columns = [column for column in columns if column is not worst]
+    return columns
+
+
+def _cut(text: str, width: int) -> str:
+    text = text.rstrip()
+    return text if len(text) <= width else text[: max(0, width - 3)] + "..."

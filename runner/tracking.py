@@ -1,0 +1,130 @@
+"""``Tracker``: keeps a record of runs elsewhere, in MLflow say; the driver tells it, and ranks know nothing of it."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Protocol
+
+import spark_hvd
+from spark_hvd.runner.config import RunConfig
+
+if TYPE_CHECKING:
+    from spark_hvd.runner.summary import Summary
+    from spark_hvd.vitals import Vitals
+
+_log = logging.getLogger(__name__)
+Facts = Mapping[str, str | int | float]
+
+
+class Tracker(Protocol):
+    """Takes note of one run after the other. Always called by the thread that called ``run``."""
+
+    def start(self, facts: Facts) -> None:
+        """A run begins; no rank has been started yet. An exception ends it here.
+
+        Args:
+            facts: What was asked for, and versions, by name.
+        """
+        ...
+
+    def take(self, vitals: Vitals) -> None:
+        """A rank has told how it is: once a second, for each rank. Must not wait for anything.
+
+        Args:
+            vitals: What it told.
+        """
+        ...
+
+    def end(self, error: BaseException | None, summary: Summary | None) -> None:
+        """The run is over. Called whenever ``start`` has returned.
+
+        Args:
+            error: What ended it, as ``run`` raises it; None if it went well.
+            summary: How it went; None where nothing was heard of the ranks.
+        """
+        ...
+
+
+class Tracking:
+    """A tracker that cannot disturb a run once it has begun; or none.
+
+    Args:
+        tracker: None for none.
+
+    Raises:
+        TypeError: it is something else.
+    """
+
+    def __init__(self, tracker: Tracker | None) -> None:
+        if tracker is not None and not all(hasattr(tracker, name) for name in ("start", "take", "end")):
+            raise TypeError(
+                f"tracker={tracker!r}: expected an object with start, take and end, such as "
+                "spark_hvd.runner.MlflowTracker()"
+            )
+        if isinstance(tracker, type):
+            raise TypeError(f"tracker={tracker.__name__}: expected an object, not a class: {tracker.__name__}()")
+        self._tracker = tracker
+        self._failed = False
+
+    def start(self, facts: Facts) -> None:
+        """See Tracker; what it raises is raised."""
+        if self._tracker is not None:
+            self._tracker.start(facts)
+
+    def take(self, vitals: Vitals) -> None:
+        """See Tracker; the first error is logged."""
+        if self._tracker is not None:
+            try:
+                self._tracker.take(vitals)
+            except Exception as error:
+                self._note(error)
+
+    def end(self, error: BaseException | None, summary: Summary | None) -> None:
+        """See Tracker; an error is logged."""
+        if self._tracker is not None:
+            try:
+                self._tracker.end(error, summary)
+            except Exception as own:
+                self._note(own)
+
+    def _note(self, error: Exception) -> None:
+        if not self._failed:
+            self._failed = True
+            _log.warning(
+                "tracker=%s: %s: %s; the run goes on, its record may be incomplete",
+                type(self._tracker).__name__,
+                type(error).__name__,
+                error,
+            )
+
+
+def facts_of(config: RunConfig, name: str, **more: str | float | None) -> dict[str, str | int | float]:
+    """What a tracker is told at the start.
+
+    Args:
+        config: Of the run.
+        name: Of the function.
+        more: Other things that are known; those that are None are left out.
+    """
+    found: dict[str, str | int | float | None] = {
+        "function": name,
+        "num_proc": config.num_proc,
+        "backend": config.backend or "auto",
+        "max_restarts": config.max_restarts or None,
+        "python": platform.python_version(),
+        "spark_hvd": spark_hvd.__version__,
+        "torch": _version("torch"),
+        "pyspark": _version("pyspark"),
+        **more,
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

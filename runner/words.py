@@ -1,0 +1,94 @@
+"""Numbers in words, the same in the terminal, the notebook and the log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from spark_hvd.runner.picture import Remaining, Row, Slowest
+from spark_hvd.runner.report import count
+
+
+def duration(seconds: float) -> str:
+    """``7.3 s``, ``42 s``, ``12 min 31 s``, ``3 h 05 min``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def number(value: float) -> str:
+    """Three digits, or all of those before the point: ``0.0123``, ``1.23``, ``123``, ``12,345``."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0 or abs(value) >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}" if abs(value) >= 1e-4 else f"{value:.2e}"
+
+
+def share(value: float) -> str:
+    """``12 %``."""
+    return f"{value * 100:.0f} %"
+
+
+def size(count: int) -> str:
+    """Bytes: ``512 MiB``, ``1.5 GiB``."""
+    return f"{count >> 20} MiB" if count < 1000 << 20 else f"{count / (1 << 30):.1f} GiB"
+
+
+def metric(value: float) -> str:
+    """Four digits: losses get small, and accuracies near to 1."""
+    return f"{value:#.4g}".removesuffix(".")
+
+
+def metrics(values: Mapping[str, float]) -> str:
+    """``loss 0.1234, accuracy 0.98``."""
+    return ", ".join(f"{name} {metric(value)}" for name, value in values.items())
+
+
+def slowest(slow: Slowest) -> str:
+    """Which rank, and how much it differs."""
+    return f"rank {slow.rank}: {slow.skew:.2f} times the median rank's own time a step"
+
+
+def again(restarts: int, changes: int) -> str:
+    """What was not as it should be; "" if all was."""
+    parts = [count(restarts, "restart")] if restarts else []
+    parts += [count(changes, "change") + " of membership"] if changes else []
+    return ", ".join(parts)
+
+
+def remaining(left: Remaining) -> str:
+    """``ETA 3 min 10 s``, or how long this epoch will take."""
+    return f"ETA {duration(left.seconds)}" if left.whole else f"this loop ends in {duration(left.seconds)}"
+
+
+def epoch(row: Row) -> str:
+    """``3/10``, counted from 1 for people; "" if it is not known."""
+    if row.epoch is None:
+        return ""
+    return f"{row.epoch + 1}/{row.epochs}" if row.epochs else f"{row.epoch + 1}"
+
+
+def step(row: Row) -> str:
+    """``120/1000``, after the loop's name if that is not "train"; "" before the first."""
+    if not row.stage and not row.step:
+        return ""
+    name = "" if row.stage in ("", "train") else f"{row.stage} "
+    return f"{name}{row.step}/{row.steps}" if row.steps is not None else f"{name}{row.step}"
+
+
+def note(row: Row) -> str:
+    """What is to be said of this rank in particular; "" if nothing is."""
+    if row.ended:
+        return "ended"
+    if row.silent is not None:
+        return f"silent for {row.silent:.0f} s"
+    if not row.started:
+        return "starting"
+    slow = "" if row.skew is None else f"slowest, {row.skew:.2f}x"
+    return ", ".join(part for part in (slow, row.waits) if part)

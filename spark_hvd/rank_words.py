@@ -1,0 +1,28 @@
+"""Ranks in words, for messages; knows no torch, as launchers write them too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+_SHOWN = 16
+"""Ranks or values spelled out in a message before it becomes unreadable."""
+
+
+def shortened(items: Iterable[str]) -> list[str]:
+    """The first of many, and how many more there are."""
+    listed = list(items)
+    return listed if len(listed) <= _SHOWN else [*listed[:_SHOWN], f"and {len(listed) - _SHOWN} more"]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks in words: ``rank 3``, ``ranks 0, 2-5``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts: list[str] = []
+    for run in runs:
+        parts += [str(rank) for rank in run] if len(run) < 3 else [f"{run[0]}-{run[-1]}"]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shortened(parts))}"

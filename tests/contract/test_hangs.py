@@ -1,0 +1,146 @@
+"""Ranks that wait for each other in real runs: who is named, with what it does instead, and when nothing is said."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import spark_hvd.torch as hvd
+from spark_hvd.runner import RankFailedError, RunTimeoutError, run_local
+from spark_hvd.runner.hang_verdict import Kind
+
+WARNING = 2.0
+LONG = 12.0  # more than a warning, a look at all ranks and one more record of each
+
+
+def _together(name: str) -> None:
+    hvd.allreduce(torch.ones(4), name=name)
+
+
+def _run(fn: Any, size: int, *, stall_warning: float = WARNING, **options: Any) -> Any:
+    return run_local(
+        fn, num_proc=size, verbose=0, env={"HOROVOD_STALL_CHECK_TIME_SECONDS": str(stall_warning)}, **options
+    )
+
+
+def _verdicts(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "spark_hvd.runner.monitor"]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_ended_while_it_hangs_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    def train() -> None:
+        _together("step")
+        if hvd.rank() == 1:
+            time.sleep(600)  # here
+        _together("loss")
+
+    with caplog.at_level(logging.INFO), pytest.raises(RunTimeoutError) as caught:
+        _run(train, 2, stall_warning=1.0, timeout=10.0)
+    hang = caught.value.hang
+    assert hang is not None
+    assert (hang.kind, hang.ranks) == (Kind.HANG, (1,))
+    assert "rank 0 waits in allreduce 'loss' for rank 1, which has not entered it: rank 1 is idle" in str(caught.value)
+    assert "time.sleep(600)  # here" in hang.headline
+    assert _verdicts(caplog)[0] == hang.text
+    assert set(hang.stacks) == {0, 1}
+    assert "Stacks of rank 1" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_each_way_to_keep_others_waiting_and_none(caplog: pytest.LogCaptureFixture) -> None:
+    """One run goes through them all; what is said of it meanwhile is looked at afterwards."""
+
+    def slow_data() -> Iterator[torch.Tensor]:
+        time.sleep(LONG)
+        yield torch.ones(1)
+
+    def train() -> None:
+        me = hvd.rank()
+        _together("start")
+        # All work, or sleep, for longer than the warning: nobody waits.
+        end = time.monotonic() + 3 * WARNING
+        while me != 2 and time.monotonic() < end:
+            pass
+        if me == 2:
+            time.sleep(3 * WARNING)
+        _together("healthy")
+        end = time.monotonic() + LONG
+        while me == 1 and time.monotonic() < end:
+            pass
+        _together("spinning")
+        if me == 2:
+            time.sleep(LONG)
+        _together("sleeping")
+        if me == 1:
+            for _ in hvd.progress(slow_data()):
+                pass
+        _together("data")
+        # Ranks wait in two collectives, until a thread of each comes to the other one.
+        names = ["this", "that"] if me == 0 else ["that", "this"]
+        later = threading.Timer(LONG, _together, [names[1]])
+        later.start()
+        _together(names[0])
+        later.join()
+
+    with caplog.at_level(logging.INFO):
+        _run(train, 3)
+    told = _verdicts(caplog)
+    headlines = [text.splitlines()[0] for text in told if "goes on" not in text]
+    assert len(headlines) == 4, "each once"
+    assert "rank 1 keeps ranks 0, 2 waiting in allreduce 'spinning'" in headlines[0]
+    assert "rank 1 is working (" in headlines[0]
+    assert (
+        "ranks 0, 1 wait in allreduce 'sleeping' for rank 2, which has not entered it: rank 2 is idle" in headlines[1]
+    )
+    assert "time.sleep(LONG)" in headlines[1]
+    assert "ranks 0, 2 wait in allreduce 'data' for rank 1" in headlines[2]
+    assert "rank 1 is waiting for its next batch" in headlines[2]
+    assert "different collectives, rank 0 in allreduce 'this', ranks 1, 2 in allreduce 'that'" in headlines[3]
+    ends = [text for text in told if "goes on" in text]
+    assert len(ends) == 4
+    assert all("has ended after" in text for text in ends)
+
+
+@pytest.mark.slow
+def test_a_collective_that_times_out_says_who_hung(caplog: pytest.LogCaptureFixture) -> None:
+    def train() -> None:
+        model = torch.nn.Linear(4, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        for step in range(5):
+            if step == 3 and hvd.rank() == 1:
+                time.sleep(600)
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    with caplog.at_level(logging.INFO), pytest.raises(RankFailedError) as caught:
+        _run(train, 2, collective_timeout=LONG)
+    hang = caught.value.hang
+    assert hang is not None, str(caught.value)
+    assert hang.ranks == (1,)
+    assert "of the gradients" in hang.headline
+    assert "What the ranks did before" in str(caught.value)
+    assert "time.sleep(600)" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_stopped_process_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    def train() -> None:
+        if hvd.rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(600)
+
+    with caplog.at_level(logging.INFO), pytest.raises(RunTimeoutError) as caught:
+        _run(train, 2, timeout=14.0)
+    assert caught.value.hang is not None
+    assert "rank 1 is stopped by a signal" in caught.value.hang.headline
+    assert _verdicts(caplog)[0] == caught.value.hang.text

@@ -1,0 +1,100 @@
+"""What the caller of a run learns of it, from real ranks: steps, speeds, generations; never at the ranks' expense."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+import spark_hvd.torch as hvd
+from spark_hvd.runner import RankFailedError, run_elastic_local, run_local
+from spark_hvd.testing import FaultPlan
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def train(steps: int, pause: float = 0.0) -> int:
+    """As users of Horovod write it: nothing in it tells of progress but the optimizer."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(8, 4)).sum().backward()
+        optimizer.step()
+        time.sleep(pause)
+    return hvd.rank()
+
+
+def loop(steps: int, pause: float) -> int:
+    progress = hvd.progress([torch.zeros(16, 1)] * steps, epoch=0, epochs=1)
+    for number, _ in enumerate(progress):
+        hvd.allreduce(torch.ones(1), name="x")
+        time.sleep(pause)
+        progress.report(loss=1.0 / (1 + number))
+    return hvd.rank()
+
+
+def test_a_run_tells_how_it_went() -> None:
+    stream = io.StringIO()
+    result = run_local(loop, [30, 0.05], progress="json", stdout=stream)
+    assert result == [0, 1]
+    summary = result.summary
+    assert summary is not None
+    assert (summary.ranks, summary.steps, summary.samples, summary.restarts) == (2, 30, 2 * 30 * 16, 0)
+    assert summary.metrics == {"loss": pytest.approx(1 / 30)}
+    assert result.history.ranks == [0, 1]
+    last = result.history.points(1)[-1]
+    assert (last.epoch, last.step, last.metrics["loss"]) == (0, 30, pytest.approx(1 / 30))
+    events = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert {event["event"] for event in events} >= {"progress", "summary"}
+
+
+def test_horovods_programs_are_seen_by_their_optimizers_steps() -> None:
+    result = run_local(train, [20], verbose=0)
+    assert result.summary is not None
+    assert result.summary.steps == 20
+
+
+def test_a_rank_that_cannot_be_read_fails_at_once_all_the_same() -> None:
+    def fn() -> None:
+        hvd.progress(10, loss=lambda: time.sleep(300))
+        time.sleep(0.5)
+        raise ValueError("mine")
+
+    before = time.monotonic()
+    with pytest.raises(RankFailedError, match="ValueError: mine"):
+        run_local(fn, verbose=0)
+    assert time.monotonic() - before < 60
+
+
+def test_members_that_change_are_part_of_the_story() -> None:
+    def counted(faults: FaultPlan) -> int:
+        state: Any = hvd.elastic.ObjectState(step=0)
+
+        @hvd.elastic.run
+        def go(state: Any) -> None:
+            progress = hvd.progress(None, stage="train")
+            while state.step < 20:
+                faults.at(state.step)
+                hvd.allreduce(torch.ones(1), name="x")
+                time.sleep(0.05)
+                state.step += 1
+                progress.step(loss=state.step)
+                state.commit()
+
+        go(state)
+        return hvd.generation()
+
+    faults = FaultPlan.random(1, 1, ["kill"], size=2, min_step=12, max_step=12)
+    result = run_elastic_local(counted, [faults], num_proc=2, verbose=0, timeout=90)
+    assert result == [1, 1]
+    assert result.summary is not None
+    assert result.summary.changes == 1
+    assert [each.number for each in result.history.generations] == [0, 1]
