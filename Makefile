@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 export SPARK_LOCAL_IP ?= 127.0.0.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow lint format bench setup java clean
+.PHONY: demo test test-slow lint docs format bench setup java clean
 
 demo: setup java
 	$(BIN)/python examples/flights.py
@@ -29,6 +29,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p spark_hvd
 	$(BIN)/lint-imports
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Open out/site/index.html"
 
 format: setup
 	$(BIN)/ruff check --fix .

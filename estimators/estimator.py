@@ -233,6 +233,7 @@ class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: i
         backend: Backend = settings["backend"] or SparkBackend(
             settings["num_proc"],
             verbose=min(settings["verbose"], 1),
+            progress=settings["progress"],
             max_restarts=settings["max_restarts"],
             min_num_proc=settings["min_num_proc"],
             tracker=settings["tracker"],

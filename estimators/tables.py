@@ -5,6 +5,7 @@ from __future__ import annotations
 from spark_hvd.estimators import checks as c
 from spark_hvd.estimators.params import rows
 from spark_hvd.estimators.spec import PRECISIONS
+from spark_hvd.runner.displays import CHOICES
 
 _MODEL = rows(
     "Model and columns",
@@ -70,6 +71,7 @@ _WHERE = rows(
     ),
     ("use_gpu", True, c.flag, "Train on GPUs where ranks have them."),
     ("verbose", 1, c.whole(0), "0: print nothing; 1: a line an epoch."),
+    ("progress", "auto", c.one_of(*CHOICES), "How ranks are shown while they train; as of spark_hvd.run."),
 )
 
 _OUTPUTS = rows(

@@ -84,6 +84,7 @@ class _Worker:
     process: RankProcess
     frames: FrameReader
     output: RankOutput
+    gpus: str
     stopped_since: float | None = None
     probe: Probe | None = None
     dismissed: bool = False
@@ -177,15 +178,17 @@ class Agent:
 
     def _start(self, number: int, place: RankInfo, slot: int) -> None:
         setup = self._setup
+        env = setup.env(place)
         try:
-            process = self._server.spawn(setup.env(place), setup.start_timeout)
+            process = self._server.spawn(env, setup.start_timeout)
         except ForkServerError as error:
             failed = Failed(place.rank, place.host, FailureKind.SETUP, str(error), ended_at=time.time())
             self._failures.append((number, failed))
             self._link.send("ended", worker=number, loss=Loss.FAILED.value, error=str(error), raised=False)
             return
         output = RankOutput({process.stdout_fd: "out", process.stderr_fd: "err"}, self._link, None)
-        self._worker = _Worker(number, place, process, FrameReader(process.control), output)
+        gpus = env.get("CUDA_VISIBLE_DEVICES", "")
+        self._worker = _Worker(number, place, process, FrameReader(process.control), output, gpus)
         with contextlib.suppress(OSError):
             send_frame(process.control, {"worker": number, **setup.job(place, slot)}, setup.payload)
         for fd in (*output.fds, process.control.fileno(), process.status_fd):
@@ -269,7 +272,18 @@ class Agent:
         place = worker.place
         self._discard()
         tail = str(worker.output.tail)
-        failed = Failed(place.rank, place.host, kind, error, trace, tail, echo, exception, ended_at=time.time())
+        failed = Failed(
+            place.rank,
+            place.host,
+            kind,
+            error,
+            trace,
+            tail,
+            echo,
+            exception,
+            ended_at=time.time(),
+            gpus=worker.gpus,
+        )
         self._failures.append((worker.number, failed))
         raised = kind is FailureKind.EXCEPTION and not echo
         self._link.send("ended", worker=worker.number, loss=loss.value, error=error, raised=raised)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from spark_hvd.runner.picture import Slowest
 from spark_hvd.vitals import Vitals
 
 WINDOW = 10.0
 """Seconds over which rates are taken, where a step is shorter than a few of them."""
+_SKEW = 1.1
+"""A rank that is slower than the median one by less is not worth a word."""
+_GAIN = 0.05
+"""Nor is one for which the others wait for less than this share of a step."""
 _STEPS = 3
 """Where steps are so long that fewer of them fit into the window, it grows to that many."""
 
@@ -128,6 +134,24 @@ class Recent:
         """Seconds between two marks, as a rule."""
         gaps = [later.clock - earlier.clock for earlier, later in itertools.pairwise(self._marks)]
         return statistics.median(gaps) if gaps else 0.0
+
+
+def slowest_of(spans: Mapping[int, Span]) -> Slowest | None:
+    """The rank for which the others wait, if it is worth a word; see :class:`spark_hvd.runner.run_view.RunView`.
+
+    Args:
+        spans: What each rank did, over about the same time.
+    """
+    own = {rank: busy for rank, span in spans.items() if (busy := span.busy) is not None}
+    if len(own) < 2 or len(own) < len(spans):
+        return None
+    rank = max(own, key=lambda each: own[each])
+    median = statistics.median_low(own.values())  # of two ranks, the faster one
+    span = spans[rank]
+    whole = span.seconds / span.steps if span.steps else 1.0
+    if median <= 0 or own[rank] < _SKEW * median or own[rank] - median < _GAIN * whole:
+        return None
+    return Slowest(rank, own[rank] / median)
 
 
 def _drop(records: deque[Vitals], before: float) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-from spark_hvd.runner.picture import LONG, Picture, Row, Slowest
-from spark_hvd.runner.rates import Recent, Span
+from spark_hvd.runner.picture import LONG, Picture, Row
+from spark_hvd.runner.rank_record import RankRecord
+from spark_hvd.runner.rates import slowest_of
 from spark_hvd.runner.remaining import Pace
 from spark_hvd.runner.summary import Summary, mean_share, steady_rate
 from spark_hvd.vitals import Vitals
 
-_SKEW = 1.1
-_GAIN = 0.05
 _JUDGED = 4.0
 """Seconds of each rank's work that are looked at, at least, before one is called the slowest."""
 
@@ -39,10 +38,10 @@ class RunView:
         self._size = size
         self._started = now
         self._generation = -1
-        self._ranks: dict[int, _Process] = {}
-        self._before: list[_Process] = []
+        self._ranks: dict[int, RankRecord] = {}
+        self._before: list[RankRecord] = []
         """Of the world before, those that have not shown up in this one."""
-        self._all: list[_Process] = []
+        self._all: list[RankRecord] = []
         self._steps_before = 0
         self._survivors: list[int] = []
         """Of each world but the first, how many processes it took over."""
@@ -80,7 +79,7 @@ class RunView:
 
     def picture(self, now: float) -> Picture:
         """What there is to see now."""
-        slowest = _slowest({rank: process.recent.span() for rank, process in self._judged(now)})
+        slowest = slowest_of({rank: process.recent.span() for rank, process in self._judged(now)})
         shown = tuple(
             self._ranks[rank].row(rank, now, slowest) if rank in self._ranks else Row(rank)
             for rank in range(self._size)
@@ -93,7 +92,7 @@ class RunView:
             size=self._size,
             generation=max(0, self._generation),
             restarts=self._restarts,
-            changes=len(self._survivors) - self._restarts,
+            changes=max(0, self._generation) - self._restarts,
             rows=shown,
             samples=sum(process.last.samples for process in self._all),
             steps_per_second=statistics.median(speeds) if speeds else None,
@@ -124,9 +123,9 @@ class RunView:
             communication=mean_share([(rank, span.seconds, span.communication) for rank, span in spans]),
             computing=mean_share([(rank, span.seconds, span.computing) for rank, span in spans]),
             restarts=self._restarts,
-            changes=len(self._survivors) - self._restarts,
-            metrics={} if first is None else _ordered(first.last.metrics),
-            slowest=_slowest({rank: process.whole for rank, process in self._ranks.items()}),
+            changes=max(0, self._generation) - self._restarts,
+            metrics={} if first is None else first.metrics,
+            slowest=slowest_of({rank: process.whole for rank, process in self._ranks.items()}),
         )
 
     @property
@@ -142,7 +141,7 @@ class RunView:
         self._pace.forget()
         self._verdict = None
 
-    def _arrived(self, record: Vitals, now: float) -> _Process:
+    def _arrived(self, record: Vitals, now: float) -> RankRecord:
         """The process that tells of itself in this world for the first time: known from the one before, or new."""
         known = [process for process in self._before if process.may_tell(record)]
         if known:
@@ -152,7 +151,7 @@ class RunView:
                 self._survivors[-1] += 1
             process.enter(record, now)
             return process
-        process = _Process(record, now)
+        process = RankRecord(record, now)
         self._all.append(process)
         return process
 
@@ -160,116 +159,13 @@ class RunView:
         """Steps done in this world."""
         return max((process.steps for process in self._ranks.values()), default=0)
 
-    def _judged(self, now: float) -> Iterable[tuple[int, _Process]]:
+    def _judged(self, now: float) -> Iterable[tuple[int, RankRecord]]:
         """The ranks to compare; none as long as one is missing, or has not told enough."""
         complete = len(self._ranks) == self._size and all(
             not process.ended and now - process.heard <= LONG and process.recent.span().seconds >= _JUDGED
             for process in self._ranks.values()
         )
         return self._ranks.items() if complete else ()
-
-
-class _Process:
-    """One process of a rank, over all worlds that it was in."""
-
-    def __init__(self, record: Vitals, now: float) -> None:
-        self.start = self.end = record
-        self._steps_at_entry = 0
-        self.recent = Recent(record)
-        self.heard = now
-        self.ended = False
-
-    @property
-    def last(self) -> Vitals:
-        return self.recent.last
-
-    @property
-    def steps(self) -> int:
-        """Done in this world."""
-        return self.last.total_steps - self._steps_at_entry
-
-    @property
-    def whole(self) -> Span:
-        """From its first step to its last; all there is to know of one that told of no steps."""
-        return Span(self.start, self.end)
-
-    def may_tell(self, record: Vitals) -> bool:
-        """Whether the record can be this process': no counter of a process ever falls."""
-        return all(
-            getattr(record, name) >= getattr(self.last, name)
-            for name in ("total_steps", "samples", "entered", "cpu_seconds", "watched_seconds")
-        )
-
-    def take(self, record: Vitals, now: float) -> None:
-        before = self.last
-        if record.total_steps and not self.start.total_steps:
-            self.start = self.end = record
-        if record.total_steps > before.total_steps or not record.total_steps:
-            self.end = record
-        self.recent.take(record)
-        self.heard = now
-
-    def enter(self, record: Vitals, now: float) -> None:
-        """It is in a new world."""
-        self._steps_at_entry = self.last.total_steps
-        self.ended = False
-        self.take(record, now)
-        self.recent = Recent(record)
-
-    def row(self, rank: int, now: float, slowest: Slowest | None) -> Row:
-        last, span = self.last, self.recent.span()
-        per_second = 1 / span.seconds if self.recent.paced and span.seconds > 0 else None
-        silent = now - self.heard
-        return Row(
-            rank=rank,
-            silent=silent if silent > LONG and not self.ended else None,
-            started=True,
-            ended=self.ended,
-            stage=last.stage,
-            epoch=last.epoch,
-            epochs=last.epochs,
-            step=last.step,
-            steps=last.steps,
-            steps_per_second=None if per_second is None else span.steps * per_second,
-            samples_per_second=None if per_second is None or not last.samples else span.samples * per_second,
-            data=span.data,
-            communication=span.communication,
-            computing=span.computing,
-            cpu=self.recent.cpu(),
-            memory_bytes=last.memory_bytes,
-            gpu_memory_bytes=last.gpu_memory_bytes,
-            gpu_utilization=last.gpu_utilization,
-            metrics=_ordered(last.metrics),
-            waits="" if self.ended else _waits(last),
-            skew=slowest.skew if slowest is not None and slowest.rank == rank else None,
-        )
-
-
-def _slowest(spans: Mapping[int, Span]) -> Slowest | None:
-    """The rank for which the others wait, if it is worth a word."""
-    own = {rank: busy for rank, span in spans.items() if (busy := span.busy) is not None}
-    if len(own) < 2 or len(own) < len(spans):
-        return None
-    rank = max(own, key=lambda each: own[each])
-    median = statistics.median_low(own.values())  # of two ranks, the faster one
-    span = spans[rank]
-    whole = span.seconds / span.steps if span.steps else 1.0
-    if median <= 0 or own[rank] < _SKEW * median or own[rank] - median < _GAIN * whole:
-        return None
-    return Slowest(rank, own[rank] / median)
-
-
-def _waits(record: Vitals) -> str:
-    if record.fetching is not None and record.fetching > LONG:
-        return f"waits for a batch for {record.fetching:.0f} s"
-    if record.underway and record.underway[0].seconds > LONG:
-        return f"in {record.underway[0].name} for {record.underway[0].seconds:.0f} s"
-    return ""
-
-
-def _ordered(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The loss first: ``loss``, then what has loss in its name, then the rest as it came."""
-    return dict(sorted(metrics.items(), key=lambda item: (item[0] != "loss", "loss" not in item[0].lower())))
 
 
 def _sum(values: Iterable[float | None]) -> float | None:

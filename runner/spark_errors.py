@@ -8,6 +8,7 @@ from spark_hvd.runner.errors import ClusterError, ExecutorLostError, ResultTooLa
 from spark_hvd.runner.reach import Placement
 
 _SETUP = re.compile(r"SPARK_HVD_SETUP: (.*?):END", re.DOTALL)
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '(pyarrow|pandas|numpy|spark_hvd|pyspark)[.\w]*'")
 _LOST = re.compile(r"(ExecutorLostFailure|Lost executor|executor heartbeat timed out|Worker lost|ExecutorExit).*")
 _EXECUTOR = re.compile(r"\(executor (\S+) ")
 _SILENT = re.compile(r"SPARK_HVD_LOST: (.*?):END", re.DOTALL)
@@ -45,6 +46,11 @@ def translate(error: Exception, size: int, placement: Placement | None = None) -
         return SetupError(
             f"{match[1]} Install spark_hvd (with pyarrow and pyzmq) for that Python on every executor, or point "
             "PYSPARK_PYTHON at one that has it."
+        )
+    if match := _MISSING.search(text):  # PySpark itself imports some, before our code runs
+        return SetupError(
+            f"{match[0]}, in the Python of an executor. Install spark_hvd (with pyarrow and pyzmq) for that Python on "
+            "every executor, or point PYSPARK_PYTHON at one that has it."
         )
     if match := _SILENT.search(text):
         return ExecutorLostError(f"{match[1]}. {_SILENT_HOST}")

@@ -64,6 +64,23 @@ else:
     print("the program goes on")
 """
 
+REAL = r"""
+import spark_hvd
+
+def train():
+    import time
+    import torch
+    import spark_hvd.torch as hvd
+
+    for step in hvd.progress(range(30), epoch=0, epochs=1, loss=lambda: 0.25):
+        time.sleep(0.05)
+        hvd.allreduce(torch.ones(1), name="x")
+    print("done")
+
+result = spark_hvd.run_local(train, num_proc=2)
+print("of", result.summary.ranks, "ranks")
+"""
+
 
 @dataclass
 class Seen:
@@ -86,10 +103,11 @@ def look(
     environment: dict[str, str] | None = None,
     redirect: str = "",
     when: Callable[[bytes, int, int], bool] = lambda raw, master, pid: True,
+    source: str = PROGRAM,
 ) -> Seen:
     """Run the program on a terminal of its own until it ends; `when` does something, and says when it has done it."""
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
+    program.write_text(source)
     pid, master = pty.fork()
     if pid == 0:
         os.environ.pop("NO_COLOR", None)
@@ -188,3 +206,15 @@ def test_a_dumb_terminal_gets_plain_lines(tmp_path: Path) -> None:
     assert not any(line.startswith("rank  ") for line in seen.lines)
     assert sum(line.startswith("train on 4 ranks: ") for line in seen.lines) == 1
     assert b"\x1b[?25l" not in seen.raw
+
+
+@pytest.mark.slow
+def test_a_real_run(tmp_path: Path) -> None:
+    seen = look(tmp_path, "", source=REAL)
+    assert sum(line.startswith("rank  ") for line in seen.lines) == 1, "\n".join(seen.lines)
+    table = seen.lines[seen.index("train on 2 ranks") :]
+    assert [line.split()[:4] for line in table[2:4]] == [[f"{rank}", "1/1", "30/30", "0.2500"] for rank in range(2)]
+    assert sorted(line for line in seen.lines if line.endswith(" done")) == ["[0] done", "[1] done"]
+    assert "of 2 ranks" in table
+    assert not seen.cursor_hidden
+    assert seen.modes_kept

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +15,7 @@ from spark_hvd.runner import mlflow_outbox, mlflow_tracker
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.mlflow_tracker import MlflowTracker
 from spark_hvd.runner.summary import Share, Summary
-from spark_hvd.runner.tracking import Tracking, facts_of
+from spark_hvd.runner.tracking import facts_of
 from tests.unit.test_history import vitals
 
 mlflow: Any = pytest.importorskip("mlflow")
@@ -242,27 +241,3 @@ def test_a_server_that_refuses_is_one_warning(server: Server, caplog: pytest.Log
     ours = [record for record in caplog.records if record.name.startswith("spark_hvd")]
     assert len(ours) == 1
     assert "secret" not in ours[0].getMessage()
-
-
-def test_a_tracker_that_fails_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken:
-        def start(self, facts: Any) -> None:
-            raise ConnectionError("no server")
-
-        def take(self, vitals: Any) -> None:
-            raise ValueError("cannot take it")
-
-        def end(self, error: Any, summary: Any) -> None:
-            raise ValueError("nor end it")
-
-    tracking = Tracking(Broken())
-    with pytest.raises(ConnectionError):  # nothing has been started yet
-        tracking.start({})
-    with caplog.at_level(logging.WARNING):
-        tracking.take(vitals())
-        tracking.take(vitals())
-        tracking.end(None, None)
-    assert [record.getMessage() for record in caplog.records] == [
-        "tracker=Broken: ValueError: cannot take it; the run goes on, its record may be incomplete"
-    ]
-    Tracking(None).take(vitals())

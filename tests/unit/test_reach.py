@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from spark_hvd.runner.errors import ExecutorLostError
+from spark_hvd.runner.errors import ExecutorLostError, SetupError
 from spark_hvd.runner.reach import Placement, Reach, unanswered
 from spark_hvd.runner.spark_errors import translate
 
@@ -89,3 +89,11 @@ def test_sparks_error_gets_ranks_and_hosts() -> None:
     error = translate(Exception("ExecutorLostFailure (executor 2 exited unrelated"), 3, Placement(TASKS, {}))
     assert isinstance(error, ExecutorLostError)
     assert "the executor of rank 0 on 10.0.0.2, rank 1 on 10.0.0.2 while 3 ranks" in str(error)
+
+
+def test_what_pyspark_itself_misses_on_an_executor_is_named() -> None:
+    error = translate(Exception("Job aborted\n...\nModuleNotFoundError: No module named 'pyarrow'\n\tat org.apache"), 2)
+    assert isinstance(error, SetupError)
+    assert str(error).startswith(
+        "ModuleNotFoundError: No module named 'pyarrow', in the Python of an executor. Install"
+    )

@@ -419,14 +419,14 @@ def test_what_an_older_world_still_says_is_left_out() -> None:
     assert picture.verdict == "hung"
 
 
-def test_the_first_world_of_an_elastic_run_is_no_restart() -> None:
+def test_worlds_too_short_to_be_heard_of_are_counted_by_their_number() -> None:
     training = Training()
     training.generation = -1
     training.go_on(2)
-    training.generation = 1
+    training.generation = 2
     training.go_on(2)
     picture = training.view.picture(training.now)
-    assert (picture.restarts, picture.changes) == (0, 0)
+    assert (picture.restarts, picture.changes) == (0, 2)
     assert picture.samples == 4 * 40 * 32
 
 
@@ -472,3 +472,14 @@ def test_what_is_left_standing_says_what_is_left_to_say() -> None:
     for rank in range(4):
         training.view.ended(rank)
     assert not any(row.ended for row in training.view.picture(training.now).at_end().rows)
+
+
+def test_metrics_stay_while_the_next_loop_has_none_yet() -> None:
+    training = Training()
+    training.go_on(5)
+    training.changes = lambda rank: {"metrics": {}}
+    training.go_on(1)
+    training.changes = lambda rank: {"metrics": {"gap": 0.5}}
+    training.go_on(1)
+    assert training.view.picture(training.now).rows[0].metrics == {"loss": 1 / 6, "accuracy": 0.9, "gap": 0.5}
+    assert training.view.summary(training.now).metrics == {"loss": 1 / 6, "accuracy": 0.9, "gap": 0.5}

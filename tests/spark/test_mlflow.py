@@ -1,0 +1,169 @@
+"""MLflow beside us, for real: trackers of runs and estimators; autologging, which makes one run and little noise."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import pytest
+from torch import nn
+
+from spark_hvd import run_local
+from spark_hvd.estimators import LocalBackend, Store
+from spark_hvd.runner import MlflowTracker, RankFailedError, RunResult
+from tests.spark.estimator_support import estimator, frame
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+mlflow: Any = pytest.importorskip("mlflow")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.filterwarnings("ignore:::mlflow"),
+]
+
+
+@pytest.fixture(autouse=True)
+def mlruns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A store of the test's own; nothing goes anywhere else."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.chdir(tmp_path)
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
+    mlflow.set_experiment("Default")
+    yield str(mlflow.get_tracking_uri())
+    mlflow.set_tracking_uri(before)
+
+
+@pytest.fixture
+def autolog() -> Iterator[Callable[..., None]]:
+    yield mlflow.pyspark.ml.autolog
+    mlflow.pyspark.ml.autolog(disable=True)
+
+
+def runs() -> list[Any]:
+    return list(mlflow.search_runs(output_format="list", search_all_experiments=True))
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    return frame(spark).cache()
+
+
+def train(loss: float) -> int:
+    import spark_hvd.torch as hvd
+
+    bar = hvd.progress(3, epoch=0)
+    for _ in range(3):
+        bar.step(loss=loss, samples=8)
+    return hvd.rank()
+
+
+def fail() -> None:
+    import spark_hvd.torch as hvd
+
+    if hvd.rank() == 1:
+        raise ValueError("bad batch")
+
+
+def test_a_run_and_one_that_fails() -> None:
+    tracker = MlflowTracker("e", "first")
+    result = run_local(train, (0.5,), num_proc=2, tracker=tracker, verbose=0)
+    assert isinstance(result, RunResult)
+    assert result == [0, 1]
+    assert result.summary is not None
+    with pytest.raises(RankFailedError):
+        run_local(fail, num_proc=2, tracker=tracker, verbose=0)
+    failed, done = runs()
+    assert (done.info.status, failed.info.status) == ("FINISHED", "FAILED")
+    assert done.data.metrics["loss"] == 0.5
+    assert done.data.metrics["summary/steps"] == result.summary.steps == 3
+    assert {"system/rank_0/memory_mb", "system/rank_1/memory_mb"} <= done.data.metrics.keys()
+    assert done.data.params["spark_hvd.function"] == "train"
+    assert "bad batch" in failed.data.tags["spark_hvd.error"]
+
+
+def log_on_rank_0(run_id: str) -> None:
+    """What docs/tracking.md says of MLflow in the function itself."""
+    import mlflow
+
+    import spark_hvd.torch as hvd
+
+    if hvd.rank() == 0:
+        mlflow.MlflowClient().log_metric(run_id, "mine", 7.0)
+
+
+def test_what_rank_0_logs_itself_goes_into_the_same_run(mlruns: str) -> None:
+    with mlflow.start_run() as parent:
+        env = {"MLFLOW_TRACKING_URI": mlruns}
+        run_local(log_on_rank_0, (parent.info.run_id,), num_proc=2, env=env, tracker=MlflowTracker(), verbose=0)
+    (only,) = runs()
+    assert only.data.metrics["mine"] == 7
+    assert only.data.params["spark_hvd.num_proc"] == "2"
+    assert only.info.status == "FINISHED"
+
+
+def test_the_tracker_of_an_estimator(df: DataFrame, tmp_path: Path) -> None:
+    tracked = estimator(tracker=MlflowTracker(run_name="fit"), store=Store.create(tmp_path / "store"))
+    tracked.fit(df)
+    (only,) = runs()
+    assert only.info.run_name == "fit"
+    assert only.info.status == "FINISHED"
+    assert only.data.params["spark_hvd.function"] == "TorchEstimator"
+    assert "loss" in only.data.metrics
+    tracked.save(f"file://{tmp_path}/saved")  # without its tracker
+    assert type(tracked).load(f"file://{tmp_path}/saved").getTracker() is None
+    with pytest.raises(ValueError, match=r"SparkBackend\(tracker="):
+        estimator(tracker=MlflowTracker(), num_proc=None, backend=LocalBackend(2)).fit(df)
+
+
+def test_autologging_of_an_estimator_makes_one_run(
+    df: DataFrame, autolog: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two warnings are MLflow's: that our model is not in its list, and that a long value was cut."""
+    autolog()
+    deep = nn.Sequential(nn.Linear(3, 1), *(nn.Sequential(nn.Linear(1, 1), nn.ReLU()) for _ in range(300)))
+    backend = LocalBackend(2, tracker=MlflowTracker())
+    store = Store.create(tmp_path / "store")
+    model = estimator(deep, epochs=1, num_proc=None, backend=backend, store=store).fit(df)
+    (only,) = runs()
+    assert mlflow.active_run() is None
+    assert only.info.status == "FINISHED"
+    assert only.data.params["epochs"] == "1"  # MLflow's
+    assert only.data.params["model"].startswith("Sequential(")
+    assert only.data.params["spark_hvd.num_proc"] == "2"  # the tracker's: the same run
+    assert "loss" in only.data.metrics
+    assert [record for record in caplog.records if record.name.startswith("spark_hvd")] == []
+    theirs = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(theirs) == 2, theirs
+    assert [row["epoch"] for row in model.getHistory()] == [1]
+
+
+def log_as_alone() -> None:
+    """As in a function that was written for one process: autologging, then a logged metric, on every rank."""
+    import mlflow
+
+    mlflow.autolog(silent=True)
+    mlflow.log_metric("mine", 1.0)
+
+
+def only_rank_0() -> None:
+    import spark_hvd.torch as hvd
+
+    if hvd.rank() == 0:
+        log_as_alone()
+
+
+def test_logging_on_every_rank_makes_a_run_each_and_on_rank_0_one(mlruns: str) -> None:
+    env = {"MLFLOW_TRACKING_URI": mlruns}
+    run_local(log_as_alone, num_proc=2, env=env, stdout=io.StringIO(), stderr=io.StringIO())
+    assert len(runs()) == 2  # the trap, as documented
+    run_local(only_rank_0, num_proc=2, env=env, stdout=io.StringIO(), stderr=io.StringIO())
+    assert len(runs()) == 3

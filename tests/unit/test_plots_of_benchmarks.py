@@ -1,0 +1,45 @@
+"""The pictures of the benchmarks are drawn from the pages they are on, and those pages show them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plots
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+@pytest.mark.parametrize("name", plots.PICTURES)
+def test_a_picture(name: str) -> None:
+    figure = plots.PICTURES[name]()
+    lines = [line for axes in figure.axes for line in axes.lines]
+    assert len(lines) >= 6
+    picture = DOCS / "images" / f"{name}.png"
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert picture.stat().st_size < 120 * 1024
+    assert any(f"](images/{name}.png)" in page.read_text() for page in DOCS.glob("*.md"))
+
+
+def test_figures_are_those_of_the_tables() -> None:
+    latency, bandwidth = plots.allreduce().axes
+    page = (DOCS / "benchmarks.md").read_text()
+    first = re.search(r"^\| 67,108,864 \| ([\d,]+) \|", page, re.MULTILINE)
+    assert first is not None
+    us = float(first[1].replace(",", ""))
+    assert latency.lines[0].get_ydata()[-1] == us
+    assert bandwidth.lines[0].get_ydata()[-1] == pytest.approx(67_108_864 / us / 1000)
+    predicted = plots.scaling().axes[1]
+    # as the page's table says for ResNet-101 and 25 Gbit/s: RDMA 99 %, TCP 22 % at 512 ranks
+    assert [round(line.get_ydata()[-1]) for line in predicted.lines[:2]] == [99, 22]
+
+
+def test_a_table_that_is_not_there(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A\n\n## B\n\n| x | y |\n|---|---|\n| 1,000 | 5 % |\n\nText.\n\n## C\n")
+    assert plots.table(page, "B", "y").numbers("x") == [1000]
+    for heading, column in (("B", "z"), ("C", "y"), ("D", "y")):
+        with pytest.raises(ValueError, match=f"page.md: no table with a column '{column}' below '{heading}'"):
+            plots.table(page, heading, column)
