@@ -51,7 +51,7 @@ def program(page: Path) -> str:
 
 PROGRAMS = {page.stem: code for page in PAGES if (code := program(page))}
 TOGETHER = [
-    ["README", "index", "migrating-from-horovodrunner", "networks", "run", "quickstart", "doctor"],
+    ["README", "index", "migrating-from-horovodrunner", "networks", "run", "quickstart", "tracking", "doctor"],
     ["migrating-from-torchdistributor", "data", "estimators"],
     ["checkpoints", "collectives", "migrating-from-horovod", "progress", "timeline", "tuning"],
 ]
