@@ -51,9 +51,9 @@ def program(page: Path) -> str:
 
 PROGRAMS = {page.stem: code for page in PAGES if (code := program(page))}
 TOGETHER = [
-    ["README", "index", "migrating-from-horovodrunner", "networks", "run", "quickstart", "doctor"],
+    ["README", "index", "migrating-from-horovodrunner", "networks", "run", "quickstart", "tracking", "doctor"],
     ["migrating-from-torchdistributor", "data", "estimators"],
-    ["checkpoints", "collectives", "migrating-from-horovod", "timeline", "tuning"],
+    ["checkpoints", "collectives", "migrating-from-horovod", "progress", "timeline", "tuning"],
 ]
 """Pages that run one after another in a process: most of their time would be the start of Spark and of torch."""
 SHARED = {page for pages in TOGETHER for page in pages}
@@ -62,10 +62,7 @@ RUNS = [*TOGETHER, *([page] for page in PROGRAMS if page not in SHARED)]
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_each_block_runs_or_says_why_not(page: Path) -> None:
-    if page.name == "README.md":
-        found = [block for block in blocks(page) if block["marker"]]
-    else:
-        found = [block for block in blocks(page) if not block["unseen"]]
+    found = [block for block in blocks(page) if not block["unseen"]]
     assert page.read_text().count(RUNNABLE) == sum(block["marker"] == RUNNABLE for block in found)
     for block in found:
         marker = block["marker"] or ""
