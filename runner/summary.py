@@ -100,7 +100,7 @@ class Summary:
         if self.slowest is not None:
             pairs.append(("slowest", words.slowest(self.slowest)))
         if again := words.again(self.restarts, self.changes):
-            pairs.append(("again", again))
+            pairs.append(("interrupted", again))
         if self.metrics:
             pairs.append(("metrics", words.metrics(self.metrics)))
         return pairs

@@ -38,8 +38,8 @@ class Activity:
         self.last_at = 0.0
         self.watched = False
         """Whether somebody is told of this rank, and will say what is wrong."""
-        self.waited = 0.0
-        """Seconds that the program has waited for communication."""
+        self._waited = 0.0
+        self._waits_since = 0.0
         self.optimizer_steps = 0
         """Of DistributedOptimizer; they tell something where there is no loop of `hvd.progress`."""
         self.progress: Progress[Any] | None = None
@@ -70,11 +70,29 @@ class Activity:
         """Enter a collective that no source knows of, and wait for its end."""
         one = (name, self.enter(name))  # two threads may wait for collectives of one name, but not since one moment
         self._waiting.append(one)
+        outermost = not self._waits_since
+        if outermost:
+            self.wait_begins(one[1])
         try:
             yield
         finally:
+            if outermost:
+                self.wait_ends(time.monotonic())
             self._waiting.remove(one)
-            self.waited += time.monotonic() - one[1]
+
+    def wait_begins(self, now: float) -> None:
+        """The program can do nothing but wait for communication from now on."""
+        self._waits_since = now
+
+    def wait_ends(self, now: float) -> None:
+        """It can go on."""
+        self._waited += now - (self._waits_since or now)
+        self._waits_since = 0.0
+
+    def waited(self, now: float) -> float:
+        """Seconds that the program has waited for communication, until `now`."""
+        since = self._waits_since
+        return self._waited + (now - since if since else 0.0)
 
     def underway(self, now: float) -> list[Underway]:
         """What this rank has entered and has not ended, oldest first; eight at most."""

@@ -97,9 +97,9 @@ class NamedHandle(Generic[T]):
         """
         if not self._done:
             self._owner.flush()
-            before = time.monotonic()
+            activity.wait_begins(time.monotonic())
             ended = self._baton.acquire(timeout=-1 if timeout is None else timeout)
-            activity.waited += time.monotonic() - before
+            activity.wait_ends(time.monotonic())
             if not ended:
                 raise TimeoutError(f"{self.label} has not ended within {timeout} s; it is still under way.")
             self._let_go()

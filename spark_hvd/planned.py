@@ -362,6 +362,16 @@ class PlannedLane:
 
     def _finish(self) -> None:
         started_ns = time.monotonic_ns()
+        activity.wait_begins(started_ns * 1e-9)
+        try:
+            self._finish_waiting()
+        finally:
+            activity.wait_ends(time.monotonic())
+        self._trace.waited(self._buckets, started_ns)
+        self._finished = True
+        self._marks.clear()
+
+    def _finish_waiting(self) -> None:
         self._launch_rest()
         # Parameters added or unfrozen since the last plan: no hook has told of them, but their gradients are complete.
         newcomers = [index for index in self._unplanned if self._params[index].requires_grad]
@@ -385,10 +395,6 @@ class PlannedLane:
                 bucket.wait()
             self._ended += 1
             bucket.complete()
-        self._trace.waited(self._buckets, started_ns)
-        activity.waited += (time.monotonic_ns() - started_ns) * 1e-9
-        self._finished = True
-        self._marks.clear()
 
     def _launch_rest(self) -> None:
         while self._launched < len(self._buckets):

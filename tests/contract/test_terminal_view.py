@@ -208,6 +208,7 @@ def test_a_dumb_terminal_gets_plain_lines(tmp_path: Path) -> None:
     assert b"\x1b[?25l" not in seen.raw
 
 
+@pytest.mark.slow
 def test_a_real_run(tmp_path: Path) -> None:
     seen = look(tmp_path, "", source=REAL)
     assert sum(line.startswith("rank  ") for line in seen.lines) == 1, "\n".join(seen.lines)

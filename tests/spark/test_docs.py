@@ -49,7 +49,15 @@ def program(page: Path) -> str:
     return "\n".join(lines).rstrip()
 
 
-PROGRAMS = {str(page.relative_to(ROOT)): code for page in PAGES if (code := program(page))}
+PROGRAMS = {page.stem: code for page in PAGES if (code := program(page))}
+TOGETHER = [
+    ["README", "index", "migrating-from-horovodrunner", "networks", "run", "quickstart", "doctor"],
+    ["migrating-from-torchdistributor", "data", "estimators"],
+    ["checkpoints", "collectives", "migrating-from-horovod", "timeline", "tuning"],
+]
+"""Pages that run one after another in a process: most of their time would be the start of Spark and of torch."""
+SHARED = {page for pages in TOGETHER for page in pages}
+RUNS = [*TOGETHER, *([page] for page in PROGRAMS if page not in SHARED)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -71,11 +79,13 @@ def test_each_block_is_python(page: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("page", PROGRAMS)
-def test_page_runs(page: str, tmp_path: Path) -> None:
-    script = tmp_path / "page.py"
-    script.write_text(PROGRAMS[page])
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("pages", RUNS, ids=" ".join)
+def test_pages_run(pages: list[str], tmp_path: Path) -> None:
+    scripts = [tmp_path / "pages" / f"{page}.py" for page in pages]  # not where modules of these names would be found
+    scripts[0].parent.mkdir()
+    for script in scripts:
+        script.write_text(PROGRAMS[script.stem])
     # what the pages leave to a cluster's own configuration
     (tmp_path / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in SETTINGS.items()))
     environment = {
@@ -85,7 +95,7 @@ def test_page_runs(page: str, tmp_path: Path) -> None:
         "SPARK_CONF_DIR": str(tmp_path),
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=170
-    )
+    each = "import runpy, sys; [runpy.run_path(page, run_name='__main__') for page in sys.argv[1:]]"
+    command = [sys.executable, "-c", each, *map(str, scripts)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=390)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

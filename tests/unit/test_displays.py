@@ -89,6 +89,13 @@ def test_auto_is_the_table_on_a_terminal(
     assert kind("auto", io.StringIO()) == chosen
 
 
+def test_auto_is_plain_in_a_shell_command_of_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-color")
+    monkeypatch.setenv("JPY_PARENT_PID", "4711")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert kind("auto") == "PlainDisplay"
+
+
 def test_auto_is_the_notebook_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: kernel))  # type: ignore[arg-type]

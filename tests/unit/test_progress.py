@@ -152,7 +152,10 @@ def test_what_is_under_way_is_told_oldest_first() -> None:
         (one,) = mine.underway(time.monotonic())
     assert one.name == "barrier"
     assert mine.underway(time.monotonic()) == []
-    assert mine.waited > 0
+    waited = mine.waited(time.monotonic())
+    assert 0 < waited == mine.waited(time.monotonic())
+    mine.wait_begins(10.0)
+    assert mine.waited(12.0) == waited + 2.0  # also while it lasts
     assert (mine.entered, mine.last) == (1, ("barrier",))
 
 

@@ -133,7 +133,7 @@ def test_it_reads_well() -> None:
         "  data           6 % of the time waiting (rank 3: 14 %)\n"
         "  communication  16 % of the time waiting (rank 0: 21 %)\n"
         "  slowest        rank 5: 1.24 times the median rank's own time a step\n"
-        "  again          1 restart, 2 changes of membership\n"
+        "  interrupted    1 restart, 2 changes of membership\n"
         "  metrics        loss 0.1234, accuracy 0.9800"
     )
 
