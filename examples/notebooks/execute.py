@@ -5,6 +5,7 @@ python examples/notebooks/execute.py        # all of them; needs nbclient and ip
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import sys
@@ -13,7 +14,6 @@ from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
-from traitlets.config import Config
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -47,7 +47,6 @@ def execute(path: Path, timeout: int = 300) -> Any:
         notebook,
         timeout=timeout,
         resources={"metadata": {"path": str(HERE)}},
-        config=Config({"KernelManager": {"transport": "ipc"}}),  # no port is opened
         # what the JVM writes past Python at its start is not of the notebook
         extra_arguments=["--IPKernelApp.capture_fd_output=False"],
     )
@@ -56,7 +55,18 @@ def execute(path: Path, timeout: int = 300) -> Any:
         cell.metadata.pop("execution", None)  # times
         if cell.cell_type == "code":
             cell.outputs = [_cleaned(output) for output in cell.outputs]
+    notebook.metadata["executed"] = code_of(notebook)
     return notebook
+
+
+def code_of(notebook: Any) -> str:
+    """A digest of the code, by which it shows whether outputs are those of this code.
+
+    Args:
+        notebook: As nbformat reads it.
+    """
+    sources = "\n---\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    return hashlib.sha256(sources.encode()).hexdigest()[:16]
 
 
 def _cleaned(value: Any) -> Any:
