@@ -100,6 +100,8 @@ class HangWatch:
         self._ranks: dict[int, _Rank] = {}
         self._generation = -1
         self._size = 0
+        self._since = 0.0
+        """When the first rank of this generation was heard of."""
         self._looking: _Looking | None = None
         self._told: _Told | None = None
         self._ended_at: float | None = None
@@ -126,6 +128,8 @@ class HangWatch:
             self._ranks.clear()
             self._generation = vitals.generation
             self._looking = self._told = self._ended_at = None
+        if not self._ranks:
+            self._since = now
         self._size = vitals.size
         if (rank := self._ranks.get(vitals.rank)) is None:
             self._ranks[vitals.rank] = _Rank(vitals, now)
@@ -249,16 +253,18 @@ class HangWatch:
 
     def _silent(self, patience: float, now: float) -> dict[Hashable, float]:
         """For how long ranks have been silent, of which nothing has come for too long."""
-        return {
-            (number, rank.vitals.clock): now - rank.heard
-            for number, rank in self._ranks.items()
-            if now - rank.heard >= patience and not rank.vitals.ended
-        }
+        found: dict[Hashable, float] = {}
+        for number in range(self._size):
+            rank = self._ranks.get(number)
+            since = self._since if rank is None else rank.heard
+            if now - since >= patience and not (rank is not None and rank.vitals.ended):
+                found[number, None if rank is None else rank.vitals.clock] = now - since
+        return found
 
     def _sight(self, number: int, looked: _Looking, now: float) -> Sight:
         rank, look = self._ranks.get(number), looked.found.get(number)
         if rank is None:
-            return Sight(number, None, 0.0, False, None, look)
+            return Sight(number, None, now - self._since, False, None, look)
         before = looked.before.get(number)
         moved = before is None or _position(before) != _position(rank.vitals) or bool(_ended(before, rank.vitals))
         return Sight(number, rank.vitals, now - rank.heard, moved, rank.cpu, look)

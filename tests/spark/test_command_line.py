@@ -69,7 +69,7 @@ def test_a_script_that_leaves_with_a_code_on_one_rank(folder: Path) -> None:
     assert code == 3, err
     assert sorted(out.splitlines()) == [f"[{rank}] __main__ ['exit', '--lr', '0.1'] beside 2.0" for rank in (0, 1)]
     assert err.startswith("spark-hvd: rank 1 of 2 failed on host 127.0.0.1: the script called sys.exit(3)\n")
-    assert f'File "{folder / "train.py"}", line 13, in <module>\n      sys.exit(3)' in err
+    assert f'File "{folder / "train.py"}", line 13, in <module>\n    sys.exit(3)' in err
     assert "runner/" not in err, "no frame of ours"
 
 

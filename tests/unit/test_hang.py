@@ -401,6 +401,17 @@ def test_a_process_that_is_stopped_while_nobody_waits_for_it_is_told_as_well() -
     assert "no sign of life: rank 1 is stopped" in verdict.headline
 
 
+def test_a_process_that_was_stopped_before_it_said_a_word() -> None:
+    world = World(2, lambda rank: iter([Work(FOREVER)]))  # type: ignore[arg-type,return-value]
+    world.ranks[1].frozen = True
+    world.go_on(WARNING + 10)
+    (verdict,) = world.told
+    assert "rank 1 is stopped by a signal" in verdict.headline
+    world.ranks[1].frozen = False
+    world.go_on(20)
+    assert world.kinds == [Kind.HANG, Kind.OVER]
+
+
 def test_a_rank_whose_task_does_not_answer_is_named_so() -> None:
     world = World(3, steps())
     world.go_on(20)
