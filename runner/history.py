@@ -95,12 +95,14 @@ class History:
             elif self._generations[-1].number > vitals.generation:  # it was on its way when its world had ended
                 return
         if vitals.rank not in self._tracks:
-            # One that comes later has no steps of its own; it goes on where the others are.
-            done = max((track.columns["done"][-1] for track in self._tracks.values()), default=0.0)
-            self._tracks[vitals.rank] = _Track(done if len(self._generations) > 1 else 0.0)
+            self._tracks[vitals.rank] = _Track()
+        track = self._tracks[vitals.rank]
+        if len(self._generations) > 1 and track.is_new(vitals):
+            # A process that comes later has no steps of its own; it goes on where the others are.
+            track.go_on_from(max(each.done for each in self._tracks.values()))
         stage = self._stages.setdefault(vitals.stage, len(self._stages))
         most = max(_LEAST_POINTS, min(MOST_POINTS, _MOST_IN_ALL // max(vitals.size, 1)))
-        self._tracks[vitals.rank].take(vitals, seconds, stage, most)
+        track.take(vitals, seconds, stage, most)
 
     def __bool__(self) -> bool:
         return bool(self._tracks)
@@ -147,21 +149,28 @@ class History:
 class _Track:
     """The points of one rank: a column of numbers for each quantity, NaN where one is not known."""
 
-    def __init__(self, done: float) -> None:
+    def __init__(self) -> None:
         self.columns = {name: array("d") for name in _COLUMNS}
         self.metrics: dict[str, array[float]] = {}
-        self._done = done
+        self.done = 0
         self._apart = 0.0
         self._piece = 0
         self._last: Vitals | None = None
 
+    def is_new(self, vitals: Vitals) -> bool:
+        """Whether this is a process of which nothing is known."""
+        return self._last is None or vitals.total_steps < self._last.total_steps
+
+    def go_on_from(self, done: int) -> None:
+        """The next record is of a process that joins others, which have done so many steps."""
+        self.done = done
+
     def take(self, vitals: Vitals, seconds: float, stage: int, most: int) -> None:
         if self._last is None:
-            self._done += vitals.total_steps
+            self.done += vitals.total_steps
         else:
             self._piece += grown(self._last, vitals) is None
-            # A process that is new begins at 0, and goes on with what the one before has done.
-            self._done += max(0, vitals.total_steps - self._last.total_steps)
+            self.done += max(0, vitals.total_steps - self._last.total_steps)
         self._last = vitals
         times, pieces = self.columns["seconds"], self.columns["piece"]
         # Close to the last but one: it takes the last one's place, so that the newest is always there.
@@ -176,7 +185,7 @@ class _Track:
 
     def _append(self, vitals: Vitals, seconds: float, stage: int) -> None:
         before = len(self.columns["seconds"])
-        known = {"seconds": seconds, "piece": self._piece, "stage": stage, "done": self._done}
+        known = {"seconds": seconds, "piece": self._piece, "stage": stage, "done": self.done}
         for name, column in self.columns.items():
             value = known[name] if name in known else getattr(vitals, name)
             column.append(math.nan if value is None else value)

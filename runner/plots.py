@@ -1,108 +1,29 @@
-"""Draws what a run was like, data in and a matplotlib figure out; one style for all plots of this project.
-
-Figures are made without pyplot, so nothing of a program's own plotting state changes and no display is needed. Colours
-are such as colour-blind readers can tell apart (Okabe and Ito, "Color Universal Design", 2008).
-"""
+"""Draws what a run was like: a history in, a matplotlib figure out."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-try:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-    from matplotlib.ticker import MaxNLocator
-except ImportError as error:
-    raise ImportError(f"plots need matplotlib: pip install 'spark_hvd[plots]' ({error})") from error
+from spark_hvd.runner.figures import FONT, SIZE, Axes, Curve, Figure, Patch, draw, figure_of, mark
 
 if TYPE_CHECKING:
-    from spark_hvd.runner.history import Generation, History, Point
+    from spark_hvd.runner.history import History, Point
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-DASHES: tuple[str, ...] = ("-", "--", "-.", ":")
 PARTS = {"compute": "#56B4E9", "communication": "#D55E00", "data": "#CC79A7"}
 OUTSIDE = "#DDDDDD"
-SIZE = (6.0, 3.0)
-_SMALL, _FONT = 7, 8
 _MOST_LINES = 8
 """More ranks than that are drawn as a band."""
 _GRID = 400
+_EDGE = 0.05
+"""Part of the whole width in which a line that begins later than others, or ends before them, still counts."""
 _MOST_EPOCHS = 60
 """In a lane of the timeline; more marks than that would hide it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A line, and the band around it, if there is one.
-
-    Attributes:
-        label: For the legend.
-        x: Its places.
-        y: Its values.
-        low: Lower edge of the band, a value for each place.
-        high: Upper edge.
-        points: Whether to mark the places.
-        colour: None for the next.
-        dash: As matplotlib names line styles; None: one that tells lines apart where colours do not.
-    """
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    low: Sequence[float] = field(default=())
-    high: Sequence[float] = field(default=())
-    points: bool = False
-    colour: str | None = None
-    dash: str | None = None
-
-
-def figure_of(width: float = SIZE[0], height: float = SIZE[1], panels: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure in our style, with panels side by side."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    found = list(figure.subplots(1, panels, squeeze=False)[0])
-    for axes in found:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=_FONT)
-        axes.grid(axis="y", linewidth=0.5, color="#E6E6E6")
-        axes.set_axisbelow(True)
-    return figure, found
-
-
-def draw(
-    axes: Axes, curves: Sequence[Curve], *, x: str = "", y: str = "", title: str = "", whole: bool = False
-) -> None:
-    """Draw curves and label them.
-
-    Args:
-        axes: Of :func:`figure_of`.
-        curves: One alone is not named.
-        x: Label of the x axis.
-        y: Label of the y axis.
-        title: Above.
-        whole: Whether x only has whole numbers.
-    """
-    for number, curve in enumerate(curves):
-        colour = curve.colour or COLOURS[number % len(COLOURS)]
-        dash = curve.dash or DASHES[number % len(DASHES)]
-        if len(curve.low):
-            axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.2, linewidth=0)
-        marker = "o" if curve.points or len(curve.x) < 2 else None
-        axes.plot(curve.x, curve.y, color=colour, linestyle=dash, linewidth=1.4, marker=marker, ms=3, label=curve.label)
-    if whole:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel(x, fontsize=_FONT)
-    axes.set_ylabel(y, fontsize=_FONT)
-    axes.set_title(title, fontsize=_FONT + 1, loc="left")
-    if len(curves) > 1:
-        axes.legend(fontsize=_SMALL, frameon=False, ncols=1 + (len(curves) > 4))
 
 
 def plot_loss(history: History, metric: str = "loss") -> Figure:
@@ -135,7 +56,7 @@ def plot_loss(history: History, metric: str = "loss") -> Figure:
     figure, (axes,) = figure_of()
     draw(axes, curves, x="steps", y=metric, whole=True)
     steps = {point.generation: point.total_steps for point in reversed(ranks[0])}
-    _mark(axes, [(steps[one.number], one) for one in history.generations[1:] if one.number in steps])
+    mark(axes, [(steps[one.number], one) for one in history.generations[1:] if one.number in steps])
     return figure
 
 
@@ -181,7 +102,7 @@ def plot_throughput(history: History) -> Figure:
     title = f"on average {total / history.seconds:,.0f} samples/s together" if counted else ""
     draw(axes, curves, x="seconds", y=f"{unit}, each rank", title=title)
     axes.set_ylim(bottom=0)
-    _mark(axes, [(one.seconds, one) for one in history.generations[1:]])
+    mark(axes, [(one.seconds, one) for one in history.generations[1:]])
     return figure
 
 
@@ -214,7 +135,7 @@ def plot_timeline(history: History) -> Figure:
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(ranks), 0)
     axes.set_xlim(0, history.seconds)
-    axes.set_xlabel("seconds (black: a new epoch)", fontsize=_FONT)
+    axes.set_xlabel("seconds (black: a new epoch)", fontsize=FONT)
     axes.spines["left"].set_visible(False)
     named = {**{name: (name, colour) for name, colour in PARTS.items()}, "": ("outside of hvd.progress", OUTSIDE)}
     handles = [
@@ -222,8 +143,8 @@ def plot_timeline(history: History) -> Figure:
         for name, (label, colour) in named.items()
         if spent[name]
     ]
-    figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize=_FONT, frameon=False)
-    _mark(axes, [(one.seconds, one) for one in history.generations[1:]])
+    figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize=FONT, frameon=False)
+    mark(axes, [(one.seconds, one) for one in history.generations[1:]])
     return figure
 
 
@@ -261,7 +182,19 @@ def _mean(label: str, lines: Sequence[tuple[Sequence[float], Sequence[float]]]) 
     places = sorted({place for x, _ in lines for place in x})
     if len(places) > _GRID:
         places = list(np.linspace(places[0], places[-1], _GRID))
-    values = np.array([np.interp(places, x, y, left=math.nan, right=math.nan) for x, y in lines])
+    edge = _EDGE * (places[-1] - places[0])
+    values = np.array(
+        [
+            np.interp(
+                places,
+                x,
+                y,
+                left=y[0] if x[0] <= places[0] + edge else math.nan,
+                right=y[-1] if x[-1] >= places[-1] - edge else math.nan,
+            )
+            for x, y in lines
+        ]
+    )
     there = ~np.isnan(values).all(axis=0)
     x, values = np.array(places)[there], values[:, there]
     low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
@@ -283,16 +216,3 @@ def _draw_lane(axes: Axes, lane: int, points: Sequence[Point]) -> dict[str, floa
         axes.fill_between(x, floor, top, step="pre", color=PARTS.get(name, OUTSIDE), linewidth=0)
         floor = top
     return {name: float(np.dot(part, seconds)) for name, part in parts.items()}
-
-
-def _mark(axes: Axes, generations: Iterable[tuple[float, Generation]]) -> None:
-    """Lines where worlds begin."""
-    for place, one in generations:
-        axes.axvline(place, color="black", linewidth=0.8, linestyle=":")
-        axes.annotate(
-            f" generation {one.number}, {one.size} ranks",
-            (place, 1),
-            xycoords=("data", "axes fraction"),
-            fontsize=_SMALL,
-            va="bottom",
-        )

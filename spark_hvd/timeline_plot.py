@@ -5,6 +5,7 @@ The only module of the core that imports matplotlib.
 
 from __future__ import annotations
 
+import io
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,15 @@ _MS = 1e6
 Colour = tuple[float, float, float]
 Bar = tuple[int, int, str]
 """Start, end and phase."""
+
+
+class Picture(Figure):
+    """A figure that a notebook shows by itself: pyplot, which would see to it, need not be loaded."""
+
+    def _repr_png_(self) -> bytes:
+        target = io.BytesIO()
+        self.savefig(target, format="png", dpi=100)
+        return target.getvalue()
 
 
 def draw(events: Trace, picture: Path, from_ms: float | None = None, to_ms: float | None = None) -> None:
@@ -73,7 +83,7 @@ def figure_of(events: Trace, from_ms: float | None = None, to_ms: float | None =
     lanes = [activity for activity in _COLOURS if any(activity_of(bar.phase) is activity for bar in bars)]
     ranks = sorted({bar.rank for bar in bars})
     band = len(lanes) + 1
-    figure = Figure(figsize=(12, 1.2 + 0.22 * band * len(ranks)), layout="constrained")
+    figure = Picture(figsize=(12, 1.2 + 0.22 * band * len(ranks)), layout="constrained")
     axes = figure.add_subplot()
     for number, activity in enumerate(lanes):
         found = [_lane(bars, rank, activity) for rank in ranks]

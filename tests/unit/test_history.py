@@ -99,6 +99,18 @@ def test_a_rank_that_comes_later_starts_where_the_others_are() -> None:
     assert history.points(1)[0].total_steps == 60
 
 
+def test_a_rank_that_is_replaced_goes_on_where_the_others_are() -> None:
+    history = history_of(
+        (0, vitals(0, at=5)),
+        (0, vitals(1, at=5)),
+        (3, vitals(0, at=8, generation=1)),
+        (4, vitals(0, at=9, generation=2)),
+        (4, vitals(1, at=0, generation=2)),
+        (5, vitals(1, at=1, generation=2)),
+    )
+    assert [point.total_steps for point in history.points(1)] == [50, 90, 100]
+
+
 def test_records_of_a_world_that_is_over_are_left_out() -> None:
     history = history_of((0, vitals(at=0, generation=1, size=1)), (1, vitals(1, at=9)))
     assert history.ranks == [0]

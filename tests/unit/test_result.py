@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,33 @@ def test_plot_of_where_the_time_went() -> None:
     assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]
 
 
+def test_a_notebook_shows_plots_without_pyplot(tmp_path: Path) -> None:
+    for figure in (run_of().plot_loss(), run_of().timeline(write(tmp_path / "t.json", some_step()))):
+        picture: Any = figure
+        assert picture._repr_png_().startswith(b"\x89PNG")
+
+
 def test_generations_are_marked_in_every_plot() -> None:
     run = run_of(3, 8, lost=True)
     assert "generation 1, 2 ranks" in texts(run.plot_loss())
     assert "generation 1, 2 ranks" in texts(run.plot_throughput())
+
+
+def test_names_of_generations_do_not_meet() -> None:
+    told = [(at, vitals(at=at, generation=at // 3, size=1 + at // 3)) for at in range(12)]
+    figure = RunResult([0], None, history_of(*told)).plot_throughput()
+    notes = [note for note in figure.axes[0].texts if "generation" in note.get_text()]
+    assert [note.get_text() for note in notes] == [f" generation {n}, {n + 1} ranks" for n in (1, 2, 3)]
+    boxes = [note.get_window_extent() for note in notes]
+    assert not any(a.overlaps(b) for a, b in pairwise(boxes))
+
+
+def test_a_rank_that_is_a_little_late_does_not_bend_the_mean() -> None:
+    told = [
+        (at + rank / 10, vitals(rank, at + rank / 10, metrics={"loss": rank})) for at in range(30) for rank in (0, 1)
+    ]
+    (line,) = RunResult([0], None, history_of(*told)).plot_loss().axes[0].lines
+    assert set(line.get_ydata()) == {0.5}
 
 
 def test_hundreds_of_ranks_fit() -> None:
@@ -141,7 +165,8 @@ def test_nothing_to_draw() -> None:
 
 @pytest.mark.parametrize("plot", ["plot_loss", "plot_throughput", "timeline"])
 def test_without_matplotlib(plot: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "spark_hvd.runner.plots", raising=False)
+    for module in ("plots", "figures"):
+        monkeypatch.delitem(sys.modules, f"spark_hvd.runner.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     with pytest.raises(ImportError, match=r"pip install 'spark_hvd\[plots\]'"):
         getattr(run_of(), plot)()

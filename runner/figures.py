@@ -1,0 +1,136 @@
+"""What all plots of this project have in common: figures of one style, curves with bands, marks of generations.
+
+Figures are made without pyplot, so nothing of a program's own plotting state changes and no display is needed. Colours
+are such as colour-blind readers can tell apart (Okabe and Ito, "Color Universal Design", 2008).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
+    from spark_hvd.timeline_plot import Picture
+except ImportError as error:
+    raise ImportError(f"plots need matplotlib: pip install 'spark_hvd[plots]' ({error})") from error
+
+if TYPE_CHECKING:
+    from spark_hvd.runner.history import Generation
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+DASHES: tuple[str, ...] = ("-", "--", "-.", ":")
+SIZE = (6.0, 3.0)
+FONT, SMALL = 8, 7
+__all__ = [
+    "COLOURS",
+    "DASHES",
+    "FONT",
+    "SIZE",
+    "SMALL",
+    "Axes",
+    "Curve",
+    "Figure",
+    "Patch",
+    "draw",
+    "figure_of",
+    "mark",
+]
+_NAME_WIDTH = 0.25
+"""Of a generation's name, as a part of the plot's width."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A line, and the band around it, if there is one.
+
+    Attributes:
+        label: For the legend.
+        x: Its places.
+        y: Its values.
+        low: Lower edge of the band, a value for each place.
+        high: Upper edge.
+        points: Whether to mark the places.
+        colour: None for the next.
+        dash: As matplotlib names line styles; None: one that tells lines apart where colours do not.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = field(default=())
+    high: Sequence[float] = field(default=())
+    points: bool = False
+    colour: str | None = None
+    dash: str | None = None
+
+
+def figure_of(width: float = SIZE[0], height: float = SIZE[1], panels: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure in our style, with panels side by side."""
+    figure = Picture(figsize=(width, height), layout="constrained")
+    found = list(figure.subplots(1, panels, squeeze=False)[0])
+    for axes in found:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=FONT)
+        axes.grid(axis="y", linewidth=0.5, color="#E6E6E6")
+        axes.set_axisbelow(True)
+    return figure, found
+
+
+def draw(
+    axes: Axes, curves: Sequence[Curve], *, x: str = "", y: str = "", title: str = "", whole: bool = False
+) -> None:
+    """Draw curves and label them.
+
+    Args:
+        axes: Of :func:`figure_of`.
+        curves: One alone is not named.
+        x: Label of the x axis.
+        y: Label of the y axis.
+        title: Above.
+        whole: Whether x only has whole numbers.
+    """
+    for number, curve in enumerate(curves):
+        colour = curve.colour or COLOURS[number % len(COLOURS)]
+        dash = curve.dash or DASHES[number % len(DASHES)]
+        if len(curve.low):
+            axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.2, linewidth=0)
+        marker = "o" if curve.points or len(curve.x) < 2 else None
+        axes.plot(curve.x, curve.y, color=colour, linestyle=dash, linewidth=1.4, marker=marker, ms=3, label=curve.label)
+    if whole:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(x, fontsize=FONT)
+    axes.set_ylabel(y, fontsize=FONT)
+    axes.set_title(title, fontsize=FONT + 1, loc="left")
+    if len(curves) > 1:
+        axes.legend(fontsize=SMALL, frameon=False, ncols=1 + (len(curves) > 4))
+
+
+def mark(axes: Axes, generations: Iterable[tuple[float, Generation]]) -> None:
+    """Draw lines where worlds begin, and what they are; names that would meet are put above each other.
+
+    Args:
+        axes: With the limits that they are to have.
+        generations: Where each begins, on the x axis.
+    """
+    left, right = axes.get_xlim()
+    ends: list[float] = []  # of the last name in each row, from 0 to 1 of the axes
+    for place, one in generations:
+        axes.axvline(place, color="black", linewidth=0.8, linestyle=":")
+        at = (place - left) / (right - left)
+        row = next((row for row, end in enumerate(ends) if end <= at), len(ends))
+        ends[row : row + 1] = [at + _NAME_WIDTH]
+        axes.annotate(
+            f" generation {one.number}, {one.size} rank{'s' * (one.size != 1)}",
+            (place, 1),
+            (0, row * (SMALL + 1)),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            fontsize=SMALL,
+            va="bottom",
+        )
