@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from spark_hvd.shapes import (
     split_fault,
 )
 
+T = TypeVar("T")
 _OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
     ReduceOp.MIN: dist.ReduceOp.MIN,
@@ -90,7 +92,7 @@ class TorchCommunicator:
             copy_unless_shared(mine, restore(wire))
             return tensor
 
-        return Pending("allreduce", [work], finish)
+        return self._pending(dense, "allreduce", [work], finish)
 
     def _complex_product(self, tensor: torch.Tensor, mine: torch.Tensor, dense: torch.Tensor) -> Handle[torch.Tensor]:
         # No backend multiplies complex numbers.
@@ -104,7 +106,7 @@ class TorchCommunicator:
             mine.copy_(everyones.prod(0))
             return tensor
 
-        return Pending("allreduce", [work], finish)
+        return self._pending(dense, "allreduce", [work], finish)
 
     def allgather(self, tensor: torch.Tensor, rows: Sequence[int] | None = None) -> Handle[torch.Tensor]:
         """See base class."""
@@ -122,7 +124,7 @@ class TorchCommunicator:
                 "allgather",
                 lambda: _gather_equal(as_bytes(out), as_bytes(dense), self._group, async_op=True),
             )
-            return Pending("allgather", [work], lambda: out)
+            return self._pending(dense, "allgather", [work], lambda: out)
         row_bytes = out.numel() // sum(rows) * out.element_size()
         if max(rows) * self._size * row_bytes <= PADDED_LIMIT:
             return self._gather_padded(dense, out, rows)
@@ -142,13 +144,13 @@ class TorchCommunicator:
                 part.copy_(received[:count])
             return out
 
-        return Pending("allgather", [work], finish)
+        return self._pending(dense, "allgather", [work], finish)
 
     def _gather_by_broadcast(self, dense: torch.Tensor, out: torch.Tensor, rows: Sequence[int]) -> Handle[torch.Tensor]:
         parts = torch.split(out, list(rows))
         parts[self._rank].copy_(dense)
         works = [self._broadcast_bytes("allgather", part, root) for root, part in enumerate(parts) if part.numel()]
-        return Pending("allgather", works, lambda: out)
+        return self._pending(dense, "allgather", works, lambda: out)
 
     def broadcast(self, tensor: torch.Tensor, root_rank: int) -> Handle[torch.Tensor]:
         """See base class."""
@@ -162,7 +164,7 @@ class TorchCommunicator:
                 copy_unless_shared(mine, dense)
             return tensor
 
-        return Pending("broadcast", [work], finish)
+        return self._pending(tensor, "broadcast", [work], finish)
 
     def reducescatter(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
         """See base class."""
@@ -200,7 +202,7 @@ class TorchCommunicator:
             result = restore(mine)
             return result.clone() if on_cpu else result  # not to keep everyone's rows alive
 
-        return Pending("reducescatter", [work], finish)
+        return self._pending(tensor, "reducescatter", [work], finish)
 
     def alltoall(
         self, tensor: torch.Tensor, splits: Sequence[int] | None = None, received: Sequence[int] | None = None
@@ -238,7 +240,7 @@ class TorchCommunicator:
                 async_op=True,
             ),
         )
-        return Pending("alltoall", [work], lambda: (out, received))
+        return self._pending(tensor, "alltoall", [work], lambda: (out, received))
 
     def barrier(self) -> Handle[None]:
         """See base class."""
@@ -249,7 +251,7 @@ class TorchCommunicator:
         def finish() -> None:
             token.cpu()  # for NCCL wait() only orders the stream; a barrier holds up the host
 
-        return Pending("barrier", [work], finish)
+        return self._pending(token, "barrier", [work], finish)
 
     def close(self) -> None:
         """See base class."""
@@ -268,9 +270,14 @@ class TorchCommunicator:
         everyones = mine.new_empty(self._size * len(fact))
         name = "exchange of shapes"
         work = self._start(name, lambda: _gather_equal(everyones, mine, self._group, async_op=True))
-        Pending(name, [work], lambda: None).wait()
+        self._pending(mine, name, [work], lambda: None).wait()
         table: list[list[int]] = everyones.view(self._size, len(fact)).tolist()
         return table
+
+    def _pending(
+        self, tensor: torch.Tensor, name: str, works: Sequence[dist.Work | None], finish: Callable[[], T]
+    ) -> Pending[T]:
+        return Pending(name, works, finish, [] if tensor.is_cuda else [self._group or dist.group.WORLD])
 
     def _start(self, name: str, call: Callable[[], dist.Work | None]) -> dist.Work | None:
         try:

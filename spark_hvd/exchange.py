@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from spark_hvd.activity import activity
+from spark_hvd.waits import wait_for
 
 
 def exchange(fact: Any, group: dist.ProcessGroup, device: torch.device, about: str = "facts") -> list[Any]:
@@ -29,11 +30,20 @@ def _exchange(fact: Any, group: dist.ProcessGroup, device: torch.device) -> list
     text = torch.frombuffer(bytearray(json.dumps(fact).encode()), dtype=torch.uint8).to(device)
     length = torch.tensor([text.numel()], device=device)
     lengths = [torch.empty_like(length) for _ in range(size)]
-    dist.all_gather(lengths, length, group=group)
+    _wait(dist.all_gather(lengths, length, group=group, async_op=True), group, device)
     counts = [int(each) for each in lengths]
     longest = max(counts)
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: text.numel()] = text
     rows = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(rows, padded, group=group)
+    _wait(dist.all_gather(rows, padded, group=group, async_op=True), group, device)
     return [json.loads(bytes(row[:count].tolist()).decode()) for row, count in zip(rows, counts, strict=True)]
+
+
+def _wait(work: dist.Work | None, group: dist.ProcessGroup, device: torch.device) -> None:
+    if work is None:
+        return
+    if device.type == "cpu":
+        wait_for(work, group)
+    else:
+        work.wait()

@@ -13,6 +13,7 @@ from spark_hvd import mpi_backend
 from spark_hvd.buckets import BucketPlan, ParamSpec
 from spark_hvd.shared_memory import SharedArena, SharedSum
 from spark_hvd.torch_private import copy_all
+from spark_hvd.waits import wait_for
 
 # Above this mean size one fused "scale into the buffer" a gradient beats one batched copy and a second pass to scale.
 FUSED_COPY_NUMEL = 16_384
@@ -71,6 +72,7 @@ class FlatBucket:
         self._flat = flat
         self._everyones: list[torch.Tensor] = []
         self._summed: dist.ProcessGroup
+        self._group: dist.ProcessGroup
         self._payload = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
         self._body = self._flat[: plan.numel]
         self._flags = self._flat[plan.numel :]
@@ -175,6 +177,7 @@ class FlatBucket:
             self._work = SharedSum(self._everyones, group, self._summed)
         else:
             self._work = dist.all_reduce(self._wire, group=group, async_op=True)
+            self._group = group
 
     def poll(self) -> bool:
         """Do my part of the reduction if that needs no waiting; returns False if it would."""
@@ -197,7 +200,10 @@ class FlatBucket:
         """
         assert self._work is not None
         work, self._work = self._work, None
-        work.wait()
+        if isinstance(work, SharedSum) or self._flat.is_cuda:
+            work.wait()
+        else:
+            wait_for(work, self._group)
 
     @torch.no_grad()
     def complete(self) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from spark_hvd.activity import activity
 from spark_hvd.communicator import Handle
 from spark_hvd.errors import CollectiveError
+from spark_hvd.waits import wait_for
 
 T = TypeVar("T")
 
@@ -39,14 +40,22 @@ class Finished(Generic[T]):
 class Pending(Generic[T]):
     """See :class:`spark_hvd.communicator.Handle`."""
 
-    def __init__(self, name: str, works: Sequence[dist.Work | None], finish: Callable[[], T]) -> None:
+    def __init__(
+        self,
+        name: str,
+        works: Sequence[dist.Work | None],
+        finish: Callable[[], T],
+        groups: Sequence[dist.ProcessGroup | None] = (),
+    ) -> None:
         """Take over works under way.
 
         Args:
             name: What to call the collective in an error.
             works: What torch.distributed returned.
             finish: Makes the result, once, when all have ended.
+            groups: The process groups of works on the CPU, which may have to be given up with their world.
         """
+        self._groups = groups
         self._name = name
         self._works = [work for work in works if work is not None]
         self._finish: Callable[[], T] | None = finish
@@ -69,7 +78,9 @@ class Pending(Generic[T]):
 
     def _wait(self, timeout: float | None) -> None:
         for work in self._works:
-            if timeout is None:
+            if timeout is None and self._groups:
+                wait_for(work, *self._groups)
+            elif timeout is None:
                 work.wait()
             else:
                 work.wait(timedelta(seconds=timeout))

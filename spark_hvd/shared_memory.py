@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spark_hvd.waits import wait_for
+
 _ALIGNMENT = 4096
 _CHUNK = 1 << 16
 """Elements summed at a time: small enough that a chunk is still in the cache when it is written to the other ranks."""
@@ -93,7 +95,7 @@ class SharedSum:
 
     def __init__(self, buffers: Sequence[torch.Tensor], filled: dist.ProcessGroup, summed: dist.ProcessGroup) -> None:
         self._buffers = buffers
-        self._group = summed
+        self._groups = filled, summed
         self._filled = _token(filled)
         self._summed: dist.Work | None = None
 
@@ -123,12 +125,13 @@ class SharedSum:
         """
         self.advance()
         assert self._summed is not None
-        self._summed.wait()
+        wait_for(self._summed, *self._groups)
 
     def _sum(self) -> None:
-        self._filled.wait()
-        sum_share(self._buffers, dist.get_rank(self._group))
-        self._summed = _token(self._group)
+        wait_for(self._filled, *self._groups)
+        _, summed = self._groups
+        sum_share(self._buffers, dist.get_rank(summed))
+        self._summed = _token(summed)
 
 
 def sum_share(buffers: Sequence[torch.Tensor], place: int) -> None:

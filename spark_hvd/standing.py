@@ -20,6 +20,7 @@ from spark_hvd.groups import Groups
 from spark_hvd.kv import Store
 from spark_hvd.lane import Lane
 from spark_hvd.layout import RankInfo, WorldLayout
+from spark_hvd.waits import stand_by
 from spark_hvd.wires import Wires
 from spark_hvd.world import World
 
@@ -111,6 +112,7 @@ class Standing:
     def wired(self, wires: Wires) -> Wires:
         """These connections are to be made; they are cut at once if their generation was aborted already."""
         self.wires = wires
+        stand_by(lambda: wires.broken)
         if self.aborted is not None and wires.generation <= self.aborted[0]:
             wires.cut(self.aborted[1])
         return wires

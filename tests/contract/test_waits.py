@@ -1,0 +1,74 @@
+"""Whoever waits for a work that never ends is freed when his world is over, and what he waited for is not destroyed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+
+from spark_hvd import waits
+from spark_hvd.errors import CollectiveError
+from tests.ranks import Ranks
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+def one_comes_late() -> str:
+    """Rank 0 waits for an all-reduce that rank 1 enters only after rank 0's world was declared over."""
+    over: list[str] = []
+    said, error = torch.zeros(1), ""
+    if dist.get_rank() == 0:
+        waits.stand_by(lambda: over[0] if over else None)
+        work = dist.all_reduce(said, async_op=True)
+        threading.Timer(0.6, lambda: over.append("rank 1 has gone")).start()
+        try:
+            waits.wait_for(work, dist.group.WORLD)
+        except CollectiveError as caught:
+            error = str(caught)
+        waits.stand_by(None)
+        assert not work.is_completed()
+        assert any(thread.name == "spark_hvd-farewell" for thread in threading.enumerate())
+    else:
+        time.sleep(3.0)
+        dist.all_reduce(said)
+    if dist.get_rank() == 0:
+        work.wait()  # what was given up goes on, and its group is still whole
+        deadline = time.monotonic() + 5
+        while any(thread.name == "spark_hvd-farewell" for thread in threading.enumerate()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    return error
+
+
+def all_come(rounds: int) -> list[float]:
+    waits.stand_by(lambda: None)
+    sums = []
+    for number in range(rounds):
+        if dist.get_rank() == number % 2:
+            time.sleep(0.3)  # longer than between two looks
+        tensor = torch.ones(1)
+        waits.wait_for(dist.all_reduce(tensor, async_op=True), dist.group.WORLD)
+        sums.append(tensor.item())
+    waits.stand_by(None)
+    return sums
+
+
+def test_the_end_of_a_world_frees_who_waits(ranks: Ranks) -> None:
+    assert ranks.run(one_comes_late) == ["rank 1 has gone", ""]
+
+
+def test_slow_ranks_are_waited_for(ranks: Ranks) -> None:
+    assert ranks.run(all_come, 4) == [[2.0] * 4] * 2
