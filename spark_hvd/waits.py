@@ -1,8 +1,8 @@
 """Waiting for what torch.distributed has under way on the CPU, but not beyond the end of an elastic world.
 
 Gloo loses a send whose connection ends in the moment in which it begins: nobody tells the one who waits for it (in
-UnboundBuffer::waitSend), and only the process group's timeout frees him. Of worlds cut in full traffic, one in ten to one
-in thirty ended so. The training thread therefore looks now and then whether its world still stands.
+UnboundBuffer::waitSend), and only the process group's timeout frees him. Of worlds that were cut in full traffic, one
+in ten to one in thirty ended so. The training thread therefore looks now and then whether its world still stands.
 """
 
 from __future__ import annotations
