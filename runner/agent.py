@@ -154,7 +154,7 @@ class Agent:
                 self._start(message["worker"], RankInfo(**message["place"]), message["slot"])
             case "stop":
                 if (worker := self._mine(message)) is not None:
-                    trace = _stacks(worker.process)
+                    trace = trim_stacks(worker.process.await_stacks(_STACKS_SECONDS))
                     self._end_worker(worker, FailureKind.STOPPED, message["why"], Loss.HUNG, trace=trace)
             case "examine":
                 if self._worker is not None and self._worker.probe is None:
@@ -335,16 +335,6 @@ class Agent:
         elif now - worker.stopped_since >= _STOPPED_SECONDS:
             error = f"was stopped by a signal (SIGSTOP) for {_STOPPED_SECONDS:.0f} s, and ended"
             self._end_worker(worker, FailureKind.SIGNAL, error, Loss.HUNG)
-
-
-def _stacks(process: RankProcess) -> str:
-    """Where the threads of a rank that is to be ended stand; nothing if it is stopped."""
-    process.ask_for_stacks()
-    deadline = time.monotonic() + _STACKS_SECONDS
-    while not process.stacks().rstrip() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(0.02)  # it writes one thread after the other
-    return trim_stacks(process.stacks())
 
 
 def _readable(fd: int) -> bool:

@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -24,6 +25,7 @@ import psutil
 from spark_hvd.runner.forkserver import REQUEST_LENGTH, same_user
 from spark_hvd.runner.wire import STACKS_SIGNAL
 
+_STACKS_PAUSE = 0.1  # seconds in which nothing more is written when stacks are complete
 _MAX_SERVERS = 2  # a server holds ~300 MB; two, so that alternating between two environments stays fast
 _ATTEMPTS = 20
 _LINGER = 600.0  # seconds that the server of the common environment waits for another run
@@ -67,6 +69,22 @@ class RankProcess:
         """Forget what the fault handler has written."""
         os.ftruncate(self.stacks_fd, 0)
         os.lseek(self.stacks_fd, 0, os.SEEK_SET)  # the rank writes through the same open file
+
+    def await_stacks(self, timeout: float, meanwhile: Callable[[float], object] = time.sleep) -> str:
+        """Ask for the stacks, and wait until they are complete: they come one thread after the other.
+
+        Args:
+            timeout: Seconds, after which there is what has come by then.
+            meanwhile: Called again and again, with seconds to wait.
+        """
+        self.ask_for_stacks()
+        text, grown = "", time.monotonic()
+        deadline = grown + timeout
+        while (now := time.monotonic()) < deadline and not (text and now - grown > _STACKS_PAUSE):
+            meanwhile(_STACKS_PAUSE / 2)
+            if (more := self.stacks()) != text:
+                text, grown = more, time.monotonic()
+        return text
 
     def stacks(self) -> str:
         """What the rank's fault handler has written: the Python stacks of its threads."""

@@ -282,8 +282,7 @@ class _Watch:
         self._deadline = None
         waits_for_mpi = self._mpi is not None and self._mpi.variables is None
         error = start_took_too_long(self._job.start_timeout, _MPI_SECONDS if waits_for_mpi else None)
-        self._take_stacks()
-        self._fail_now(FailureKind.SETUP, error, trim_stacks(self._process.stacks()))
+        self._fail_now(FailureKind.SETUP, error, self._take_stacks())
 
     def _drop_large_value(self, limit: int, total: int, largest: int) -> None:
         """The values of all ranks are too much for the driver: the largest becomes an error instead."""
@@ -296,11 +295,9 @@ class _Watch:
         if self._outcome is not None or self._failure is not None:
             return
         if reason == "timeout":
-            self._take_stacks()
+            stacks = self._take_stacks()
             limit = "" if self._job.timeout is None else f" {self._job.timeout:g} s"
-            self._fail(
-                FailureKind.TIMEOUT, f"still running when timeout={limit} was over", trim_stacks(self._process.stacks())
-            )
+            self._fail(FailureKind.TIMEOUT, f"still running when timeout={limit} was over", stacks)
         elif reason == "cut off":
             self._fail(
                 FailureKind.LOST, f"stopped because the hub at {self._link.url} did not answer for {HUB_PATIENCE:.0f} s"
@@ -310,12 +307,8 @@ class _Watch:
         else:
             self._fail(FailureKind.STOPPED, stopped(reason, culprit))
 
-    def _take_stacks(self) -> None:
-        self._process.ask_for_stacks()
-        deadline = time.monotonic() + _STACKS_WAIT
-        while not self._process.stacks().rstrip() and time.monotonic() < deadline:
-            self._step(timeout=0.05)
-        self._step(timeout=0.05)
+    def _take_stacks(self) -> str:
+        return trim_stacks(self._process.await_stacks(_STACKS_WAIT, lambda seconds: self._step(timeout=seconds)))
 
     def _judge_exit(self) -> None:
         """The process has gone without an outcome."""

@@ -45,7 +45,7 @@ class Activity:
         self.progress: Progress[Any] | None = None
         """The loop that runs, or ran last."""
         self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._waiting: list[tuple[str, float]] = []
+        self._waiting: list[tuple[str, float, tuple[int, ...] | None]] = []
 
     def add_source(self, source: Source) -> None:
         """Ask it from now on, for as long as it lives."""
@@ -66,9 +66,18 @@ class Activity:
         return now
 
     @contextmanager
-    def waiting(self, name: str) -> Iterator[None]:
-        """Enter a collective that no source knows of, and wait for its end."""
-        one = (name, self.enter(name))  # two threads may wait for collectives of one name, but not since one moment
+    def waiting(self, name: str, ranks: tuple[int, ...] | None = None) -> Iterator[None]:
+        """Enter a collective that no source knows of, and wait for its end.
+
+        Args:
+            name: What to call it.
+            ranks: Which take part; None for all.
+        """
+        one = (
+            name,
+            self.enter(name),
+            ranks,
+        )  # two threads may wait for collectives of one name, but not since one moment
         self._waiting.append(one)
         outermost = not self._waits_since
         if outermost:
@@ -96,7 +105,7 @@ class Activity:
 
     def underway(self, now: float) -> list[Underway]:
         """What this rank has entered and has not ended, oldest first; eight at most."""
-        found = [Underway(name, now - since) for name, since in list(self._waiting)]
+        found = [Underway(name, now - since, ranks) for name, since, ranks in list(self._waiting)]
         for source in list(self._sources):
             found += source.underway(now)
         return sorted(found, key=lambda one: -one.seconds)[:_SHOWN]

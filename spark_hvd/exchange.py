@@ -21,7 +21,7 @@ def exchange(fact: Any, group: dist.ProcessGroup, device: torch.device, about: s
         device: a device that the group's backend serves.
         about: what to call this, for whoever watches the run.
     """
-    with activity.waiting(about):
+    with activity.waiting(about, tuple(dist.get_process_group_ranks(group))):
         return _exchange(fact, group, device)
 
 

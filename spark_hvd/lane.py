@@ -204,7 +204,7 @@ class Lane:
         return first
 
     def _told(self, handle: NamedHandle[T], first: bool, urgent: bool) -> NamedHandle[T]:
-        handle.since = activity.enter(handle.request.kind, handle.name)
+        handle.since = activity.enter(handle.request.kind, repr(handle.name))
         if self.tracing.recorder is not None:
             self.tracing.called(handle)
         if first and not urgent:
@@ -220,7 +220,7 @@ class Lane:
             last = Work([], in_place=True, results=[], received=[])
             handle = self._joining = NamedHandle(self, "join", Request("join", [], [], ""), last, _last)
         self.flush()
-        handle.since = activity.enter(handle.request.kind, handle.name)
+        handle.since = activity.enter(handle.request.kind, repr(handle.name))
         self._link.join(self, counts)
         return handle
 

@@ -90,6 +90,7 @@ class PlannedLane:
         self._specs: list[ParamSpec] = []
         self._groups = groups
         self._group = group
+        self._ranks = tuple(dist.get_process_group_ranks(group))
         self._device = device
         self._reduction = reduction
         self._host_group = host_group
@@ -147,7 +148,7 @@ class PlannedLane:
     def underway(self, now: float) -> list[Underway]:
         """Buckets that were launched and have not been waited for; from any thread."""
         return [
-            Underway(f"bucket {number} of the gradients", now - since)
+            Underway(f"bucket {number} of the gradients", now - since, self._ranks)
             for number, since in enumerate(self._since.copy())
             if number >= self._ended
         ]

@@ -175,7 +175,7 @@ def test_a_world_of_one_can_be_observed() -> None:
         hvd.allreduce(torch.ones(1), name="x")
         found = observe()
         assert found is not None
-        assert (found.rank, found.size, found.last) == (0, 1, "allreduce x")
+        assert (found.rank, found.size, found.last) == (0, 1, "allreduce 'x'")
         assert found.memory_bytes > 1 << 20
         assert found.stall_warning == 60.0
     finally:
