@@ -23,6 +23,7 @@ from spark_hvd.runner.membership_patience import Patience
 from spark_hvd.runner.membership_records import Agent, Generation, Stage, Worker
 from spark_hvd.runner.membership_roster import Roster
 from spark_hvd.runner.membership_start import Beginning, Start
+from spark_hvd.runner.report import count
 
 
 class Membership:
@@ -353,9 +354,8 @@ class Membership:
         places = WorldLayout.of_ranks([worker.host for worker in chosen]).ranks
         members = tuple(worker.number for worker in chosen)
         if self.generation is not None:
-            self._note(
-                f"generation {number}: {len(chosen)} ranks, after {self.generation.over or 'the last had ended'}"
-            )
+            after = self.generation.over or "the last had ended"
+            self._note(f"generation {number}: {count(len(chosen), 'rank')}, after {after}")
         self.generation = Generation(number, members, self.patience.commits, now + self.limits.rejoin_timeout)
         for worker, place in zip(chosen, places, strict=True):
             worker.stage, worker.rank = Stage.MEMBER, place.rank
