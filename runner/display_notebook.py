@@ -37,7 +37,7 @@ class NotebookDisplay:
         self._writer = writer
         self._handle: Any = None
         self._next = 0.0
-        self._drawn: Picture | None = None
+        self._latest: tuple[RunView, float] | None = None
         self._ended = False
 
     def lines(self, rank: int, stream: str, text: str) -> None:
@@ -46,17 +46,18 @@ class NotebookDisplay:
 
     def show(self, view: RunView, now: float) -> None:
         """Draw, twice a second."""
+        self._latest = view, now
         if now < self._next:
             return
         self._next = now + _INTERVAL
-        self._drawn = view.picture(now)
-        self._draw(self._drawn, None)
+        self._draw(view.picture(now), None)
 
     def end(self, summary: Summary | None) -> None:
         """Draw for the last time, with the summary."""
-        if not self._ended and self._drawn is not None:
+        if not self._ended and self._latest is not None:
+            view, now = self._latest
             shown = summary if summary is not None and summary.worth_showing else None
-            self._draw(self._drawn.at_end(), shown)
+            self._draw(view.picture(now).at_end(), shown)
         self._ended = True
 
     def _draw(self, picture: Picture, summary: Summary | None) -> None:

@@ -44,7 +44,7 @@ class TableDisplay:
         self._live = Live(console=self._console, auto_refresh=False)
         self._closing = ExitStack()
         self._next = 0.0
-        self._drawn: Picture | None = None
+        self._latest: tuple[RunView, float] | None = None
         self._ended = False
 
     def lines(self, rank: int, stream: str, text: str) -> None:
@@ -59,6 +59,7 @@ class TableDisplay:
 
     def show(self, view: RunView, now: float) -> None:
         """Draw."""
+        self._latest = view, now
         if now < self._next:
             return
         self._next = now + _INTERVAL
@@ -66,8 +67,7 @@ class TableDisplay:
             self._live.start()
             self._closing.callback(self._live.stop)
             self._take_log_handlers()
-        self._drawn = view.picture(now)
-        self._live.update(self._lines_of(self._drawn), refresh=True)
+        self._live.update(self._lines_of(view.picture(now)), refresh=True)
 
     def end(self, summary: Summary | None) -> None:
         """Leave the last table and the summary, and let go of the terminal."""
@@ -75,8 +75,9 @@ class TableDisplay:
             return
         self._ended = True
         with self._closing:
-            if self._drawn is not None:
-                self._live.update(self._lines_of(self._drawn.at_end()))
+            if self._latest is not None:
+                view, now = self._latest
+                self._live.update(self._lines_of(view.picture(now).at_end()))
         if summary is not None and summary.worth_showing:
             self._console.print(Text(str(summary)))
 

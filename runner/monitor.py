@@ -114,7 +114,9 @@ class Monitor:
             values: What the ranks returned, in rank order.
         """
         self.flush()
-        self._summary = self._view.summary(time.monotonic())
+        now = time.monotonic()
+        self._display.show(self._view, now)  # the last records have come since it was shown
+        self._summary = self._view.summary(now)
         self._display.end(self._summary)
         return RunResult(values, self._summary, self._history)
 

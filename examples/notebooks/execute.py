@@ -40,9 +40,13 @@ def execute(path: Path, timeout: int = 300) -> Any:
         nbclient.exceptions.CellExecutionError: a cell failed that is not meant to.
     """
     notebook: Any = nbformat.read(path, as_version=4)
-    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
     client = NotebookClient(
         notebook,
         timeout=timeout,
@@ -50,7 +54,7 @@ def execute(path: Path, timeout: int = 300) -> Any:
         # what the JVM writes past Python at its start is not of the notebook
         extra_arguments=["--IPKernelApp.capture_fd_output=False"],
     )
-    client.execute()
+    client.execute(env=environment)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times
         if cell.cell_type == "code":

@@ -49,8 +49,9 @@ def shown(spark: SparkSession, after: int = -1) -> list[Shown]:
     store = context.statusStore()
     found = []
     for job in items(store.jobsList(None)):
-        if job.jobId() > after:
-            stage = store.lastStageAttempt(max(items(job.stageIds())))
+        stages = items(job.stageIds())  # none of a job without tasks
+        if job.jobId() > after and stages:
+            stage = store.lastStageAttempt(max(stages))
             found.append(
                 Shown(job.jobId(), value(job.jobGroup()), value(job.description()), stage.name(), stage.details())
             )
