@@ -22,6 +22,7 @@ def returns_much() -> bytes:
     return bytes(300_000_000) if hvd.rank() == 0 else b""
 
 
+@pytest.mark.slow
 def test_a_value_too_large_for_the_heap_is_an_error_and_not_an_outage(cluster: SparkSession) -> None:
     with pytest.raises(RankFailedError, match=r"fn returned 2\d\d MiB; .* from each rank .*spark\.driver\.memory"):
         run_elastic(returns_much, num_proc=2, spark=cluster, verbose=0)

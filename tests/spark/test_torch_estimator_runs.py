@@ -178,6 +178,7 @@ def test_callbacks_see_every_moment_on_every_rank(df: DataFrame, tmp_path: Path)
     assert (tmp_path / "1").read_text().split("\n") == expected
 
 
+@pytest.mark.slow
 def test_loggers(df: DataFrame, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
