@@ -119,7 +119,7 @@ def ranks_alive() -> list[psutil.Process]:
     return found
 
 
-def wait_until(condition: Callable[[], Any], timeout: float = 5.0) -> Any:
+def wait_until(condition: Callable[[], Any], timeout: float = 20.0) -> Any:
     """Poll ``condition`` until it is true; fail after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not (value := condition()):
@@ -144,6 +144,6 @@ def no_leaks() -> Iterator[None]:
 
     before, listening_before = ours(), listening()
     yield
-    wait_until(lambda: not ranks_alive(), 5.0)
-    wait_until(lambda: ours() <= before, 5.0)
+    wait_until(lambda: not ranks_alive())
+    wait_until(lambda: ours() <= before)
     assert listening() <= listening_before

@@ -45,7 +45,7 @@ def managers() -> list[psutil.Process]:
 @pytest.fixture
 def no_mpi_left() -> Any:
     yield
-    wait_until(lambda: not managers(), 5.0)
+    wait_until(lambda: not managers())
 
 
 def world() -> dict[str, Any]:

@@ -144,7 +144,7 @@ def test_a_process_that_is_killed(store: Store) -> None:
     started = time.monotonic()
     with pytest.raises(EstimatorError, match=r"a reader process ended with exit code -9 \(-9: killed, most often for"):
         list(batches)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     reader.close()
 
 

@@ -161,7 +161,7 @@ def test_a_killed_executor_is_named(cluster: Cluster, tmp_path: Path) -> None:
     assert isinstance(error, ExecutorLostError)
     assert f"rank 1 on {victim.address}" in str(error)
     assert training.ended - killed < NOTICED
-    wait_until(lambda: not any(cluster.ranks(host) for host in cluster.net.hosts), 5.0)
+    wait_until(lambda: not any(cluster.ranks(host) for host in cluster.net.hosts))
 
 
 def test_a_killed_worker_and_executor_are_named(cluster: Cluster, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_killed_worker_and_executor_are_named(cluster: Cluster, tmp_path: Path
     assert isinstance(error, ExecutorLostError)
     assert f"rank 1 on {victim.address}" in str(error)
     assert training.ended - killed < NOTICED
-    wait_until(lambda: not any(cluster.ranks(host) for host in cluster.net.hosts), 5.0)
+    wait_until(lambda: not any(cluster.ranks(host) for host in cluster.net.hosts))
 
 
 def test_a_host_that_cannot_reach_the_hub_trains_all_the_same(cluster: Cluster, tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_host_whose_cable_is_pulled_is_named_in_time_and_ends_its_own_ranks(cl
     assert isinstance(error, ExecutorLostError)
     assert f"rank 1 on {victim.address} (last heard" in str(error)
     assert training.ended - cut < NOTICED
-    wait_until(lambda: not cluster.ranks(other), 1.0)
+    wait_until(lambda: not cluster.ranks(other), HUB_PATIENCE / 2)
     assert len(cluster.ranks(victim)) == 1, "nobody can tell them to stop"
     wait_until(lambda: not cluster.ranks(victim), HUB_PATIENCE + 10)
     print(f"isolated ranks ended after {time.monotonic() - cut:.1f} s")

@@ -107,7 +107,7 @@ def test_too_few_slots_fails_in_seconds_and_names_the_settings(
     started = time.monotonic()
     with pytest.raises(NotEnoughSlotsError, match=r"5 slots wanted, 2 there .*spark\.executor\.instances"):
         run(lambda: 1, num_proc=5, spark=cluster)
-    assert 1 < time.monotonic() - started < 6
+    assert 1 < time.monotonic() - started < 20
 
 
 DYNAMIC = r"spark\.dynamicAllocation\.enabled=false"
@@ -137,7 +137,7 @@ def test_a_killed_executor_is_an_error_and_fn_never_runs_twice(cluster: SparkSes
     assert not thread.is_alive()
     assert isinstance(errors[0], ExecutorLostError)
     assert "fn is not run again" in str(errors[0])
-    wait_until(lambda: not ranks_alive(), 5)
+    wait_until(lambda: not ranks_alive())
     time.sleep(3)  # long enough for a retried stage to have started
     assert len(list(tmp_path.iterdir())) == 2
     wait_until(lambda: len(executors()) == 2, 60)
@@ -152,7 +152,7 @@ def test_a_killed_python_worker_takes_its_rank_along(cluster: SparkSession, tmp_
     thread.join(30)
     assert not thread.is_alive()
     assert isinstance(errors[0], ExecutorLostError)
-    wait_until(lambda: not ranks_alive(), 5)
+    wait_until(lambda: not ranks_alive())
     assert run(reduce_one, num_proc=2, spark=cluster) == [2.0, 2.0]
 
 
