@@ -28,6 +28,8 @@ from spark_hvd.runner.hub_state import HubState, Message, Send
 _log = logging.getLogger(__name__)
 _TICK_MS = 50
 _ASIDE = ("output", "vitals", "examined")
+_PATIENCE = 5.0
+"""Seconds for the sockets to close, of which sending what is queued may take one."""
 """Messages that decide nothing."""
 
 
@@ -180,8 +182,7 @@ class HubServer:
         """Send what is queued, stop the thread, free the port. Idempotent."""
         if not self._closing.is_set():
             self._closing.set()
-            self._thread.join()
-            self._release_sockets()
+            self._thread.join(_PATIENCE)  # libzmq 4.3.5 may never end a context, see channel.CoordinatorSockets
 
     def _ask(self, question: Callable[[], list[Send]]) -> None:
         """Have the hub's thread ask the state something, soon; from any thread."""
@@ -193,6 +194,12 @@ class HubServer:
         self._context.term()
 
     def _serve(self) -> None:
+        try:
+            self._turn_until_closed()
+        finally:
+            self._release_sockets()
+
+    def _turn_until_closed(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         while not self._closing.is_set():

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import hmac
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,6 +74,7 @@ class CoordinatorSockets:
         self.requests = context.socket(zmq.PULL)
         self.decisions = _watched(context.socket(zmq.XPUB))
         self.endpoints: list[str] = []
+        self._connected: set[int] = set()
         for each in (self.requests, self.decisions):
             each.curve_server = True
             each.curve_secretkey, each.curve_publickey = keys.server_secret, keys.server_public
@@ -94,11 +96,21 @@ class CoordinatorSockets:
         """The next news of a member: its place, and whether it has come or gone."""
         while (news := _received(self.decisions)) is not None:
             if news[1:2] == b"m":
-                return int(news[2:]), news[0] == 1
+                place, come = int(news[2:]), news[0] == 1
+                (self._connected.add if come else self._connected.discard)(place)
+                return place, come
         return None
 
     def close(self) -> None:
-        """Send what is queued, for a second at most, and close."""
+        """Send what is queued, for a second at most, and close.
+
+        First members have a moment to go: libzmq 4.3.5 may never reap a socket that is closed while a peer disconnects
+        from it, so that its context, with threads and descriptors, stays for ever (3 in 100 times, if all leave within
+        2 ms; with CURVE and linger or without).
+        """
+        deadline = time.monotonic() + _FAREWELL_MS / 1000
+        while self._connected and self.decisions.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            self.presence()
         self.requests.close(0)
         self.decisions.close(_LINGER_MS)
 

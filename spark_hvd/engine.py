@@ -303,8 +303,8 @@ class Engine:
                 self._give_up(f"{type(error).__name__}: {error}")
         self._doorman.questions.close()
         self._stopped.set()
-        # close() does not wait for this for long: libzmq 4.3.5 now and then never reaps an XPUB socket that is closed
-        # while its peers leave. In this thread, because Python 3.12 starts none when the interpreter exits.
+        # close() does not wait for this for long: it may never end, see CoordinatorSockets.close(). In this thread,
+        # because Python 3.12 starts none when the interpreter exits.
         self._context.term()
 
     def _turn(self) -> None:
