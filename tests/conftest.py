@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import psutil
 import pytest
 
@@ -117,6 +118,17 @@ def ranks_alive() -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             found += server.children()
     return found
+
+
+@contextlib.contextmanager
+def by_value(*names: str) -> Iterator[None]:
+    """What is in these modules travels by value, since executors do not have this folder on their path."""
+    modules = [sys.modules[name] for name in names if name not in cloudpickle.list_registry_pickle_by_value()]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    yield
+    for module in modules:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 def wait_until(condition: Callable[[], Any], timeout: float = 20.0) -> Any:

@@ -12,6 +12,7 @@ import pytest
 
 from spark_hvd.estimators import Store
 from spark_hvd.runner import run
+from tests.conftest import by_value
 from tests.multihost.standalone import Cluster
 from tests.spark.estimator_support import estimator, frame, reference, same
 from tests.spark.test_torch_estimator import mse
@@ -30,12 +31,8 @@ def hvd() -> Any:
 
 @pytest.fixture
 def _support_travels_by_value() -> Iterator[None]:
-    modules = [sys.modules[name] for name in ("tests.spark.estimator_support", mse.__module__)]
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    yield
-    for module in modules:
-        cloudpickle.unregister_pickle_by_value(module)
+    with by_value("tests.spark.estimator_support", mse.__module__):
+        yield
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

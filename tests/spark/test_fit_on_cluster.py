@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import cloudpickle
 import pytest
 
 from spark_hvd.estimators import Callback, SparkBackend, Store, TrainState
 from spark_hvd.runner import ExecutorLostError
+from tests.conftest import by_value
 from tests.spark.estimator_support import estimator, frame, reference, same
 from tests.spark.test_restarts_on_cluster import kill_executor, limit_executors
 from tests.spark.test_torch_estimator import mse
@@ -36,14 +35,8 @@ class KillsItsExecutor(Callback):
 
 @pytest.fixture
 def _tests_travel_by_value() -> Iterator[None]:
-    """Executors do not have this folder on their path."""
-    names = (__name__, "tests.spark.estimator_support", mse.__module__, kill_executor.__module__)
-    modules = [sys.modules[name] for name in names]
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    yield
-    for module in modules:
-        cloudpickle.unregister_pickle_by_value(module)
+    with by_value(__name__, "tests.spark.estimator_support", mse.__module__, kill_executor.__module__):
+        yield
 
 
 @pytest.mark.slow
