@@ -39,7 +39,7 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup java
-	@for program in $$(grep -l __main__ benchmarks/*.py); do echo "== $$program"; $(BIN)/python "$$program" || exit 1; done
+	@for program in $$(grep -l __main__ benchmarks/*.py); do echo "== $$program"; $(BIN)/python -m "benchmarks.$$(basename "$$program" .py)" || exit 1; done
 
 setup: $(READY)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from spark_hvd.runner import run, run_local
@@ -23,13 +22,6 @@ and with fewer each would slow the other down. A CrossValidator with parallelism
 
 _SIZING = ("procs_per_task", "cpus_per_proc", "gpus_per_proc", "start_timeout")
 """Those arguments of :func:`spark_hvd.run` on which the number of ranks depends."""
-
-
-def named(fn: Callable[..., R], name: str) -> Callable[..., R]:
-    """`fn` under another name, as the Spark UI and whatever shows the run have it."""
-    renamed = partial(fn)
-    renamed.__qualname__ = name  # type: ignore[attr-defined] # partials have a __dict__, which is pickled too
-    return renamed
 
 
 class Backend(Protocol):

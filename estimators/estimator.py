@@ -14,7 +14,7 @@ import torch
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
-from spark_hvd.estimators.backend import Backend, LocalBackend, SparkBackend, named
+from spark_hvd.estimators.backend import Backend, LocalBackend, SparkBackend
 from spark_hvd.estimators.checkpoint import BEST, LAST, Checkpoints, check_fits
 from spark_hvd.estimators.columns import check_columns, columns_of, expression_of
 from spark_hvd.estimators.dataset import Column, DatasetMeta
@@ -34,6 +34,7 @@ from spark_hvd.estimators.tensors import TensorSpec
 from spark_hvd.estimators.training import Framework, check_order, train
 from spark_hvd.estimators.trial import ROWS, batch_of, first_batch, label_dtype, try_batch
 from spark_hvd.runner.errors import ExecutorLostError, RankFailedError
+from spark_hvd.runner.payload import renamed
 from spark_hvd.runner.spark import active_session, is_local
 from spark_hvd.runner.spark_names import job_group, job_named
 from spark_hvd.store import Store
@@ -177,7 +178,7 @@ class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: i
         if len(history) < spec.epochs:
             try:
                 values = backend.run(
-                    named(train, type(self).__name__), (spec, pack(objects, "the parameters"), self._framework())
+                    renamed(train, type(self).__name__), (spec, pack(objects, "the parameters"), self._framework())
                 )
             except RankFailedError as error:
                 if isinstance(error.__cause__, EstimatorError | StoreError):

@@ -98,10 +98,19 @@ class Agent:
         server: Where workers are forked.
         setup: What they are started with.
         value_limit: What a pickled value may take, in bytes; None for no limit.
+        executor: Spark's name of its executor; empty where there is none.
     """
 
-    def __init__(self, link: Link, server: ForkServer, setup: WorkerSetup, value_limit: int | None = None) -> None:
+    def __init__(
+        self,
+        link: Link,
+        server: ForkServer,
+        setup: WorkerSetup,
+        value_limit: int | None = None,
+        executor: str = "",
+    ) -> None:
         self._link, self._server, self._setup, self._value_limit = link, server, setup, value_limit
+        self._executor = executor
         self._worker: _Worker | None = None
         self._values: list[tuple[int, Packed]] = []
         self._failures: list[tuple[int, Failed]] = []
@@ -182,7 +191,9 @@ class Agent:
         try:
             process = self._server.spawn(env, setup.start_timeout)
         except ForkServerError as error:
-            failed = Failed(place.rank, place.host, FailureKind.SETUP, str(error), ended_at=time.time())
+            failed = Failed(
+                place.rank, place.host, FailureKind.SETUP, str(error), ended_at=time.time(), executor=self._executor
+            )
             self._failures.append((number, failed))
             self._link.send("ended", worker=number, loss=Loss.FAILED.value, error=str(error), raised=False)
             return
@@ -282,6 +293,7 @@ class Agent:
             echo,
             exception,
             ended_at=time.time(),
+            executor=self._executor,
             gpus=worker.gpus,
         )
         self._failures.append((worker.number, failed))

@@ -7,9 +7,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -22,6 +21,7 @@ from spark_hvd.runner.config import BACKENDS, MPIS
 from spark_hvd.runner.displays import CHOICES
 from spark_hvd.runner.errors import RankFailedError, RunError
 from spark_hvd.runner.horovodrun import refused_options, tuning_env, tuning_options
+from spark_hvd.runner.payload import renamed
 from spark_hvd.runner.script import Script, ScriptExitError, run_script
 
 _INTERRUPTED = 130
@@ -231,14 +231,8 @@ def _run_here(
     kwargs.pop("procs_per_task", None)
     for path in py_files:  # ranks get this process' sys.path
         sys.path.insert(0, os.path.dirname(os.path.abspath(path)) if path.endswith(".py") else os.path.abspath(path))
-    (run_elastic_local if elastic else run_local)(_titled(program), args=(program,), num_proc=num_proc, **kwargs)
-
-
-def _titled(program: Script) -> Callable[[Script], None]:
-    """What runs on each rank, called by the script's name wherever the run is shown."""
-    function = partial(run_script)
-    function.__qualname__ = os.path.basename(program.name)  # type: ignore[attr-defined]
-    return function
+    fn = renamed(run_script, os.path.basename(program.name))
+    (run_elastic_local if elastic else run_local)(fn, args=(program,), num_proc=num_proc, **kwargs)
 
 
 def _run_on_spark(
@@ -257,7 +251,8 @@ def _run_on_spark(
     with cli_session.session(master, conf, f"spark-hvd run {os.path.basename(program.name)}") as spark:
         cli_session.ship(spark, py_files)
         start = run_elastic if elastic else run_on_cluster
-        start(_titled(program), args=(program,), num_proc=num_proc, spark=spark, **kwargs)
+        fn = renamed(run_script, os.path.basename(program.name))
+        start(fn, args=(program,), num_proc=num_proc, spark=spark, **kwargs)
 
 
 @contextmanager

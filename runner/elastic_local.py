@@ -172,6 +172,7 @@ class _Threads:
                         number=next(self._numbers),
                         task=task,
                         host=HOST,
+                        executor="",
                         anchor=os.getpid(),
                         gpus=None,
                         closing=closing,

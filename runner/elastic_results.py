@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from spark_hvd.runner.agent import Report
@@ -43,8 +42,7 @@ def elastic_results(
         verdict: How the run has ended.
         reports: Of the agents that could hand over one.
         hang: What was known of ranks that waited for others, if that held at the end.
-        where: Tells where the workers were on Spark, by their numbers, and is asked only if the run has failed; None if
-            they were not there.
+        where: Tells of the run's page in Spark's UI, and is asked only if the run has failed; None if it was not there.
 
     Returns:
         The values in rank order.
@@ -74,10 +72,6 @@ def _error(
     verdict: Verdict, failures: dict[int, Failed], hang: HangVerdict | None, where: Where | None
 ) -> ElasticError | RankFailedError:
     error = _ERRORS[verdict.end]
-    if where is not None:  # ranks change from generation to generation, so workers are what counts
-        failures = {
-            worker: replace(failed, executor=where.executors.get(worker, "")) for worker, failed in failures.items()
-        }
     first = failures.get(-1 if verdict.culprit is None else verdict.culprit)
     if first is None:
         return error(verdict.text, tuple(failures.values()), hang)

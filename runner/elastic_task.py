@@ -63,7 +63,10 @@ def run_elastic_task(spec: ElasticSpec, payload: bytes) -> Iterator[pyarrow.Reco
     gpus = context.resources().get("gpu")
     assert spec.task.hub is not None
     anchor = executor_pid()
-    host = executor_host(anchor) or (socket.gethostname() if spec.restarts_tasks else spec.task.hub.host)
+    executor, host = executor_of(anchor)
+    if not spec.restarts_tasks:
+        executor = "driver"
+    host = host or (socket.gethostname() if spec.restarts_tasks else spec.task.hub.host)
     for again in itertools.count():
         try:
             with ExitStack() as closing:
@@ -73,6 +76,7 @@ def run_elastic_task(spec: ElasticSpec, payload: bytes) -> Iterator[pyarrow.Reco
                     number=context.taskAttemptId() + again * _NEXT_AGENT,
                     task=context.partitionId(),
                     host=host,
+                    executor=executor,
                     anchor=anchor,
                     gpus=None if gpus is None else list(gpus.addresses),
                     closing=closing,
@@ -91,6 +95,7 @@ def be_agent(
     number: int,
     task: int,
     host: str,
+    executor: str,
     anchor: int,
     gpus: list[str] | None,
     closing: ExitStack,
@@ -103,6 +108,7 @@ def be_agent(
         number: The agent's, which no other has.
         task: Index of its Spark task.
         host: As Spark knows it.
+        executor: Spark's name of it; empty where there is none.
         anchor: The process with which fork servers end.
         gpus: Those that Spark assigned; None if it assigns none.
         closing: Closes the connection to the driver.
@@ -148,7 +154,7 @@ def be_agent(
 
     setup = WorkerSetup(lambda place: rank_env(common, place, address, own), job, payload, common.start_timeout)
     link.hello(number, task=task)
-    agent = Agent(link, server, setup, spec.value_limit)
+    agent = Agent(link, server, setup, spec.value_limit, executor)
     with _notices(agent):
         return agent.run()
 
@@ -167,15 +173,14 @@ def _notices(agent: Agent) -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def executor_host(anchor: int) -> str | None:
+def executor_of(anchor: int) -> tuple[str, str]:
     """This task's executor as Spark knows it. Only barrier tasks are told; it stands in the JVM's command.
 
     Args:
         anchor: The executor's JVM.
 
     Returns:
-        None where it does not, as in local mode.
+        Its name and its host; each is empty where the command does not tell, as in local mode.
     """
-    command = psutil.Process(anchor).cmdline()
-    given = [value for name, value in pairwise(command) if name == "--hostname"]
-    return host_of(given[0]) if given else None
+    given = dict(pairwise(psutil.Process(anchor).cmdline()))
+    return given.get("--executor-id", ""), host_of(given.get("--hostname", ""))

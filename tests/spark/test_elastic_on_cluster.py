@@ -30,6 +30,15 @@ def test_a_value_too_large_for_the_heap_is_an_error_and_not_an_outage(cluster: S
     assert [result.size for result in results] == [2, 2]
 
 
+def test_a_failure_names_its_executor(cluster: SparkSession) -> None:
+    def fails() -> None:
+        raise ValueError("bad batch")
+
+    with pytest.raises(RankFailedError, match=r"Traceback of rank \d \(host 127\.0\.0\.1, executor [01]\)") as caught:
+        run_elastic(fails, num_proc=2, spark=cluster, verbose=0)
+    assert {failure.executor for failure in caught.value.failures} <= {"0", "1"}
+
+
 def test_ranks_of_several_executors_of_a_host_count_its_ranks(cluster: SparkSession) -> None:
     def places() -> tuple[int, int, int]:
         import spark_hvd.torch as hvd
