@@ -145,7 +145,10 @@ def ends_while_it_joins(end: str, victims: list[int], milliseconds: list[int]) -
     return found
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["a member", "who serves the store"])
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(False, id="a member"), pytest.param(True, id="who serves the store", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("end", [pytest.param("SIGKILL", marks=pytest.mark.slow), "SIGSTOP"])
 def test_a_rank_ends_while_it_joins(end: str, first: bool) -> None:
     """At every moment of joining: the others are free soon after they have been told."""

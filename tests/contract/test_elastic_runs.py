@@ -104,6 +104,7 @@ def test_a_smaller_world_goes_on_at_once_and_grows_again() -> None:
     assert torch.tensor(first.weights).allclose(torch.ones(7) - torch.eye(7)[6], atol=0.05)
 
 
+@pytest.mark.slow
 def test_a_slow_step_is_not_taken_for_a_fault() -> None:
     """Longer than it takes until a silent process is given up, and on one rank only: the other waits for it."""
     import time

@@ -213,7 +213,7 @@ def test_a_rank_is_gone(end: str, size: int, victim: int, moment: str, tmp_path:
     play(end, size, victim, moment, tmp_path)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_rank_is_stopped(size: int, victim: int, tmp_path: Path) -> None:
     with ThreadPoolExecutor(len(MOMENTS)) as pool:  # they wait for most of the time

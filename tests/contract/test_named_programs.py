@@ -378,7 +378,7 @@ def test_overlapping_sets_in_opposite_orders(worlds: dict[int, World]) -> None:
     assert sorted(two) == [4.0] * 50 + [5.0] * 50
 
 
-@settings(quick, max_examples=10)
+@settings(quick, max_examples=5)
 @given(seed=st.integers(0, 999), count=st.integers(2, 8))
 def test_adasum_among_others(worlds: dict[int, World], seed: int, count: int) -> None:
     def fn() -> None:

@@ -33,6 +33,7 @@ def train(steps: int, **options: Any) -> tuple[list[float], set[int], bool]:
     return [float(param.detach().double().sum()) for param in model.parameters()], caps, optimizer._lane.tuner is None
 
 
+@pytest.mark.slow
 def test_training_goes_on_unchanged(tmp_path: Path) -> None:
     def fn(log: str) -> Any:
         plain = train(60)

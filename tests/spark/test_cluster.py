@@ -129,6 +129,7 @@ def count_and_wait(folder: str) -> None:
     time.sleep(60)
 
 
+@pytest.mark.slow
 def test_a_killed_executor_is_an_error_and_fn_never_runs_twice(cluster: SparkSession, tmp_path: Any) -> None:
     thread, errors = in_background(run, count_and_wait, (str(tmp_path),), num_proc=2, spark=cluster, verbose=0)
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 60)

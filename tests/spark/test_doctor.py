@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(300)]
 
 
+@pytest.mark.slow
 def test_an_application_that_is_well(spark: SparkSession, tmp_path: Path) -> None:
     report = spark_hvd.doctor(spark, num_proc=2, store=str(tmp_path / "store"), ports="42000-42999", seconds=0.2)
     # this machine may be short of something that is no fault of ours; nothing else may be found

@@ -174,6 +174,7 @@ def test_executors_that_cannot_reach_the_driver_meet_without_it(
         run(fail, num_proc=2, spark=spark)
 
 
+@pytest.mark.slow
 def test_one_executor_that_cannot_reach_the_driver_makes_all_meet_without_it(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -31,6 +31,7 @@ def run_example(name: str, *arguments: str, timeout: float = 170) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_digits_local() -> None:
     accuracy = re.search(r"accuracy (\S+)", run_example("pytorch_digits.py", "--local"))
     assert accuracy is not None

@@ -71,6 +71,7 @@ def plain(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in ("seconds", "rows_per_second", "restarts")} for row in history]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_costs_nothing_but_time(df: DataFrame) -> None:
     settings: dict[str, Any] = {
         "optimizer": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),

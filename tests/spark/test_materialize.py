@@ -109,6 +109,7 @@ def test_large_rows_make_row_groups_of_bounded_size(spark: SparkSession, store: 
     assert len(sizes) <= 4
 
 
+@pytest.mark.slow
 def test_fifty_partitions_most_of_them_empty(spark: SparkSession, store: Store) -> None:
     df = spark.range(0, 5000, numPartitions=50).filter("id % 1000 < 7")
     train, _ = write(df, store)

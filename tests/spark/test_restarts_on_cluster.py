@@ -68,6 +68,7 @@ def slots(session: SparkSession) -> int:
     return int(context.maxNumConcurrentTasks(context.resourceProfileManager().resourceProfileFromId(0)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_all_executors")
 def test_a_lost_executor_is_survived_to_the_bit(
     cluster: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
