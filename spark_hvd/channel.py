@@ -33,8 +33,9 @@ _HANDSHAKE_MS = 5000
 _SILENCE_MS = 3000
 """A peer that does not even answer ZeroMQ's heartbeats for this long counts as gone."""
 _LINGER_MS = 1000
-_FAREWELL_MS = 300
-"""How long a member's last message may take: the coordinator would not wait longer for it."""
+FAREWELL = 0.3
+"""Seconds that the coordinator waits for the last message of a member whose other connection has ended, and at its own
+end for members to go."""
 _NEVER_MS = 1 << 30
 _EVERYONE = b"a"
 
@@ -101,14 +102,18 @@ class CoordinatorSockets:
                 return place, come
         return None
 
-    def close(self) -> None:
+    def close(self, deadline: float | None = None) -> None:
         """Send what is queued, for a second at most, and close.
 
         First members have a moment to go: libzmq 4.3.5 may never reap a socket that is closed while a peer disconnects
         from it, so that its context, with threads and descriptors, stays for ever (3 in 100 times, if all leave within
         2 ms; with CURVE and linger or without).
+
+        Args:
+            deadline: Until when, on the monotonic clock; None for the length of a farewell from now.
         """
-        deadline = time.monotonic() + _FAREWELL_MS / 1000
+        if deadline is None:
+            deadline = time.monotonic() + FAREWELL
         while self._connected and self.decisions.poll(max(0, int((deadline - time.monotonic()) * 1000))):
             self.presence()
         self.requests.close(0)
@@ -177,7 +182,7 @@ class MemberSockets:
         self.decisions.disable_monitor()
         self.losses.close(0)
         self.decisions.close(0)
-        self.requests.close(_FAREWELL_MS)
+        self.requests.close(int(FAREWELL * 1000))
 
 
 def _prepare(each: zmq.Socket[bytes], address: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from spark_hvd.activity import activity
-from spark_hvd.channel import CoordinatorSockets
+from spark_hvd.channel import FAREWELL, CoordinatorSockets
 from spark_hvd.config import Config
 from spark_hvd.coordinator import Coordinator, bits
 from spark_hvd.decisions import Decision, Pong, Run, RunKnown, Tune
@@ -20,8 +20,6 @@ from spark_hvd.request import Request
 
 _log = logging.getLogger("spark_hvd")
 
-_FAREWELL_SECONDS = 0.3
-"""A member whose connection has ended may have sent its farewell over its other one: so long it may take to arrive."""
 _WARNED = 10
 """Collectives that one warning spells out."""
 
@@ -71,7 +69,7 @@ class Coordination:
             if come:
                 self._absent.discard(place)
             else:
-                self._vanished.setdefault(place, time.monotonic() + _FAREWELL_SECONDS)
+                self._vanished.setdefault(place, time.monotonic() + FAREWELL)
         if not self._absent and not self.complete.is_set():
             held, self._held_back = self._held_back, []
             if held:

@@ -20,7 +20,7 @@ from typing import Any
 
 import zmq
 
-from spark_hvd.channel import CoordinatorSockets, Keys, MemberSockets
+from spark_hvd.channel import FAREWELL, CoordinatorSockets, Keys, MemberSockets
 from spark_hvd.collector import Collector
 from spark_hvd.config import Config
 from spark_hvd.coordination import Coordination
@@ -41,7 +41,7 @@ _GATHER_SECONDS = 0.001
 """How long calls that nobody waits for are gathered, so that they are fused."""
 _GRACE_SECONDS = 0.5
 """How long what is under way may still succeed after a rank has vanished."""
-_FAREWELL_SECONDS = 1.5
+_CONTEXT_SECONDS = 1.5
 """How long closing waits for the last messages to leave; they have a second."""
 
 
@@ -144,12 +144,18 @@ class Engine:
         self.ask(attend)  # so that close() finds it
         return member.lane
 
-    def close_lane(self, lane: Lane, text: str) -> None:
-        """Leave a lane: what is not done on it fails with this text, here and on the other members."""
+    def close_lane(self, lane: Lane, text: str, deadline: float | None = None) -> None:
+        """Leave a lane: what is not done on it fails with this text, here and on the other members.
+
+        Args:
+            lane: To leave.
+            text: The error.
+            deadline: See :meth:`CoordinatorSockets.close`.
+        """
         if len(lane.ranks) == 1:
             lane.gone(text)
         elif self._thread is not None and self._thread.is_alive():
-            self.ask(lambda: self._close(lane, text))
+            self.ask(lambda: self._close(lane, text, deadline))
 
     def tune(self, config: Config) -> None:
         """Take other values, for all ranks of the lanes that this rank coordinates."""
@@ -262,10 +268,9 @@ class Engine:
             self.ask(self._send_last_events)
         if self._thread is None:
             return
-        for coordination in list(self._coordinations):
-            self.close_lane(coordination.lane, text)
-        for member in list(self._members):
-            self.close_lane(member.lane, text)
+        deadline = time.monotonic() + FAREWELL  # for all lanes together: they have the same ranks to wait for
+        for lane in [member.lane for member in self._members] + [each.lane for each in self._coordinations]:
+            self.close_lane(lane, text, deadline)
 
         def end() -> None:
             self._closing = True
@@ -273,7 +278,7 @@ class Engine:
         self.call(end)
         while self._thread.is_alive() and not self._stopped.wait(0.1):  # there is no such thread in a forked child
             pass
-        self._thread.join(_FAREWELL_SECONDS)
+        self._thread.join(_CONTEXT_SECONDS)
         self._thread = None
         self._awake.acquire(blocking=False)  # a late callback must not write to what has the pipe's number next
         for fd in self._wake_pipe:
@@ -385,7 +390,7 @@ class Engine:
         """A rank of this lane has gone: what is under way has a moment left to succeed."""
         self._abandon.append((time.monotonic() + _GRACE_SECONDS, lane))
 
-    def _close(self, lane: Lane, text: str) -> None:
+    def _close(self, lane: Lane, text: str, deadline: float | None) -> None:
         lane.gone(text)
         lane.abandon()
         self._abandon = [(until, other) for until, other in self._abandon if other is not lane]
@@ -394,7 +399,7 @@ class Engine:
             coordination.tell(coordination.left(0, lane.done))
             self._desert(coordination.sockets.requests)
             self._desert(coordination.sockets.decisions)
-            coordination.sockets.close()
+            coordination.sockets.close(deadline)
             self._coordinations.remove(coordination)
         for member in [each for each in self._members if each.lane is lane]:
             member.send("left", lane.done)
