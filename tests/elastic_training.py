@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import torch
@@ -48,4 +49,5 @@ def resources() -> dict[str, int]:
         "file descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "memory segments": maps.count("memfd:spark_hvd"),
+        "farewells": sum(thread.name == "spark_hvd-farewell" for thread in threading.enumerate()),
     }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import statistics
 import sys
 import threading
+import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -51,7 +52,7 @@ def test_a_hundred_faults() -> None:
     assert {*os.listdir("/dev/shm")} <= files
 
 
-def test_a_rank_that_lives_through_many_worlds_keeps_nothing_of_them() -> None:
+def test_a_rank_that_lives_through_many_worlds_keeps_nothing_of_them(tmp_path: Path) -> None:
     worlds = 30
 
     def fn(faults: FaultPlan) -> list[tuple[int, int]]:
@@ -60,9 +61,23 @@ def test_a_rank_that_lives_through_many_worlds_keeps_nothing_of_them() -> None:
         state: Any = hvd.elastic.TorchState(model, optimizer, step=0)
         process, counts = psutil.Process(), []
 
+        def held() -> tuple[int, int]:
+            return process.num_fds(), process.num_threads()
+
+        def settled() -> bool:
+            return all(now <= before + 2 for now, before in zip(held(), counts[0], strict=True))
+
         @hvd.elastic.run
         def go(state: Any) -> None:
-            counts.append((process.num_fds(), process.num_threads()))
+            if len(counts) == worlds:
+                # What Gloo loses on the way (see spark_hvd.waits) is held until the collective timeout.
+                deadline = time.monotonic() + 40
+                while not settled() and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                (tmp_path / str(hvd.rank())).touch()
+                while len(list(tmp_path.iterdir())) < 2:  # without a collective, which would not wait for so long
+                    time.sleep(0.1)
+            counts.append(held())
             even = hvd.add_process_set([0])
             while state.step < 3 * worlds:
                 faults.at(state.step)
@@ -79,8 +94,7 @@ def test_a_rank_that_lives_through_many_worlds_keeps_nothing_of_them() -> None:
         return counts
 
     faults = FaultPlan.random(0, worlds, ["partition"], size=2, min_step=2, max_step=2)
-    # What Gloo loses on the way (see spark_hvd.waits) is held until the collective timeout, and is no growth.
     for counts in run_elastic_local(fn, [faults], verbose=0, timeout=110, collective_timeout=20):
         assert len(counts) == worlds + 1
         for kind in zip(*counts, strict=True):
-            assert statistics.median(kind[worlds // 2 :]) <= statistics.median(kind[: worlds // 2]) + 2, kind
+            assert kind[-1] <= kind[0] + 2, kind

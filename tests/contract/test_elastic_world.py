@@ -79,7 +79,7 @@ def comes_and_goes(steps: int, last_generation: int) -> dict[str, Any]:
 
 
 def through_generations(count: int) -> None:
-    with elastic_job(comes_and_goes, 3 * count + 6, count, count=4) as job:
+    with elastic_job(comes_and_goes, 3 * count + 6, count, count=4, timeout=30.0) as job:
         members = list(job.ranks)
         for _ in range(count):
             job.form(members)
@@ -91,11 +91,13 @@ def through_generations(count: int) -> None:
         results = job.finish(members)
     assert len({str((result["weights"], result["momentum"], result["step"])) for result in results}) == 1
     assert results[0]["step"] == 3 * count + 6
-    found, some = [each for each in results[0]["resources"] if each], max(1, count // 5)
+    # What Gloo loses on the way (see spark_hvd.waits) is held until the collective timeout.
+    found = [each for each in results[0]["resources"] if each and not each["farewells"]]
+    half, some = len(found) // 2, max(1, len(found) // 5)
     for kind in found[0]:
         numbers = [each[kind] for each in found]
         # In a generation or two, connections of the one before are still being closed; what leaks stays in all.
-        assert min(numbers[-some:]) <= max(numbers[count // 2 - some : count // 2 + 1]) + 2, (kind, numbers)
+        assert min(numbers[-some:]) <= max(numbers[half - some : half + 1]) + 2, (kind, numbers)
 
 
 def test_members_change_and_weights_agree() -> None:
