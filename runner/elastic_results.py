@@ -42,7 +42,7 @@ def elastic_results(
         verdict: How the run has ended.
         reports: Of the agents that could hand over one.
         hang: What was known of ranks that waited for others, if that held at the end.
-        where: Tells of the run's page in Spark's UI, and is asked only if the run has failed; None if it was not there.
+        where: Tells of the run's page in Spark's UI, and is asked only if the run has failed; None if it ran elsewhere.
 
     Returns:
         The values in rank order.

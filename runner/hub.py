@@ -28,9 +28,9 @@ from spark_hvd.runner.hub_state import HubState, Message, Send
 _log = logging.getLogger(__name__)
 _TICK_MS = 50
 _ASIDE = ("output", "vitals", "examined")
+"""Messages that decide nothing."""
 _PATIENCE = 5.0
 """Seconds for the sockets to close, of which sending what is queued may take one."""
-"""Messages that decide nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,7 +223,7 @@ def test_a_rank_is_stopped(size: int, victim: int, tmp_path: Path) -> None:
 
 STALL = {"stall_warning": 0.3, "stall_timeout": 1.0}
 LATE = 2.5
-"""Seconds."""
+"""Seconds after the others, when the late rank comes."""
 
 
 def stalls(late: int, numbered: bool) -> dict[str, Any]:

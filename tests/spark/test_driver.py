@@ -22,6 +22,7 @@ from spark_hvd.runner import (
     SetupError,
     StartTimeoutError,
     run,
+    run_elastic,
 )
 from spark_hvd.runner import attempt as attempt_module
 from tests.conftest import ranks_alive, wait_until
@@ -51,6 +52,14 @@ def test_too_few_slots_fails_at_once(spark: SparkSession) -> None:
     with pytest.raises(NotEnoughSlotsError, match=r'3 slots wanted, 2 there .*master\("local\[3\]"\)'):
         run(lambda: 1, num_proc=3, spark=spark)
     assert time.monotonic() - started < attempt_module.on_spark._SETTLE
+
+
+def test_elastic_ranks_fail_in_the_driver(spark: SparkSession) -> None:
+    def fails() -> None:
+        raise ValueError("bad batch")
+
+    with pytest.raises(RankFailedError, match=r"Traceback of rank \d \(host \S+, in the driver\)"):
+        run_elastic(fails, num_proc=2, spark=spark, verbose=0)
 
 
 def test_no_session() -> None:
