@@ -26,24 +26,24 @@ def exchange(fact: Any, group: dist.ProcessGroup, device: torch.device, about: s
 
 
 def _exchange(fact: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    size = dist.get_world_size(group)
     text = torch.frombuffer(bytearray(json.dumps(fact).encode()), dtype=torch.uint8).to(device)
-    length = torch.tensor([text.numel()], device=device)
-    lengths = [torch.empty_like(length) for _ in range(size)]
-    _wait(dist.all_gather(lengths, length, group=group, async_op=True), group, device)
-    counts = [int(each) for each in lengths]
-    longest = max(counts)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    counts = [int(length) for length in all_gather(torch.tensor([text.numel()], device=device), group)]
+    padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
     padded[: text.numel()] = text
-    rows = [torch.empty_like(padded) for _ in range(size)]
-    _wait(dist.all_gather(rows, padded, group=group, async_op=True), group, device)
+    rows = all_gather(padded, group)
     return [json.loads(bytes(row[:count].tolist()).decode()) for row, count in zip(rows, counts, strict=True)]
 
 
-def _wait(work: dist.Work | None, group: dist.ProcessGroup, device: torch.device) -> None:
-    if work is None:
-        return
-    if device.type == "cpu":
-        wait_for(work, group)
-    else:
+def all_gather(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Tensors of one shape and dtype of all ranks, in rank order; collective over `group`.
+
+    Raises:
+        RuntimeError: As the backend raises it when a peer or the network failed.
+    """
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    work = dist.all_gather(rows, mine, group=group, async_op=True)
+    if work is not None and mine.is_cuda:
         work.wait()
+    elif work is not None:
+        wait_for(work, group)
+    return rows

@@ -17,6 +17,8 @@ from spark_hvd.waits import wait_for
 
 T = TypeVar("T")
 
+_OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "out of memory")
+
 
 class Finished(Generic[T]):
     """See :class:`spark_hvd.communicator.Handle`."""
@@ -133,6 +135,14 @@ class Together:
 
 def failed(name: str, error: RuntimeError) -> RuntimeError:
     """What to raise from an error of torch.distributed: a CollectiveError, but a lack of memory stays what it is."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return error
     return CollectiveError(f"{name} failed on rank {dist.get_rank() if dist.is_initialized() else '?'}: {error}")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this rank lacks memory, on its host or its GPU: no peer's fault, and no use in trying again."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    # torch's allocator of host memory, and CUDA's error as NCCL passes it on, have no class of their own.
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)

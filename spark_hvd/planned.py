@@ -25,9 +25,10 @@ import torch.distributed as dist
 from spark_hvd.activity import activity
 from spark_hvd.buckets import ParamSpec, describe_mismatch, fingerprint, plan_buckets
 from spark_hvd.errors import CollectiveError, PlanMismatchError
-from spark_hvd.exchange import exchange
+from spark_hvd.exchange import all_gather, exchange
 from spark_hvd.flat import FlatBucket, Reduction, make_buckets
 from spark_hvd.gradient_hooks import Progress, Unplanned, make_hook, remove_all
+from spark_hvd.handles import is_out_of_memory
 from spark_hvd.planned_trace import StepTrace
 from spark_hvd.sparse import reduce_sparse
 from spark_hvd.torch_private import at_end_of_backward
@@ -384,10 +385,9 @@ class PlannedLane:
             for index in newcomers:
                 self._watch(index)
             self._launch_rest()
-        with self._collective():
-            if self._sparse:
-                with activity.waiting("sparse gradients"):
-                    reduce_sparse([self._params[index] for index in self._sparse], self._sparse_scale, self._group)
+        if self._sparse:
+            with activity.waiting("sparse gradients"):
+                reduce_sparse([self._params[index] for index in self._sparse], self._sparse_scale, self._all_gather)
         with self._collective():
             for bucket in self._buckets:
                 bucket.advance()
@@ -416,6 +416,10 @@ class PlannedLane:
         with self._collective():
             return exchange(fact, self._group, self._device, "facts about the gradients")
 
+    def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        with self._collective():
+            return all_gather(mine, self._group)
+
     @contextmanager
     def _collective(self) -> Iterator[None]:
         try:
@@ -424,4 +428,6 @@ class PlannedLane:
             for bucket in self._buckets:
                 bucket.abandon()
             self.reset()
+            if is_out_of_memory(error):
+                raise
             raise CollectiveError(f"reducing gradients failed because a peer or the network did: {error}") from error

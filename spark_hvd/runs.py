@@ -17,6 +17,7 @@ import torch
 from spark_hvd.errors import CollectiveError
 from spark_hvd.execution import Execution, Steps, rounds, run
 from spark_hvd.fusion import Batch
+from spark_hvd.handles import is_out_of_memory
 from spark_hvd.members import Members
 from spark_hvd.named_handle import Moment, NamedHandle
 from spark_hvd.tracing import Tracing
@@ -207,6 +208,8 @@ class Runs:
         self._release(handles)
         me = self._members.ranks[self._members.place]
         for handle in handles:
-            fault = CollectiveError(f"{handle.label} failed: rank {me} could not do its part: {text}")
-            fault.__cause__ = error
+            fault: Exception = error
+            if not is_out_of_memory(error):
+                fault = CollectiveError(f"{handle.label} failed: rank {me} could not do its part: {text}")
+                fault.__cause__ = error
             handle.complete(error=fault)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
+
+AllGather = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
-def reduce_sparse(params: Sequence[torch.nn.Parameter], scale: float, group: dist.ProcessGroup) -> None:
-    """Replace each parameter's sparse gradient by the sum over ranks times `scale`; collective over `group`.
+def reduce_sparse(params: Sequence[torch.nn.Parameter], scale: float, all_gather: AllGather) -> None:
+    """Replace each parameter's sparse gradient by the sum over ranks times `scale`; collective.
 
     A rank without a gradient contributes none; a parameter that no rank has a gradient for keeps None. The result is
     coalesced, so all ranks hold the same bits.
@@ -18,20 +19,17 @@ def reduce_sparse(params: Sequence[torch.nn.Parameter], scale: float, group: dis
         params: parameters with sparse gradients (one sparse dimension, as nn.Embedding(sparse=True) makes), the same
             on every rank.
         scale: 1 / world size for Average, 1 for Sum.
-        group: the process group to use.
+        all_gather: gives tensors of one shape of all ranks, in rank order.
     """
-    size = dist.get_world_size(group)
     device = params[0].device
     parts = [None if param.grad is None else _coalesced(param.grad) for param in params]
     # -1 tells "no gradient here" from "a gradient of no rows".
     mine = torch.tensor([-1 if part is None else part.indices().shape[1] for part in parts], device=device)
-    counts = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(counts, mine, group=group)
-    table = torch.stack(counts).tolist()
+    table = torch.stack(all_gather(mine)).tolist()
     for place, (param, part) in enumerate(zip(params, parts, strict=True)):
         rows = [row[place] for row in table]
         if max(rows) >= 0:
-            param.grad = _gather(param, part, rows, scale, group)
+            param.grad = _gather(param, part, rows, scale, all_gather)
 
 
 def _coalesced(grad: torch.Tensor) -> torch.Tensor:
@@ -44,7 +42,7 @@ def _gather(
     part: torch.Tensor | None,
     rows: Sequence[int],
     scale: float,
-    group: dist.ProcessGroup,
+    all_gather: AllGather,
 ) -> torch.Tensor:
     longest = max(rows)
     indices = torch.zeros(longest, dtype=torch.int64, device=param.device)
@@ -53,11 +51,7 @@ def _gather(
         count = part.indices().shape[1]
         indices[:count] = part.indices()[0]
         values[:count] = part.values()
-    all_indices = [torch.empty_like(indices) for _ in rows]
-    all_values = [torch.empty_like(values) for _ in rows]
-    if longest:
-        dist.all_gather(all_indices, indices, group=group)
-        dist.all_gather(all_values, values, group=group)
+    all_indices, all_values = (all_gather(part) if longest else [part for _ in rows] for part in (indices, values))
     kept_indices = torch.cat(
         [rank_indices[: max(count, 0)] for rank_indices, count in zip(all_indices, rows, strict=True)]
     )

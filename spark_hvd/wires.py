@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from spark_hvd.connections import Sockets, answer, cut_among, cut_to, sockets
 from spark_hvd.errors import CollectiveError
+from spark_hvd.handles import is_out_of_memory
 
 if TYPE_CHECKING:
     from spark_hvd.members import Severable
@@ -70,7 +71,7 @@ class Wires:
         except RuntimeError as error:
             if self.broken is not None:
                 raise CollectiveError(self.broken) from error
-            if isinstance(error, CollectiveError):
+            if isinstance(error, CollectiveError) or is_out_of_memory(error):
                 raise
             raise CollectiveError(f"the ranks could not meet: {error}") from error
         finally:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import time
 from collections.abc import Callable
 
 import cloudpickle
+import psutil
 import pytest
 import torch
 
@@ -97,3 +99,32 @@ def test_abort_frees_the_peers() -> None:
     with ranks(2, timeout=30.0) as world:
         noticed, ended = world.run(fn)
     assert noticed < ended
+
+
+def test_a_rank_that_lacks_memory_blames_no_peer() -> None:
+    def fn() -> str:
+        model = torch.nn.Embedding(1 << 16, 64, sparse=True)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        model(torch.arange(10)).sum().backward()
+        optimizer.step()
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+
+        def leave_little(_: torch.Tensor) -> None:
+            """Room for what this rank does alone, and not for 16 MiB of each rank."""
+            if hvd.rank() == 1:
+                resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (40 << 20), limits[1]))
+
+        model.weight.register_post_accumulate_grad_hook(leave_little)
+        try:
+            model(torch.arange(1 << 16)).sum().backward()
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+            hvd.shutdown()
+        return "no error"
+
+    with ranks(2) as world:
+        others, lacking = world.run(fn)
+    assert lacking.startswith("RuntimeError: [enforce fail at alloc_cpu")
+    assert others.startswith("CollectiveError: reducing gradients failed because a peer or the network did")

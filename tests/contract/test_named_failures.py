@@ -329,10 +329,12 @@ def test_one_rank_cannot_run_it(method: str, victim: int) -> None:
     def fn() -> tuple[str, float]:
         for _ in range(3):
             calls[method]()
-        if hvd.rank() == victim:
+        is_victim = hvd.rank() == victim
+        if is_victim:
             setattr(current().lane.communicator, method, no_room)
         began = time.monotonic()
-        with pytest.raises(hvd.CollectiveError) as caught:
+        # A lack of memory stays one where it is: elastic training would roll back for ever.
+        with pytest.raises(MemoryError if is_victim else hvd.CollectiveError) as caught:
             calls[method]()
         seconds = time.monotonic() - began
         with pytest.raises(hvd.CollectiveError, match=f"rank {victim} could not do its part"):
@@ -341,8 +343,9 @@ def test_one_rank_cannot_run_it(method: str, victim: int) -> None:
         return str(caught.value), seconds
 
     with ranks(3) as world:
-        for text, seconds in world.run(fn):
-            assert re.search(rf"'it' failed: rank {victim} could not do its part: MemoryError: no room", text)
+        for rank, (text, seconds) in enumerate(world.run(fn)):
+            said = "" if rank == victim else f"'it' failed: rank {victim} could not do its part: MemoryError: "
+            assert f"{said}no room" in text
             assert seconds < 30
 
 
