@@ -23,11 +23,12 @@ import torch
 import torch.distributed as dist
 
 from spark_hvd.activity import activity
-from spark_hvd.buckets import ParamSpec, describe_mismatch, fingerprint, plan_buckets
+from spark_hvd.buckets import ParamSpec, describe_mismatch, fingerprint
 from spark_hvd.errors import CollectiveError, PlanMismatchError
 from spark_hvd.exchange import all_gather, exchange
-from spark_hvd.flat import FlatBucket, Reduction, make_buckets
+from spark_hvd.flat import FlatBucket, Reduction
 from spark_hvd.gradient_hooks import Progress, Unplanned, make_hook, remove_all
+from spark_hvd.gradient_plan import GradientPlan
 from spark_hvd.handles import is_out_of_memory
 from spark_hvd.planned_trace import StepTrace
 from spark_hvd.sparse import reduce_sparse
@@ -89,16 +90,11 @@ class PlannedLane:
     ) -> None:
         self._params: list[torch.nn.Parameter] = []
         self._specs: list[ParamSpec] = []
-        self._groups = groups
         self._group = group
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._device = device
-        self._reduction = reduction
-        self._host_group = host_group
-        self._in_memory = host_group is not None
         self._sparse_scale = sparse_scale
         self._passes = passes
-        self._caps = {"cap_bytes": cap_bytes, "tail_bytes": tail_bytes}
         self._settings = settings
         self._trace = StepTrace(tracing)
 
@@ -107,10 +103,8 @@ class PlannedLane:
         self._progress = Progress()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._watched: set[int] = set()
-        self._unplanned: list[int] = []
-        self._order: list[int] = []
-        self._buckets: list[FlatBucket] = []
-        self._sparse: list[int] = []
+        self._plan = GradientPlan(self._params, self._specs, groups, reduction, host_group, cap_bytes, tail_bytes)
+        self._buckets = self._plan.buckets
         self._launched = 0
         self._ended = 0
         self._since: list[float] = []  # when each bucket of this step was launched
@@ -164,7 +158,7 @@ class PlannedLane:
         self._specs.extend(specs)
         self._progress.left.extend([self._passes] * len(params))
         self._progress.units.extend([Unplanned()] * len(params))
-        self._unplanned.extend(range(first, len(self._params)))
+        self._plan.unplanned.extend(range(first, len(self._params)))
         for index in range(first, len(self._params)):
             if self._params[index].requires_grad:
                 self._watch(index)
@@ -279,7 +273,7 @@ class PlannedLane:
             return
         if self.phase is Phase.LEARNING:
             self._settle(last_chance=False)
-        if self.phase is Phase.LATE and not self._planned:
+        if self.phase is Phase.LATE and not self._plan.made:
             self._settle(last_chance=True)
         for index, grad, version in self._marks:
             if self._params[index].grad is not grad or grad._version != version:
@@ -288,22 +282,18 @@ class PlannedLane:
                     f"unscaled?). Some parameters get no gradient in some backward passes of this model, so reduction "
                     f"ends in step(): call optimizer.synchronize() before you change gradients"
                 )
-        if self._planned:
+        if self._plan.made:
             self._finish()
-
-    @property
-    def _planned(self) -> bool:
-        return bool(self._buckets or self._sparse)
 
     def _settle(self, *, last_chance: bool) -> None:
         """Tell all ranks what was seen here; plan if every rank has seen all there is to see, or no more will come."""
-        trained = [index for index in self._unplanned if index in self._watched]
+        trained = [index for index in self._plan.unplanned if index in self._watched]
         order = self._progress.order
         facts = self._exchange(
             {
                 "order": order,
                 "complete": len(order) == len(trained),
-                "sparse": self._sparse_here(trained),
+                "sparse": self._plan.sparse_here(trained),
                 "any": any(self._params[index].grad is not None for index in trained),
             }
         )
@@ -316,32 +306,13 @@ class PlannedLane:
             if complete:
                 self.phase = Phase.EAGER
             seen = facts[0]["order"]
-            self._plan(seen + [index for index in reversed(trained) if index not in set(seen)], facts)
+            self._place(seen + [index for index in reversed(trained) if index not in set(seen)], facts)
 
-    def _sparse_here(self, indices: Sequence[int]) -> list[int]:
-        if self._reduction.sparse_as_dense:
-            return []
-        return [
-            index
-            for index in indices
-            if (grad := self._params[index].grad) is not None and grad.layout is not torch.strided
-        ]
+    def _place(self, order: Sequence[int], facts: Sequence[dict[str, Any]]) -> None:
+        self._use(self._plan.place(order, [index for fact in facts for index in fact["sparse"]], self._exchange))
 
-    def _plan(self, order: Sequence[int], facts: Sequence[dict[str, Any]]) -> None:
-        sparse = sorted({index for fact in facts for index in fact["sparse"]})
-        dense = [index for index in order if index not in sparse]
-        self._sparse.extend(sparse)
-        self._order += dense
-        self._make_buckets(dense)
-        placed = set(order)
-        self._unplanned = [index for index in self._unplanned if index not in placed]
-
-    def _make_buckets(self, dense: Sequence[int]) -> None:
-        plans = plan_buckets(self._specs, dense, self._groups, **self._caps)
-        host_group = self._host_group if self._in_memory else None
-        fresh = make_buckets(plans, self._params, self._specs, self._reduction, host_group, self._exchange)
-        self._buckets.extend(fresh)
-        for bucket in fresh:
+    def _use(self, buckets: Sequence[FlatBucket]) -> None:
+        for bucket in buckets:
             for index in bucket.members:
                 self._progress.units[index] = bucket
 
@@ -354,13 +325,9 @@ class PlannedLane:
             group: the process group to use; `in_memory` needs the one that the lane was made with besides.
             in_memory: whether to reduce in shared memory, if the lane was made for that.
         """
-        self._caps = {"cap_bytes": cap_bytes, "tail_bytes": tail_bytes}
         self._group = group
-        self._in_memory = in_memory
-        if self._buckets:
-            self._buckets.clear()
-            self._make_buckets(self._order)
-            self.reset()
+        self._use(self._plan.pack_again(cap_bytes, tail_bytes, self._exchange, in_memory=in_memory))
+        self.reset()
 
     def _finish(self) -> None:
         started_ns = time.monotonic_ns()
@@ -376,18 +343,18 @@ class PlannedLane:
     def _finish_waiting(self) -> None:
         self._launch_rest()
         # Parameters added or unfrozen since the last plan: no hook has told of them, but their gradients are complete.
-        newcomers = [index for index in self._unplanned if self._params[index].requires_grad]
+        newcomers = [index for index in self._plan.unplanned if self._params[index].requires_grad]
         if newcomers:
-            facts = self._exchange({"sparse": self._sparse_here(newcomers), "newcomers": newcomers})
+            facts = self._exchange({"sparse": self._plan.sparse_here(newcomers), "newcomers": newcomers})
             if any(fact["newcomers"] != newcomers for fact in facts):
                 raise PlanMismatchError("requires_grad was switched on for different parameters on different ranks")
-            self._plan(newcomers[::-1], facts)
+            self._place(newcomers[::-1], facts)
             for index in newcomers:
                 self._watch(index)
             self._launch_rest()
-        if self._sparse:
+        if self._plan.sparse:
             with activity.waiting("sparse gradients"):
-                reduce_sparse([self._params[index] for index in self._sparse], self._sparse_scale, self._all_gather)
+                reduce_sparse([self._params[i] for i in self._plan.sparse], self._sparse_scale, self._all_gather)
         with self._collective():
             for bucket in self._buckets:
                 bucket.advance()

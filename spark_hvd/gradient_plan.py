@@ -1,0 +1,114 @@
+"""Where the gradients of one optimizer have their place: in buckets, among the sparse ones, or nowhere yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spark_hvd.buckets import ParamSpec, plan_buckets
+from spark_hvd.flat import FlatBucket, Reduction, make_buckets
+
+Exchange = Callable[[Any], list[Any]]
+"""Gives every rank the facts of all ranks, in rank order."""
+
+
+class GradientPlan:
+    """The same on every rank, as it is made from facts that all ranks have exchanged.
+
+    Args:
+        params: All parameters; the list may grow.
+        specs: What they are, in the same order.
+        groups: Indices of parameters to keep in one bucket.
+        reduction: How gradients are scaled and compressed.
+        host_group: A process group for buckets that are reduced in memory, where all ranks are on one host.
+        cap_bytes: Upper bound of a bucket.
+        tail_bytes: Upper bound of the bucket that completes last.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        specs: Sequence[ParamSpec],
+        groups: Sequence[Sequence[int]],
+        reduction: Reduction,
+        host_group: dist.ProcessGroup | None,
+        cap_bytes: int,
+        tail_bytes: int,
+    ) -> None:
+        self.buckets: list[FlatBucket] = []
+        """In the order in which they are launched."""
+        self.sparse: list[int] = []
+        """Indices of the parameters whose gradients are gathered."""
+        self.unplanned: list[int] = []
+        """Indices of the parameters without a place."""
+        self._params = params
+        self._specs = specs
+        self._groups = groups
+        self._reduction = reduction
+        self._host_group = host_group
+        self._in_memory = host_group is not None
+        self._caps = {"cap_bytes": cap_bytes, "tail_bytes": tail_bytes}
+        self._order: list[int] = []
+
+    @property
+    def made(self) -> bool:
+        """Whether any parameter has its place."""
+        return bool(self.buckets or self.sparse)
+
+    def sparse_here(self, indices: Sequence[int]) -> list[int]:
+        """Those of some parameters whose gradients are to be gathered, going by what they are on this rank."""
+        if self._reduction.sparse_as_dense:
+            return []
+        return [
+            index
+            for index in indices
+            if (grad := self._params[index].grad) is not None and grad.layout is not torch.strided
+        ]
+
+    def place(self, order: Sequence[int], sparse: Iterable[int], exchange: Exchange) -> list[FlatBucket]:
+        """Give parameters their places; collective.
+
+        Args:
+            order: Their indices, in the order in which their gradients become ready.
+            sparse: Indices of those that are sparse on some rank.
+            exchange: For the buckets' memory.
+
+        Returns:
+            The new buckets, which are the last ones now.
+        """
+        gathered = sorted(set(sparse))
+        dense = [index for index in order if index not in gathered]
+        self.sparse.extend(gathered)
+        self._order += dense
+        placed = set(order)
+        self.unplanned = [index for index in self.unplanned if index not in placed]
+        return self._pack(dense, exchange)
+
+    def pack_again(self, cap_bytes: int, tail_bytes: int, exchange: Exchange, *, in_memory: bool) -> list[FlatBucket]:
+        """Make other buckets for what has its place already; collective, with the same arguments on every rank.
+
+        Args:
+            cap_bytes: Upper bound of a bucket.
+            tail_bytes: Upper bound of the bucket that completes last.
+            exchange: For the buckets' memory.
+            in_memory: Whether to reduce in shared memory, if there is a group for that.
+
+        Returns:
+            All buckets.
+        """
+        self._caps = {"cap_bytes": cap_bytes, "tail_bytes": tail_bytes}
+        self._in_memory = in_memory
+        if not self.buckets:
+            return []
+        self.buckets.clear()
+        return self._pack(self._order, exchange)
+
+    def _pack(self, dense: Sequence[int], exchange: Exchange) -> list[FlatBucket]:
+        plans = plan_buckets(self._specs, dense, self._groups, **self._caps)
+        host_group = self._host_group if self._in_memory else None
+        fresh = make_buckets(plans, self._params, self._specs, self._reduction, host_group, exchange)
+        self.buckets.extend(fresh)
+        return fresh
