@@ -42,9 +42,7 @@ def run_rank(control: socket.socket, stacks_fd: int) -> NoReturn:
     try:
         value = world.run(payload)
     except SystemExit as left:
-        if isinstance(left.code, str):
-            print(left.code, file=sys.stderr)
-        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        code = _exit_code(left)
         _send_failure(control, "exit", f"fn called sys.exit({left.code!r}) instead of returning", left)
         _linger(world)
         end_process(code)
@@ -91,7 +89,7 @@ class _Rank:
         if self._job["watched"]:
             reporting.start()
         try:
-            value = fn(*args, **kwargs)
+            value = call(fn, args, kwargs)
         finally:
             reporting.stop()
         self._ended_well = True
@@ -228,6 +226,31 @@ def unpickle_call(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], 
             error,
         ) from error
     return fn, args, kwargs
+
+
+def call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call fn. A process that it forks, and that comes out of it, ends here as a program does: it is not the rank."""
+    rank = os.getpid()
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        if os.getpid() != rank:
+            _end_fork(sys.exc_info()[1])
+
+
+def _end_fork(error: BaseException | None) -> NoReturn:
+    if isinstance(error, SystemExit):
+        end_process(_exit_code(error))
+    if error is not None:
+        sys.stderr.write(_format(error))
+    end_process(int(error is not None))
+
+
+def _exit_code(left: SystemExit) -> int:
+    """What the process is to end with; prints a text, as Python does."""
+    if isinstance(left.code, str):
+        print(left.code, file=sys.stderr)
+    return left.code if isinstance(left.code, int) else int(left.code is not None)
 
 
 def _send_failure(control: socket.socket, kind: str, error: str, exception: BaseException | None) -> None:

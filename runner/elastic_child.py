@@ -24,12 +24,12 @@ from spark_hvd.kv import TCPStore
 from spark_hvd.layout import RankInfo
 from spark_hvd.ports import PortRange, listen
 from spark_hvd.runner.agent import NOTICES
-from spark_hvd.runner.child import SetupError, end_process, unpickle_call
+from spark_hvd.runner.child import SetupError, call, end_process, unpickle_call
 from spark_hvd.runner.gpus import GpuError, GpuShare
 from spark_hvd.runner.own_gpu import settle, take
 from spark_hvd.runner.reporting import Reporting
 from spark_hvd.runner.wire import recv_frame, send_frame
-from spark_hvd.standing import standing
+from spark_hvd.standing import refuse_fork, standing
 from spark_hvd.wires import Wires
 from spark_hvd.world import Endpoint, World
 
@@ -78,7 +78,7 @@ class ElasticRank:
         reporting = Reporting(lambda vitals: self._send("vitals", vitals=vitals))
         reporting.start()
         try:
-            return fn(*args, **kwargs)
+            return call(fn, args, kwargs)
         finally:
             reporting.stop()
             with self._sending:
@@ -149,6 +149,8 @@ class ElasticRank:
 
     def finished(self) -> bool:
         """See base class."""
+        if os.getpid() != self._pid:
+            return True  # fn has forked this process, which is none of the agent's
         self._send("finished", generation=self._generation)
         with self._changed:
             self._changed.wait_for(lambda: self._finish or self._doomed is not None or self._closed)
@@ -213,6 +215,7 @@ class ElasticRank:
             os.kill(os.getpid(), signum)
 
     def _send(self, kind: str, **fields: Any) -> None:
+        refuse_fork()
         with contextlib.suppress(OSError), self._sending:  # where the agent has gone, it takes this process with it
             if not self._silent:
                 send_frame(self._control, {"type": kind, **fields})

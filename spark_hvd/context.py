@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from spark_hvd import elastic_launcher, mpi_backend
+from spark_hvd import (
+    elastic_launcher,
+    forks,  # noqa: F401  what it registers keeps forked processes out of the world
+    mpi_backend,
+)
 from spark_hvd.channel import own_address
 from spark_hvd.communicator import Communicator
 from spark_hvd.config import Config
@@ -41,6 +45,7 @@ from spark_hvd.standing import (
     in_world,
     is_initialized,
     place,
+    refuse_fork,
     standing,
 )
 from spark_hvd.torch_private import forget_names
@@ -162,6 +167,7 @@ def expect(me: RankInfo) -> None:
 
 
 def _join_as_launched(comm: Sequence[int] | MPI.Intracomm | None, config: Config) -> None:
+    refuse_fork()
     if dist.is_initialized():
         _adopt_default_group(config)
     elif is_mpi_communicator(comm):

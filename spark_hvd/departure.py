@@ -93,6 +93,8 @@ def end(text: str) -> None:
 
 
 def _leave() -> None:
+    if standing.forked is not None:
+        return
     shutdown()
     library = sys.modules.get("spark_hvd.mpi_library")
     if library is not None:

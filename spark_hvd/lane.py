@@ -337,6 +337,11 @@ class Lane:
         self.doomed = True
         self.abandon()
 
+    def forked(self, text: str) -> None:
+        """In a process that this rank has forked, where there is no engine: nobody may wait for it."""
+        self._lock, self._verdict = threading.Lock(), threading.Event()
+        self.aborted(text)
+
     def abandon(self, done: int = 0) -> None:
         """Give up also what has started, the first `done` batches aside: it waits for a rank that is gone."""
         assert self._broken is not None

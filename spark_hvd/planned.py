@@ -32,6 +32,7 @@ from spark_hvd.gradient_plan import GradientPlan
 from spark_hvd.handles import is_out_of_memory
 from spark_hvd.planned_trace import StepTrace
 from spark_hvd.sparse import reduce_sparse
+from spark_hvd.standing import refuse_fork
 from spark_hvd.torch_private import at_end_of_backward
 from spark_hvd.tracing import Tracing
 from spark_hvd.vitals import Underway
@@ -389,6 +390,7 @@ class PlannedLane:
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
+        refuse_fork()
         try:
             yield
         except RuntimeError as error:

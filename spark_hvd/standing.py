@@ -108,6 +108,8 @@ class Standing:
         """Of the elastic world that is joined, or is being joined."""
         self.aborted: tuple[int, str] | None = None
         """The last generation that was aborted by its number, and why."""
+        self.forked: str | None = None
+        """In a process that a rank has forked: what it must not do, see :mod:`spark_hvd.forks`."""
 
     def wired(self, wires: Wires) -> Wires:
         """These connections are to be made; they are cut at once if their generation was aborted already."""
@@ -126,12 +128,23 @@ def current() -> Context:
     """The world this process is in.
 
     Raises:
-        NotInitializedError: init() has not been called, or shutdown() has.
+        NotInitializedError: init() has not been called, or shutdown() has, or a rank has forked this process.
     """
     context = standing.context
     if context is None:
+        refuse_fork()
         raise NotInitializedError() if standing.provisional is None else NotInitializedError(_NO_GENERATION)
     return context
+
+
+def refuse_fork() -> None:
+    """Go on only in a rank itself.
+
+    Raises:
+        NotInitializedError: A rank has forked this process.
+    """
+    if standing.forked is not None:
+        raise NotInitializedError(standing.forked)
 
 
 def place() -> RankInfo:

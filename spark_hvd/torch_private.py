@@ -45,6 +45,11 @@ def forget_names() -> None:
     distributed_c10d._world.group_count = 0
 
 
+def process_groups() -> list[Any]:
+    """All that there are, with their stores."""
+    return list(distributed_c10d._world.pg_map.items())
+
+
 def process_group(
     name: str, ranks: Sequence[int], store: Store, timeout: timedelta, gloo_threads: int | None = None
 ) -> dist.ProcessGroup:
