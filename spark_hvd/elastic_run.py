@@ -12,7 +12,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from spark_hvd import context, elastic_launcher
 from spark_hvd.elastic_launcher import ElasticLauncher
-from spark_hvd.errors import CollectiveError, HostsUpdatedInterrupt
+from spark_hvd.errors import CollectiveError, DuplicateNameError, HostsUpdatedInterrupt, MismatchError
 
 
 class Restorable(Protocol):
@@ -152,6 +152,8 @@ def _is_fault_of_the_world(error: RuntimeError, launcher: ElasticLauncher) -> bo
     """Whether an error means that the world is broken: ours say so, torch's own do not."""
     if isinstance(error, CollectiveError):
         return True
+    if isinstance(error, MismatchError | DuplicateNameError):  # a mistake in the program, which would only come again
+        return False
     until = time.monotonic() + _VERDICT_SECONDS
     while launcher.doomed is None and not context.is_aborted():
         if time.monotonic() > until:

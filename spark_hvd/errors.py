@@ -23,10 +23,10 @@ class CollectiveError(RuntimeError):
         return type(self), (str(self),)
 
 
-class MismatchError(ValueError):
+class MismatchError(ValueError, RuntimeError):
     """Ranks called one collective with things that do not fit together. The same message is raised on every rank.
 
-    Nothing was exchanged but the descriptions, so the world stays usable.
+    Nothing was exchanged but the descriptions, so the world stays usable. A RuntimeError too, as Horovod's errors are.
     """
 
     def __reduce__(self) -> tuple[type[MismatchError], tuple[str]]:
@@ -37,8 +37,11 @@ class PlanMismatchError(MismatchError):
     """Ranks wrapped optimizers whose parameters differ, so that their gradient buckets would not fit together."""
 
 
-class DuplicateNameError(ValueError):
-    """A collective was called under a name that this rank has under way already. The first call stays good."""
+class DuplicateNameError(ValueError, RuntimeError):
+    """A collective was called under a name that this rank has under way already. The first call stays good.
+
+    A RuntimeError too, as Horovod's errors are.
+    """
 
     def __reduce__(self) -> tuple[type[DuplicateNameError], tuple[str]]:
         return type(self), (str(self),)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import spark_hvd.torch as hvd
-from spark_hvd import errors
+from spark_hvd import elastic_run, errors
 
 
-@pytest.mark.parametrize("name", ["NotInitializedError", "CollectiveError", "MismatchError", "PlanMismatchError"])
+@pytest.mark.parametrize(
+    "name", ["NotInitializedError", "CollectiveError", "MismatchError", "PlanMismatchError", "DuplicateNameError"]
+)
 def test_pickles(name: str) -> None:
     error = getattr(errors, name)("what, why, what next")
     copy = pickle.loads(pickle.dumps(error))
@@ -22,6 +26,18 @@ def test_names_of_horovod() -> None:
     assert hvd.HorovodInternalError is hvd.CollectiveError
     assert issubclass(hvd.CollectiveError, RuntimeError)
     assert issubclass(hvd.NotInitializedError, ValueError)
+    for mistake in (hvd.MismatchError, hvd.DuplicateNameError):
+        assert issubclass(mistake, ValueError)
+        assert issubclass(mistake, RuntimeError)
+        assert not issubclass(mistake, hvd.CollectiveError)
+
+
+def test_elastic_training_does_not_try_a_mistake_again() -> None:
+    """Nor where the world ends at that moment, because another rank has made the mistake before."""
+    doomed: Any = SimpleNamespace(doomed="rank 1 has ended")
+    for mistake in (hvd.MismatchError("shapes"), hvd.PlanMismatchError("shapes"), hvd.DuplicateNameError("loss")):
+        assert not elastic_run._is_fault_of_the_world(mistake, doomed)
+    assert elastic_run._is_fault_of_the_world(RuntimeError("Connection reset by peer"), doomed)
 
 
 def test_face_is_sorted_and_complete() -> None:
