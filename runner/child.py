@@ -195,11 +195,11 @@ def check_torch() -> None:
     """Import torch, with as many threads as this rank's environment says.
 
     Raises:
-        SetupError: there is none.
+        SetupError: there is none, or it cannot be loaded.
     """
     try:
         import torch
-    except ImportError as error:
+    except Exception as error:  # OSError where a shared library is missing, and others of broken installs
         raise SetupError(
             f"torch cannot be imported by {sys.executable} (Python {sys.version.split()[0]}): {_one_line(error)}. "
             "Install it in that Python on every executor, or point PYSPARK_PYTHON at one that has it.",

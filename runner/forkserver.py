@@ -144,11 +144,11 @@ def same_user(connection: socket.socket) -> bool:
 
 
 def _preload() -> None:
-    """Import what every rank needs. A missing torch is not reported here: each rank does so, to its driver."""
+    """Import what every rank needs. A torch that cannot be loaded is each rank's to report, to its driver."""
     # CUDA does not survive a fork, and reads CUDA_VISIBLE_DEVICES when it is started, so that must happen in the rank.
     # Whoever asks here whether there is a GPU is answered without it. Ranks get an environment of their own.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(Exception):  # OSError where a shared library is missing, and others of broken installs
         import torch
 
         import spark_hvd.runner.child

@@ -105,8 +105,8 @@ def test_a_second_run_waits_for_the_slots_of_the_first(spark: SparkSession, tmp_
     first.join()
 
 
-def blocking_python(tmp_path: Path, module: str) -> str:
-    """A Python interpreter in which one module cannot be imported, as on an executor that lacks it."""
+def blocking_python(tmp_path: Path, module: str, error: str) -> str:
+    """A Python interpreter in which importing one module raises an error, as on an executor that lacks it."""
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent(f"""
             import sys
@@ -114,7 +114,7 @@ def blocking_python(tmp_path: Path, module: str) -> str:
             class Missing:
                 def find_spec(self, name, path=None, target=None):
                     if name == {module!r}:
-                        raise ModuleNotFoundError("No module named {module!r}", name=name)
+                        raise {error}
 
             sys.meta_path.insert(0, Missing())
         """)
@@ -126,7 +126,8 @@ def blocking_python(tmp_path: Path, module: str) -> str:
 
 
 def test_spark_hvd_missing_on_an_executor(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spark.sparkContext, "pythonExec", blocking_python(tmp_path, "spark_hvd"))
+    python = blocking_python(tmp_path, "spark_hvd", """ModuleNotFoundError("No module named 'spark_hvd'")""")
+    monkeypatch.setattr(spark.sparkContext, "pythonExec", python)
     with pytest.raises(
         SetupError, match=rf"No module named 'spark_hvd'; Python {sys.version.split()[0]} \(.*\) on host"
     ):
@@ -135,9 +136,20 @@ def test_spark_hvd_missing_on_an_executor(spark: SparkSession, tmp_path: Path, m
     assert run(reduce_one, num_proc=2, spark=spark) == [2.0, 2.0]
 
 
-def test_torch_missing_on_an_executor(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spark.sparkContext, "pythonExec", blocking_python(tmp_path, "torch"))
-    with pytest.raises(RankFailedError, match=rf"torch cannot be imported by .* \(Python {sys.version.split()[0]}\)"):
+@pytest.mark.parametrize(
+    "error",
+    [
+        "ModuleNotFoundError: No module named 'torch'",
+        "OSError: libcudart.so.12: cannot open shared object file",  # as a torch for CUDA raises it without CUDA
+    ],
+)
+def test_torch_missing_on_an_executor(
+    error: str, spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, text = error.split(": ", 1)
+    monkeypatch.setattr(spark.sparkContext, "pythonExec", blocking_python(tmp_path, "torch", f"{kind}({text!r})"))
+    told = rf"torch cannot be imported by .* \(Python {sys.version.split()[0]}\): {error}"
+    with pytest.raises(RankFailedError, match=told):
         run(lambda: 1, num_proc=2, spark=spark, verbose=0)
 
 
