@@ -9,6 +9,8 @@ from typing import Any
 
 import spark_hvd.torch as hvd
 from spark_hvd.store import Store
+from spark_hvd.store_errors import explaining
+from spark_hvd.store_paths import local_below
 
 _FOLDERS = ("dirpath", "_root_dir", "_save_dir")
 """Where ModelCheckpoint, profilers and loggers keep the folder they were given; those of loggers are private."""
@@ -29,7 +31,11 @@ class RunFiles:
         root = tempfile.mkdtemp(prefix="spark_hvd-lightning-") if hvd.rank() == 0 else ""
         self.root: str = hvd.broadcast_object(root, root_rank=0, name="spark_hvd.lightning.root")
         if resumed and hvd.rank() == 0:
-            self._fetch()
+            try:
+                self._fetch()
+            except BaseException:
+                self.close()
+                raise
 
     def inside(self, path: str, driver_folder: str) -> str:
         """Where the files go that were to go to ``path``: into the folder, unless the path says otherwise.
@@ -79,12 +85,15 @@ class RunFiles:
         inner = self._store.inner_path(self._logs).rstrip("/")
         if not self._store.exists(self._logs):
             return
-        for path in self._store.filesystem.find(inner):
-            name = path[len(inner) + 1 :]
-            local = os.path.join(self.root, name)
-            os.makedirs(os.path.dirname(local), exist_ok=True)
-            with self._store.open(self._path(name)) as source, open(local, "wb") as to:
-                shutil.copyfileobj(source, to, 1 << 20)
+        with explaining("list", self._logs):
+            names = [path[len(inner) + 1 :] for path in self._store.filesystem.find(inner)]
+        names = [name for name in names if name and not name.endswith("/")]  # folders, as S3's console makes them
+        # all of them are checked before the first is written
+        for name, local in [(name, local_below(self.root, name, self._logs)) for name in names]:
+            with explaining("read", self._path(name)):
+                os.makedirs(os.path.dirname(local), exist_ok=True)
+                with self._store.open(self._path(name)) as source, open(local, "wb") as to:
+                    shutil.copyfileobj(source, to, 1 << 20)
         self._copied = self._found()
 
     def _found(self) -> dict[str, tuple[int, int]]:

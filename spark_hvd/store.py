@@ -199,7 +199,8 @@ class Store:
                 return []
         inside = (entry.rstrip("/") for entry in found)
         names = {posixpath.basename(entry) for entry in inside if posixpath.dirname(entry) == inner}
-        return [join(path, name) for name in sorted(names) if not is_temporary(name)]
+        # an object store takes any text as a key: as names these would lead elsewhere
+        return [join(path, name) for name in sorted(names - {".", ".."}) if not is_temporary(name)]
 
     def _info(self, path: str) -> dict[str, Any] | None:
         # not fsspec's exists(), which takes every error for "no"

@@ -73,6 +73,30 @@ def one_name(what: str, name: str) -> str:
     return name
 
 
+def local_below(root: str, name: str, source: str) -> str:
+    """Where ``name``, which a store has listed, lies below the local folder ``root``.
+
+    Keys of object stores are any text: joined as they are, those of a stranger lead out of the folder.
+
+    Args:
+        root: The folder, absolute.
+        name: Of a file, relative to ``source``.
+        source: The directory of the store, for the message.
+
+    Raises:
+        StoreError: ``name`` has "..", a backslash or a NUL in it, is absolute, or leads to the folder itself.
+    """
+    root = os.path.normpath(root)
+    odd = "\\" in name or "\0" in name or ".." in name.split("/")
+    local = root if odd or os.path.isabs(name) else os.path.normpath(os.path.join(root, name))
+    if local == root or os.path.commonpath([root, local]) != root:
+        raise StoreError(
+            f"refusing {name!r} of {source}: expected the name of a file below that directory, without '..' and "
+            "backslashes. We write no such name: delete it, and look who may write there"
+        )
+    return local
+
+
 def temporary_name(name: str) -> str:
     """What ``name`` is called until it is complete. Spark and pyarrow skip files that start with a dot."""
     return f".{name}.{uuid.uuid4().hex}.tmp"
