@@ -1,16 +1,21 @@
 """Time of a training step on two ranks: DistributedOptimizer beside DDP, in the same processes, in alternating rounds.
 
-`python -m benchmarks.train_step [--rounds 9] [--steps 20] [--models cnn mlp many]`
+`python -m benchmarks.train_step [--rounds 9] [--steps 20] [--models cnn mlp many small] [--busy 0 2]`
+
+With `--busy n`, n processes that compute without end compete for the cores while it is measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -23,6 +28,7 @@ from spark_hvd.context import init, shutdown
 from spark_hvd.optimizer import DistributedOptimizer
 
 BATCH = 32
+BUSY = "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end:\n    sum(range(10_000))"
 WARM_UP = 5
 KINDS = ("DDP", "DDP, bucket views", "spark_hvd", "spark_hvd over Gloo")
 Step = Callable[[], None]
@@ -57,10 +63,15 @@ def _mlp() -> nn.Module:
     )  # fmt: skip
 
 
+def _small() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "cnn": (_cnn, (BATCH, 1, 28, 28), 10),
     "mlp": (_mlp, (BATCH, 784), 10),
     "many": (Chain, (BATCH, 1000), 1000),
+    "small": (_small, (256, 20), 0),  # as benchmarks/fit trains it: one output, Adam
 }
 
 
@@ -69,15 +80,20 @@ def _make_step(name: str, kind: str, rank: int) -> Step:
     torch.manual_seed(0)
     model = build()
     torch.manual_seed(rank)
-    rows, labels = torch.randn(shape), torch.randint(0, classes, (BATCH,))
+    rows = torch.randn(shape)
+    labels = torch.randint(0, classes, (BATCH,)) if classes else torch.randn(shape[0], 1)
     if kind.startswith("DDP"):
         model = DistributedDataParallel(model, gradient_as_bucket_view="views" in kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    optimizer: torch.optim.Optimizer
+    if classes:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     if not kind.startswith("DDP"):
         optimizer = DistributedOptimizer(  # type: ignore[assignment]
             optimizer, model.named_parameters(), shared_memory="Gloo" not in kind
         )
-    criterion = nn.CrossEntropyLoss()
+    criterion = nn.CrossEntropyLoss() if classes else nn.MSELoss()
 
     def step() -> None:
         optimizer.zero_grad()
@@ -87,13 +103,25 @@ def _make_step(name: str, kind: str, rank: int) -> Step:
     return step
 
 
-def _measure(name: str, rank: int, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Median milliseconds of a step, by kind and round."""
+@contextlib.contextmanager
+def _beside(busy: int) -> Iterator[None]:
+    """Beside so many processes that compute without end (ten minutes at most)."""
+    neighbours = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(busy)]
+    try:
+        yield
+    finally:
+        for neighbour in neighbours:
+            neighbour.kill()
+            neighbour.wait()
+
+
+def _measure(name: str, rank: int, rounds: int, steps: int) -> dict[str, list[list[float]]]:
+    """Milliseconds of each step, by kind and round."""
     runs = {kind: _make_step(name, kind, rank) for kind in KINDS}
     for step in runs.values():
         for _ in range(WARM_UP):
             step()
-    medians: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    all_times: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
     for number in range(rounds):
         for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
             dist.barrier()
@@ -101,45 +129,58 @@ def _measure(name: str, rank: int, rounds: int, steps: int) -> dict[str, list[fl
             for _ in range(steps):
                 start = time.perf_counter()
                 runs[kind]()
-                times.append(time.perf_counter() - start)
-            medians[kind].append(1e3 * statistics.median(times))
-    return medians
+                times.append(1e3 * (time.perf_counter() - start))
+            all_times[kind].append(times)
+    return all_times
 
 
-def _rank(rank: int, meeting: str, names: Sequence[str], rounds: int, steps: int) -> None:
+def _rank(rank: int, meeting: str, names: Sequence[str], rounds: int, steps: int, neighbours: Sequence[int]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     init()
     for name in names:
-        medians = _measure(name, rank, rounds, steps)
-        if rank == 0:
-            _report(name, medians)
+        for busy in neighbours:
+            with _beside(busy) if rank == 0 else contextlib.nullcontext():
+                times = _measure(name, rank, rounds, steps)
+            if rank == 0:
+                _report(name, busy, times)
     shutdown()
     dist.destroy_process_group()
 
 
-def _report(name: str, medians: dict[str, list[float]]) -> None:
-    ours = medians["spark_hvd"]
+def _report(name: str, busy: int, times: dict[str, list[list[float]]]) -> None:
     count = sum(param.numel() for param in MODELS[name][0]().parameters())
-    print(f"\n{name}, {count:,} parameters\n| | ms/step | spark_hvd is x times this | by round |\n|---|---|---|---|")
-    for kind, theirs in medians.items():
-        by_round = [mine / other for mine, other in zip(ours, theirs, strict=True)]
-        ratio = statistics.median(ours) / statistics.median(theirs)
-        shown = " ".join(f"{each:.2f}" for each in by_round)
-        print(f"| {kind} | {statistics.median(theirs):.2f} | {ratio:.2f} | {shown} |", flush=True)
+    print(f"\n{name}, {count:,} parameters, beside {busy} busy processes")
+    print("| | ms/step, median | spark_hvd is x times this | by round | ms/step, mean | spark_hvd is x times this |")
+    print("|---|---|---|---|---|---|")
+    medians, means = (
+        {kind: [average(each) for each in rounds] for kind, rounds in times.items()}
+        for average in (statistics.median, statistics.mean)
+    )
+    for kind in times:
+        by_round = sorted(mine / other for mine, other in zip(medians["spark_hvd"], medians[kind], strict=True))
+        cells = [
+            f"{statistics.median(medians[kind]):.2f}",
+            f"{statistics.median(medians['spark_hvd']) / statistics.median(medians[kind]):.2f}",
+            f"{by_round[0]:.2f}-{by_round[-1]:.2f}",
+            f"{statistics.median(means[kind]):.2f}",
+            f"{statistics.median(means['spark_hvd']) / statistics.median(means[kind]):.2f}",
+        ]
+        print(f"| {' | '.join([kind, *cells])} |", flush=True)
 
 
 def main() -> None:
-    """Measure and print one table a model."""
+    """Measure and print one table for each model and number of neighbours."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    arguments = parser.parse_args()
+    parser.add_argument("--busy", type=int, nargs="+", default=[0], help="numbers of busy processes to measure beside")
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meeting")
-        spawn(_rank, args=(meeting, arguments.models, arguments.rounds, arguments.steps), nprocs=2)  # type: ignore[no-untyped-call]
+        spawn(_rank, args=(meeting, given.models, given.rounds, given.steps, given.busy), nprocs=2)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":
