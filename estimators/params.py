@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pyspark.ml.param import Param, Params
 
 from spark_hvd.estimators.checks import Check, nearest
+from spark_hvd.runner.spark_private import set_defaults, unowned_param
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -51,7 +52,7 @@ class TableParams(Params):
         parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
         for row in cls._table:
             if not isinstance(getattr(cls, row.name, None), Param):
-                setattr(cls, row.name, Param(Params._dummy(), row.name, row.doc))
+                setattr(cls, row.name, unowned_param(row.name, row.doc))
                 camel = "".join(word[:1].upper() + word[1:] for word in row.name.split("_"))
                 _define(cls, f"get{camel}", _getter(row))
                 _define(cls, f"set{camel}", _setter(row))
@@ -60,7 +61,7 @@ class TableParams(Params):
 
     def __init__(self, **values: Any) -> None:
         super().__init__()
-        self._setDefault(**{row.name: row.default for row in self._table})
+        set_defaults(self, {row.name: row.default for row in self._table})
         self.setParams(**values)
 
     def setParams(self, **values: Any) -> Self:  # noqa: N802 - Spark's name

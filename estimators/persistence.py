@@ -23,6 +23,7 @@ from pyspark.sql import SparkSession
 import spark_hvd
 from spark_hvd.estimators.modules import PackedModule, pack, unpack
 from spark_hvd.estimators.params import TableParams
+from spark_hvd.runner import spark_private
 from spark_hvd.runner.spark import is_connect
 from spark_hvd.store import Store
 from spark_hvd.store_errors import CheckpointError, StoreError
@@ -92,8 +93,10 @@ def write_params(
         StoreError: there is something at ``path`` already, or it cannot be written.
         UnpicklableError: naming the attribute that cannot be saved.
     """
-    values = {param.name: value for param, value in instance._paramMap.items() if param.name not in skip}
-    defaults = {param.name: value for param, value in instance._defaultParamMap.items() if param.name not in skip}
+    values, defaults = (
+        {name: value for name, value in given.items() if name not in skip}
+        for given in spark_private.values_and_defaults(instance)
+    )
     plain = {name: _to_json(instance, name, value) for name, value in values.items()}
     objects = {name: value for name, value in values.items() if not _is_plain(plain[name])}
     packed = pack(objects, type(instance).__name__)
@@ -130,10 +133,11 @@ def read_params(cls: type[T], path: str, spark: SparkSession) -> T:
     store = Store.create(_qualified(path, spark))
     packed = PackedModule(*(_file(store, name, metadata["sha256"][name]) for name in (STRUCTURE, WEIGHTS)))
     instance = cls()
-    instance._resetUid(metadata["uid"])
+    spark_private.rename(instance, metadata["uid"])
     from_json: Mapping[str, Any] = getattr(cls, "_from_json", {})
     plain = {name: from_json.get(name, _same)(value) for name, value in metadata["paramMap"].items()}
-    instance._setDefault(**{name: value for name, value in metadata["defaultParamMap"].items() if _has(cls, name)})
+    defaults = {name: value for name, value in metadata["defaultParamMap"].items() if _has(cls, name)}
+    spark_private.set_defaults(instance, defaults)
     instance.setParams(**plain, **_unpacked(packed, store.join(STRUCTURE), metadata))
     return instance
 
@@ -197,12 +201,7 @@ def _unpacked(packed: PackedModule, path: str, metadata: Mapping[str, Any]) -> d
 
 def _qualified(path: str, spark: SparkSession) -> str:
     """``path`` with the file system that Spark takes it for: "/models" may be on HDFS."""
-    if is_connect(spark):
-        return path
-    context = spark.sparkContext
-    jvm: Any = context._jvm
-    hadoop = jvm.org.apache.hadoop.fs.Path(path)
-    return str(hadoop.getFileSystem(context._jsc.hadoopConfiguration()).makeQualified(hadoop).toString())
+    return path if is_connect(spark) else spark_private.qualified(spark, path)
 
 
 def _to_json(instance: TableParams, name: str, value: Any) -> Any:

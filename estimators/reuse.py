@@ -9,8 +9,6 @@ What lies in ``<store>/intermediate_data``:
 * with ``keep=True`` they stay, and later processes find them too if they read the same files in the same way;
 * data of processes that were killed are deleted by the next fit with the same store, once unused for 7 days;
 * ``clear_materialized_data(store)`` deletes all of it at once.
-
-The only module of the estimators that uses private parts of pyspark and of Spark's JVM.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import json
 import logging
 import os
 import posixpath
-import re
 import threading
 import time
 import uuid
@@ -30,6 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from spark_hvd.runner import spark_private
 from spark_hvd.store import Store
 from spark_hvd.store_errors import StoreError
 
@@ -41,7 +39,6 @@ FORMAT = 1
 MANIFEST = "_spark_hvd.json"
 _USED = "_used"
 _DAYS = 7.0
-_MAX_DIRECTORIES = 500  # of files in one plan; listing more takes longer than writing anew
 
 _log = logging.getLogger(__name__)
 _process = uuid.uuid4().hex
@@ -65,12 +62,13 @@ def fingerprint(df: DataFrame, across: bool = False) -> str | None:
             files only and calls no functions of users. Spark's hash of the plan, which holds addresses of objects of
             the JVM, is left out then; the plan as text and as JSON remains.
     """
-    if getattr(df, "_jdf", None) is None:  # Spark Connect: the plan is on the server
+    if not spark_private.has_plan(df):
         return None
     try:
         parts = _parts_of(df, across)
     except Exception as error:  # whatever a plan that Spark or a plugin made in another way answers
-        _log.debug("no fingerprint of the DataFrame: %s", error)
+        lost = "Fits write their data anew each time, also where the DataFrame reads what it did before."
+        spark_private.does_not_tell(df.sparkSession, "what a DataFrame reads", lost, error)
         return None
     return None if parts is None else _digest(parts)
 
@@ -88,79 +86,10 @@ def key_of(found: str | None, extra: Mapping[str, Any], keep: bool) -> str:
 
 
 def _parts_of(df: DataFrame, across: bool) -> list[Any] | None:
-    spark: Any = df.sparkSession
-    jvm, context = spark._jvm, spark.sparkContext
-    execution = df.select("*")._jdf.queryExecution()  # a new one: what is cached is looked up once for each
-    plan = execution.analyzed()
-    patterns = jvm.org.apache.spark.sql.catalyst.trees.TreePattern
-    # a subquery hides what it reads; the present time is not in the plan; what is not deterministic may be anything
-    hidden = plan.containsPattern(patterns.PLAN_EXPRESSION()) or plan.containsPattern(patterns.CURRENT_LIKE())
-    if hidden or not plan.deterministic():
-        return None
-    # canonical plans have no names of columns: the schemas, here and of each relation, tell which is which
-    canonical = plan.canonicalized()
-    text = re.sub(r'"jvmId":"[^"]*"', "", canonical.toJSON()) + canonical.toString()
-    settings = spark._jsparkSession.conf().getAll().mkString("\0").split("\0")  # time zone, ANSI, case of names ...
-    settings = sorted(setting for setting in settings if setting.startswith("spark.sql."))
-    parts: list[Any] = [context.version, settings, df.schema.json(), text]
-    bound = plan.containsPattern(patterns.PYTHON_UDF()) or plan.containsPattern(patterns.SCALA_UDF())
-    for leaf in [*_each(plan.collectLeaves()), *_cached(execution)]:
-        part = _leaf(spark, leaf)
-        if part is None:
-            return None
-        parts.append(part)
-        bound = bound or part[0] not in ("files", "range")
-    if bound or not across:
-        parts.append([context.applicationId, _process, plan.semanticHash()])
-    return parts
-
-
-def _leaf(spark: Any, leaf: Any) -> list[Any] | None:
-    """What a leaf of a plan reads. None if it is of an unknown kind."""
-    identity = spark._jvm.java.lang.System.identityHashCode
-    kind = leaf.getClass().getSimpleName()
-    if kind in ("Range", "OneRowRelation"):
-        return ["range", leaf.toString()]
-    if kind == "LocalRelation":  # the plan's hash covers its rows, but with 32 bits only
-        return [kind, identity(leaf.data())]
-    if kind == "LogicalRDD":
-        return [kind, leaf.rdd().id()]
-    if kind == "InMemoryRelation":
-        return [kind, identity(leaf.cacheBuilder())]
-    if kind == "LogicalRelation" and leaf.relation().getClass().getSimpleName() == "HadoopFsRelation":
-        relation = leaf.relation()
-        files = _files(spark, relation.location())
-        how = [relation.fileFormat().getClass().getName(), relation.options().toString(), relation.schema().json()]
-        return None if files is None else ["files", *how, files]
-    return None
-
-
-def _files(spark: Any, location: Any) -> list[tuple[str, int, int]] | None:
-    """Path, bytes and time of the files that were found when the DataFrame was made, as they are now."""
-    paths = set(re.findall(r"[{]path=(.*?); isDirectory=", location.allFiles().mkString("\n")))
-    if len(paths) != location.allFiles().size():
-        return None
-    directories = sorted({posixpath.dirname(path) for path in paths})
-    if len(directories) > _MAX_DIRECTORIES:
-        return None
-    configuration = spark._jsparkSession.sessionState().newHadoopConf()
-    files = []
-    for directory in directories:
-        path = spark._jvm.org.apache.hadoop.fs.Path(directory)
-        for status in path.getFileSystem(configuration).listStatus(path):
-            name = status.getPath().toString()
-            if name in paths:
-                files.append((name, status.getLen(), status.getModificationTime()))
-    return sorted(files) if len(files) == len(paths) else None
-
-
-def _cached(execution: Any) -> list[Any]:
-    leaves = _each(execution.withCachedData().collectLeaves())
-    return [leaf for leaf in leaves if leaf.getClass().getSimpleName() == "InMemoryRelation"]
-
-
-def _each(sequence: Any) -> list[Any]:
-    return [sequence.apply(index) for index in range(sequence.size())]
+    found = spark_private.reads(df)
+    if found is None or (across and not found.bound):
+        return None if found is None else found.parts
+    return [*found.parts, [df.sparkSession.sparkContext.applicationId, _process, found.digest]]
 
 
 def _digest(parts: Any) -> str:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from spark_hvd.runner.errors import ClusterError
+from spark_hvd.runner.spark import is_connect
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -60,7 +61,7 @@ def session(master: str | None, conf: Mapping[str, str], name: str) -> Iterator[
 def ship(spark: SparkSession, files: list[str]) -> None:
     """Send Python files (.py, .zip, .egg) to the executors, onto their ``sys.path``."""
     for path in files:
-        if hasattr(spark, "addArtifacts"):
+        if is_connect(spark):  # a classic session of 3.5 has the method, too, and raises
             spark.addArtifacts(path, pyfile=True)
         else:
             spark.sparkContext.addPyFile(path)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spark_hvd.runner.errors import ClusterError
 from spark_hvd.runner.spark import conf, is_connect, is_local
+from spark_hvd.runner.spark_private import known_profile
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -175,11 +176,6 @@ class TaskResources:
     plan: Plan
     profile: ResourceProfile | None = None
 
-    @property
-    def java_profile(self) -> Any:
-        """Spark's own object; None for the application's default, or where there is no JVM in reach."""
-        return None if self.profile is None else getattr(self.profile, "_java_resource_profile", None)
-
 
 def task_resources(spark: SparkSession, ask: Ask) -> TaskResources:
     """Plan for a session, and make the profile.
@@ -210,19 +206,10 @@ def _whole(setting: str | None) -> int | None:
 
 
 def _profile(spark: SparkSession, made: Plan) -> ResourceProfile:
-    from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
+    from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
     wanted = TaskResourceRequests().cpus(made.cpus)
     if made.gpus:
         wanted = wanted.resource("gpu", made.gpus)
     built = ResourceProfileBuilder().require(wanted).build
-    if is_connect(spark):
-        return built
-    # Spark keeps every profile for good, and each new one costs seconds at its first use.
-    java = built._java_resource_profile
-    manager = spark.sparkContext._jsc.sc().resourceProfileManager()
-    known = manager.getEquivalentProfile(java)
-    if known.isDefined():
-        return ResourceProfile(_java_resource_profile=known.get())
-    manager.addResourceProfile(java)
-    return built
+    return built if is_connect(spark) else known_profile(spark, built)

@@ -1,4 +1,4 @@
-"""What is asked of PySpark about the application, on the driver; its private parts are used here and in spark_job."""
+"""What is asked of PySpark about the application, on the driver."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import re
 import tempfile
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from spark_hvd.runner import spark_private
 from spark_hvd.runner.errors import ClusterError, NotEnoughSlotsError
 
 if TYPE_CHECKING:
@@ -66,16 +67,13 @@ def max_result_bytes(spark: SparkSession) -> int | None:
     """
     if is_connect(spark):
         return None
-    context = spark.sparkContext
-    jvm: Any = context._jvm
-    heap = int(jvm.java.lang.Runtime.getRuntime().maxMemory()) // 5
-    limit = int(context._jsc.sc().conf().getSizeAsBytes("spark.driver.maxResultSize", "1g"))
-    return min(heap, limit) if limit else heap
+    heap, limit = spark_private.heap_and_result_limit(spark)
+    return min(heap // 5, limit or heap)
 
 
 def temporary_directory(spark: SparkSession) -> tempfile.TemporaryDirectory[str]:
     """A directory that goes with the run, and with Spark's own temporary files should this process be killed."""
-    return tempfile.TemporaryDirectory(prefix="spark_hvd-", dir=spark.sparkContext._temp_dir)
+    return tempfile.TemporaryDirectory(prefix="spark_hvd-", dir=spark_private.temporary_folder(spark))
 
 
 def check_barrier_possible(spark: SparkSession) -> None:
@@ -132,9 +130,7 @@ def slots(spark: SparkSession, resources: TaskResources) -> int | None:
     """How many tasks the cluster can run at once, busy or not; None where it cannot be asked (Spark Connect)."""
     if is_connect(spark):
         return None
-    scala_context = spark.sparkContext._jsc.sc()
-    profile = resources.java_profile or scala_context.resourceProfileManager().resourceProfileFromId(0)
-    there = int(scala_context.maxNumConcurrentTasks(profile))
+    there = spark_private.task_slots(spark, resources.profile)
     if is_local(spark):  # it knows no profiles: the cores are there, if we count them ourselves
         there = there * int(conf(spark, "spark.task.cpus") or 1) // resources.plan.cpus
         if resources.plan.gpus and resources.plan.gpus_there is not None:
@@ -162,21 +158,27 @@ def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: flo
 
     Args:
         spark: The session.
-        num_proc: Ranks wanted; None for as many as there are slots.
+        num_proc: Tasks wanted; None for as many as there are slots.
         start_timeout: Seconds to wait for executors that the configuration promises.
         resources: What each task takes.
 
     Returns:
-        The number of ranks.
+        The number of tasks.
 
     Raises:
-        NotEnoughSlotsError: naming the slots wanted, the slots there, and the settings to change.
+        ClusterError: the slots cannot be counted, and ``num_proc`` is None; NotEnoughSlotsError: naming the slots
+            wanted, the slots there, and the settings to change.
     """
     started = time.monotonic()
     while True:
         there = slots(spark, resources)
         if there is None:
-            return num_proc or spark_default_parallelism(spark)
+            if num_proc is None:
+                raise ClusterError(
+                    "num_proc=None means one rank for every task slot, and a Spark Connect client cannot count the "
+                    "slots of the cluster. Give the number of ranks: num_proc="
+                )
+            return num_proc
         if num_proc is None and there:
             return there
         if num_proc is not None and there >= num_proc:
@@ -185,11 +187,6 @@ def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: flo
         if time.monotonic() - started >= patience:
             raise NotEnoughSlotsError(_too_few(spark, num_proc or 1, there, resources))
         time.sleep(0.1)
-
-
-def spark_default_parallelism(spark: SparkSession) -> int:
-    """The default number of partitions, for clients that cannot ask for the number of slots."""
-    return int(conf(spark, "spark.default.parallelism") or 1)
 
 
 def _patience(spark: SparkSession, num_proc: int, start_timeout: float, resources: TaskResources) -> float:
@@ -230,11 +227,6 @@ def _too_few(spark: SparkSession, num_proc: int, there: int, resources: TaskReso
     )
 
 
-def items(sequence: Any) -> list[Any]:
-    """The elements of a Scala Seq."""
-    return [sequence.apply(index) for index in range(sequence.size())]
-
-
 def _host_and_port(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     return host.strip("[]"), int(port)
@@ -244,7 +236,7 @@ def _amounts_there(spark: SparkSession, num_proc: int, resources: TaskResources)
     """Cores and GPUs, wanted and there, where a slot is more than one core."""
     plan = resources.plan
     texts = []
-    executors = 1 if is_local(spark) else int(spark.sparkContext._jsc.sc().getExecutorMemoryStatus().size()) - 1
+    executors = 1 if is_local(spark) else spark_private.count_executors(spark)
     if plan.gpus and plan.gpus_there is not None:
         texts.append(f"{num_proc * plan.gpus:g} GPUs wanted, {executors * plan.gpus_there} there")
     if plan.cpus > 1:
@@ -257,12 +249,15 @@ def executor_addresses(spark: SparkSession) -> dict[str, tuple[str, int]]:
     if is_connect(spark):
         return {}
     try:
-        executors = items(spark.sparkContext._jsc.sc().statusStore().executorList(True))
+        return listening(spark_private.executor_ports(spark))
     except Exception as error:
-        # What is asked here has no stable interface; without an answer Spark's own timeouts hold.
-        _log.debug("Spark does not tell where executors are: %s", error)
+        spark_private.does_not_tell(
+            spark,
+            "where executors are",
+            "A host that stops answering is noticed only when Spark's timeouts end.",
+            error,
+        )
         return {}
-    return listening({each.id(): each.hostPort() for each in executors if each.id() != "driver"})
 
 
 def listening(executors: Mapping[str, str]) -> dict[str, tuple[str, int]]:

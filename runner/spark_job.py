@@ -1,17 +1,18 @@
-"""One job of PySpark's, run in a thread of its own, and what Spark tells of its tasks; private parts included."""
+"""One job of PySpark's, run in a thread of its own, and what Spark tells of its tasks."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spark_hvd.runner import spark_private
 from spark_hvd.runner.failure_report import Where
 from spark_hvd.runner.outcome import SCHEMA, Row
 from spark_hvd.runner.reach import Placement
-from spark_hvd.runner.spark import executor_addresses, is_connect, items
+from spark_hvd.runner.spark import executor_addresses, is_connect
 from spark_hvd.runner.spark_names import call_site, job_group, job_named
 
 if TYPE_CHECKING:
@@ -38,9 +39,19 @@ class TaskAttempt:
     leaving: bool
 
 
-def _decommissioned(executors: Iterable[str], spark: SparkSession) -> set[str]:
-    scheduler: Any = spark.sparkContext._jsc.sc().taskScheduler()
-    return {each for each in executors if scheduler.getExecutorDecommissionState(each).isDefined()}
+def _inheriting(spark: SparkSession, target: Callable[[], None]) -> Callable[[], None]:
+    """`target` for another thread, in which the caller's local properties hold, such as its scheduler pool.
+
+    Takes a Spark Connect session as well. Spark 4 carries the caller's tags along, if it is told the session; 3.5 takes
+    a function alone, and has nothing for Spark Connect.
+    """
+    import pyspark
+    from pyspark import inheritable_thread_target
+
+    if int(pyspark.__version__.partition(".")[0]) >= 4:
+        wrapped: Callable[[], None] = inheritable_thread_target(spark)(target)
+        return wrapped
+    return target if is_connect(spark) else inheritable_thread_target(target)
 
 
 class TaskJob:
@@ -70,8 +81,6 @@ class TaskJob:
         *,
         barrier: bool = True,
     ) -> None:
-        from pyspark import inheritable_thread_target
-
         self._spark = spark
         self._num_tasks = num_tasks
         self._tag = tag
@@ -81,9 +90,8 @@ class TaskJob:
         self._frame = spark.range(0, num_tasks, 1, num_tasks).mapInArrow(task, SCHEMA, barrier=barrier, **given)
         self.rows: list[Row] = []
         self.error: Exception | None = None
-        # Inherits the caller's local properties, such as its scheduler pool; daemon, so that an interrupted program
-        # can end while Spark is still cancelling.
-        target = inheritable_thread_target(spark)(self._run)
+        target = _inheriting(spark, self._run)
+        # Daemon, so that an interrupted program can end while Spark is still cancelling.
         self._thread = threading.Thread(target=target, name="spark_hvd-job", daemon=True)
         self._thread.start()
 
@@ -111,14 +119,15 @@ class TaskJob:
         if is_connect(self._spark):
             return None
         try:
-            tasks = self._tasks()
-            if not tasks:
-                return None
+            tasks = spark_private.tasks_of(self._spark, self._tag)
         except Exception as error:
-            _log.debug("Spark does not tell where tasks are: %s", error)
+            lost = "A host that stops answering is noticed only when Spark's timeouts end, and errors name no executor."
+            spark_private.does_not_tell(self._spark, "where tasks are", lost, error)
+            return None
+        if not tasks:
             return None
         return Placement(
-            {task.index(): (task.executorId(), task.host().strip("[]")) for task in tasks},
+            {task.partition: (task.executor, task.host.strip("[]")) for task in tasks},
             executor_addresses(self._spark),
             self._num_tasks,
         )
@@ -137,43 +146,28 @@ class TaskJob:
         if is_connect(self._spark):
             return ""
         try:
-            address, stage = self._spark.sparkContext.uiWebUrl, self._stage()
+            address, stage = self._spark.sparkContext.uiWebUrl, spark_private.stage_of(self._spark, self._tag)
             if address is None or stage is None:
                 return ""
             return f"{address}/stages/stage/?id={stage.stageId()}&attempt={stage.attemptId()}"
         except Exception as error:
-            _log.debug("Spark does not tell of the stage: %s", error)
+            lost = "Errors of runs have no link to the Spark UI."
+            spark_private.does_not_tell(self._spark, "which stage a run is", lost, error)
             return ""
 
     def attempts(self) -> list[TaskAttempt]:
         """The attempts of tasks that Spark has started, and whether each runs; empty where it cannot be asked."""
         try:
-            found = self._tasks()
-            decommissioned = _decommissioned({task.executorId() for task in found}, self._spark)
+            found = spark_private.tasks_of(self._spark, self._tag)
+            leaving = spark_private.decommissioned(self._spark, {task.executor for task in found})
         except Exception as error:
-            _log.debug("Spark does not tell how tasks are: %s", error)
+            lost = "Elastic runs notice lost executors by their silence alone, and decommissioned ones not in advance."
+            spark_private.does_not_tell(self._spark, "how tasks are", lost, error)
             return []
         return [
-            TaskAttempt(
-                task.taskId(), task.status() == "RUNNING", task.executorId(), task.executorId() in decommissioned
-            )
+            TaskAttempt(task.number, task.status == "RUNNING", task.executor, task.executor in leaving)
             for task in found
         ]
-
-    def _stage(self) -> Any:
-        """Spark's own record of the stage; None before there is one."""
-        scala_context: Any = self._spark.sparkContext._jsc.sc()
-        jobs = list(scala_context.statusTracker().getJobIdsForTag(self._tag))
-        store = scala_context.statusStore()
-        return store.lastStageAttempt(store.job(max(jobs)).stageIds().apply(0)) if jobs else None
-
-    def _tasks(self) -> list[Any]:
-        """Spark's own records of them."""
-        stage = self._stage()
-        if stage is None:
-            return []
-        store: Any = self._spark.sparkContext._jsc.sc().statusStore()
-        return items(store.taskList(stage.stageId(), stage.attemptId(), 1 << 20))
 
     def _run(self) -> None:
         try:

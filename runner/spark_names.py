@@ -8,16 +8,16 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spark_hvd.runner.spark import is_connect
+from spark_hvd.runner.spark_private import CALL_SITE, CALL_STACK, keeping_call_site
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _log = logging.getLogger(__name__)
 _GROUP, _DESCRIPTION = "spark.jobGroup.id", "spark.job.description"
-_PLACE, _STACK = "callSite.short", "callSite.long"  # org.apache.spark.util.CallSite
 _NOT_THE_USERS = {"spark_hvd", "pyspark", "py4j", "mlflow", "threading", "concurrent", "contextlib", "functools"}
 
 
@@ -48,14 +48,9 @@ def job_named(frame: DataFrame, description: str, place: str | None = None, stac
         return
     if place is None:
         place, stack = call_site(description)
-    named = {_DESCRIPTION: description, _PLACE: place, _STACK: stack}
-    ours: Any = frame
-    context, ours._sc = ours._sc, _KeepsCallSite(ours._sc)
-    try:
-        with _properties(frame.sparkSession, named):
-            yield
-    finally:
-        ours._sc = context
+    named = {_DESCRIPTION: description, CALL_SITE: place, CALL_STACK: stack}
+    with keeping_call_site(frame), _properties(frame.sparkSession, named):
+        yield
 
 
 def call_site(description: str) -> tuple[str, str]:
@@ -69,31 +64,6 @@ def call_site(description: str) -> tuple[str, str]:
         frame = frame.f_back
     place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
     return f"{description.removeprefix('spark_hvd: ')} at {place}", "".join(traceback.format_stack(frame))
-
-
-class _KeepsCallSite:
-    """Stands in for the SparkContext of one DataFrame: PySpark overwrites the call site before each action.
-
-    It takes the first of its own lines for it, which in a thread of ours is "wrapped at threading.py:982".
-    """
-
-    def __init__(self, context: Any) -> None:
-        self._context = context
-        self._jsc = _NoCallSite(context._jsc)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-
-class _NoCallSite:
-    def __init__(self, java: Any) -> None:
-        self._java = java
-
-    def setCallSite(self, place: str | None) -> None:  # noqa: N802 - Spark's name
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._java, name)
 
 
 def _property(spark: SparkSession, name: str) -> str | None:

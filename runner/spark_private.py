@@ -1,0 +1,325 @@
+"""The private names of PySpark and of Spark's JVM that we need, in one place to look at when Spark moves.
+
+docs/versions.md lists them by version, tests/spark/test_private_names.py touches every one. Sessions are classic ones,
+since a Spark Connect client has no JVM in reach.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from pyspark.ml.param import Param, Params
+    from pyspark.resource import ResourceProfile
+    from pyspark.sql import DataFrame, SparkSession
+
+CALL_SITE, CALL_STACK = "callSite.short", "callSite.long"
+"""Local properties that name the stages a thread starts: org.apache.spark.util.CallSite."""
+_MAX_DIRECTORIES = 500  # of files in one plan; listing more takes longer than writing anew
+
+_log = logging.getLogger(__name__)
+_untold: set[str] = set()
+
+
+def does_not_tell(spark: SparkSession, what: str, lost: str, error: Exception) -> None:
+    """Say that Spark did not answer as we know it to: in a warning, once in this process for each thing.
+
+    What is asked here has no stable interface. An application that has ended, or has no record of a thing yet, is no
+    news.
+
+    Args:
+        spark: The session that was asked.
+        what: What was asked for; completes "Spark does not tell ...".
+        lost: What does not work without an answer; a sentence.
+        error: What came instead.
+    """
+    from py4j.protocol import Py4JNetworkError
+
+    context: Any = spark.sparkContext
+    ended = isinstance(error, (Py4JNetworkError, OSError)) or context._jsc is None
+    if ended or "NoSuchElementException" in str(error) or what in _untold:
+        _log.debug("Spark does not tell %s: %s", what, error)
+        return
+    _untold.add(what)
+    answer = " ".join(str(error).split("\n\tat ")[0].splitlines()[:2])  # of Java's, what it was, without its stack
+    _log.warning(
+        "Spark %s does not tell %s (%s: %s). %s docs/versions.md has the versions that were tried.",
+        spark.version,
+        what,
+        type(error).__name__,
+        answer,
+        lost,
+    )
+
+
+# -- the application
+
+
+def java_context(spark: SparkSession) -> Any:
+    """Scala's SparkContext."""
+    context: Any = spark.sparkContext
+    return context._jsc.sc()
+
+
+def temporary_folder(spark: SparkSession) -> str:
+    """Where Spark's own temporary files of the driver are, which go with it."""
+    context: Any = spark.sparkContext
+    folder: str = context._temp_dir
+    return folder
+
+
+def heap_and_result_limit(spark: SparkSession) -> tuple[int, int]:
+    """Bytes of the driver's Java heap, and ``spark.driver.maxResultSize``; 0 for no limit."""
+    context: Any = spark.sparkContext
+    heap = int(context._jvm.java.lang.Runtime.getRuntime().maxMemory())
+    return heap, int(java_context(spark).conf().getSizeAsBytes("spark.driver.maxResultSize", "1g"))
+
+
+def task_slots(spark: SparkSession, profile: ResourceProfile | None) -> int:
+    """How many tasks of a profile, None for the default one, can run at once, busy or not."""
+    context: Any = java_context(spark)
+    java = context.resourceProfileManager().resourceProfileFromId(0) if profile is None else _java(profile)
+    return int(context.maxNumConcurrentTasks(java))
+
+
+def count_executors(spark: SparkSession) -> int:
+    """Executors there are, without the driver."""
+    return int(java_context(spark).getExecutorMemoryStatus().size()) - 1
+
+
+def executor_ports(spark: SparkSession) -> dict[str, str]:
+    """``host:port`` of every executor that Spark holds to be alive, by its name; of one that is starting the host."""
+    executors = items(java_context(spark).statusStore().executorList(True))
+    return {each.id(): each.hostPort() for each in executors if each.id() != "driver"}
+
+
+def decommissioned(spark: SparkSession, executors: Iterable[str]) -> set[str]:
+    """Those of them that are being decommissioned."""
+    scheduler = java_context(spark).taskScheduler()
+    return {each for each in executors if scheduler.getExecutorDecommissionState(each).isDefined()}
+
+
+def stage_of(spark: SparkSession, tag: str) -> Any:
+    """Spark's record of the first stage of the newest job with a tag; None before there is one."""
+    context = java_context(spark)
+    jobs = list(context.statusTracker().getJobIdsForTag(tag))
+    store = context.statusStore()
+    return store.lastStageAttempt(store.job(max(jobs)).stageIds().apply(0)) if jobs else None
+
+
+class Task(NamedTuple):
+    """Spark's record of one attempt of a task."""
+
+    partition: int
+    number: int
+    status: str
+    executor: str
+    host: str
+
+
+def tasks_of(spark: SparkSession, tag: str) -> list[Task]:
+    """The attempts of that stage's tasks."""
+    stage = stage_of(spark, tag)
+    if stage is None:
+        return []
+    found = items(java_context(spark).statusStore().taskList(stage.stageId(), stage.attemptId(), 1 << 20))
+    return [Task(task.index(), task.taskId(), task.status(), task.executorId(), task.host()) for task in found]
+
+
+def items(sequence: Any) -> list[Any]:
+    """The elements of a Scala Seq."""
+    return [sequence.apply(index) for index in range(sequence.size())]
+
+
+def _java(profile: ResourceProfile) -> Any:
+    private: Any = profile
+    return private._java_resource_profile
+
+
+def known_profile(spark: SparkSession, profile: ResourceProfile) -> ResourceProfile:
+    """The profile that the application has already and that asks for the same; else `profile`, which it has now.
+
+    Spark keeps every profile for good, and each new one costs seconds at its first use.
+    """
+    from pyspark.resource import ResourceProfile
+
+    manager = java_context(spark).resourceProfileManager()
+    known = manager.getEquivalentProfile(_java(profile))
+    if known.isDefined():
+        return ResourceProfile(_java_resource_profile=known.get())
+    manager.addResourceProfile(_java(profile))
+    return profile
+
+
+def qualified(spark: SparkSession, path: str) -> str:
+    """`path` with the file system that Spark takes it for: "/models" may be on HDFS."""
+    context: Any = spark.sparkContext
+    hadoop = context._jvm.org.apache.hadoop.fs.Path(path)
+    return str(hadoop.getFileSystem(context._jsc.hadoopConfiguration()).makeQualified(hadoop).toString())
+
+
+# -- names of stages
+
+
+@contextmanager
+def keeping_call_site(frame: DataFrame) -> Iterator[None]:
+    """Let actions of `frame` keep the thread's call site, which PySpark overwrites before each.
+
+    It takes the first of its own lines for it, which in a thread of ours is "wrapped at threading.py:982".
+    """
+    ours: Any = frame
+    context, ours._sc = ours._sc, _KeepsCallSite(ours._sc)
+    try:
+        yield
+    finally:
+        ours._sc = context
+
+
+class _KeepsCallSite:
+    """Stands in for the SparkContext of one DataFrame."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._jsc = _NoCallSite(context._jsc)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+class _NoCallSite:
+    def __init__(self, java: Any) -> None:
+        self._java = java
+
+    def setCallSite(self, place: str | None) -> None:  # noqa: N802 - Spark's name
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._java, name)
+
+
+# -- parameters of Spark ML
+
+
+def unowned_param(name: str, doc: str) -> Param[Any]:
+    """A parameter for a class body, which each instance makes its own."""
+    from pyspark.ml.param import Param, Params
+
+    return Param(Params._dummy(), name, doc)
+
+
+def values_and_defaults(params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values that are set, and the defaults, by name."""
+    values: Mapping[Param[Any], Any] = params._paramMap
+    defaults: Mapping[Param[Any], Any] = params._defaultParamMap
+    return {each.name: value for each, value in values.items()}, {each.name: value for each, value in defaults.items()}
+
+
+def set_defaults(params: Params, defaults: Mapping[str, Any]) -> None:
+    """Give parameters their defaults."""
+    params._setDefault(**defaults)
+
+
+def rename(params: Params, uid: str) -> None:
+    """Give `params`, and what it owns, another uid."""
+    params._resetUid(uid)
+
+
+# -- what a DataFrame computes, and from what
+
+
+def has_plan(df: DataFrame) -> bool:
+    """Whether there is a plan to look at; with Spark Connect it is on the server."""
+    return getattr(df, "_jdf", None) is not None
+
+
+class Reads(NamedTuple):
+    """What a DataFrame computes and reads.
+
+    Attributes:
+        parts: All of that, as JSON takes it.
+        bound: Whether some of it means nothing to another process.
+        digest: Spark's hash of the plan, which holds addresses of objects of the JVM.
+    """
+
+    parts: list[Any]
+    bound: bool
+    digest: int
+
+
+def reads(df: DataFrame) -> Reads | None:
+    """What `df` computes and reads; None where that is not known for certain.
+
+    Nothing is computed of it; the directories of its files are listed.
+    """
+    spark: Any = df.sparkSession
+    private: Any = df.select("*")  # a new one: what is cached is looked up once for each
+    execution = private._jdf.queryExecution()
+    plan = execution.analyzed()
+    patterns = spark._jvm.org.apache.spark.sql.catalyst.trees.TreePattern
+    # a subquery hides what it reads; the present time is not in the plan; what is not deterministic may be anything
+    hidden = plan.containsPattern(patterns.PLAN_EXPRESSION()) or plan.containsPattern(patterns.CURRENT_LIKE())
+    if hidden or not plan.deterministic():
+        return None
+    # canonical plans have no names of columns: the schemas, here and of each relation, tell which is which
+    canonical = plan.canonicalized()
+    text = re.sub(r'"jvmId":"[^"]*"', "", canonical.toJSON()) + canonical.toString()
+    settings = spark._jsparkSession.conf().getAll().mkString("\0").split("\0")  # time zone, ANSI, case of names ...
+    settings = sorted(setting for setting in settings if setting.startswith("spark.sql."))
+    parts: list[Any] = [spark.sparkContext.version, settings, df.schema.json(), text]
+    bound = plan.containsPattern(patterns.PYTHON_UDF()) or plan.containsPattern(patterns.SCALA_UDF())
+    for leaf in [*items(plan.collectLeaves()), *_cached(execution)]:
+        part = _leaf(spark, leaf)
+        if part is None:
+            return None
+        parts.append(part)
+        bound = bound or part[0] not in ("files", "range")
+    return Reads(parts, bound, plan.semanticHash())
+
+
+def _leaf(spark: Any, leaf: Any) -> list[Any] | None:
+    """What a leaf of a plan reads. None if it is of an unknown kind."""
+    identity = spark._jvm.java.lang.System.identityHashCode
+    kind = leaf.getClass().getSimpleName()
+    if kind in ("Range", "OneRowRelation"):
+        return ["range", leaf.toString()]
+    if kind == "LocalRelation":  # the plan's hash covers its rows, but with 32 bits only
+        return [kind, identity(leaf.data())]
+    if kind == "LogicalRDD":
+        return [kind, leaf.rdd().id()]
+    if kind == "InMemoryRelation":
+        return [kind, identity(leaf.cacheBuilder())]
+    if kind == "LogicalRelation" and leaf.relation().getClass().getSimpleName() == "HadoopFsRelation":
+        relation = leaf.relation()
+        files = _files(spark, relation.location())
+        how = [relation.fileFormat().getClass().getName(), relation.options().toString(), relation.schema().json()]
+        return None if files is None else ["files", *how, files]
+    return None
+
+
+def _files(spark: Any, location: Any) -> list[tuple[str, int, int]] | None:
+    """Path, bytes and time of the files that were found when the DataFrame was made, as they are now."""
+    paths = set(re.findall(r"[{]path=(.*?); isDirectory=", location.allFiles().mkString("\n")))
+    if len(paths) != location.allFiles().size():
+        return None
+    directories = sorted({posixpath.dirname(path) for path in paths})
+    if len(directories) > _MAX_DIRECTORIES:
+        return None
+    configuration = spark._jsparkSession.sessionState().newHadoopConf()
+    files = []
+    for directory in directories:
+        path = spark._jvm.org.apache.hadoop.fs.Path(directory)
+        for status in path.getFileSystem(configuration).listStatus(path):
+            name = status.getPath().toString()
+            if name in paths:
+                files.append((name, status.getLen(), status.getModificationTime()))
+    return sorted(files) if len(files) == len(paths) else None
+
+
+def _cached(execution: Any) -> list[Any]:
+    leaves = items(execution.withCachedData().collectLeaves())
+    return [leaf for leaf in leaves if leaf.getClass().getSimpleName() == "InMemoryRelation"]
