@@ -5,10 +5,11 @@ crashes takes nobody along. There is one for each Spark executor, shared by its 
 after a minute of rest; it ends with the executor. (Python's own ``multiprocessing.forkserver`` leaves its children
 behind when it loses its parent, and re-imports the parent's ``__main__``, which in a Spark worker is Spark's daemon.)
 
-Run as ``python -m spark_hvd.runner.forkserver FD ANCHOR LINGER``: FD is a listening Unix socket. On a connection, each
-request arrives as a length with five file descriptors, then a JSON object. When a connection closes, the ranks that
-were asked for on it are killed with their process groups: so no rank outlives its supervisor, however that one died.
-The server ends when process ANCHOR has, or when nobody has been connected for LINGER seconds.
+Run as ``python -m spark_hvd.runner.forkserver FOLDER FD ANCHOR LINGER``: FD is a Unix socket that listens in FOLDER, or
+the only connection there will be. On a connection, each request arrives as a length with five file descriptors, then a
+JSON object. When a connection closes, the ranks that were asked for on it are killed with their process groups: so no
+rank outlives its supervisor, however that one died. The server ends when process ANCHOR has, or when nobody has been
+connected for LINGER seconds.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from spark_hvd.runner.private_sockets import BACKLOG, SocketFolder, is_ours
 from spark_hvd.runner.wire import recv_exactly
 
 REQUEST_LENGTH = struct.Struct("!I")
@@ -59,7 +61,10 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asked; he will close the connection
         signal.set_wakeup_fd(self.wake[1])
-        self.selector.register(self.listener, selectors.EVENT_READ)
+        if _listens(self.listener):
+            self.selector.register(self.listener, selectors.EVENT_READ)
+        else:
+            self._add(self.listener.dup())
         self.selector.register(self.wake[0], selectors.EVENT_READ)
         wanted_at = time.monotonic()
         while self.anchor.is_running() and self.anchor.status() != psutil.STATUS_ZOMBIE:
@@ -81,9 +86,12 @@ class _Server:
 
     def _accept(self) -> None:
         connection, _ = self.listener.accept()
-        if not same_user(connection):
+        if is_ours(connection):
+            self._add(connection)
+        else:
             connection.close()
-            return
+
+    def _add(self, connection: socket.socket) -> None:
         self.connections.add(connection)
         self.selector.register(connection, selectors.EVENT_READ)
 
@@ -136,11 +144,8 @@ class _Server:
             os.close(rank.status_fd)
 
 
-def same_user(connection: socket.socket) -> bool:
-    """Whether the other end of a Unix socket is a process of this user (or of root)."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return uid in (os.getuid(), 0)
+def _listens(given: socket.socket) -> bool:
+    return bool(given.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _preload() -> None:
@@ -207,14 +212,18 @@ def _report(status_fd: int, message: dict[str, int]) -> None:
         os.write(status_fd, json.dumps(message).encode() + b"\n")
 
 
-def main(fd: str, anchor: str, linger: str) -> int:
+def main(folder: str, fd: str, anchor: str, linger: str) -> int:
     """Preload and serve."""
-    try:
+    listener = socket.socket(fileno=int(fd))
+    if _listens(listener):
+        listener.listen(BACKLOG)  # again: the kernel tells who connects of the process that did so last
+    with listener, contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(int(anchor))
-    except psutil.NoSuchProcess:
-        return 0
-    _preload()
-    _Server(socket.socket(fileno=int(fd)), process, float(linger)).serve()
+        _preload()
+        _Server(listener, process, float(linger)).serve()
+    if folder:
+        with contextlib.suppress(OSError), SocketFolder(folder) as ours:
+            ours.tidy()
     return 0
 
 

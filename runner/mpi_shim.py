@@ -3,7 +3,8 @@
 MPICH's proxies start programs and give each an open connection (PMI_FD) over which MPI_Init finds its peers. Our ranks
 come from a fork server, with torch imported and their supervisor watching. So the proxy starts this instead, which
 passes the connection and the environment to the supervisor (SCM_RIGHTS over a Unix socket), and ends with the exit
-code that the supervisor tells it. It is started as a plain file, without site-packages: it must be quick.
+code that the supervisor tells it. It is started as a plain file, without site-packages: it must be quick. It imports
+what lies beside it.
 
 ``mpi_shim.py guard PROGRAM ARGS...`` runs a program that is killed when the process which asked for it ends.
 ``mpi_shim.py agent HOST COMMAND...`` takes the place of ssh for Open MPI: it prints what is wanted, as a line of JSON.
@@ -19,16 +20,17 @@ import socket
 import sys
 import time
 
-TOKEN = "SPARK_HVD_MPI_TOKEN"
+if __name__ == "__main__":
+    from private_sockets import is_ours  # type: ignore[import-not-found]
+else:
+    from spark_hvd.runner.private_sockets import is_ours
+
+FOLDER = "SPARK_HVD_MPI_FOLDER"
+"""The variable that says where the supervisors of this host's ranks listen, each under its rank's number."""
 LAUNCH = "SPARK_HVD_LAUNCH:"
 _PASSED = ("PMI", "MPI", "OMPI", "PRTE", "OPAL")
 _PATIENCE = 600.0  # seconds; what is not wanted any more is killed with its parent
 _PR_SET_PDEATHSIG = 1
-
-
-def address(token: str, rank: int) -> str:
-    """Where the supervisor of a rank listens: a name in Linux's abstract namespace, so that no file is left behind."""
-    return f"\0spark_hvd-mpi-{token}-{rank}"
 
 
 def main(environment: dict[str, str]) -> int:
@@ -37,7 +39,7 @@ def main(environment: dict[str, str]) -> int:
     rank = int(environment.get("PMI_RANK") or environment["OMPI_COMM_WORLD_RANK"])
     passed = {key: value for key, value in environment.items() if key.startswith(_PASSED)}
     fds = [int(environment["PMI_FD"])] if "PMI_FD" in environment else []
-    with _connected(address(environment[TOKEN], rank)) as supervisor:
+    with _connected(environment[FOLDER], rank) as supervisor:
         socket.send_fds(supervisor, [json.dumps(passed).encode()], fds)
         for fd in fds:
             os.close(fd)  # the proxy is to notice when the rank closes its own
@@ -45,20 +47,27 @@ def main(environment: dict[str, str]) -> int:
     return int(code) if code else 1  # nothing: the supervisor is gone
 
 
-def _connected(where: str) -> socket.socket:
+def _connected(folder: str, rank: int) -> socket.socket:
     # The supervisor may still be waiting for its fork server to import torch, in another executor of this host.
     until = time.monotonic() + _PATIENCE
-    while True:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            connection.connect(where)
-        except ConnectionRefusedError:
-            connection.close()
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.02)
-        else:
-            return connection
+    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        while True:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                connection.connect(f"/proc/self/fd/{place}/{rank}")  # a path may be longer than an address can be
+            except (FileNotFoundError, ConnectionRefusedError):
+                connection.close()
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.02)
+            else:
+                break
+    finally:
+        os.close(place)
+    if not is_ours(connection):
+        raise SystemExit(f"who listens at {folder}/{rank} is another user's process, or in another container")
+    return connection
 
 
 def guard(command: list[str]) -> None:

@@ -10,6 +10,7 @@ Processes that mpiexec cannot see to are ours to end: shims with their rank, the
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -24,10 +25,10 @@ from spark_hvd.layout import RankInfo, WorldLayout
 from spark_hvd.ports import PortRange
 from spark_hvd.runner import mpich, openmpi
 from spark_hvd.runner.blame import Blame
-from spark_hvd.runner.forkserver import same_user
 from spark_hvd.runner.hub import Link
-from spark_hvd.runner.mpi_shim import LAUNCH, address
+from spark_hvd.runner.mpi_shim import LAUNCH
 from spark_hvd.runner.network import Address
+from spark_hvd.runner.private_sockets import SocketFolder, is_ours
 from spark_hvd.runner.process_manager import MpiMissingError, ProcessManager, counts_by_host, guarded, manager_env
 
 MANAGERS: dict[str, ProcessManager] = {"mpich": mpich, "openmpi": openmpi}
@@ -43,7 +44,7 @@ class MpiPlan:
     Attributes:
         layout: All ranks.
         kind: "mpich" or "openmpi".
-        token: Names the Unix sockets of the run's supervisors.
+        token: Names the directory in which a host's supervisors listen, so that nobody can take it beforehand.
         address: By which other ranks reach this host.
         ports: Where mpiexec may listen; None for any.
     """
@@ -64,6 +65,11 @@ class MpiPlan:
         """One for a run."""
         return secrets.token_hex(16)
 
+    @property
+    def folder(self) -> str:
+        """The name of the directory in which this host's supervisors listen."""
+        return f"spark_hvd-mpi-{hashlib.sha256(self.token.encode()).hexdigest()[:24]}"
+
 
 class MpiSide:
     """See the module's description. Its files are polled by the supervisor, on whose thread everything here runs.
@@ -76,6 +82,7 @@ class MpiSide:
 
     Raises:
         MpiMissingError: Its programs are not installed here.
+        OSError: There is no place to listen for them.
     """
 
     def __init__(self, plan: MpiPlan, me: RankInfo, link: Link, on_failed: Callable[[str, Blame], None]) -> None:
@@ -88,9 +95,12 @@ class MpiSide:
         self._shim: socket.socket | None = None
         self._programs: list[_Program] = []
         self._launched = False
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(address(plan.token, me.rank))
-        self._listener.listen()
+        try:
+            with SocketFolder.named(plan.folder) as folder:
+                self._folder = folder.path
+                self._listener = folder.listen(str(me.rank), socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise OSError(f"rank {me.rank}'s supervisor cannot listen for MPI's process manager: {error}") from error
         self.handlers[self._listener.fileno()] = self._take_shim
         try:
             if me.rank == 0:
@@ -122,6 +132,8 @@ class MpiSide:
             exit_code: What the manager is told of the rank.
         """
         self._listener.close()
+        with contextlib.suppress(OSError), SocketFolder(self._folder) as folder:
+            folder.tidy()
         if self._shim is not None:
             with contextlib.suppress(OSError):
                 self._shim.send(str(exit_code).encode())
@@ -132,7 +144,7 @@ class MpiSide:
         self.handlers.clear()
 
     def _start(self, name: str, command: Sequence[str], on_line: Callable[[list[str]], None]) -> None:
-        env = manager_env(os.environ, self._plan.token)
+        env = manager_env(os.environ, self._folder)
         program = _Program(name, guarded(command), env)
         self._programs.append(program)
 
@@ -156,7 +168,7 @@ class MpiSide:
 
     def _take_shim(self) -> None:
         shim, _ = self._listener.accept()
-        if not same_user(shim) or self._shim is not None:
+        if not is_ours(shim) or self._shim is not None:
             shim.close()
             return
         text, self._fds, _, _ = socket.recv_fds(shim, 1 << 16, 1)

@@ -112,12 +112,12 @@ def shim(role: str) -> list[str]:
     return [sys.executable, "-S", "-E", _THE_SHIM, role]
 
 
-def manager_env(base: Mapping[str, str], token: str) -> dict[str, str]:
+def manager_env(base: Mapping[str, str], folder: str) -> dict[str, str]:
     """The environment of the manager's programs.
 
     Args:
         base: This process' environment; what another MPI launcher has left in it is dropped.
-        token: Names the Unix sockets of this run's supervisors, and is secret.
+        folder: Where the run's supervisors on this host listen.
     """
     env = {key: value for key, value in base.items() if not key.startswith(_OTHERS)}
-    return env | {mpi_shim.TOKEN: token, _PYTHON: sys.executable, _SHIM: _THE_SHIM}
+    return env | {mpi_shim.FOLDER: folder, _PYTHON: sys.executable, _SHIM: _THE_SHIM}

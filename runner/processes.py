@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
+import logging
 import os
 import platform
 import select
@@ -22,12 +22,13 @@ from dataclasses import dataclass
 
 import psutil
 
-from spark_hvd.runner.forkserver import REQUEST_LENGTH, same_user
+from spark_hvd.runner.forkserver import REQUEST_LENGTH
+from spark_hvd.runner.private_sockets import SocketFolder, is_ours, namespaces
 from spark_hvd.runner.wire import STACKS_SIGNAL
 
+_log = logging.getLogger(__name__)
 _STACKS_PAUSE = 0.1  # seconds in which nothing more is written when stacks are complete
 _MAX_SERVERS = 2  # a server holds ~300 MB; two, so that alternating between two environments stays fast
-_ATTEMPTS = 20
 _LINGER = 600.0  # seconds that the server of the common environment waits for another run
 
 
@@ -219,56 +220,56 @@ def apply_env(base: Mapping[str, str], changes: Mapping[str, str | None]) -> dic
 
 
 def _connect(env: Mapping[str, str | None], anchor: int) -> socket.socket:
+    try:
+        return _connect_to_shared(env, anchor)
+    except OSError as error:
+        _log.warning("This process cannot share a fork server with others, and starts one of its own: %s", error)
+    connection, given = socket.socketpair()
+    with given:
+        _start("", given, env, anchor, 0.0)
+    return connection
+
+
+def _connect_to_shared(env: Mapping[str, str | None], anchor: int) -> socket.socket:
+    with SocketFolder.named(f"spark_hvd-{os.geteuid()}") as folder:
+        name = _name(env, anchor)
+        connection = folder.connect(name)
+        if connection is None:
+            with folder.listen(name) as listener:  # from now on connections wait while the server imports torch
+                folder.tidy()  # what servers have left that were killed
+                _start(folder.path, listener, env, anchor, 0.0 if env else _LINGER)
+                connection = folder.connect(name)
+        if connection is None or not is_ours(connection):
+            raise PermissionError(f"who listens at {os.path.join(folder.path, name)} is in another container")
+        return connection
+
+
+def _name(env: Mapping[str, str | None], anchor: int) -> str:
+    """One for each server that could serve us. Only this user sees it, so it may be made from values of variables."""
     born = psutil.Process(anchor).create_time()
     # What decides which torch a server has imported, besides the changes that the run asks for.
     python = [sys.executable, os.environ.get("PYTHONPATH")]
-    identity = json.dumps([anchor, born, python, sorted(env.items(), key=str)])
-    address = _address(hashlib.sha256(identity.encode()).hexdigest()[:24])
-    for _ in range(_ATTEMPTS):
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.connect(address)
-        except ConnectionRefusedError:
-            connection.close()
-            _start(address, env, anchor)
-            continue
-        if not same_user(connection):
-            connection.close()
-            raise PermissionError(f"the fork server's socket {address!r} belongs to another user")
-        return connection
-    raise ForkServerError(f"no fork server of {sys.executable} came up in {_ATTEMPTS} attempts")
+    identity = json.dumps([anchor, born, namespaces("self"), python, sorted(env.items(), key=str)])
+    return hashlib.sha256(identity.encode()).hexdigest()[:24]
 
 
-def _address(name: str) -> str:
-    # A name in Linux's abstract namespace: no file, so none is left behind. It is open to every user of the machine,
-    # which is why both ends ask who the other is.
-    return f"\0spark_hvd-{name}"
-
-
-def _start(address: str, env: Mapping[str, str | None], anchor: int) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
-        try:
-            listener.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:  # another worker of this executor was faster
-                return
-            raise
-        listener.listen(64)  # from now on connections wait while the server imports torch
-        started = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "spark_hvd.runner.forkserver",
-                str(listener.fileno()),
-                str(anchor),
-                str(0.0 if env else _LINGER),
-            ],
-            pass_fds=[listener.fileno()],
-            env={**apply_env(os.environ, env), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+def _start(folder: str, given: socket.socket, env: Mapping[str, str | None], anchor: int, linger: float) -> None:
+    started = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "spark_hvd.runner.forkserver",
+            folder,
+            str(given.fileno()),
+            str(anchor),
+            str(linger),
+        ],
+        pass_fds=[given.fileno()],
+        env={**apply_env(os.environ, env), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     # Asking the older ones whether they have ended also frees their entries in the process table.
     _started[:] = [process for process in _started if process.poll() is None] + [started]
 

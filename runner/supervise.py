@@ -163,7 +163,7 @@ class _Watch:
         if job.mpi is not None:
             try:
                 self._mpi = MpiSide(job.mpi, job.me, self._link, self._mpi_failed)
-            except MpiMissingError as error:
+            except (MpiMissingError, OSError) as error:
                 self._fail_now(FailureKind.SETUP, str(error))
         while not self._leaving and self._exitcode is None:
             self._step(self._next_moment())

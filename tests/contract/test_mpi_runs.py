@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from spark_hvd.runner import RankFailedError, run_local
-from spark_hvd.runner.mpi_shim import TOKEN
+from spark_hvd.runner.mpi_shim import FOLDER
 from spark_hvd.runner.outcome import FailureKind
 from tests.conftest import wait_until
 
@@ -36,7 +36,7 @@ def managers() -> list[psutil.Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             names = {Path(word).name for word in process.cmdline()[:5]}
-            ours = names & set(MANAGERS) and TOKEN in process.environ()
+            ours = names & set(MANAGERS) and FOLDER in process.environ()
             if ours and (process.ppid() == 1 or psutil.Process() in process.parents()):
                 found.append(process)
     return found

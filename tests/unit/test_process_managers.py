@@ -11,7 +11,7 @@ import pytest
 from spark_hvd.layout import WorldLayout
 from spark_hvd.ports import PortRange
 from spark_hvd.runner import mpich, openmpi
-from spark_hvd.runner.mpi_shim import LAUNCH, TOKEN
+from spark_hvd.runner.mpi_shim import FOLDER, LAUNCH
 from spark_hvd.runner.network import Address
 from spark_hvd.runner.process_manager import MpiMissingError, counts_by_host, find, manager_env
 
@@ -70,7 +70,7 @@ def test_the_environment_of_another_launcher_is_dropped() -> None:
     env = manager_env({"PMI_RANK": "7", "OMPI_COMM_WORLD_RANK": "1", "HOME": "/h"}, "t")
     assert "PMI_RANK" not in env
     assert "OMPI_COMM_WORLD_RANK" not in env
-    assert (env["HOME"], env[TOKEN]) == ("/h", "t")
+    assert (env["HOME"], env[FOLDER]) == ("/h", "t")
 
 
 def test_what_is_not_installed_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
