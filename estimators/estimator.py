@@ -21,6 +21,7 @@ from spark_hvd.estimators.dataset import Column, DatasetMeta
 from spark_hvd.estimators.errors import DataError, EstimatorError
 from spark_hvd.estimators.head import head_of
 from spark_hvd.estimators.history import History
+from spark_hvd.estimators.leases import in_use
 from spark_hvd.estimators.materialize import materialize
 from spark_hvd.estimators.model_meta import ModelMeta
 from spark_hvd.estimators.modules import pack
@@ -95,7 +96,7 @@ class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: i
             raise ValueError("train_path is missing: give it, or Store.create(..., train_path=...)")
         names = self._column_names(settings)
         # A store reads below its own file system only; the data may lie elsewhere.
-        data = _store_of(train_path, store)
+        data = Store.create(train_path, storage_options=store.storage_options)
         edited = {field[0] for field in settings["transformation_edit_fields"] or ()}
         wanted = None if settings["transformation_fn"] else [name for name in names if name not in edited]
         train_data = dataset_of(data, train_path, wanted)
@@ -151,7 +152,8 @@ class SparkEstimator(TableParams, Estimator, MLWritable, MLReadable):  # type: i
             partitions_per_process=settings["partitions_per_process"],
             who=type(self).__name__,
         )
-        return self._train(settings, store, batch, train_data, val_data)
+        with in_use(store, train_data):
+            return self._train(settings, store, batch, train_data, val_data)
 
     def _train(
         self, settings: Settings, store: Store, batch: Batch, train_data: DatasetMeta, val_data: DatasetMeta | None
@@ -384,10 +386,6 @@ def _some_rows(df: DataFrame, columns: tuple[Column, ...], who: str) -> pa.Table
 def _as_in(tensor: torch.Tensor, column: Column) -> Column:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return Column(column.name, dtype, tuple(tensor.shape[1:]), column.spark_type, column.encoding)
-
-
-def _store_of(path: str, store: Store) -> Store:
-    return Store.create(path, storage_options=store.storage_options)
 
 
 _temporary: list[tempfile.TemporaryDirectory[str]] = []

@@ -20,6 +20,7 @@ from spark_hvd.estimators import reuse
 from spark_hvd.estimators.columns import check_columns, expression_of, quoted
 from spark_hvd.estimators.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.estimators.errors import DataError, EstimatorError
+from spark_hvd.estimators.leases import delete_unused
 from spark_hvd.estimators.writing import TRAIN, VALIDATION, Report, WriteTask, ragged
 from spark_hvd.runner.spark_names import job_named
 from spark_hvd.store import Store
@@ -84,7 +85,7 @@ def materialize(
         " groups": groups,
     }
     key = reuse.key_of(reuse.fingerprint(df, across=keep), extra, keep)
-    reuse.delete_unused(store)
+    delete_unused(store)
     with reuse.using(store, key, keep):
         manifest = reuse.read_manifest(store, key)
         if manifest is None:

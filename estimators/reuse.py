@@ -21,12 +21,12 @@ import logging
 import os
 import posixpath
 import threading
-import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from spark_hvd.estimators.leases import MANIFEST, USED, leased, roots_of
 from spark_hvd.runner import spark_private
 from spark_hvd.store import Store
 from spark_hvd.store_errors import StoreError
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Version of the files and of the manifest; another one is never read."""
-MANIFEST = "_spark_hvd.json"
-_USED = "_used"
-_DAYS = 7.0
 
 _log = logging.getLogger(__name__)
 _process = uuid.uuid4().hex
@@ -110,7 +107,7 @@ def directories_of(store: Store, key: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def using(store: Store, key: str, keep: bool) -> Iterator[None]:
-    """Hold the data of ``key`` for looking or writing: one thread at a time. Marks them as in use today.
+    """Hold the data of ``key`` for looking or writing: one thread at a time, and with a lease.
 
     Raises:
         StoreError: the store cannot be written.
@@ -122,8 +119,7 @@ def using(store: Store, key: str, keep: bool) -> Iterator[None]:
             if not _mine:
                 atexit.register(_delete_mine)
             _mine[store.url, key] = (store, os.getpid())
-    with lock:
-        store.write_bytes(f"{path}/{_USED}", repr(time.time()).encode())
+    with lock, leased(store, key):
         yield
 
 
@@ -151,19 +147,6 @@ def write_manifest(store: Store, key: str, manifest: Mapping[str, Any]) -> None:
     store.write_bytes(f"{store.data_path(key)}/{MANIFEST}", content)
 
 
-def delete_unused(store: Store, days: float = _DAYS) -> None:
-    """Delete what processes left that were killed, if nothing has used it for ``days``. Errors are logged only."""
-    for path in store.list(store.join("intermediate_data")):
-        key = posixpath.basename(path)
-        try:
-            unused = time.time() - float(store.read_bytes(f"{path}/{_USED}"))
-            kept = store.exists(f"{path}/{MANIFEST}") and json.loads(store.read_bytes(f"{path}/{MANIFEST}"))["keep"]
-            if unused > days * 86400 and not kept:
-                _delete(store, key)
-        except (StoreError, ValueError, KeyError, TypeError) as error:  # not ours, or another process deletes it too
-            _log.debug("%s is left as it is: %s", path, error)
-
-
 def clear_materialized_data(store: Store) -> None:
     """Delete all data that fits have materialised in ``store``, also what was to be kept.
 
@@ -173,15 +156,13 @@ def clear_materialized_data(store: Store) -> None:
         StoreError: something cannot be deleted.
     """
     for path in store.list(store.join("intermediate_data")):
-        if store.exists(f"{path}/{_USED}"):
+        if store.exists(f"{path}/{USED}"):
             _delete(store, posixpath.basename(path))
 
 
 def _delete(store: Store, key: str) -> None:
-    for root in (store.train_path, store.val_path):
-        if root:
-            store.delete(f"{root}/{key}")
-    store.delete(store.data_path(key))
+    for root in reversed(roots_of(store, key)):
+        store.delete(root)
 
 
 def _delete_mine() -> None:

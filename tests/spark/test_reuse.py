@@ -21,8 +21,9 @@ from pyspark.sql import functions as F  # noqa: N812
 from spark_hvd.estimators import reuse
 from spark_hvd.estimators.columns import columns_of
 from spark_hvd.estimators.dataset import DatasetMeta
+from spark_hvd.estimators.leases import delete_unused
 from spark_hvd.estimators.materialize import materialize
-from spark_hvd.estimators.reuse import clear_materialized_data, delete_unused, fingerprint
+from spark_hvd.estimators.reuse import clear_materialized_data, fingerprint
 from spark_hvd.store import Store
 
 ROWS = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
