@@ -110,7 +110,9 @@ def launch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> subproces
         pickle.dump(sys.path, file)  # this package may have come as files that only sys.path knows of
         dill.dump((function, args, kwargs), file)
     code = (
-        "import pickle, sys; file = open(sys.argv[1], 'rb'); sys.path[:] = pickle.load(file); "
+        # -c looks into the working directory first, which others may write to.
+        "import sys; sys.path = [entry for entry in sys.path if entry]; "
+        "import pickle; file = open(sys.argv[1], 'rb'); sys.path[:] = pickle.load(file); "
         "from spark_hvd.estimators.petastorm_overlays import run_launched; run_launched(file)"
     )
     return subprocess.Popen([sys.executable, "-c", code, path])

@@ -201,12 +201,14 @@ def clean_store(probe: str, arguments: dict[str, Any], seconds: float) -> str | 
 
 def _run_probe(probe: str, arguments: dict[str, Any], seconds: float) -> tuple[list[dict[str, Any]], str]:
     """What the probe printed, and how it ended."""
+    # -c looks into the working directory first, which others may write to.
+    only_the_path = "import sys; sys.path = [entry for entry in sys.path if entry]\n"
     process = subprocess.Popen(
-        [sys.executable, "-c", probe],
+        [sys.executable, "-c", only_the_path + probe],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)},
         start_new_session=True,  # so that what it starts can be ended with it
     )
     try:

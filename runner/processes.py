@@ -254,6 +254,7 @@ def _name(env: Mapping[str, str | None], anchor: int) -> str:
 
 
 def _start(folder: str, given: socket.socket, env: Mapping[str, str | None], anchor: int, linger: float) -> None:
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
     started = subprocess.Popen(
         [
             sys.executable,
@@ -265,7 +266,8 @@ def _start(folder: str, given: socket.socket, env: Mapping[str, str | None], anc
             str(linger),
         ],
         pass_fds=[given.fileno()],
-        env={**apply_env(os.environ, env), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env={**apply_env(os.environ, env), "PYTHONPATH": path},
+        cwd="/",  # -m looks there first: the directory that this program works in may be one that others write to
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
