@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from spark_hvd.runner.tracking import without_password
+
 _log = logging.getLogger(__name__)
 _MOST_A_CALL = 1000  # MLflow's own limit
 _MOST_WAITING = 50_000
@@ -29,7 +31,7 @@ class Outbox:
 
         uri: str = get_tracking_uri()
         self._client = MlflowClient(uri)
-        self._server = re.sub(r"(?<=//)[^/@]*@", "", uri)  # without a password
+        self._server = without_password(uri)
         self._run_id = run_id
         self._values: list[Value] = []
         self._params: dict[str, str] = {}
@@ -83,7 +85,7 @@ class Outbox:
                 "MLflow at %s: %s: %s; the record of run %s will be incomplete",
                 self._server,
                 type(error).__name__,
-                str(error).splitlines()[0] if str(error) else "",
+                without_password((str(error).splitlines() or [""])[0]),
                 self._run_id,
             )
 

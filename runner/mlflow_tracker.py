@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from spark_hvd.runner.growth import grown, rates
 from spark_hvd.runner.mlflow_outbox import Outbox, Value
 from spark_hvd.runner.summary import Share, Summary
-from spark_hvd.runner.tracking import Facts
+from spark_hvd.runner.tracking import Facts, without_password
 
 if TYPE_CHECKING:
     from spark_hvd.vitals import Vitals
@@ -103,7 +103,7 @@ class MlflowTracker:
         values += [(f"summary/{name}", value, int(1000 * now), self._steps) for name, value in _numbers(summary)]
         tags = {"spark_hvd.status": status}
         if error is not None:
-            tags["spark_hvd.error"] = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+            tags["spark_hvd.error"] = without_password(f"{type(error).__name__}: {error}".splitlines()[0])[:500]
         outbox.put(values, tags=tags)
         outbox.close(status if self._ours else None, _PATIENCE)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Protocol
@@ -97,8 +98,13 @@ class Tracking:
                 "tracker=%s: %s: %s; the run goes on, its record may be incomplete",
                 type(self._tracker).__name__,
                 type(error).__name__,
-                error,
+                without_password(str(error)),
             )
+
+
+def without_password(text: str) -> str:
+    """The text without the name and the password that addresses in it have in front of a host."""
+    return re.sub(r"(?<=://)[^/\s]*@", "", text)
 
 
 def facts_of(config: RunConfig, name: str, **more: str | float | None) -> dict[str, str | int | float]:

@@ -15,7 +15,7 @@ from spark_hvd.runner import mlflow_outbox, mlflow_tracker
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.mlflow_tracker import MlflowTracker
 from spark_hvd.runner.summary import Share, Summary
-from spark_hvd.runner.tracking import facts_of
+from spark_hvd.runner.tracking import Tracking, facts_of
 from tests.unit.test_history import vitals
 
 mlflow: Any = pytest.importorskip("mlflow")
@@ -167,6 +167,29 @@ def test_another_value_of_a_parameter_is_one_warning(caplog: pytest.LogCaptureFi
         tracker.end(None, None)
     assert len([record for record in caplog.records if "record of run" in record.message]) == 1
     assert "num_proc" in caplog.text
+
+
+def test_no_password_is_logged_or_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """MLflow's own errors have the server's address in them, as it was given."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise mlflow.MlflowException("API request to http://bob:TOP@SECRET@127.0.0.1:9/api/2.0/runs failed")
+
+    tracker = MlflowTracker()
+    run = train(tracker, mlflow.MlflowException("POST http://bob:TOP@SECRET@127.0.0.1:9/api failed"))
+    assert run.data.tags["spark_hvd.error"] == "MlflowException: POST http://127.0.0.1:9/api failed"
+    tracker.start(FACTS)
+    assert tracker._outbox is not None
+    tracker._outbox._client.log_batch = refuse
+    tracker.take(vitals())
+    tracker.end(None, None)
+    tracking = Tracking(tracker)
+    tracker.end = refuse  # type: ignore[method-assign]
+    tracking.end(None, None)
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.count("http://127.0.0.1:9/api/2.0/runs failed") for text in said] == [1, 1]
+    assert "SECRET" not in caplog.text
+    assert "bob" not in caplog.text
 
 
 class Server(ThreadingHTTPServer):
