@@ -45,6 +45,8 @@ class _Known:
     def request_of(self, place: int) -> Request:
         """The request that this rank stands for when it sends the number."""
         request, table = self.entry.request, self.entry.table
+        if self.entry.seals is not None:
+            request = request._replace(seal=self.entry.seals[place])
         if table is None:
             return request
         if request.kind == "alltoall":
@@ -295,10 +297,11 @@ class Coordinator:
         divisor = len(places) + sum(self._joined[place] for place in absent)
         request = pending.requests[places[0]]
         table = _table(request.kind, pending.requests, len(self._ranks))
+        seals = _seals(pending.requests, len(self._ranks))
         if absent:
-            entries.append(Entry(name, request, table, absent, divisor))
+            entries.append(Entry(name, request, table, absent, divisor, seals))
             return []
-        entry = Entry(name, request, table)
+        entry = Entry(name, request, table, seals=seals)
         entries.append(entry)
         return [] if AUTO in name else self._learn(name, entry)
 
@@ -352,6 +355,12 @@ def _table(kind: str, requests: dict[int, Request], size: int) -> list[list[int]
     if kind == "alltoall":
         return [list(requests[place].splits or []) for place in range(size)]
     return None
+
+
+def _seals(requests: dict[int, Request], size: int) -> list[str | None] | None:
+    if all(request.seal is None for request in requests.values()):
+        return None
+    return [requests[place].seal if place in requests else None for place in range(size)]
 
 
 def bits(mask: int) -> Iterator[int]:

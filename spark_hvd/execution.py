@@ -36,12 +36,14 @@ class Work:
         in_place: Whether the results go into `tensors`.
         results: The tensors that come out, once it is done.
         received: For alltoall: how many rows came from each rank.
+        seals: Those of all ranks, if this entry has such.
     """
 
     tensors: Sequence[torch.Tensor]
     in_place: bool
     results: list[torch.Tensor]
     received: list[int] | None = None
+    seals: Sequence[str | None] = ()
 
 
 def every(work: Work) -> list[torch.Tensor]:
@@ -117,6 +119,8 @@ def run(batch: Batch, works: Sequence[Work | None], members: Members) -> Steps:
         _stand_ins(entry.request, communicator) if work is None else work
         for entry, work in zip(batch, works, strict=True)
     ]
+    if batch[0].seals is not None:  # such entries are not fused
+        parts[0].seals = batch[0].seals
     if first.op == ReduceOp.ADASUM.name:
         return _adasum(first, parts, communicator)
     if staging is not None and staging.serves(batch):
@@ -216,7 +220,8 @@ def _broadcast(parts: Sequence[Work], communicator: Communicator, root: int) -> 
             wire = flatten(sources)
             unpacks.append((wire, targets))
         handles.append(communicator.broadcast(wire, root))
-    yield from _results(handles)
+    if handles:
+        yield from _results(handles)
     for wire, targets in unpacks:
         unflatten_into(wire, targets)
 

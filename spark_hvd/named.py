@@ -79,9 +79,10 @@ def start_allgather(
     result: Callable[[Work], T],
     *,
     urgent: bool = False,
+    seal: str | None = None,
 ) -> NamedHandle[T]:
     """Concatenate tensors over all ranks of a process set; see :func:`start_allreduce`."""
-    request = _request("allgather", tensors)
+    request = _request("allgather", tensors)._replace(seal=seal)
     return lane_of(process_set).submit(name, request, Work(tensors, False, []), result, urgent=urgent)
 
 
@@ -99,6 +100,15 @@ def start_broadcast(
     process_set.require_root(root_rank)
     request = _request("broadcast", tensors)._replace(root=int(root_rank))
     return lane_of(process_set).submit(name, request, Work(tensors, in_place, []), result, urgent=urgent)
+
+
+def start_sealing(seal: str | None, root_rank: int, name: str | None, process_set: ProcessSet) -> NamedHandle[str]:
+    """Give all ranks of a process set the seal of one; it goes by the coordinator alone, whose channel is authentic."""
+    process_set.require_root(root_rank)
+    lane = lane_of(process_set)
+    place = list(lane.ranks).index(root_rank)
+    request = Request("broadcast", [], [], "", root=int(root_rank), seal=seal)
+    return lane.submit(name, request, Work([], True, []), lambda work: work.seals[place] or "", urgent=True)
 
 
 def start_alltoall(

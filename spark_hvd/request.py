@@ -38,6 +38,8 @@ class Request(NamedTuple):
     """Rows for each rank of the process set, for alltoall."""
     fault: str | None = None
     """Why the call cannot run, if its arguments do not fit each other."""
+    seal: str | None = None
+    """By which the others know the pickle that this rank sends, see :mod:`spark_hvd.objects`; ranks' seals differ."""
 
 
 class Entry(NamedTuple):
@@ -52,6 +54,8 @@ class Entry(NamedTuple):
     """Places in the process set of the ranks that have joined and contribute nothing."""
     divisor: int | None = None
     """What Average divides by; None: the number of ranks."""
+    seals: list[str | None] | None = None
+    """That of each rank, if any has one."""
 
 
 _NAMES = {value: str(value)[len("torch.") :] for value in vars(torch).values() if isinstance(value, torch.dtype)}

@@ -39,9 +39,16 @@ REQUESTS = st.builds(
     st.none() | NUMBERS,
     st.none() | LISTS,
     st.none() | st.text(),
+    st.none() | st.text(),
 )
 ENTRIES = st.builds(
-    Entry, st.text(), REQUESTS, st.none() | st.lists(LISTS, max_size=3), st.none() | LISTS, st.none() | NUMBERS
+    Entry,
+    st.text(),
+    REQUESTS,
+    st.none() | st.lists(LISTS, max_size=3),
+    st.none() | LISTS,
+    st.none() | NUMBERS,
+    st.none() | st.lists(st.none() | st.text(), max_size=3),
 )
 DECISIONS: st.SearchStrategy[Decision] = st.one_of(
     st.builds(Learn, NUMBERS, ENTRIES),
