@@ -19,8 +19,8 @@ import zmq
 
 from spark_hvd.layout import RankInfo
 from spark_hvd.runner.endings import exit_failure, trim_stacks, value_too_large
-from spark_hvd.runner.hub import Link
 from spark_hvd.runner.hub_state import Message
+from spark_hvd.runner.link import Link
 from spark_hvd.runner.membership_events import Loss
 from spark_hvd.runner.outcome import Failed, FailureKind, Packed
 from spark_hvd.runner.probe import Probe

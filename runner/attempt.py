@@ -98,6 +98,8 @@ class Attempt:
             )
             _attend(job, hub, size, config, monitor)
             monitor.flush()
+            if hub is not None and hub.failure is not None:  # the ranks may have been stopped before anybody looked
+                raise hub.failure
             if job.error is not None:
                 if hub is not None:  # Spark kills the other tasks in its own time; ours are told now
                     hub.stop("lost")
@@ -144,6 +146,9 @@ def _attend(job: TaskJob, hub: Hub | None, size: int, config: RunConfig, monitor
             monitor.flush()
             if hub is None:
                 continue
+            if hub.failure is not None:
+                _end(job, hub, "lost")
+                raise hub.failure
             if (lost := hub.lost) is not None:
                 _end(job, hub, "lost")
                 raise silent(lost)

@@ -131,6 +131,7 @@ def run_elastic(
         StateLostError: all ranks with the state were lost at once.
         RankFailedError: fn raised on all ranks, or ranks kept failing without a commit in between.
         RunTimeoutError: ``timeout`` was over.
+        HubError: the hub between ranks and driver has failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
     common: dict[str, Any] = {
@@ -215,6 +216,7 @@ def attend(
 
     Raises:
         RunTimeoutError: the run's time is up.
+        HubError: the hub has failed.
         KeyboardInterrupt: and all ranks are stopped.
     """
     deadline = None if config.timeout is None else time.monotonic() + config.timeout
@@ -222,6 +224,7 @@ def attend(
         while job.running and hub.verdict is None:
             job.wait(0.02)
             _tell(hub, monitor)
+            _check(hub)
             watch()
             if deadline is not None and time.monotonic() > deadline:
                 _end(job, hub)
@@ -240,12 +243,19 @@ def attend(
         while job.running:  # values may be large
             job.wait(0.02)
             _tell(hub, monitor)
+            _check(hub)
+        _check(hub)  # the agents may have been stopped before anybody looked
     except BaseException:
         _end(job, hub)
         monitor.flush()
         raise
     _tell(hub, monitor)
     return hub.verdict
+
+
+def _check(hub: ElasticHub) -> None:
+    if hub.failure is not None:
+        raise hub.failure
 
 
 def _tell(hub: ElasticHub, monitor: Monitor) -> None:

@@ -9,11 +9,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 from spark_hvd.ports import PortRange
 from spark_hvd.runner.hub import HubServer, Listener
-from spark_hvd.runner.hub_state import Message, Send
+from spark_hvd.runner.hub_state import Kinds, Message, Send
 from spark_hvd.runner.membership import Membership
 from spark_hvd.runner.membership_events import (
     AgentLeaving,
@@ -43,7 +43,9 @@ from spark_hvd.runner.membership_events import (
     Verdict,
     Yielded,
 )
+from spark_hvd.runner.probe import Examination
 from spark_hvd.runner.silence import SILENT_AFTER, Silences
+from spark_hvd.vitals import Vitals
 
 _SUSPECT_AFTER = 4.0
 """Seconds of silence after which an agent is given up while the others wait for it: their collectives have failed."""
@@ -55,6 +57,22 @@ class ElasticState:
     Args:
         limits: Of the run.
     """
+
+    KINDS: ClassVar[Kinds] = {
+        "hello": {"attempt": int, "host": str, "task": int},
+        "alive": {},
+        "entered": {"worker": int},
+        "ready": {"worker": int, "generation": int, "store": list | None},
+        "joined": {"worker": int, "generation": int},
+        "broken": {"worker": int, "generation": int, "error": str},
+        "yielded": {"worker": int, "generation": int},
+        "committed": {"worker": int, "commits": int},
+        "finished": {"worker": int, "generation": int},
+        "leaving": {"why": str},
+        "ended": {"worker": int, "loss": str | None, "error": str, "raised": bool},
+        "gone": {"why": str},
+    }
+    FAREWELL: ClassVar[Message] = {"type": "end", "again": False}
 
     def __init__(self, limits: Limits) -> None:
         self.membership = Membership(limits)
@@ -118,6 +136,16 @@ class ElasticState:
     def examine(self) -> list[Send]:
         """See base class."""
         return [Send(agent, {"type": "examine"}) for agent in sorted(self._present & self.labels.keys())]
+
+    @property
+    def senders(self) -> range:
+        """The numbers that agents can have: those of Spark's task attempts, and of further agents of a task."""
+        return range(1 << 63)
+
+    @property
+    def most_ranks(self) -> int:
+        """See base class."""
+        return self.membership.limits.max_num_proc
 
     @property
     def all_gone(self) -> bool:
@@ -195,11 +223,11 @@ class _Labelled:
     def output(self, rank: int, stream: str, text: str) -> None:
         self._listener.output(self._labels.get(rank, -1), stream, text)
 
-    def vitals(self, message: Message) -> None:
-        self._listener.vitals(message)
+    def vitals(self, record: Vitals) -> None:
+        self._listener.vitals(record)
 
-    def examined(self, rank: int, message: Message) -> None:
-        self._listener.examined(self._labels.get(rank, -1), message)
+    def examined(self, rank: int, found: Examination) -> None:
+        self._listener.examined(self._labels.get(rank, -1), found)
 
 
 class ElasticHub(HubServer):

@@ -19,7 +19,7 @@ import psutil
 from spark_hvd.layout import RankInfo
 from spark_hvd.runner.agent import NOTICES, Agent, GivenUpError, Report, WorkerSetup
 from spark_hvd.runner.gpus import GpuShare, devices_of
-from spark_hvd.runner.hub import Link
+from spark_hvd.runner.link import Link
 from spark_hvd.runner.network import choose_address, is_loopback, own_addresses
 from spark_hvd.runner.outcome import Packed
 from spark_hvd.runner.processes import fork_server

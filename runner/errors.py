@@ -13,6 +13,7 @@ __all__ = [
     "ClusterError",
     "ElasticError",
     "ExecutorLostError",
+    "HubError",
     "NotEnoughSlotsError",
     "RankFailedError",
     "ResetLimitError",
@@ -49,6 +50,10 @@ class StartTimeoutError(RunError):
 
 class ExecutorLostError(RunError):
     """Spark lost an executor during the run. fn is not run again but by ``max_restarts``: it may have had effects."""
+
+
+class HubError(RunError):
+    """The hub, through which the driver and its tasks speak, has failed: on a malformed message, or by a defect."""
 
 
 class ResultTooLargeError(RunError):

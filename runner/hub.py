@@ -6,52 +6,34 @@ that reached them in Spark's closure, so a stranger can neither listen nor speak
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import ClassVar, Protocol
 
 import zmq
 import zmq.auth
-import zmq.utils.monitor
 from zmq.auth.thread import ThreadAuthenticator
 
 from spark_hvd.ports import PortRange, bound
-from spark_hvd.runner.heartbeat import Heartbeat
-from spark_hvd.runner.hub_state import HubState, Message, Send
+from spark_hvd.runner.errors import HubError
+from spark_hvd.runner.hub_state import HubState, Kinds, Message, Send
+from spark_hvd.runner.link import MAX_MESSAGE, HubAddress, zmq_url
+from spark_hvd.runner.messages import ASIDE, decode, decode_vitals
+from spark_hvd.runner.probe import Examination
+from spark_hvd.vitals import Vitals
 
 _log = logging.getLogger(__name__)
 _TICK_MS = 50
-_ASIDE = ("output", "vitals", "examined")
-"""Messages that decide nothing."""
+_MOST_A_TURN = 1000
+"""Messages taken before the clock and the driver's questions get their turn: ranks may print without pause."""
+_HANDSHAKE_MS = 5000
+"""How long a newcomer has to prove who it is; ZeroMQ's own patience is 30 s."""
 _PATIENCE = 5.0
 """Seconds for the sockets to close, of which sending what is queued may take one."""
-
-
-@dataclass(frozen=True, slots=True)
-class HubAddress:
-    """Where a hub is and the keys to speak to it. A secret: send it through Spark's own channels only."""
-
-    host: str
-    port: int
-    server_public: bytes
-    client_public: bytes
-    client_secret: bytes = field(repr=False)
-
-    @property
-    def url(self) -> str:
-        """The ZeroMQ address."""
-        return zmq_url(self.host, self.port)
-
-
-def zmq_url(host: str, port: int) -> str:
-    """``tcp://host:port``, with brackets round an IPv6 address."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 class _OneKey:
@@ -66,6 +48,21 @@ class _OneKey:
 
 class HubLogic(Protocol):
     """What a hub decides: messages and clock ticks in, messages out. It does no I/O, and is called by one thread."""
+
+    KINDS: ClassVar[Kinds]
+    """The messages that :meth:`handle` takes."""
+    FAREWELL: ClassVar[Message]
+    """What makes a task stop."""
+
+    @property
+    def senders(self) -> range:
+        """The numbers that tasks can have."""
+        ...
+
+    @property
+    def most_ranks(self) -> int:
+        """That a world of this run can have."""
+        ...
 
     def handle(self, message: Message, now: float) -> list[Send]:
         """Take one message of a task."""
@@ -100,17 +97,19 @@ class Listener(Protocol):
         """Whole lines that a rank has printed; `stream` is "out" or "err", rank -1 stands for nobody in particular."""
         ...
 
-    def vitals(self, message: Message) -> None:
-        """What a rank tells of itself, see :class:`spark_hvd.vitals.Vitals`."""
+    def vitals(self, record: Vitals) -> None:
+        """What a rank tells of itself."""
         ...
 
-    def examined(self, rank: int, message: Message) -> None:
-        """The answer to :meth:`HubServer.examine`, see :class:`spark_hvd.runner.probe.Examination`."""
+    def examined(self, rank: int, found: Examination) -> None:
+        """The answer to :meth:`HubServer.examine`."""
         ...
 
 
 class HubServer:
     """Runs a hub's decisions behind a socket, in a thread of its own.
+
+    The first malformed message, or error of ours, ends the run: tasks are told to stop, and :attr:`failure` says why.
 
     Args:
         state: The decisions.
@@ -138,6 +137,8 @@ class HubServer:
         self._questions: deque[Callable[[], list[Send]]] = deque()
         self._closing = threading.Event()
         self._identities: dict[int, bytes] = {}
+        self._failure: HubError | None = None
+        self._observes = True
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         server_public, server_secret = zmq.curve_keypair()
@@ -151,6 +152,8 @@ class HubServer:
             self._socket.curve_publickey = server_public
             self._socket.ipv6 = ":" in bind_host
             self._socket.linger = 1000
+            self._socket.handshake_ivl = _HANDSHAKE_MS
+            self._socket.maxmsgsize = MAX_MESSAGE
             bound(ports, lambda port: self._socket.bind(zmq_url(bind_host, port)))
             port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         except BaseException:
@@ -159,6 +162,11 @@ class HubServer:
         self.address = HubAddress(public_host or bind_host, port, server_public, client_public, client_secret)
         self._thread = threading.Thread(target=self._serve, name="spark_hvd-hub", daemon=True)
         self._thread.start()
+
+    @property
+    def failure(self) -> HubError | None:
+        """What has ended this hub's work, and is to be raised where the run is waited for; None while all is well."""
+        return self._failure
 
     def stop(self, reason: str) -> None:
         """Ask every rank to stop; returns at once."""
@@ -203,48 +211,99 @@ class HubServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         while not self._closing.is_set():
-            if poller.poll(_TICK_MS):
-                self._drain()
-            with self._lock:
-                decisions = self._state.tick(time.monotonic())
-                while self._questions:
-                    decisions += self._questions.popleft()()
-            self._send(decisions)
-        self._drain()
+            self._guarded(lambda: self._turn(poller))
+        self._guarded(self._drain)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            if self._failure is not None:
+                _log.debug("the hub has failed again", exc_info=True)
+                self._closing.wait(_TICK_MS / 1000)
+                return
+            _log.exception("the hub failed")
+            self._failure = HubError(
+                f"the hub of this run failed ({type(error).__name__}: {error}) and all ranks were stopped. This is a "
+                "defect of spark_hvd: please report it, with the traceback that the driver has logged."
+            )
+            self._failure.__cause__ = error
+            self._stop_all()
+
+    def _turn(self, poller: zmq.Poller) -> None:
+        if poller.poll(_TICK_MS):
+            self._drain()
+        decisions: list[Send] = []
+        with self._lock:
+            while self._questions:  # first: a stop is to be asked for also where a clock tick fails
+                decisions += self._questions.popleft()()
+        self._send(decisions)
+        with self._lock:
+            decisions = self._state.tick(time.monotonic())
+        self._send(decisions)
 
     def _drain(self) -> None:
-        while True:
+        for _ in range(_MOST_A_TURN):
             try:
-                identity, body = self._socket.recv_multipart(zmq.NOBLOCK)
+                identity, *bodies = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            message: Message = json.loads(body)
-            if message["type"] == "alive":  # comes on a connection of its own, see Heartbeat
-                self._socket.send_multipart([identity, body])
-            if message["type"] in _ASIDE:
-                with self._lock:
-                    self._state.hear(message["rank"], time.monotonic())
-                self._pass_on(message)
-                continue
-            if message["type"] == "hello":
-                self._identities.setdefault(message["rank"], identity)
-            with self._lock:
-                decisions = self._state.handle(message, time.monotonic())
-            if any(decision.message["type"] == "refuse" for decision in decisions):
-                self._socket.send_multipart([identity, json.dumps(decisions[0].message).encode()])
+            try:
+                message = decode(b"".join(bodies), self._state.KINDS, self._state.senders)
+            except ValueError as error:
+                self._refuse(error)
             else:
-                self._send(decisions)
+                self._take(identity, message)
+
+    def _take(self, identity: bytes, message: Message) -> None:
+        if message["type"] == "alive":  # comes on a connection of its own, see Heartbeat
+            self._socket.send_multipart([identity, json.dumps(message).encode()])
+        if message["type"] in ASIDE:
+            with self._lock:
+                self._state.hear(message["rank"], time.monotonic())
+            self._pass_on(message)
+            return
+        if message["type"] == "hello":
+            self._identities.setdefault(message["rank"], identity)
+        with self._lock:
+            decisions = self._state.handle(message, time.monotonic())
+        if message["type"] == "hello" and any(decision.message["type"] == "refuse" for decision in decisions):
+            self._socket.send_multipart([identity, json.dumps(decisions[0].message).encode()])
+        else:
+            self._send(decisions)
+
+    def _refuse(self, error: ValueError) -> None:
+        """A task has sent what is no message: nothing that it will say can be relied on."""
+        if self._failure is None:
+            self._failure = HubError(
+                f"the driver was sent a malformed message and all ranks were stopped: {error}. Driver and executors "
+                "with different versions of spark_hvd are the usual reason: install the same one everywhere."
+            )
+            self._stop_all()
+
+    def _stop_all(self) -> None:
+        self.stop("the hub failed")
+        # Besides, past the decisions, in which the defect may be. A task that is told twice stops once.
+        self._send([Send(rank, self._state.FAREWELL) for rank in self._identities])
 
     def _pass_on(self, message: Message) -> None:
+        """Tell the listener; what it cannot take ends no run."""
         if self._listener is None:
             return
-        match message["type"]:
-            case "output":
-                self._listener.output(message["rank"], message["stream"], message["text"])
-            case "vitals":
-                self._listener.vitals(message["vitals"])
-            case "examined":
-                self._listener.examined(message["rank"], message)
+        try:
+            match message["type"]:
+                case "output":
+                    self._listener.output(message["rank"], message["stream"], message["text"])
+                case "vitals":
+                    self._listener.vitals(decode_vitals(message["vitals"], self._state.most_ranks))
+                case "examined":
+                    self._listener.examined(message["rank"], Examination.from_message(message))
+        except Exception as error:
+            level = logging.WARNING if self._observes else logging.DEBUG
+            self._observes = False
+            _log.log(
+                level, "what rank %d tells of itself cannot be shown (%s); the run goes on", message["rank"], error
+            )
 
     def _send(self, decisions: list[Send]) -> None:
         for decision in decisions:
@@ -282,102 +341,3 @@ class Hub(HubServer):
     def fell_back(self) -> bool:
         """Whether some tasks could not reach this hub, so that all meet at rank 0's instead."""
         return self._state.fell_back
-
-
-class Link:
-    """A task's connection to the hub.
-
-    Use :meth:`wait_connected` first: until then nothing sent can have arrived.
-
-    Args:
-        address: Of the hub.
-        rank: Mine.
-        host: Mine. With it the hub is given signs of life from hello on, and notices when they end; without it (ranks
-            beside their hub) not.
-    """
-
-    def __init__(self, address: HubAddress, rank: int, host: str | None = None) -> None:
-        self.rank = rank
-        self._host = host
-        self._address = address
-        self._heartbeat: Heartbeat | None = None
-        self._context = zmq.Context()
-        self.socket = self._new_socket()
-        self.socket.linger = 2000
-        self.socket.sndtimeo = 2000
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self.socket.connect(self.url)
-
-    def _new_socket(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        socket.curve_serverkey = self._address.server_public
-        socket.curve_publickey = self._address.client_public
-        socket.curve_secretkey = self._address.client_secret
-        socket.ipv6 = ":" in self._address.host
-        socket.immediate = True
-        return socket
-
-    @property
-    def url(self) -> str:
-        """The hub's address."""
-        return self._address.url
-
-    def wait_connected(self, timeout: float) -> bool:
-        """Wait until both ends have proved who they are.
-
-        Args:
-            timeout: Seconds.
-
-        Returns:
-            False when that did not happen in time; nothing has reached, or ever will reach, the hub.
-        """
-        connected = bool(self._monitor.poll(int(timeout * 1000)))
-        self.socket.disable_monitor()
-        self._monitor.close(0)
-        return connected
-
-    def hello(self, attempt: int, **fields: Any) -> None:
-        """Tell the hub that this task, Spark's attempt ``attempt``, is there."""
-        self.send("hello", attempt=attempt, host=self._host, **fields)
-        if self._host is not None:
-            socket = self._new_socket()
-            socket.linger = 0
-            socket.connect(self.url)
-            self._heartbeat = Heartbeat(socket, {"type": "alive", "rank": self.rank})
-
-    def hub_silence(self) -> float:
-        """Seconds in which the hub has not answered this task's signs of life."""
-        return 0.0 if self._heartbeat is None else self._heartbeat.silence()
-
-    def send(self, type_: str, **fields: Any) -> None:
-        """Send one message; lost if the hub has gone, in which case nobody is left to care."""
-        with contextlib.suppress(zmq.Again):
-            self.socket.send(json.dumps({"type": type_, "rank": self.rank, **fields}).encode())
-
-    def try_send(self, type_: str, **fields: Any) -> bool:
-        """Send one message unless the hub is behind; False means try again later, or never."""
-        try:
-            self.socket.send(json.dumps({"type": type_, "rank": self.rank, **fields}).encode(), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-    def receive(self) -> Message | None:
-        """Take one message, or None when there is none now."""
-        try:
-            message: Message = json.loads(self.socket.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            return None
-        return message
-
-    def wait(self, timeout: float) -> Message | None:
-        """Wait for one message, at most ``timeout`` seconds."""
-        return self.receive() if self.socket.poll(int(timeout * 1000)) else None
-
-    def close(self, *, discard: bool = False) -> None:
-        """Close; sends what is queued first (2 s at most) unless ``discard``."""
-        if self._heartbeat is not None:
-            self._heartbeat.close()
-        self._monitor.close(0)
-        self.socket.close(0 if discard else None)
-        self._context.term()

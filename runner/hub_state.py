@@ -7,12 +7,16 @@ driver; where executors cannot reach the driver, in rank 0's task.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import UnionType
+from typing import Any, ClassVar
 
 from spark_hvd.runner.silence import BEAT, SILENT_AFTER, Silences, describe
 
 Message = dict[str, Any]
+Kinds = Mapping[str, Mapping[str, type | UnionType]]
+"""Kinds of messages, with the types of their fields."""
 
 FALLBACK_AFTER = 10.0
 """Seconds after the first hello at which ranks that cannot reach the hub are given up, and all meet elsewhere."""
@@ -38,6 +42,16 @@ class HubState:
         max_result_bytes: What the values of all ranks together may take, pickled; None for no limit.
         may_fall_back: Whether ranks can meet elsewhere when some cannot reach this hub.
     """
+
+    KINDS: ClassVar[Kinds] = {
+        "hello": {"attempt": int, "host": str | None},
+        "alive": {},
+        "ready": {"store": list | None},
+        "ended": {"ok": bool, "bytes": int | None, "echo": bool | None},
+        "relay": {"to": int, "body": dict},
+        "gone": {},
+    }
+    FAREWELL: ClassVar[Message] = {"type": "stop", "reason": "the hub failed", "culprit": None}
 
     size: int
     timeout: float | None = None
@@ -124,6 +138,16 @@ class HubState:
     def describe_lost(self) -> str:
         """The ranks that have gone silent, with hosts and times."""
         return describe(self.lost, self.hosts)
+
+    @property
+    def senders(self) -> range:
+        """The ranks."""
+        return range(self.size)
+
+    @property
+    def most_ranks(self) -> int:
+        """All."""
+        return self.size
 
     @property
     def all_met(self) -> bool:

@@ -105,6 +105,7 @@ def run(
         RankFailedError: a rank raised, exited or was killed; has its traceback, host and last output.
         RunTimeoutError: ``timeout`` was over.
         ExecutorLostError: Spark lost an executor, and no restart was left.
+        HubError: the hub between ranks and driver has failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = RunConfig(

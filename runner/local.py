@@ -15,8 +15,9 @@ from spark_hvd.runner.brief import briefly
 from spark_hvd.runner.collect import results
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.errors import RunError
-from spark_hvd.runner.hub import Hub, Link
+from spark_hvd.runner.hub import Hub
 from spark_hvd.runner.hub_state import HubState
+from spark_hvd.runner.link import Link
 from spark_hvd.runner.monitor import Monitor, make_monitor
 from spark_hvd.runner.outcome import Packed
 from spark_hvd.runner.payload import dump_call, name_of
@@ -29,6 +30,8 @@ from spark_hvd.runner.tracking import Tracker
 
 R = TypeVar("R")
 HOST = "127.0.0.1"
+_STOP_GRACE = 30.0
+"""Seconds that ranks get to end after a stop; each gets some for SIGTERM, and its last output some more."""
 
 
 @briefly
@@ -85,6 +88,7 @@ def run_local(
         UnpicklableError: fn or an argument cannot be pickled.
         RankFailedError: a rank raised, exited or was killed.
         RunTimeoutError: ``timeout`` was over.
+        HubError: the hub between ranks and driver has failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = RunConfig(
@@ -134,12 +138,16 @@ def _attempt(
             while thread.is_alive():
                 thread.join(0.01)
                 monitor.flush()
+                if hub.failure is not None:
+                    raise hub.failure
         except BaseException:
             hub.stop("interrupt")
-            thread.join()
+            thread.join(_STOP_GRACE)
             raise
         finally:
             monitor.flush()
+        if hub.failure is not None:  # the ranks may have been stopped before anybody looked
+            raise hub.failure
         order = hub.snapshot()[1]
     monitor.flush()
     (outcome,) = outcomes

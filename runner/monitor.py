@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from spark_hvd.runner.display import Display
 from spark_hvd.runner.displays import make_display
@@ -64,13 +64,13 @@ class Monitor:
         """See base class."""
         self._output.put(rank, stream, text)
 
-    def vitals(self, message: dict[str, Any]) -> None:
+    def vitals(self, record: Vitals) -> None:
         """See base class."""
-        self._records.append(Vitals.from_message(message))
+        self._records.append(record)
 
-    def examined(self, rank: int, message: dict[str, Any]) -> None:
+    def examined(self, rank: int, found: Examination) -> None:
         """See base class."""
-        self._examinations.append((rank, Examination.from_message(message)))
+        self._examinations.append((rank, found))
 
     # ---- the caller's thread --------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from spark_hvd.layout import RankInfo, WorldLayout
 from spark_hvd.ports import PortRange
 from spark_hvd.runner import mpich, openmpi
 from spark_hvd.runner.blame import Blame
-from spark_hvd.runner.hub import Link
+from spark_hvd.runner.link import Link
 from spark_hvd.runner.mpi_shim import LAUNCH
 from spark_hvd.runner.network import Address
 from spark_hvd.runner.private_sockets import SocketFolder, is_ours

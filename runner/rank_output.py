@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
-from spark_hvd.runner.hub import Link
+from spark_hvd.runner.link import Link
 from spark_hvd.runner.output import LineCutter, Tail
 
 _READ_BYTES = 64 << 10

@@ -18,8 +18,8 @@ from spark_hvd.ports import PortRange
 from spark_hvd.runner.blame import Blame, Suspect
 from spark_hvd.runner.endings import exit_failure, start_took_too_long, stopped, too_large, trim_stacks
 from spark_hvd.runner.gpus import GpuShare
-from spark_hvd.runner.hub import Link
 from spark_hvd.runner.hub_state import Message
+from spark_hvd.runner.link import Link
 from spark_hvd.runner.mpi_side import MpiPlan, MpiSide
 from spark_hvd.runner.outcome import Failed, FailureKind, Packed
 from spark_hvd.runner.probe import Probe

@@ -19,8 +19,9 @@ from spark_hvd.layout import RankInfo, WorldLayout
 from spark_hvd.ports import PortRange
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.gpus import GpuError, GpuShare, devices_of
-from spark_hvd.runner.hub import Hub, HubAddress, Link
+from spark_hvd.runner.hub import Hub
 from spark_hvd.runner.hub_state import HubState
+from spark_hvd.runner.link import HubAddress, Link
 from spark_hvd.runner.mpi_side import MANAGERS, MpiPlan
 from spark_hvd.runner.network import Address, NoAddressError, choose_address, own_addresses
 from spark_hvd.runner.outcome import Failed, FailureKind, Packed, to_rows
@@ -266,6 +267,8 @@ def _close_hub(hub: Hub) -> None:
     hub.wait_gone(SILENT_AFTER + 2 * BEAT)
     lost = hub.lost
     hub.close()
+    if hub.failure is not None:
+        raise hub.failure
     if lost is not None:
         raise LostError(f"SPARK_HVD_LOST: lost {lost}; all other ranks were stopped:END")
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from spark_hvd.runner.hub import Link
+from spark_hvd.runner.link import Link
 from spark_hvd.runner.outcome import Packed
 from spark_hvd.runner.processes import ForkServer
 from spark_hvd.runner.silence import BEAT, HUB_PATIENCE

@@ -1,0 +1,146 @@
+"""A task's connection to the hub: a ZeroMQ DEALER that proves who it is, and sends no more than a hub takes at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from spark_hvd.runner.heartbeat import Heartbeat
+from spark_hvd.runner.hub_state import Message
+
+
+@dataclass(frozen=True, slots=True)
+class HubAddress:
+    """Where a hub is and the keys to speak to it. A secret: send it through Spark's own channels only."""
+
+    host: str
+    port: int
+    server_public: bytes
+    client_public: bytes
+    client_secret: bytes = field(repr=False)
+
+    @property
+    def url(self) -> str:
+        """The ZeroMQ address."""
+        return zmq_url(self.host, self.port)
+
+
+MAX_MESSAGE = 4 << 20
+"""Bytes that a hub takes as one message. Whoever connects may announce any size, and libzmq allocates it at once."""
+_MAX_TEXT = 64 << 10
+
+
+def zmq_url(host: str, port: int) -> str:
+    """``tcp://host:port``, with brackets round an IPv6 address."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+class Link:
+    """A task's connection to the hub.
+
+    Use :meth:`wait_connected` first: until then nothing sent can have arrived.
+
+    Args:
+        address: Of the hub.
+        rank: Mine.
+        host: Mine. With it the hub is given signs of life from hello on, and notices when they end; without it (ranks
+            beside their hub) not.
+    """
+
+    def __init__(self, address: HubAddress, rank: int, host: str | None = None) -> None:
+        self.rank = rank
+        self._host = host
+        self._address = address
+        self._heartbeat: Heartbeat | None = None
+        self._context = zmq.Context()
+        self.socket = self._new_socket()
+        self.socket.linger = 2000
+        self.socket.sndtimeo = 2000
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self.socket.connect(self.url)
+
+    def _new_socket(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.curve_serverkey = self._address.server_public
+        socket.curve_publickey = self._address.client_public
+        socket.curve_secretkey = self._address.client_secret
+        socket.ipv6 = ":" in self._address.host
+        socket.immediate = True
+        return socket
+
+    @property
+    def url(self) -> str:
+        """The hub's address."""
+        return self._address.url
+
+    def wait_connected(self, timeout: float) -> bool:
+        """Wait until both ends have proved who they are.
+
+        Args:
+            timeout: Seconds.
+
+        Returns:
+            False when that did not happen in time; nothing has reached, or ever will reach, the hub.
+        """
+        connected = bool(self._monitor.poll(int(timeout * 1000)))
+        self.socket.disable_monitor()
+        self._monitor.close(0)
+        return connected
+
+    def hello(self, attempt: int, **fields: Any) -> None:
+        """Tell the hub that this task, Spark's attempt ``attempt``, is there."""
+        self.send("hello", attempt=attempt, host=self._host, **fields)
+        if self._host is not None:
+            socket = self._new_socket()
+            socket.linger = 0
+            socket.connect(self.url)
+            self._heartbeat = Heartbeat(socket, {"type": "alive", "rank": self.rank})
+
+    def hub_silence(self) -> float:
+        """Seconds in which the hub has not answered this task's signs of life."""
+        return 0.0 if self._heartbeat is None else self._heartbeat.silence()
+
+    def send(self, type_: str, **fields: Any) -> None:
+        """Send one message; lost if the hub has gone, in which case nobody is left to care."""
+        with contextlib.suppress(zmq.Again):
+            self.socket.send(self._encoded(type_, fields))
+
+    def try_send(self, type_: str, **fields: Any) -> bool:
+        """Send one message unless the hub is behind; False means try again later, or never."""
+        try:
+            self.socket.send(self._encoded(type_, fields), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _encoded(self, type_: str, fields: dict[str, Any]) -> bytes:
+        message = {"type": type_, "rank": self.rank, **fields}
+        body = json.dumps(message).encode()
+        if len(body) > MAX_MESSAGE:  # the hub would cut the connection; an exception's text can be as long as it likes
+            cut = {key: value[:_MAX_TEXT] if isinstance(value, str) else value for key, value in message.items()}
+            body = json.dumps(cut).encode()
+        return body
+
+    def receive(self) -> Message | None:
+        """Take one message, or None when there is none now."""
+        try:
+            message: Message = json.loads(self.socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+        return message
+
+    def wait(self, timeout: float) -> Message | None:
+        """Wait for one message, at most ``timeout`` seconds."""
+        return self.receive() if self.socket.poll(int(timeout * 1000)) else None
+
+    def close(self, *, discard: bool = False) -> None:
+        """Close; sends what is queued first (2 s at most) unless ``discard``."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        self._monitor.close(0)
+        self.socket.close(0 if discard else None)
+        self._context.term()
