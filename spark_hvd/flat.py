@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from spark_hvd import mpi_backend
 from spark_hvd.buckets import BucketPlan, ParamSpec
-from spark_hvd.shared_memory import SharedArena, SharedSum
+from spark_hvd.pipes import Pipes
+from spark_hvd.shared_memory import CopiedSum, SharedSum, in_memory
 from spark_hvd.torch_private import copy_all
 from spark_hvd.waits import wait_for
 
@@ -70,8 +71,7 @@ class FlatBucket:
         self.reduction = reduction
         self.pending = len(plan.members)
         self._flat = flat
-        self._everyones: list[torch.Tensor] = []
-        self._summed: dist.ProcessGroup
+        self._memory: SharedSum | CopiedSum | None = None
         self._group: dist.ProcessGroup
         self._payload = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
         self._body = self._flat[: plan.numel]
@@ -83,7 +83,7 @@ class FlatBucket:
         ]
         self._fused_copy = plan.numel >= FUSED_COPY_NUMEL * len(self.params)
         self._missing: list[int] = []
-        self._work: dist.Work | SharedSum | None = None
+        self._work: dist.Work | SharedSum | CopiedSum | None = None
         self._wire = self._payload
         self._context: Any = None
 
@@ -95,7 +95,7 @@ class FlatBucket:
     @property
     def shared(self) -> bool:
         """Whether it is reduced in shared memory."""
-        return bool(self._everyones)
+        return self._memory is not None
 
     @property
     def backend(self) -> str:
@@ -112,15 +112,9 @@ class FlatBucket:
         if isinstance(self._work, dist.Work):
             self._work.get_future().add_done_callback(lambda _: callback())
 
-    def share(self, everyones: list[torch.Tensor], summed: dist.ProcessGroup) -> None:
-        """From now on reduce in memory.
-
-        Args:
-            everyones: this bucket's buffer of every rank, in rank order.
-            summed: a second process group, see SharedSum.
-        """
-        self._everyones = everyones
-        self._summed = summed
+    def share(self, memory: SharedSum | CopiedSum) -> None:
+        """From now on reduce in memory."""
+        self._memory = memory
 
     def rearm(self) -> None:
         """Forget the finished step."""
@@ -173,15 +167,16 @@ class FlatBucket:
 
     def launch(self, group: dist.ProcessGroup) -> None:
         """Start the all-reduce; the buffer belongs to the network until `wait` returns."""
-        if self._everyones:
-            self._work = SharedSum(self._everyones, group, self._summed)
+        if self._memory is not None:
+            self._memory.start()
+            self._work = self._memory
         else:
             self._work = dist.all_reduce(self._wire, group=group, async_op=True)
             self._group = group
 
     def poll(self) -> bool:
         """Do my part of the reduction if that needs no waiting; returns False if it would."""
-        return not isinstance(self._work, SharedSum) or self._work.poll()
+        return self._work is not self._memory or self._memory is None or self._memory.poll()
 
     def advance(self) -> None:
         """Do my part of the reduction, so that no other rank waits for me.
@@ -189,8 +184,8 @@ class FlatBucket:
         Raises:
             RuntimeError: as the backend raises it when a peer or the network failed.
         """
-        if isinstance(self._work, SharedSum):
-            self._work.advance()
+        if self._memory is not None and self._work is self._memory:
+            self._memory.advance()
 
     def wait(self) -> None:
         """Wait for the all-reduce (on CUDA: let the current stream wait).
@@ -200,7 +195,7 @@ class FlatBucket:
         """
         assert self._work is not None
         work, self._work = self._work, None
-        if isinstance(work, SharedSum) or self._flat.is_cuda:
+        if work is self._memory or self._flat.is_cuda:
             work.wait()
         else:
             wait_for(work, self._group)
@@ -238,7 +233,7 @@ def make_buckets(
     params: Sequence[torch.nn.Parameter],
     specs: Sequence[ParamSpec],
     reduction: Reduction,
-    host_group: dist.ProcessGroup | None,
+    pipes: Pipes | None,
     exchange: Callable[[Any], list[Any]],
 ) -> list[FlatBucket]:
     """Make the buckets of some plans; collective.
@@ -248,22 +243,21 @@ def make_buckets(
         params: All parameters.
         specs: What they are, in the same order.
         reduction: How gradients are scaled and compressed.
-        host_group: A process group for buckets that are reduced in memory, where all ranks are on one host.
+        pipes: For buckets that are reduced in memory, where all ranks are on one host.
         exchange: Gives every rank the facts of all ranks, in rank order.
     """
     leads = [params[plan.members[0]] for plan in plans]
-    numels = [plan.numel + len(plan.members) for plan in plans]
-    everyones = None
-    if host_group is not None and plans and all(lead.device.type == "cpu" for lead in leads):
-        arena = SharedArena([(numel, lead.dtype) for numel, lead in zip(numels, leads, strict=True)])
-        flats = arena.buffers
-        everyones = arena.map_everyones(dist.get_rank(host_group), exchange)
+    kinds = [(plan.numel + len(plan.members), lead.dtype) for plan, lead in zip(plans, leads, strict=True)]
+    on_cpu = all(lead.device.type == "cpu" for lead in leads)
+    sums = in_memory(kinds, pipes, exchange) if pipes is not None and plans and on_cpu else None
+    if sums is not None:
+        flats = [flat for flat, _ in sums]
     else:
-        flats = [lead.new_zeros(numel) for numel, lead in zip(numels, leads, strict=True)]
+        flats = [lead.new_zeros(numel) for (numel, _), lead in zip(kinds, leads, strict=True)]
     buckets = [FlatBucket(plan, params, specs, reduction, flat) for plan, flat in zip(plans, flats, strict=True)]
-    if host_group is not None and everyones is not None:
-        for bucket, tensors in zip(buckets, everyones, strict=True):
-            bucket.share(tensors, host_group)
+    if sums is not None:
+        for bucket, (_, memory) in zip(buckets, sums, strict=True):
+            bucket.share(memory)
     return buckets
 
 

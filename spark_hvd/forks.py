@@ -36,6 +36,7 @@ def _leave_world_to_parent() -> None:
     standing.provisional = Provisional(me, None, context.world.generation)
     for lane in [context.lane, *context.lanes.values()]:
         lane.forked(standing.forked)
+    context.groups.forked()
 
 
 os.register_at_fork(after_in_child=_leave_world_to_parent)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from spark_hvd.buckets import ParamSpec, plan_buckets
 from spark_hvd.flat import FlatBucket, Reduction, make_buckets
+from spark_hvd.pipes import Pipes
 
 Exchange = Callable[[Any], list[Any]]
 """Gives every rank the facts of all ranks, in rank order."""
@@ -23,7 +23,7 @@ class GradientPlan:
         specs: What they are, in the same order.
         groups: Indices of parameters to keep in one bucket.
         reduction: How gradients are scaled and compressed.
-        host_group: A process group for buckets that are reduced in memory, where all ranks are on one host.
+        pipes: For buckets that are reduced in memory, where all ranks are on one host.
         cap_bytes: Upper bound of a bucket.
         tail_bytes: Upper bound of the bucket that completes last.
     """
@@ -34,7 +34,7 @@ class GradientPlan:
         specs: Sequence[ParamSpec],
         groups: Sequence[Sequence[int]],
         reduction: Reduction,
-        host_group: dist.ProcessGroup | None,
+        pipes: Pipes | None,
         cap_bytes: int,
         tail_bytes: int,
     ) -> None:
@@ -48,8 +48,8 @@ class GradientPlan:
         self._specs = specs
         self._groups = groups
         self._reduction = reduction
-        self._host_group = host_group
-        self._in_memory = host_group is not None
+        self._pipes = pipes
+        self._in_memory = pipes is not None
         self._caps = {"cap_bytes": cap_bytes, "tail_bytes": tail_bytes}
         self._order: list[int] = []
 
@@ -108,7 +108,7 @@ class GradientPlan:
 
     def _pack(self, dense: Sequence[int], exchange: Exchange) -> list[FlatBucket]:
         plans = plan_buckets(self._specs, dense, self._groups, **self._caps)
-        host_group = self._host_group if self._in_memory else None
-        fresh = make_buckets(plans, self._params, self._specs, self._reduction, host_group, exchange)
+        pipes = self._pipes if self._in_memory else None
+        fresh = make_buckets(plans, self._params, self._specs, self._reduction, pipes, exchange)
         self.buckets.extend(fresh)
         return fresh

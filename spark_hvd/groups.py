@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from spark_hvd.connections import Connections, sockets
+from spark_hvd.exchange import exchange
 from spark_hvd.kv import PrefixStore, Store
+from spark_hvd.pipes import Pipes
 from spark_hvd.torch_private import process_group
 
 if TYPE_CHECKING:
@@ -41,6 +44,7 @@ class Groups:
         self._kv = PrefixStore("groups", kv)
         self.timeout = timeout
         self._made: dict[int, list[dist.ProcessGroup]] = {}
+        self._pipes: dict[int, list[Pipes]] = {}
 
     def make(self, process_set_id: int, ranks: Sequence[int], gloo_threads: int | None = None) -> dist.ProcessGroup:
         """A process group of a process set; each of its ranks must call this, in the same order.
@@ -72,22 +76,52 @@ class Groups:
         made.append(process_group(name, ranks, self._kv, timedelta(seconds=self.timeout), gloo_threads))
         return made[-1]
 
+    def pipes(
+        self, process_set_id: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
+    ) -> Pipes | None:
+        """Pipes between the ranks of a process set that are on one host; each of them must call this.
+
+        Args:
+            process_set_id: 0 for all ranks.
+            ranks: Its ranks in the world.
+            group: A process group of the set, to agree over.
+            device: One that the group can exchange small facts on.
+
+        Returns:
+            None, on every rank, if one cannot open another's.
+        """
+        made = Pipes.open(ranks, dist.get_rank(group), self.timeout, lambda fact: exchange(fact, group, device))
+        if made is not None:
+            self._pipes.setdefault(process_set_id, []).append(made)
+            if self._wires is not None:
+                self._wires.add(made)
+        return made
+
+    def forked(self) -> None:
+        """This is a child of the rank's process."""
+        for pipes in self._pipes.values():
+            for each in pipes:
+                each.forked()
+
     def of(self, process_set_id: int) -> list[dist.ProcessGroup]:
         """Those of a process set, in the order in which they were made."""
         return list(self._made.get(process_set_id, []))
 
     def destroy(self, process_set_id: int) -> None:
         """Destroy those of a process set; its number is never used again."""
+        for pipes in self._pipes.pop(process_set_id, []):
+            pipes.cut()
         for group in self._made.pop(process_set_id, []):
             dist.destroy_process_group(group)
 
     def forget(self) -> None:
         """Keep none alive: torch has destroyed all, with the default group."""
         self._made.clear()
+        self.destroy_all()
 
     def destroy_all(self) -> None:
         """Destroy all."""
-        for process_set_id in list(self._made):
+        for process_set_id in {*self._made, *self._pipes}:
             self.destroy(process_set_id)
 
 

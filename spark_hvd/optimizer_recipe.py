@@ -81,6 +81,7 @@ class Recipe:
             and self.compression is Compression.none
         )
         device = exchange_device(group, params)
+        pipes = context.pipes(set_id, group, device) if in_memory else None
         lane = PlannedLane(
             params,
             [spec_of(name, param) for name, param in zip(self.names, params, strict=True)],
@@ -88,7 +89,7 @@ class Recipe:
             group=group,
             device=device,
             reduction=Reduction(*scales, self.compression, self.sparse_as_dense),
-            host_group=context.new_group(set_id) if in_memory else None,
+            pipes=pipes,
             sparse_scale=1.0 / size if average else 1.0,
             passes=self.passes,
             cap_bytes=int(cap_mb * MEGABYTE),
@@ -100,7 +101,9 @@ class Recipe:
             on_gloo = mpi_backend.carrier(on_gpu=any(param.is_cuda for param in params)) == "gloo"
             by_threads = [context.new_group(set_id, threads) for threads in GLOO_THREADS] if on_gloo else []
             cap = cap_mb, self.bucket_cap_mb is not None
-            lane.tuner = StepTuner(lane, Groups(group, by_threads), device, context.engine, config, cap, in_memory)
+            lane.tuner = StepTuner(
+                lane, Groups(group, by_threads), device, context.engine, config, cap, pipes is not None
+            )
         return lane
 
     def _settings(self, config: Config) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from spark_hvd.flat import FlatBucket, Reduction
 from spark_hvd.gradient_hooks import Progress, Unplanned, make_hook, remove_all
 from spark_hvd.gradient_plan import GradientPlan
 from spark_hvd.handles import is_out_of_memory
+from spark_hvd.pipes import Pipes
 from spark_hvd.planned_trace import StepTrace
 from spark_hvd.sparse import reduce_sparse
 from spark_hvd.standing import refuse_fork
@@ -59,7 +60,7 @@ class PlannedLane:
         group: a process group that nobody else uses.
         device: a device that `group` can exchange small facts on.
         reduction: how gradients are scaled and compressed.
-        host_group: a second process group, where all ranks are on one host: buckets on the CPU are then reduced in
+        pipes: a second process group, where all ranks are on one host: buckets on the CPU are then reduced in
             shared memory.
         sparse_scale: factor for sparse gradients, after the sum.
         passes: backward passes a step.
@@ -81,7 +82,7 @@ class PlannedLane:
         group: dist.ProcessGroup,
         device: torch.device,
         reduction: Reduction,
-        host_group: dist.ProcessGroup | None,
+        pipes: Pipes | None,
         sparse_scale: float,
         passes: int,
         cap_bytes: int,
@@ -104,7 +105,7 @@ class PlannedLane:
         self._progress = Progress()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._watched: set[int] = set()
-        self._plan = GradientPlan(self._params, self._specs, groups, reduction, host_group, cap_bytes, tail_bytes)
+        self._plan = GradientPlan(self._params, self._specs, groups, reduction, pipes, cap_bytes, tail_bytes)
         self._buckets = self._plan.buckets
         self._launched = 0
         self._ended = 0

@@ -1,12 +1,11 @@
-"""All-reduce of buffers that all ranks of one host can see: each rank sums its slice of everyone's, in place.
+"""All-reduce of buffers that all ranks of one host can see: each rank sums its share of everyone's, in place.
 
 Gloo moves every byte through the loopback interface, twice, at the cost of four copies. Ranks on one host can instead
-map each other's buffers. A reduction has three parts: a token says that my buffer is filled; when all have said so, I
-sum my slice over all ranks, in rank order, and write it into every rank's buffer (reduce-scatter and all-gather in one,
-as in Patarasuk and Yuan, 2009, without the ring); a second token says that I have. The tokens are tiny all-reduces, so
-a peer that dies is noticed as ever. The two kinds have a process group each: ranks fill buckets in one order and sum
-them in one order, but how many they fill before they come to sum one is a matter of luck. The memory has no name and
-goes with its last user.
+map each other's buffers. A reduction has three parts: I say that my buffer is filled; when all have said so, I sum my
+share over all ranks, in rank order, and write it into every rank's buffer (reduce-scatter and all-gather in one, as in
+Patarasuk and Yuan, 2009, without the ring); then I say that I have. For small buffers the time is not in the bytes but
+in waiting: there each rank sums all of them for itself, and the third part falls away. What is said goes through pipes,
+so a peer that dies is noticed at once. The memory has no name and goes with its last user.
 """
 
 from __future__ import annotations
@@ -19,14 +18,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from spark_hvd.waits import wait_for
+from spark_hvd.pipes import Pipes, Point
 
 _ALIGNMENT = 4096
 _MARK_BYTES = 16
 _CHUNK = 1 << 16
 """Elements summed at a time: small enough that a chunk is still in the cache when it is written to the other ranks."""
+SMALL = 1 << 18
+"""Bytes of all ranks' buffers together up to which to sum them all costs less than to wait a second time."""
 
 
 class SharedArena:
@@ -99,53 +99,141 @@ def _padded(size: int) -> int:
 
 
 class SharedSum:
-    """One sum over all ranks' buffers, under way. See the module's description.
+    """The sum of a large buffer over all ranks, time and again: each rank sums its share, in place.
 
     Args:
-        buffers: Every rank's buffer, in rank order; mine is filled, and belongs to the reduction until :meth:`wait`.
-        filled: The process group for the tokens that say that a buffer is filled.
-        summed: The process group for the tokens that say that a slice is summed.
+        buffers: Every rank's, in rank order; mine belongs to the reduction from :meth:`start` to :meth:`wait`.
+        pipes: Between the ranks.
     """
 
-    def __init__(self, buffers: Sequence[torch.Tensor], filled: dist.ProcessGroup, summed: dist.ProcessGroup) -> None:
+    def __init__(self, buffers: Sequence[torch.Tensor], pipes: Pipes) -> None:
         self._buffers = buffers
-        self._groups = filled, summed
-        self._filled = _token(filled)
-        self._summed: dist.Work | None = None
+        self._pipes = pipes
+        self._filled = self._summed = 0
 
-    def poll(self) -> bool:
-        """Sum my slice if all ranks have filled their buffers by now; returns whether it is summed.
-
-        As :meth:`advance`, to be called for one bucket after the other, in plan order.
-        """
-        if self._summed is None and self._filled.is_completed():
-            self._sum()
-        return self._summed is not None
-
-    def advance(self) -> None:
-        """Wait until all ranks have filled their buffers, and sum my slice.
+    def start(self) -> None:
+        """My buffer is filled.
 
         Raises:
-            RuntimeError: as the backend raises it when a peer has gone.
+            RuntimeError: A peer has gone.
         """
-        if self._summed is None:
+        self._filled, self._summed = self._pipes.send(Point.FILLED), 0
+
+    def poll(self) -> bool:
+        """Sum my share if all ranks have filled their buffers by now; returns whether it is summed.
+
+        As :meth:`advance`, to be called for one buffer after the other, in the order in which they were filled.
+
+        Raises:
+            RuntimeError: A peer has gone.
+        """
+        if not self._summed and self._pipes.arrived(Point.FILLED, self._filled):
+            self._sum()
+        return self._summed > 0
+
+    def advance(self) -> None:
+        """Wait until all ranks have filled their buffers, and sum my share.
+
+        Raises:
+            RuntimeError: A peer has gone.
+        """
+        if not self._summed:
+            self._pipes.wait(Point.FILLED, self._filled)
             self._sum()
 
     def wait(self) -> None:
         """Wait until every rank's buffer holds the sum.
 
         Raises:
-            RuntimeError: as the backend raises it when a peer has gone.
+            RuntimeError: A peer has gone.
         """
         self.advance()
-        assert self._summed is not None
-        wait_for(self._summed, *self._groups)
+        self._pipes.wait(Point.SUMMED, self._summed)
 
     def _sum(self) -> None:
-        wait_for(self._filled, *self._groups)
-        _, summed = self._groups
-        sum_share(self._buffers, dist.get_rank(summed))
-        self._summed = _token(summed)
+        sum_share(self._buffers, self._pipes.place)
+        self._summed = self._pipes.send(Point.SUMMED)
+
+
+class CopiedSum:
+    """The sum of a small buffer over all ranks, time and again: each rank copies its own out and sums all copies.
+
+    The ranks wait for each other once a sum and not twice, as there are two copies that take turns. A rank overwrites
+    the copy of the sum before last, and it does so only when all have come to the last sum: then nobody reads it.
+
+    Args:
+        buffer: Mine, which nobody else sees; it belongs to the reduction from :meth:`start` to :meth:`wait`.
+        copies: For either turn every rank's copy, in rank order.
+        pipes: Between the ranks.
+    """
+
+    def __init__(self, buffer: torch.Tensor, copies: Sequence[Sequence[torch.Tensor]], pipes: Pipes) -> None:
+        self._buffer = buffer
+        self._copies = copies
+        self._pipes = pipes
+        self._turn = 0
+        self._filled = 0
+
+    def start(self) -> None:
+        """My buffer is filled.
+
+        Raises:
+            RuntimeError: A peer has gone.
+        """
+        self._pipes.wait(Point.FILLED, self._filled)  # the last sum's, if it was abandoned
+        self._turn = 1 - self._turn
+        self._copies[self._turn][self._pipes.place].copy_(self._buffer)
+        self._filled = self._pipes.send(Point.FILLED)
+
+    def poll(self) -> bool:
+        """See SharedSum; there is nothing that another rank waits for."""
+        return True
+
+    def advance(self) -> None:
+        """See SharedSum."""
+
+    def wait(self) -> None:
+        """Wait until all ranks have filled their buffers, and sum them into mine.
+
+        Raises:
+            RuntimeError: A peer has gone.
+        """
+        self._pipes.wait(Point.FILLED, self._filled)
+        first, second, *others = self._copies[self._turn]
+        with torch.no_grad():
+            torch.add(first, second, out=self._buffer)
+            for other in others:
+                self._buffer.add_(other)
+
+
+def in_memory(
+    kinds: Sequence[tuple[int, torch.dtype]], pipes: Pipes, exchange: Callable[[Any], list[Any]]
+) -> list[tuple[torch.Tensor, SharedSum | CopiedSum]] | None:
+    """Make buffers that are summed in memory, each in the way that suits its size; collective.
+
+    Args:
+        kinds: Number of elements and dtype of each, the same on every rank.
+        pipes: Between the ranks, all on one host.
+        exchange: Gives every rank the facts of all ranks, in rank order.
+
+    Returns:
+        Each buffer, zeros, and what sums it; None, on every rank, if some rank cannot map another's memory.
+    """
+    small = [numel * dtype.itemsize * pipes.size <= SMALL for numel, dtype in kinds]
+    arena = SharedArena([kind for kind, is_small in zip(kinds, small, strict=True) for _ in range(1 + is_small)])
+    everyones = arena.map_everyones(pipes.place, exchange)
+    if everyones is None:
+        return None
+    mapped = iter(everyones)
+    sums: list[tuple[torch.Tensor, SharedSum | CopiedSum]] = []
+    for (numel, dtype), is_small in zip(kinds, small, strict=True):
+        buffers = next(mapped)
+        if is_small:
+            buffer = torch.zeros(numel, dtype=dtype)
+            sums.append((buffer, CopiedSum(buffer, [buffers, next(mapped)], pipes)))
+        else:
+            sums.append((buffers[pipes.place], SharedSum(buffers, pipes)))
+    return sums
 
 
 def sum_share(buffers: Sequence[torch.Tensor], place: int) -> None:
@@ -164,9 +252,3 @@ def sum_share(buffers: Sequence[torch.Tensor], place: int) -> None:
                 first.add_(other)
             for other in others:
                 other.copy_(first)
-
-
-def _token(group: dist.ProcessGroup) -> dist.Work:
-    work: dist.Work | None = dist.all_reduce(torch.zeros(1), group=group, async_op=True)
-    assert work is not None
-    return work

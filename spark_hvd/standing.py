@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from spark_hvd.communicator import Communicator
@@ -20,6 +21,7 @@ from spark_hvd.groups import Groups
 from spark_hvd.kv import Store
 from spark_hvd.lane import Lane
 from spark_hvd.layout import RankInfo, WorldLayout
+from spark_hvd.pipes import Pipes
 from spark_hvd.waits import stand_by
 from spark_hvd.wires import Wires
 from spark_hvd.world import World
@@ -72,6 +74,11 @@ class Context:
         """
         lane = self.lanes[process_set_id] if process_set_id else self.lane
         return self.groups.make(process_set_id, lane.ranks, gloo_threads)
+
+    def pipes(self, process_set_id: int, group: dist.ProcessGroup, device: torch.device) -> Pipes | None:
+        """Pipes between the ranks of a process set that are on one host, see :meth:`spark_hvd.groups.Groups.pipes`."""
+        lane = self.lanes[process_set_id] if process_set_id else self.lane
+        return self.groups.pipes(process_set_id, lane.ranks, group, device)
 
 
 @dataclass(frozen=True, slots=True)

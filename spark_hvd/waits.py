@@ -30,6 +30,11 @@ def stand_by(broken: Callable[[], str | None] | None) -> None:
     _broken = broken
 
 
+def why_broken() -> str | None:
+    """Why the world is over; None while it stands."""
+    return None if _broken is None else _broken()
+
+
 def wait_for(work: Any, *groups: dist.ProcessGroup | None) -> None:
     """Wait until a work on tensors of the CPU has ended.
 

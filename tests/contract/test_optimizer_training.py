@@ -60,6 +60,11 @@ def test_two_ranks(two: Ranks, case: Case) -> None:
         shared_memory_cases.ranks_out_of_step,
         shared_memory_cases.memory_and_gloo_give_the_same_bits,
         shared_memory_cases.every_dtype,
+        shared_memory_cases.both_ways_give_the_same_bits,
+        shared_memory_cases.copies_are_read_before_they_are_overwritten,
+        shared_memory_cases.copies_of_abandoned_sums,
+        shared_memory_cases.ways_by_size,
+        shared_memory_cases.shares_of_small_buckets,
     ],
     ids=lambda case: case.__name__,
 )
