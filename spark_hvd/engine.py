@@ -41,6 +41,8 @@ _GATHER_SECONDS = 0.001
 """How long calls that nobody waits for are gathered, so that they are fused."""
 _GRACE_SECONDS = 0.5
 """How long what is under way may still succeed after a rank has vanished."""
+_LOOK_SECONDS = 0.1
+"""How often whoever waits for the engine looks whether it still serves."""
 _CONTEXT_SECONDS = 1.5
 """How long closing waits for the last messages to leave; they have a second."""
 
@@ -73,6 +75,7 @@ class Engine:
         self._traced_for: Member | None = None
         self._closing = False
         self._aborted: str | None = None
+        self._failed: str | None = None
         self._thread: threading.Thread | None = None
         self._awake = threading.Lock()
         self._stopped = threading.Event()
@@ -154,7 +157,7 @@ class Engine:
         """
         if len(lane.ranks) == 1:
             lane.gone(text)
-        elif self._thread is not None and self._thread.is_alive():
+        elif self._serves:
             self.ask(lambda: self._close(lane, text, deadline))
 
     def tune(self, config: Config) -> None:
@@ -203,10 +206,10 @@ class Engine:
             self._coordinations[0].tell([decision])
 
     def _on_thread(self, function: Callable[[], None]) -> None:
-        if self._thread is None:
-            function()
-        else:
+        if self._serves:
             self.ask(function)
+        else:
+            function()
 
     # ---- other threads --------------------------------------------------------------------------------------------
 
@@ -228,7 +231,11 @@ class Engine:
         self.wake()
 
     def ask(self, function: Callable[[], Any]) -> Any:
-        """Run a function on the engine's thread, and return its result or raise its error."""
+        """Run a function on the engine's thread, and return its result or raise its error.
+
+        Raises:
+            CollectiveError: The engine has failed.
+        """
         answer: deque[tuple[Any, BaseException | None]] = deque()
         answered = threading.Event()
 
@@ -240,7 +247,9 @@ class Engine:
             answered.set()
 
         self.call(answering)
-        answered.wait()
+        while not answered.wait(_LOOK_SECONDS):
+            if not self._serves and not answered.is_set():
+                raise CollectiveError(self._failed or "the engine of the named collectives has ended.")
         value, error = answer.pop()
         if error is not None:
             raise error
@@ -262,12 +271,23 @@ class Engine:
 
     def close(self, text: str) -> None:
         """Leave all lanes and end the thread; what is not done fails with this text."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, CollectiveError):
             self.stop_timeline()
-        if self._traced_for is not None:
-            self.ask(self._send_last_events)
         if self._thread is None:
             return
+        with contextlib.suppress(CollectiveError):  # the engine has failed
+            self._leave_lanes(text)
+        while self._serves:
+            self._stopped.wait(_LOOK_SECONDS)
+        self._thread.join(_CONTEXT_SECONDS)
+        self._thread = None
+        self._awake.acquire(blocking=False)  # a late callback must not write to what has the pipe's number next
+        for fd in self._wake_pipe:
+            os.close(fd)
+
+    def _leave_lanes(self, text: str) -> None:
+        if self._traced_for is not None:
+            self.ask(self._send_last_events)
         deadline = time.monotonic() + FAREWELL  # for all lanes together: they have the same ranks to wait for
         for lane in [member.lane for member in self._members] + [each.lane for each in self._coordinations]:
             self.close_lane(lane, text, deadline)
@@ -276,17 +296,17 @@ class Engine:
             self._closing = True
 
         self.call(end)
-        while self._thread.is_alive() and not self._stopped.wait(0.1):  # there is no such thread in a forked child
-            pass
-        self._thread.join(_CONTEXT_SECONDS)
-        self._thread = None
-        self._awake.acquire(blocking=False)  # a late callback must not write to what has the pipe's number next
-        for fd in self._wake_pipe:
-            os.close(fd)
+
+    @property
+    def _serves(self) -> bool:
+        """Whether there is a thread that does what it is asked to; in a forked process there is none."""
+        return self._thread is not None and self._thread.is_alive() and not self._stopped.is_set()
 
     # ---- the engine's thread --------------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        if self._failed is not None:
+            raise CollectiveError(self._failed)
         if self._thread is not None:
             return
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -300,12 +320,12 @@ class Engine:
         self._thread.start()
 
     def _serve(self) -> None:
-        while not self._closing:
-            try:
+        try:
+            while not self._closing:
                 self._turn()
-            except Exception as error:  # a defect of ours must not leave ranks waiting for ever
-                _log.exception("the engine of the named collectives has failed")
-                self._give_up(f"{type(error).__name__}: {error}")
+        except BaseException as error:  # a defect of ours must not leave ranks waiting for ever
+            _log.exception("the engine of the named collectives has failed")
+            self._give_up(f"{type(error).__name__}: {error}")
         self._doorman.questions.close()
         self._stopped.set()
         # close() does not wait for this for long: it may never end, see CoordinatorSockets.close(). In this thread,
@@ -314,10 +334,15 @@ class Engine:
 
     def _turn(self) -> None:
         """Sleep until something comes, and deal with it."""
+        handled = False
         for ready, _ in self._poller.poll(self._milliseconds_left()):
             handler = self._handlers.get(ready)
-            if handler is not None:  # closed by another handler of this turn
+            if handler is not None:
                 handler()
+            elif not handled:  # else another handler of this turn has closed it
+                # pyzmq takes a closed socket for file descriptor 0, and would report that one for ever.
+                raise RuntimeError("a socket was closed while the engine attends to it")
+            handled = True
         if self._gathered_at is not None and time.monotonic() >= self._gathered_at:
             self._send_gathered()
         if self._abandon or any(coordination.waits for coordination in self._coordinations):
@@ -363,12 +388,33 @@ class Engine:
         self._poller.unregister(ready)
         del self._handlers[ready]
 
-    def _give_up(self, text: str) -> None:
+    def _give_up(self, why: str) -> None:
+        """Nothing can go on here. Whoever waits is told why, those on this rank first, and all lanes are left."""
+        self._failed = f"the engine of the named collectives failed: {why}"
+        steps: list[Callable[[], None]] = []
+        deadline = time.monotonic() + FAREWELL
         for coordination in self._coordinations:
-            coordination.tell(coordination.failed(0, f"rank {coordination.lane.ranks[0]} failed: {text}"))
+            lane = coordination.lane
+            text = f"rank {lane.ranks[0]} could not do its part: {self._failed}"
+            steps += [
+                partial(lane.aborted, text),
+                partial(coordination.tell, coordination.failed(0, text)),
+                coordination.complete.set,
+                partial(self._close, lane, text, deadline),
+            ]
         for member in self._members:
-            member.send("failed", text)
-            member.lane.gone(text)
+            lane = member.lane
+            text = f"rank {lane.ranks[member.place]} could not do its part: {self._failed}"
+            steps += [
+                partial(lane.aborted, text),
+                partial(member.send, "failed", self._failed),
+                partial(self._close, lane, text, deadline),
+            ]
+        for step in steps:
+            try:
+                step()
+            except Exception:  # what has failed may be just what this step needs
+                _log.debug("while the engine of the named collectives ended", exc_info=True)
 
     def _milliseconds_left(self) -> int | None:
         times = [until for until, _ in self._abandon]
