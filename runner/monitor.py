@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TextIO, TypeVar
 
 from spark_hvd.runner.display import Display
 from spark_hvd.runner.displays import make_display
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from spark_hvd.runner.config import RunConfig
     from spark_hvd.runner.summary import Summary
 
+P = ParamSpec("P")
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
 _LOOK_EVERY = 0.25
@@ -36,6 +37,8 @@ _LOOK_EVERY = 0.25
 
 class Monitor:
     """See the module's description; a :class:`spark_hvd.runner.hub.Listener`, and a context manager for the run's time.
+
+    Whatever observes may fail without ending the run; streams that the caller has given may not, see displays.
 
     Args:
         display: How it is shown.
@@ -49,7 +52,8 @@ class Monitor:
         self._display = display
         self._tracking, self._facts = tracking, facts
         self._summary: Summary | None = None
-        self._view = RunView(title, size, time.monotonic())
+        self._begun = title, size, time.monotonic()
+        self._view = RunView(*self._begun)
         self._history = History()
         self._watch = HangWatch()
         self._hub: HubServer | None = None
@@ -57,6 +61,7 @@ class Monitor:
         self._records: deque[Vitals] = deque()
         self._examinations: deque[tuple[int, Examination]] = deque()
         self._next_look = 0.0
+        self._failed: set[str] = set()
 
     # ---- the hub's thread -----------------------------------------------------------------------------------------
 
@@ -101,10 +106,10 @@ class Monitor:
         while self._records:
             self._take(self._records.popleft(), now)
         while self._examinations:
-            self._watch.examined(*self._examinations.popleft(), now)
+            self._guarded("the look for hangs", self._watch.examined, *self._examinations.popleft(), now)
         if now >= self._next_look:
             self._next_look = now + _LOOK_EVERY
-            self._look_for_hangs(now)
+            self._guarded("the look for hangs", self._look_for_hangs, now)
             self._display.show(self._view, now)
 
     def result(self, values: Iterable[R]) -> RunResult[R]:
@@ -116,7 +121,9 @@ class Monitor:
         self.flush()
         now = time.monotonic()
         self._display.show(self._view, now)  # the last records have come since it was shown
-        self._summary = self._view.summary(now)
+        self._guarded("the view of the run", self._summarize, self._view, now)
+        if self._summary is None:
+            self._summarize(RunView(*self._begun), now)
         self._display.end(self._summary)
         return RunResult(values, self._summary, self._history)
 
@@ -130,12 +137,28 @@ class Monitor:
                 self._view.mark(None if verdict.kind is Kind.OVER else verdict.headline)
 
     def _take(self, record: Vitals, now: float) -> None:
-        self._view.take(record, now)
-        self._history.take(record, now)
-        self._watch.take(record, now)
+        self._guarded("the view of the run", self._see, record, now)
+        self._guarded("the history", self._history.take, record, now)
+        self._guarded("the look for hangs", self._watch.take, record, now)
         self._tracking.take(record)
+
+    def _see(self, record: Vitals, now: float) -> None:
+        self._view.take(record, now)
         if record.ended:
             self._view.ended(record.rank)
+
+    def _summarize(self, view: RunView, now: float) -> None:
+        self._summary = view.summary(now)
+
+    def _guarded(self, observer: str, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Let somebody look who may fail: that ends their looking, and not the run."""
+        if observer in self._failed:
+            return
+        try:
+            work(*args, **kwargs)
+        except Exception as error:
+            self._failed.add(observer)
+            _log.warning("%s has failed (%r); the run goes on without it", observer, error, exc_info=True)
 
 
 def make_monitor(

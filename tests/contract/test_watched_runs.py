@@ -14,6 +14,9 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.runner import RankFailedError, run_elastic_local, run_local
+from spark_hvd.runner.hang import HangWatch
+from spark_hvd.runner.history import History
+from spark_hvd.runner.run_view import RunView
 from spark_hvd.testing import FaultPlan
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -98,3 +101,17 @@ def test_members_that_change_are_part_of_the_story() -> None:
     assert result.summary is not None
     assert result.summary.changes == 1
     assert [each.number for each in result.history.generations] == [0, 1]
+
+
+def test_a_defect_in_what_observes_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*args: Any) -> None:
+        raise KeyError("injected")
+
+    for observer, method in ((RunView, "take"), (History, "take"), (HangWatch, "tick")):
+        monkeypatch.setattr(observer, method, fails)
+    result = run_local(loop, [20, 0.1], verbose=0)
+    assert result == [0, 1]
+    assert result.summary.ranks == 2
+    assert caplog.text.count("has failed (KeyError('injected')); the run goes on without it") == 3
