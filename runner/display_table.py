@@ -17,6 +17,7 @@ from spark_hvd.runner.picture import Picture
 from spark_hvd.runner.run_view import RunView
 from spark_hvd.runner.summary import Summary
 from spark_hvd.runner.table_text import table
+from spark_hvd.runner.terminal import harmless
 
 _MOST_ROWS = 16
 _OTHER_LINES = 5
@@ -53,8 +54,7 @@ class TableDisplay:
             self._writer.write(rank, stream, text)
             return
         prefix = f"[{rank}] " if rank >= 0 else ""
-        marked = "\n".join(prefix + line for line in text.split("\n"))
-        # Of control sequences only colours are kept: others would move the cursor away from the table.
+        marked = "\n".join(prefix + line for line in harmless(text).split("\n"))
         self._console.print(Text.from_ansi(marked) if "\x1b" in marked else Text(marked))
 
     def show(self, view: RunView, now: float) -> None:

@@ -16,6 +16,7 @@ from spark_hvd.runner.display_plain import LinesDisplay, PlainDisplay
 from spark_hvd.runner.output import LineWriter
 from spark_hvd.runner.run_view import RunView
 from spark_hvd.runner.summary import Summary
+from spark_hvd.runner.terminal import is_terminal
 
 _log = logging.getLogger(__name__)
 CHOICES = ("auto", "table", "notebook", "plain", "json", "off")
@@ -73,7 +74,7 @@ def make_display(progress: str, verbose: int, stdout: TextIO | None, stderr: Tex
             from spark_hvd.runner.display_table import TableDisplay  # rich takes a tenth of a second to import
 
             targets = {"out": stdout or sys.stdout, "err": stderr or sys.stderr}
-            above = frozenset(name for name, target in targets.items() if _is_terminal(target))
+            above = frozenset(name for name, target in targets.items() if is_terminal(target))
             display = TableDisplay(sys.stderr, both, above)
             given -= above
         case "notebook":
@@ -155,17 +156,10 @@ def _automatic() -> str:
         return "notebook"
     # A shell command of a notebook's cell (!python train.py) has a terminal that knows no cursor.
     plain = os.environ.get("TERM") in (None, "", "dumb") or "JPY_PARENT_PID" in os.environ
-    return "table" if _is_terminal(sys.stderr) and not plain else "plain"
+    return "table" if is_terminal(sys.stderr) and not plain else "plain"
 
 
 def _in_notebook() -> bool:
     interactive = sys.modules.get("IPython")  # a notebook's kernel has imported it
     shell = None if interactive is None else interactive.get_ipython()
     return getattr(shell, "kernel", None) is not None
-
-
-def _is_terminal(stream: TextIO | None) -> bool:
-    try:
-        return stream is not None and stream.isatty()
-    except (AttributeError, ValueError):  # not all that can be written to is a file, and files get closed
-        return False

@@ -35,6 +35,7 @@ from spark_hvd.runner.spark_errors import translate_elastic
 from spark_hvd.runner.spark_job import TaskJob
 from spark_hvd.runner.spark_task import task_of
 from spark_hvd.runner.task import TaskSpec
+from spark_hvd.runner.terminal import harmless
 from spark_hvd.runner.tracking import Tracker
 
 if TYPE_CHECKING:
@@ -261,7 +262,7 @@ def _check(hub: ElasticHub) -> None:
 def _tell(hub: ElasticHub, monitor: Monitor) -> None:
     monitor.flush()
     for note in hub.take_notes():
-        _log.warning("%s", note)
+        _log.warning("%s", harmless(note))
 
 
 def _end(job: Any, hub: ElasticHub) -> None:

@@ -8,6 +8,7 @@ from spark_hvd.runner.brief import Brief
 from spark_hvd.runner.hang_verdict import HangVerdict
 from spark_hvd.runner.outcome import Failed
 from spark_hvd.runner.payload import UnpicklableError
+from spark_hvd.runner.terminal import harmless
 
 __all__ = [
     "ClusterError",
@@ -30,6 +31,9 @@ __all__ = [
 
 class RunError(Brief, RuntimeError):
     """Base of everything that can go wrong with a run once its arguments are accepted."""
+
+    def __str__(self) -> str:
+        return harmless(super().__str__())  # it quotes what ranks said, and is mostly read in a terminal
 
 
 class ClusterError(RunError):

@@ -19,6 +19,7 @@ from spark_hvd.runner.output import OutputQueue
 from spark_hvd.runner.probe import Examination
 from spark_hvd.runner.result import RunResult
 from spark_hvd.runner.run_view import RunView
+from spark_hvd.runner.terminal import harmless
 from spark_hvd.runner.tracking import Facts, Tracker, Tracking, facts_of
 from spark_hvd.vitals import Vitals
 
@@ -133,7 +134,7 @@ class Monitor:
                 if self._hub is not None:
                     self._hub.examine()
             case HangVerdict() as verdict:
-                _log.warning("%s", verdict.text)
+                _log.warning("%s", harmless(verdict.text))
                 self._view.mark(None if verdict.kind is Kind.OVER else verdict.headline)
 
     def _take(self, record: Vitals, now: float) -> None:

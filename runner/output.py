@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TextIO
 
+from spark_hvd.runner.terminal import harmless, is_terminal
+
 _LINE_END = re.compile(rb"\r\n|\n|\r")  # progress bars end their lines with \r
 
 TAIL_LINES = 20
@@ -83,7 +85,7 @@ class OutputQueue:
 
 
 class LineWriter:
-    """Writes what ranks say to text streams, each line as ``[rank] line``.
+    """Writes what ranks say to text streams, each line as ``[rank] line``; to a terminal as text and colours only.
 
     Args:
         stdout: Where the ranks' stdout goes, or None for nowhere.
@@ -97,6 +99,7 @@ class LineWriter:
         """Write whole lines of a rank; of -1 without a number."""
         target = self._streams[stream]
         if target is not None:
+            text = harmless(text) if is_terminal(target) else text
             prefix = f"[{rank}] " if rank >= 0 else ""
             target.write("".join(f"{prefix}{line}\n" for line in text.split("\n")))
             target.flush()

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
+from spark_hvd.runner.terminal import harmless
+
 _COLORS = {"OK": "#2e7d32", "warning": "#b26a00", "error": "#c62828"}
 
 
@@ -91,7 +93,7 @@ class Report:
             lines += _wrapped(finding.found, head, " " * len(head), width)
             for remedy in finding.remedy.splitlines():
                 lines += _wrapped(remedy, " " * len(head) + "-> ", " " * (len(head) + 3), width)
-        return "\n".join([*lines, "", self._verdict()])
+        return harmless("\n".join([*lines, "", self._verdict()]), colors=False)
 
     def _verdict(self) -> str:
         counts = Counter(finding.level for finding in self.findings)

@@ -11,6 +11,7 @@ from spark_hvd.runner import words
 from spark_hvd.runner.picture import Slowest
 from spark_hvd.runner.rates import Span
 from spark_hvd.runner.report import count
+from spark_hvd.runner.terminal import harmless
 
 _CELL = "text-align:left;padding:1px 8px"
 _LONG = 30.0
@@ -119,7 +120,8 @@ class Summary:
     def __str__(self) -> str:
         pairs = self.facts()
         width = max(len(heading) for heading, _ in pairs)
-        return "\n".join([self.title, *(f"  {heading:<{width}}  {text}" for heading, text in pairs)])
+        lines = [self.title, *(f"  {heading:<{width}}  {text}" for heading, text in pairs)]
+        return harmless("\n".join(lines), colors=False)
 
     def _repr_html_(self) -> str:
         rows = "".join(

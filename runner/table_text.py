@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from spark_hvd.runner import words
 from spark_hvd.runner.picture import Picture, Row, shown_rows
 from spark_hvd.runner.report import count
+from spark_hvd.runner.terminal import harmless
 
 T = TypeVar("T")
 _GAP = "  "
@@ -54,13 +55,21 @@ class Column:
 
 
 def table(picture: Picture, width: int, most_rows: int) -> list[Line]:
-    """The run as lines.
+    """The run as lines; names that the function gave have no colours in them, and no line breaks.
 
     Args:
         picture: The run.
         width: Columns of text there is room for; no line is longer.
         most_rows: Ranks there is room for.
     """
+    return [replace(line, text=_plain(line.text)) for line in _lines(picture, width, most_rows)]
+
+
+def _plain(text: str) -> str:
+    return harmless(text, colors=False).replace("\n", " ")
+
+
+def _lines(picture: Picture, width: int, most_rows: int) -> list[Line]:
     title = Line(_cut(head(picture, width), width), "bold")
     if not picture.heard:
         return [title]
