@@ -40,6 +40,14 @@ def _pairs(context: click.Context, parameter: click.Parameter, values: Sequence[
     return {name: text for name, _, text in (value.partition("=") for value in values)}
 
 
+def _variables(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    unset = [value for value in values if "=" not in value and value not in os.environ]
+    if unset:
+        raise click.BadParameter(f"{unset[0]!r}: expected NAME=VALUE, or the name of a variable that is set here")
+    whole = [value if "=" in value else f"{value}={os.environ[value]}" for value in values]
+    return _pairs(context, parameter, whole)
+
+
 def _listed(context: click.Context, parameter: click.Parameter, value: str | None) -> list[str]:
     return [part.strip() for part in (value or "").split(",") if part.strip()]
 
@@ -129,7 +137,11 @@ def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_js
 @_gpus
 @_interfaces
 @_ports
-@click.option("--env", multiple=True, callback=_pairs, metavar="NAME=VALUE", help="A variable of the ranks.")
+@click.option(
+    "--env", multiple=True, callback=_variables, metavar="NAME[=VALUE]",
+    help="A variable of the ranks. Every user of this machine sees a VALUE given here, in ps; without one it is "
+    "that of this program.",
+)  # fmt: skip
 @click.option("--py-files", callback=_listed, metavar="A,B", help=".py and .zip files that the script imports from.")
 @click.option("--start-timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds for all ranks to be up.")
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds that the script may run.")

@@ -56,6 +56,17 @@ def test_arguments_after_the_script_are_the_scripts(calls: list[dict[str, Any]],
     assert call == {"num_proc": 2, "backend": "gloo", "env": {"A": "b=c"}, "verbose": 1}
 
 
+def test_a_variables_value_need_not_be_on_the_command_line(
+    calls: list[dict[str, Any]], script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everybody on the machine reads command lines."""
+    monkeypatch.setenv("TOKEN", "x=y z")
+    done = invoke("run", "-np", "2", "--env", "TOKEN", "--env", "A=TOKEN", "--env", "EMPTY=", script)
+    assert done.exit_code == 0, done.output
+    assert calls[0]["env"] == {"TOKEN": "x=y z", "A": "TOKEN", "EMPTY": ""}
+    assert "in ps" in " ".join(invoke("run", "--help").output.split())
+
+
 @pytest.mark.parametrize("command", [["python", "-u"], ["python3.11"], ["/usr/bin/python3"]])
 def test_horovodruns_way_to_name_a_script(calls: list[dict[str, Any]], script: str, command: list[str]) -> None:
     assert invoke("run", "-np", "2", *command, script, "--epochs", "3").exit_code == 0
@@ -118,7 +129,7 @@ def test_options_without_a_place_here_say_why(names: tuple[str, ...], script: st
         (["run", "-np", "0", "SCRIPT"], "0 is not in the range"),
         (["run", "-np", "2", "--gpus-per-proc", "1", "SCRIPT"], "--gpus-per-proc is for a Spark cluster"),
         (["run", "-np", "2", "--max-restarts", "1", "--min-num-proc", "1", "SCRIPT"], "--min-num-proc is for a Spark"),
-        (["run", "-np", "2", "--env", "A", "SCRIPT"], "'A': expected NAME=VALUE"),
+        (["run", "-np", "2", "--env", "NONE_SUCH", "SCRIPT"], "'NONE_SUCH': expected NAME=VALUE, or the name of a"),
         (["run", "-np", "2", "nowhere.py"], "nowhere.py: No such file or directory. Expected a Python script"),
         (["run", "-np", "2", "python"], "Expected a Python script"),
         (["run", "-np", "2"], "Missing argument 'SCRIPT'"),
