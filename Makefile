@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+ROWS ?=
+MATRIX_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +14,7 @@ READY := $(VENV)/.ready
 export SPARK_LOCAL_IP ?= 127.0.0.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow lint docs format bench setup java clean
+.PHONY: demo test test-slow matrix lint docs format bench setup java clean
 
 demo: setup java
 	$(BIN)/python examples/flights.py
@@ -23,6 +25,10 @@ test: setup java
 
 test-slow: setup java
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+# Rows by name: make matrix ROWS="lowest py3.12"; .ci/run gives MATRIX_ARGS=--smoke
+matrix: setup java
+	$(BIN)/python tests/matrix.py $(MATRIX_ARGS) $(ROWS)
 
 lint: setup
 	$(BIN)/ruff check .

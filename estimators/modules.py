@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from spark_hvd.runner.payload import UnpicklableError, explain
+from spark_hvd.torch_private import storage_key
 
 # What safetensors holds; tensors of other dtypes (complex, quantised) stay in the pickle.
 _DTYPES = frozenset(
@@ -154,10 +155,10 @@ def _entries(tensors: list[torch.Tensor], names: Mapping[int, str]) -> tuple[lis
     """Where each tensor's values go, and the values by key; a storage that several tensors see is kept once."""
     seen_by: dict[int, int] = {}
     for tensor in tensors:
-        seen_by[_storage(tensor)] = seen_by.get(_storage(tensor), 0) + 1
+        seen_by[storage_key(tensor)] = seen_by.get(storage_key(tensor), 0) + 1
     entries, values, shared = [], {}, dict[int, str]()
     for number, tensor in enumerate(tensors):
-        storage, plain = _storage(tensor), tensor.detach()
+        storage, plain = storage_key(tensor), tensor.detach()
         if own := seen_by[storage] == 1:
             key = names.get(id(tensor), f"tensor.{number}")
             values[key] = plain.cpu().contiguous()
@@ -187,10 +188,6 @@ def _tensor(entry: _Entry, value: torch.Tensor) -> torch.Tensor:
     if value.stride() == entry.stride or 0 in entry.stride:  # an expanded tensor becomes a whole one
         return value
     return torch.empty_strided(entry.shape, entry.stride, dtype=dtype).copy_(value)  # such as channels_last
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _names(obj: Any) -> dict[int, str]:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from spark_hvd.torch_private import cuda_backend
+from spark_hvd.torch_private import cuda_backend, nccl_calls_together
 
 _log = logging.getLogger("spark_hvd")
 
@@ -25,10 +25,6 @@ class NcclBackend(Protocol):
     def abort(self) -> None:
         """End all communicators and their kernels."""
         ...
-
-    def _group_start(self) -> None: ...
-
-    def _group_end(self) -> None: ...
 
 
 def nccl_backend(group: dist.ProcessGroup) -> NcclBackend | None:
@@ -79,12 +75,9 @@ def abort(backends: Sequence[NcclBackend]) -> None:
     if not backends:
         return
     try:
-        # Between these two calls, or the abort of one communicator waits for kernels of another that wait too.
-        backends[0]._group_start()
-        try:
+        # Together, or the abort of one communicator waits for kernels of another that wait too.
+        with nccl_calls_together(backends[0]):
             for backend in reversed(backends):
                 backend.abort()
-        finally:
-            backends[0]._group_end()
     except RuntimeError as error:
         _log.warning("NCCL could not be aborted: %s", error)

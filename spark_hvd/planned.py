@@ -34,7 +34,7 @@ from spark_hvd.pipes import Pipes
 from spark_hvd.planned_trace import StepTrace
 from spark_hvd.sparse import reduce_sparse
 from spark_hvd.standing import refuse_fork
-from spark_hvd.torch_private import at_end_of_backward
+from spark_hvd.torch_private import at_end_of_backward, changes
 from spark_hvd.tracing import Tracing
 from spark_hvd.vitals import Underway
 
@@ -257,7 +257,7 @@ class PlannedLane:
                 self._finish()
         if self.phase is Phase.LATE and not self._finished:
             self._marks = [
-                (index, param.grad, param.grad._version)
+                (index, param.grad, changes(param.grad))
                 for index, param in enumerate(self._params)
                 if param.grad is not None
             ]
@@ -278,7 +278,7 @@ class PlannedLane:
         if self.phase is Phase.LATE and not self._plan.made:
             self._settle(last_chance=True)
         for index, grad, version in self._marks:
-            if self._params[index].grad is not grad or grad._version != version:
+            if self._params[index].grad is not grad or changes(grad) != version:
                 raise ValueError(
                     f"the gradient of {self._specs[index].name!r} was changed before it was reduced (clipped or "
                     f"unscaled?). Some parameters get no gradient in some backward passes of this model, so reduction "

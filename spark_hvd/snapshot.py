@@ -23,7 +23,7 @@ import torch
 
 from spark_hvd.skeleton import Bone, Bones, put_together
 from spark_hvd.state_sync import take_all_apart
-from spark_hvd.torch_private import copy_all
+from spark_hvd.torch_private import changes, copy_all
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class Snapshots:
             self._spare, self._last = self._last, commit
             return
         sources = {index: bones.tensors[index] for index in wait}
-        versions = [source._version for source in sources.values()]
+        versions = [changes(source) for source in sources.values()]
         self._pending = _Pending(commit, sources, versions, self._copy_later(commit, bones.tensors, wait))
 
     def settle(self) -> None:
@@ -149,7 +149,7 @@ class Snapshots:
         changed = [
             index
             for (index, source), version in zip(pending.sources.items(), pending.versions, strict=True)
-            if source._version != version
+            if changes(source) != version
         ]
         if not changed:
             self._spare, self._last = self._last, pending.commit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Hashable
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +10,7 @@ import torch
 from spark_hvd.elastic_sampler import ElasticSampler
 from spark_hvd.skeleton import Bone, tensor_key
 from spark_hvd.sync import load_optimizer_state
+from spark_hvd.torch_private import with_versions
 
 
 class StateHandler:
@@ -89,10 +89,7 @@ class ModelStateHandler(StateDictHandler):
 
     def load(self, state: Any) -> None:
         """See base class."""
-        loaded = OrderedDict(state)
-        # The versions of the module's parts; the same code wrote and reads it.
-        loaded._metadata = self.value.state_dict()._metadata  # type: ignore[attr-defined]
-        self.value.load_state_dict(loaded)
+        self.value.load_state_dict(with_versions(state, self.value))  # the same code wrote and reads it
 
     def misfit(self, skeleton: Any) -> str | None:
         """See base class."""

@@ -8,18 +8,18 @@ from typing import Any, TypeGuard
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from spark_hvd import basics
 from spark_hvd.communicator import ReduceOp
 from spark_hvd.ops import allreduce
 from spark_hvd.ordinals import ordinal
 from spark_hvd.process_sets import ProcessSet, global_process_set, lane_of
+from spark_hvd.torch_private import BatchNormBase, children
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNormBase):
     """BatchNorm1d, 2d and 3d in one, over the joined batch of all ranks; the signature is Horovod's.
 
     In training mode every rank must call it, and run backward through it, equally often and in the same order: forward
@@ -83,9 +83,9 @@ class SyncBatchNorm(_BatchNorm):
         """
         if _is_local(module):
             return cls._like(module, process_set)
-        made: dict[_BatchNorm, SyncBatchNorm] = {}  # a module in two places stays one module
+        made: dict[BatchNormBase, SyncBatchNorm] = {}  # a module in two places stays one module
         for parent in list(module.modules()):
-            for name, child in list(parent._modules.items()):
+            for name, child in children(parent):
                 if _is_local(child):
                     if child not in made:
                         made[child] = cls._like(child, process_set)
@@ -93,7 +93,7 @@ class SyncBatchNorm(_BatchNorm):
         return module
 
     @classmethod
-    def _like(cls, norm: _BatchNorm, process_set: ProcessSet | None) -> SyncBatchNorm:
+    def _like(cls, norm: BatchNormBase, process_set: ProcessSet | None) -> SyncBatchNorm:
         if isinstance(norm, torch.nn.modules.lazy.LazyModuleMixin) and norm.has_uninitialized_params():
             raise ValueError(f"{type(norm).__name__} has no parameters yet; run the model once before converting it.")
         like = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
@@ -225,8 +225,8 @@ class _Normalize(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
-def _is_local(module: torch.nn.Module | None) -> TypeGuard[_BatchNorm]:
-    return isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
+def _is_local(module: torch.nn.Module | None) -> TypeGuard[BatchNormBase]:
+    return isinstance(module, BatchNormBase) and not isinstance(module, SyncBatchNorm)
 
 
 def _values(x: torch.Tensor) -> int:

@@ -1,16 +1,40 @@
-"""The private torch names that we need, in one place to look at when torch moves."""
+"""The private torch names that we need, in one place to look at when torch moves.
+
+docs/versions.md lists them by version, tests/unit/test_private_names.py touches every one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 
 from spark_hvd.kv import Store
+
+__all__ = [
+    "BatchNormBase",
+    "at_end_of_backward",
+    "changes",
+    "children",
+    "copy_all",
+    "cuda_backend",
+    "default_group_store",
+    "forget_names",
+    "nccl_calls_together",
+    "process_group",
+    "process_groups",
+    "sharded_reader",
+    "sharded_writer",
+    "storage_key",
+    "with_versions",
+]
 
 if TYPE_CHECKING:
     from spark_hvd.store import Store as FileStore
@@ -30,9 +54,50 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
+def changes(tensor: torch.Tensor) -> int:
+    """A number that grows whenever the tensor is written in place; not by a change through ``.data``."""
+    return tensor._version
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same for tensors that share memory, and no others, while these live; also where there is no memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def children(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module | None]]:
+    """The parts of a module by name, one that has two names twice; ``named_children`` leaves out the second."""
+    return list(module._modules.items())
+
+
+def with_versions(state: Mapping[str, Any], module: torch.nn.Module) -> dict[str, Any]:
+    """A state_dict that `module` loads as its own: with the versions of the module's parts."""
+    loaded = OrderedDict(state)
+    loaded._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
+    return loaded
+
+
+def default_group_store() -> Store:
+    """The store over which the default process group was initialised."""
+    assert dist.is_initialized()
+    return distributed_c10d._get_default_store()
+
+
 def cuda_backend(group: dist.ProcessGroup) -> Any:
     """What carries a group's CUDA tensors: a ``ProcessGroupNCCL``, if the group has NCCL."""
     return group._get_backend(torch.device("cuda"))
+
+
+@contextmanager
+def nccl_calls_together(backend: Any) -> Iterator[None]:
+    """Between NCCL's group calls, if that backend has them: torch's newer kinds of NCCL backends have none."""
+    if not hasattr(backend, "_group_start"):
+        yield
+        return
+    backend._group_start()
+    try:
+        yield
+    finally:
+        backend._group_end()
 
 
 def forget_names() -> None:

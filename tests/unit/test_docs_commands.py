@@ -40,7 +40,7 @@ def commands(page: Path) -> list[str]:
 
 def fault(line: str) -> str | None:
     """What is wrong with a command; None if nothing is."""
-    words = [word for word in shlex.split(line) if not re.fullmatch(r"[A-Z_]+=\S*", word)]
+    words = [word for word in shlex.split(line) if not re.fullmatch(r"[A-Z_]+=.*", word)]
     if words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return next((f"no target {word}" for word in words[1:] if word not in targets), None)

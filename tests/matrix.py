@@ -1,0 +1,226 @@
+"""Runs the smoke, and the unit and contract suites, on the combinations of versions that we say work.
+
+    python tests/matrix.py                        # what needs no other torch than the pinned one, of this Python
+    python tests/matrix.py lowest py3.12          # rows by name; those with PyPI's torch for CUDA take gigabytes
+    python tests/matrix.py --smoke spark35        # the smoke alone
+
+Each row is a virtual environment below build/matrix, which pip fills from the package index; it is kept, and made anew
+when its packages change. Closes with a table as docs/versions.md has it, and fails if a row has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "build" / "matrix"
+HERE = "{}.{}".format(*sys.version_info)
+TORCH = "torch==2.13.0"
+"""That of constraints.txt, where it is said which wheel that is; others may bring CUDA along."""
+EXTRAS = "lightning,mpi,petastorm"
+TOOLS = ("pytest", "pytest-timeout")
+LOWEST = (
+    "pyspark==3.5.0",
+    "pyarrow==18.0.0",
+    "pandas==2.2.0",
+    "numpy==1.26.0",
+    "cloudpickle==3.0.0",
+    "pyzmq==26.0.0",
+    "psutil==5.9.0",
+    "fsspec==2024.2.0",
+    "click==8.1.0",
+    "rich==13.7.0",
+    "safetensors==0.4.0",
+    "lightning==2.4.0",
+    "mpi4py==4.1.0",
+    "mpich==5.0.0",
+)
+SHOWN = ("pyspark", "torch", "pyarrow", "pandas", "numpy", "lightning")
+SMOKE = ["tests/smoke.py", "tests/unit/test_private_names.py", "tests/spark/test_private_names.py"]
+SUITES = ("tests/unit", "tests/contract")
+LEFT_OUT = ("test_docs_site", "test_wheel")
+"""Modules of tests that have nothing to do with the versions of a row, and need tools in the versions of ours."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One combination.
+
+    Attributes:
+        name: Of its folder.
+        python: Major and minor version.
+        pins: What pip is to install besides what follows from them.
+        constraints: Whether all else is what constraints.txt says.
+    """
+
+    name: str
+    python: str
+    pins: tuple[str, ...]
+    constraints: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Its environment."""
+        return FOLDER / self.name
+
+    @property
+    def executable(self) -> Path:
+        """Its Python."""
+        return self.folder / "bin" / "python"
+
+
+def rows() -> dict[str, Row]:
+    """All that there are."""
+    low = ("pyspark>=3.5,<3.6", "pyarrow==18.0.0", "pandas==2.2.0", "lightning==2.4.0", TORCH)
+    found = [
+        Row("spark35", HERE, low),
+        Row("newest", HERE, (TORCH, "pyspark[connect]")),
+        Row("lowest", "3.10", (*LOWEST, "torch==2.8.0")),
+        Row("torch28", HERE, ("torch==2.8.0",)),
+        *(Row(f"py{version}", version, (TORCH,), constraints=True) for version in ("3.10", "3.12", "3.13")),
+    ]
+    return {row.name: row for row in found}
+
+
+def interpreter(version: str) -> str:
+    """A Python of that version: this one, on PATH, or of pyenv."""
+    if version == HERE:
+        return sys.executable
+    for root in os.environ.get("PATH", "").split(os.pathsep):
+        if (path := Path(root, f"python{version}")).exists() and not path.parent.match("shims"):
+            return str(path)
+    kept = sorted(Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{version}.*/bin/python"))
+    if not kept:
+        raise SystemExit(f"python{version} is neither on PATH nor in pyenv: install it, or leave its row out")
+    return str(kept[-1])
+
+
+def build(row: Row, extras: str) -> None:
+    """Make the environment, unless it is there and its packages are those wanted."""
+    constraints = ["-c", str(ROOT / "constraints.txt")] if row.constraints else []
+    wanted = [*row.pins, *TOOLS, "-e", f".[{extras}]", *constraints]
+    files = [(ROOT / name).read_text() for name in ("pyproject.toml", "constraints.txt")]
+    mark = hashlib.sha256("\n".join([row.python, *wanted, *files]).encode()).hexdigest()
+    done = row.folder / "made"
+    if done.exists() and done.read_text() == mark:
+        return
+    shutil.rmtree(row.folder, ignore_errors=True)
+    row.folder.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run([interpreter(row.python), "-m", "venv", str(row.folder)], check=True)
+    if TORCH in row.pins and row.python == HERE:
+        _link_torch(row)
+    subprocess.run([row.executable, "-m", "pip", "install", "-qq", *wanted], cwd=ROOT, check=True)
+    done.write_text(mark)
+
+
+def _link_torch(row: Row) -> None:
+    """Spare the row a copy of torch, if this very version is in the environment that runs us; pip keeps it."""
+    inside = Path("lib", f"python{row.python}", "site-packages")
+    ours, theirs = Path(sys.prefix, inside), row.folder / inside
+    if not list(ours.glob(f"{TORCH.replace('==', '-')}*.dist-info")):
+        return
+    for path in [ours / "torch", ours / "torchgen", ours / "functorch", *ours.glob("torch-*.dist-info")]:
+        shutil.copytree(path, theirs / path.name, copy_function=_link, symlinks=True)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
+
+
+def versions(row: Row) -> list[str]:
+    """Of the packages that the table shows, and of Python."""
+    program = "import sys, platform, importlib.metadata as meta; print(platform.python_version()"
+    program += ", *map(meta.version, sys.argv[1:]))"
+    done = subprocess.run([row.executable, "-c", program, *SHOWN], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def run(row: Row, smoke_only: bool) -> list[str]:
+    """Build a row and run its tests.
+
+    Returns:
+        Its cells in the table: its versions, then how each part ended.
+    """
+    started = time.monotonic()
+    log = FOLDER / f"{row.name}.log"
+    try:
+        build(row, EXTRAS if smoke_only else f"dev,{EXTRAS}")
+    except subprocess.CalledProcessError as error:
+        return [row.name, row.python, *["?"] * len(SHOWN), f"not installed: exit {error.returncode}"]
+    print(f"{row.name}: installed after {time.monotonic() - started:.0f} s", flush=True)
+    cells = [row.name, *versions(row), _tests(row, SMOKE, log)]
+    if not smoke_only:
+        left_out = [f"--ignore-glob=*/{name}.py" for name in LEFT_OUT]
+        cells += [_tests(row, [suite, "-m", "not slow and not gpu", *left_out], log) for suite in SUITES]
+    told = ", ".join(cells[len(SHOWN) + 2 :])
+    print(f"{row.name}: {told}, after {time.monotonic() - started:.0f} s", flush=True)
+    return cells
+
+
+def _tests(row: Row, arguments: list[str], log: Path) -> str:
+    """How tests ended: "14 passed", or the names of those that failed."""
+    report = FOLDER / f"{row.name}.xml"
+    report.unlink(missing_ok=True)
+    command = [row.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
+    environment = {**os.environ, "PATH": f"{row.folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"}
+    with log.open("a") as output:
+        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=output, check=False).returncode
+    if not report.exists():
+        return f"failed: exit {code}, see {log}"
+    counts, failed = Counter[str](), []
+    for case in ElementTree.parse(report).iter("testcase"):
+        kinds = {child.tag for child in case}
+        kind = next((name for name in ("failure", "error", "skipped") if name in kinds), "passed")
+        counts[kind] += 1
+        if kind in ("failure", "error"):
+            failed.append(str(case.get("name")))
+    told = ", ".join(f"{counts[kind]} {kind}" for kind in ("passed", "skipped") if counts[kind])
+    if failed or code:
+        return f"{told}, {len(failed)} failed: {' '.join(failed)} (see {log})"
+    return told
+
+
+def table(cells: list[list[str]], smoke_only: bool) -> str:
+    """As Markdown."""
+    head = ["row", "Python", *SHOWN, "smoke", *(() if smoke_only else SUITES)]
+    lines = [head, ["---"] * len(head), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> int:
+    """Run the rows that were asked for."""
+    known = rows()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(known)}; default: spark35 newest")
+    parser.add_argument("--smoke", action="store_true", help="leave the suites out")
+    parser.add_argument("--jobs", type=int, default=2, help="rows at the same time")
+    options = parser.parse_args()
+    if unknown := set(options.rows) - set(known):
+        parser.error(f"no such row: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    chosen = [known[name] for name in options.rows or ("spark35", "newest")]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        cells = list(pool.map(lambda row: run(row, options.smoke), chosen))
+    print(table(cells, options.smoke))
+    bad = [line[0] for line in cells if any("failed" in cell or "not installed" in cell for cell in line)]
+    for name in bad:
+        print(f"the row {name} of the matrix FAILED: {FOLDER / name}.log", file=sys.stderr)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Every private name of torch's, used once; and no file but torch_private.py, or spark_private.py, uses one."""
+
+from __future__ import annotations
+
+import ast
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from spark_hvd import torch_private
+from spark_hvd.kv import HashStore, PrefixStore
+from spark_hvd.store import Store
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "versions.md").read_text()
+
+
+def test_autograd_and_tensors() -> None:
+    ended: list[str] = []
+    weight = nn.Parameter(torch.ones(2))
+    weight.register_hook(lambda grad: torch_private.at_end_of_backward(lambda: ended.append("ended")))
+    before = torch_private.changes(weight)
+    weight.sum().backward()
+    assert ended == ["ended"]
+    target = torch.zeros(2)
+    torch_private.copy_all([target], [weight.detach()])
+    assert target.tolist() == [1.0, 1.0]
+    weight.detach().add_(1)
+    assert torch_private.changes(weight) == before + 1
+    assert torch_private.storage_key(weight) == torch_private.storage_key(weight.detach()[1:])
+    assert torch_private.storage_key(weight) != torch_private.storage_key(target)
+
+
+def test_modules() -> None:
+    shared = nn.BatchNorm1d(2)
+    module = nn.Sequential(shared, shared)
+    assert torch_private.children(module) == [("0", shared), ("1", shared)]
+    assert isinstance(shared, torch_private.BatchNormBase)
+    state = torch_private.with_versions(dict(module.state_dict()), module)
+    assert state._metadata["0"]["version"] == shared._version  # type: ignore[attr-defined]
+
+
+def test_process_groups() -> None:
+    store = HashStore()
+    dist.init_process_group("gloo", store=PrefixStore("default", store), rank=0, world_size=1)
+    try:
+        torch_private.default_group_store().set("key", "value")
+        group = torch_private.process_group("mine", [0], store, timedelta(seconds=10), gloo_threads=1)
+        assert group in [group for group, _ in torch_private.process_groups()]
+        dist.all_reduce(torch.ones(1), group=group)
+        assert isinstance(torch_private.cuda_backend(group), dist.ProcessGroupGloo)
+    finally:
+        dist.destroy_process_group()
+        torch_private.forget_names()
+
+
+class NcclBackend:
+    """Of a CUDA build; newer ones have kinds without the group calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def _group_start(self) -> None:
+        self.calls.append("start")
+
+    def _group_end(self) -> None:
+        self.calls.append("end")
+
+
+def test_nccl() -> None:
+    backend = NcclBackend()
+    with torch_private.nccl_calls_together(backend):
+        assert backend.calls == ["start"]
+    assert backend.calls == ["start", "end"]
+    with torch_private.nccl_calls_together(object()):
+        pass
+    stubs = Path(torch.__file__).with_name("_C") / "_distributed_c10d.pyi"
+    nccl = stubs.read_text().partition("class ProcessGroupNCCL(")[2]
+    for name in ("_group_start", "_group_end", "abort"):
+        assert f"def {name}(self)" in nccl
+
+
+def test_sharded_checkpoints(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    for url in (str(tmp_path / "local"), "memory://private-names"):
+        store = Store.create(url)
+        value: dict[str, Any] = {"x": torch.arange(3)}
+        dcp.save(value, storage_writer=torch_private.sharded_writer(store, store.url), no_dist=True)
+        found: dict[str, Any] = {"x": torch.zeros(3, dtype=torch.long)}
+        dcp.load(found, storage_reader=torch_private.sharded_reader(store, store.url), no_dist=True)
+        assert found["x"].tolist() == [0, 1, 2]
+
+
+def known() -> set[str]:
+    return set(re.findall(r"`(_[A-Za-z]\w*)`", PAGE))
+
+
+def privates(path: Path) -> set[str]:
+    """The private names of torch and PySpark that a file uses, as far as the page knows them, or it imports them."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and not (
+            isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        ):
+            found |= {node.attr} & known()
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "pyspark"):
+            found |= {part for part in (node.module or "").split(".") if part.startswith("_")} & known()
+            found |= {alias.name for alias in node.names if alias.name.startswith("_")}
+    return found
+
+
+def test_each_package_has_one_file_for_them_and_the_page_lists_them() -> None:
+    files = (ROOT / "spark_hvd" / "torch_private.py", ROOT / "runner" / "spark_private.py")
+    assert privates(files[0]) | privates(files[1]) == known()
+    others = [path for folder in ("spark_hvd", "runner", "estimators") for path in (ROOT / folder).glob("*.py")]
+    strays = {path.name: privates(path) for path in others if path not in files}
+    assert {name: names for name, names in strays.items() if names} == {}
