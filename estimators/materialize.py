@@ -145,8 +145,8 @@ def _write(
         for directory in directories.values():
             _delete_quietly(store, posixpath.dirname(directory))
         raise
-    for directory in directories.values():  # of attempts that Spark ran twice or gave up
-        for path in store.list(directory):
+    for directory in directories.values():  # of attempts that Spark ran twice, gave up, or killed
+        for path in store.list(directory, unfinished=True):
             if path not in manifest["sizes"]:
                 _delete_quietly(store, path)
     return manifest

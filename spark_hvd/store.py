@@ -186,10 +186,15 @@ class Store:
                 raise IsADirectoryError("is a directory")
         return int(info["size"])
 
-    def list(self, path: str) -> builtins.list[str]:
+    def list(self, path: str, *, unfinished: bool = False) -> builtins.list[str]:
         """Paths of the files and directories right in a directory, sorted; none where it does not exist.
 
-        Files that are being written are left out.
+        Args:
+            path: The directory.
+            unfinished: List files that are being written, too, and those whose writer was killed.
+
+        Raises:
+            StoreError: it cannot be listed.
         """
         inner = self.inner_path(path).rstrip("/")
         with explaining("list", path):
@@ -200,7 +205,7 @@ class Store:
         inside = (entry.rstrip("/") for entry in found)
         names = {posixpath.basename(entry) for entry in inside if posixpath.dirname(entry) == inner}
         # an object store takes any text as a key: as names these would lead elsewhere
-        return [join(path, name) for name in sorted(names - {".", ".."}) if not is_temporary(name)]
+        return [join(path, name) for name in sorted(names - {".", ".."}) if unfinished or not is_temporary(name)]
 
     def _info(self, path: str) -> dict[str, Any] | None:
         # not fsspec's exists(), which takes every error for "no"

@@ -127,9 +127,9 @@ class Interrupted(Store):
         self._next()
         return super().read_bytes(path)
 
-    def list(self, path: str) -> list[str]:
+    def list(self, path: str, *, unfinished: bool = False) -> list[str]:
         self._next()
-        return super().list(path)
+        return super().list(path, unfinished=unfinished)
 
     def delete(self, path: str) -> None:
         self._next()
