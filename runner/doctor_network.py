@@ -32,6 +32,8 @@ _PINGS = 10
 _TIME = struct.Struct("!d")
 _LENGTH = struct.Struct("!H")
 TOKEN_BYTES = 32
+_STRANGERS = 64
+"""Connections that have not shown the token, beyond which the oldest is cut: a thread waits on each."""
 ALL_PAIRS_UP_TO = 16
 """Hosts up to which every pair is tried; beyond, each tries its neighbour and the first."""
 
@@ -156,6 +158,29 @@ class _Server(socketserver.ThreadingTCPServer):
         self.socket.close()
         self.socket, self.server_address = listener, listener.getsockname()
         self.token, self.on_hello = token, on_hello
+        self._strangers: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, of which there are not too many."""
+        with self._lock:
+            self._strangers[request] = None
+            if len(self._strangers) > _STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
+        super().process_request(request, client_address)
+
+    def is_known(self, request: socket.socket) -> None:
+        """This one has shown the token, or has ended."""
+        with self._lock:
+            self._strangers.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        """See base class."""
+        self.is_known(request)
+        super().shutdown_request(request)
 
 
 class _Handler(socketserver.BaseRequestHandler):
@@ -166,6 +191,7 @@ class _Handler(socketserver.BaseRequestHandler):
             self.request.settimeout(10)
             if not hmac.compare_digest(_take(self.request, TOKEN_BYTES), self.server.token):
                 return
+            self.server.is_known(self.request)
             (length,) = _LENGTH.unpack(_take(self.request, _LENGTH.size))
             hello = _take(self.request, length)
             if hello and self.server.on_hello is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from itertools import combinations
 
@@ -13,6 +14,7 @@ from spark_hvd.runner.doctor_allreduce import Measured, rounds
 from spark_hvd.runner.doctor_network import TOKEN_BYTES, EchoServer, Ping, TaskNetwork, ping, targets
 from spark_hvd.runner.doctor_network_checks import check_allreduce, check_driver_ways, check_rank_ways
 from spark_hvd.runner.report import Level
+from tests.conftest import wait_until
 from tests.doctor_cases import of, task
 
 TOKEN = bytes(range(TOKEN_BYTES))
@@ -46,6 +48,25 @@ def test_strangers_get_no_answer() -> None:
     finally:
         server.close()
     assert str(answer.error).startswith(("ConnectionReset", "BrokenPipe")), "the server closes without a word"
+
+
+def test_many_strangers_take_few_threads_and_stand_in_nobodys_way() -> None:
+    server = EchoServer("127.0.0.1", None, TOKEN)
+    before = threading.active_count()
+    strangers = []
+    try:
+        for _ in range(300):
+            strangers.append(socket.create_connection(("127.0.0.1", server.port)))
+            strangers[-1].sendall(b"x")
+        assert ping("127.0.0.1", server.port, TOKEN).error is None, "there is room for one who knows"
+        wait_until(lambda: threading.active_count() - before <= 64, 5.0)  # silence is cut after ten
+        answered = ping("127.0.0.1", server.port, TOKEN)
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        server.close()
+    assert answered.error is None
+    wait_until(lambda: threading.active_count() < before)
 
 
 def test_nobody_listening_and_nobody_answering_take_a_bounded_time() -> None:
