@@ -168,29 +168,34 @@ def _staged_allreduce(entry: Entry, parts: Sequence[Work], communicator: Communi
     ((sources, targets),) = _by_dtype(parts)
     dtype, numel = sources[0].dtype, sum(source.numel() for source in sources)
     in_one_go = numel <= staging.room(dtype)
-    # What does not fit goes piece by piece, out of one flat tensor and back into it.
+    # What does not fit goes piece by piece, out of one flat tensor and into the same or another.
     one = len(sources) == 1 and targets[0].is_contiguous()
-    flat = None if in_one_go else (_moved(sources[0], targets[0]).view(-1) if one else flatten(sources))
+    ins = None if in_one_go else (sources[0].reshape(-1) if one else flatten(sources))
+    outs = targets[0].view(-1) if one else ins
+
+    def finish(total: torch.Tensor) -> None:
+        if op is ReduceOp.AVERAGE:
+            divide(total, communicator.size)
+        scale_([total], after)
+
     for low in range(0, numel, staging.room(dtype)):
         high = min(low + staging.room(dtype), numel)
         buffer = staging.mine(dtype, high - low)
-        if flat is None:
+        if ins is None:
             flatten_into(buffer, sources)
         else:
-            buffer.copy_(flat[low:high])
+            buffer.copy_(ins[low:high])
         scale_([buffer], entry.request.prescale)
         yield from _results([communicator.barrier()])
-        staging.sum_share(dtype, high - low)
+        staging.sum_share(dtype, high - low, finish)
         yield from _results([communicator.barrier()])
-        if op is ReduceOp.AVERAGE:
-            divide(buffer, communicator.size)
-        scale_([buffer], after)
-        if flat is None:
+        if in_one_go:
             unflatten_into(buffer, targets)
         else:
-            flat[low:high] = buffer
-    if flat is not None and not one:
-        unflatten_into(flat, targets)
+            assert outs is not None
+            outs[low:high] = buffer
+    if ins is not None and not one:
+        unflatten_into(ins, targets)
 
 
 def _adasum(request: Request, parts: Sequence[Work], communicator: Communicator) -> Steps:

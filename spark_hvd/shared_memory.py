@@ -236,12 +236,15 @@ def in_memory(
     return sums
 
 
-def sum_share(buffers: Sequence[torch.Tensor], place: int) -> None:
+def sum_share(
+    buffers: Sequence[torch.Tensor], place: int, finish: Callable[[torch.Tensor], None] | None = None
+) -> None:
     """Sum one rank's share of all ranks' buffers, in rank order, and write it into all of them.
 
     Args:
         buffers: Flat, of one dtype and length, in rank order.
         place: Whose share.
+        finish: Makes the result of a sum, in place and element by element, while it is in the cache.
     """
     numel, size = buffers[0].numel(), len(buffers)
     start, end = numel * place // size, numel * (place + 1) // size
@@ -250,5 +253,7 @@ def sum_share(buffers: Sequence[torch.Tensor], place: int) -> None:
             first, *others = [buffer[low : min(low + _CHUNK, end)] for buffer in buffers]
             for other in others:
                 first.add_(other)
+            if finish is not None:
+                finish(first)
             for other in others:
                 other.copy_(first)

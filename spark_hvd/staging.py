@@ -8,7 +8,7 @@ stand between the passes, so a rank that is gone is noticed as ever.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -81,9 +81,15 @@ class Staging:
         """The beginning of my buffer, flat."""
         return _view(self._buffers[self._place], dtype, numel)
 
-    def sum_share(self, dtype: torch.dtype, numel: int) -> None:
-        """Sum my share of all ranks' buffers, into all of them; every rank must have filled its own."""
-        sum_share([_view(buffer, dtype, numel) for buffer in self._buffers], self._place)
+    def sum_share(self, dtype: torch.dtype, numel: int, finish: Callable[[torch.Tensor], None]) -> None:
+        """Sum my share of all ranks' buffers, into all of them; every rank must have filled its own.
+
+        Args:
+            dtype: Of the elements.
+            numel: Their number.
+            finish: Makes the result of a sum, in place and element by element.
+        """
+        sum_share([_view(buffer, dtype, numel) for buffer in self._buffers], self._place, finish)
 
 
 def _view(buffer: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:

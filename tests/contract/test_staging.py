@@ -9,6 +9,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+import torch.distributed as dist
 
 import spark_hvd.torch as hvd
 from spark_hvd.context import current
@@ -57,9 +58,9 @@ def spy() -> list[int]:
     original = type(staging).sum_share.__get__(staging)
 
     class Watched(type(staging)):  # type: ignore[misc]
-        def sum_share(self, dtype: torch.dtype, numel: int) -> None:
+        def sum_share(self, dtype: torch.dtype, numel: int, finish: Any) -> None:
             seen.append(numel)
-            original(dtype, numel)
+            original(dtype, numel, finish)
 
     staging.__class__ = Watched
     return seen
@@ -81,6 +82,29 @@ def test_dtypes_and_pieces(world: Ranks) -> None:
     (first, *_) = world.run(fn)
     assert len(first) == len(DTYPES) * 2 * (1 + 2)
     assert 3 in first
+
+
+def test_the_bits_of_gloo() -> None:
+    """Of two numbers there is one sum, whoever forms it and wherever it is divided."""
+
+    def fn() -> None:
+        for numel in (LEAST // 4, CAPACITY // 4 + 3):
+            mine = torch.randn(numel, generator=torch.Generator().manual_seed(hvd.rank()))
+            wanted = mine.clone()
+            dist.all_reduce(wanted)
+            wanted.div_(hvd.size())
+            for given in (mine, mine.repeat_interleave(2)[::2]):
+                before = given.clone()
+                assert torch.equal(hvd.allreduce(given), wanted)
+                assert torch.equal(given, before)
+                assert torch.equal(hvd.allreduce_(given), wanted)
+                assert torch.equal(given, wanted)
+                given.copy_(before)
+            assert torch.equal(hvd.allreduce(mine, op=hvd.Sum, postscale_factor=0.5), wanted)
+
+    with ranks(2) as world:
+        seen = world.run(lambda: (spy(), fn())[0])
+    assert len(seen[0]) == 5 * (1 + 2)
 
 
 def test_forms(world: Ranks) -> None:
