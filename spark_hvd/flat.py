@@ -14,6 +14,7 @@ from spark_hvd.buckets import BucketPlan, ParamSpec
 from spark_hvd.pipes import Pipes
 from spark_hvd.shared_memory import CopiedSum, SharedSum, in_memory
 from spark_hvd.torch_private import copy_all
+from spark_hvd.turnout import Presence, notes_numel, write
 from spark_hvd.waits import wait_for
 
 # Above this mean size one fused "scale into the buffer" a gradient beats one batched copy and a second pass to scale.
@@ -41,19 +42,26 @@ class Reduction:
         postscale: factor applied after it.
         compressor: applied to the flat buffer on its way out and back.
         sparse_as_dense: whether a sparse gradient is written out into the buffer.
+        average: whether the scales make an average of the sum.
+        size: number of ranks.
+        rank: my place among them.
     """
 
     prescale: float
     postscale: float
     compressor: Compressor
     sparse_as_dense: bool
+    average: bool
+    size: int
+    rank: int
 
 
 class FlatBucket:
     """A flat buffer shared by the gradients of some parameters of one dtype and device.
 
-    The buffer ends in one flag a parameter, 1 where this rank has a gradient. The flags are summed with the gradients,
-    so that a rank which lacks one learns, without a message of its own, whether any other rank had it.
+    The buffer ends in one flag a parameter, 1 where this rank has a gradient, and the notes of
+    :mod:`spark_hvd.turnout`. The flags are summed with the gradients, so that a rank which lacks one learns, without a
+    message of its own, whether any other rank had it.
     """
 
     def __init__(
@@ -64,7 +72,7 @@ class FlatBucket:
         reduction: Reduction,
         flat: torch.Tensor,
     ) -> None:
-        """Use `flat`, zeros, as buffer: an element for each of the gradients', and a flag a gradient."""
+        """Use `flat`, zeros, as buffer: it has an element for each of the gradients', a flag a gradient, and notes."""
         self.members = plan.members
         self.params = [params[index] for index in plan.members]
         self.names = [specs[index].name for index in plan.members]
@@ -75,7 +83,12 @@ class FlatBucket:
         self._group: dist.ProcessGroup
         self._payload = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
         self._body = self._flat[: plan.numel]
-        self._flags = self._flat[plan.numel :]
+        self._tail = self._flat[plan.numel :]
+        self._flags, notes = self._tail[: len(plan.members)], self._tail[len(plan.members) :]
+        self.notes = torch.view_as_real(notes)[:, 0] if notes.is_complex() else notes
+        """After :meth:`receive` the sum of all ranks'."""
+        self._usual_tail = torch.ones_like(self._tail)
+        self._usual_tail[len(plan.members) + 1 :] = 0
         # `.data` gives each view a version counter of its own, so that a change to one gradient is seen as such.
         self.views = [
             torch.as_strided(self._flat, param.shape, _dense_stride(param), offset).data
@@ -91,6 +104,11 @@ class FlatBucket:
     def in_flight(self) -> bool:
         """Whether its all-reduce was started and not yet waited for."""
         return self._work is not None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the host would have to wait for a device to read it."""
+        return self._flat.is_cuda
 
     @property
     def shared(self) -> bool:
@@ -120,8 +138,22 @@ class FlatBucket:
         """Forget the finished step."""
         self.pending = len(self.params)
 
-    def fill(self) -> None:
-        """Bring every gradient into the buffer, scaled and compressed, and let `param.grad` be the view of it."""
+    def fill(self, presence: Presence = Presence.HERE) -> None:
+        """Bring every gradient into the buffer, scaled and compressed, and let `param.grad` be the view of it.
+
+        Args:
+            presence: Where it is that of a rank that has joined, the gradients are zeros.
+        """
+        if presence >= Presence.JOINED:
+            self._flat.zero_()
+            self._missing = []
+        else:
+            self._bring_in()
+        if presence is not Presence.HERE:
+            write(self.notes, presence, self.reduction.rank)
+        self._wire, self._context = self.reduction.compressor.compress(self._payload)
+
+    def _bring_in(self) -> None:
         fresh: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         missing = self._missing = []
@@ -140,10 +172,9 @@ class FlatBucket:
                 targets.append(view)
                 param.grad = view
         self._scale_in(fresh, targets, in_place)
-        self._flags.fill_(1)
+        self._tail.copy_(self._usual_tail)
         for place in missing:
             self._flags[place] = 0
-        self._wire, self._context = self.reduction.compressor.compress(self._payload)
 
     def _densified(self, grad: torch.Tensor, place: int) -> torch.Tensor:
         if not self.reduction.sparse_as_dense:
@@ -201,14 +232,23 @@ class FlatBucket:
             wait_for(work, self._group)
 
     @torch.no_grad()
-    def complete(self) -> None:
-        """Make the result the gradients, those included that this rank lacked but others had."""
+    def receive(self) -> None:
+        """Bring the sum into the buffer, decompressed."""
         result = self.reduction.compressor.decompress(self._wire, self._context)
         if result is not self._payload:
             self._payload.copy_(result.view_as(self._payload))
         self._wire, self._context = self._payload, None
-        if self.reduction.postscale != 1.0:
-            self._body.mul_(self.reduction.postscale)
+
+    @torch.no_grad()
+    def complete(self, correction: float | torch.Tensor) -> None:
+        """Make what was received the gradients, those included that this rank lacked but others had.
+
+        Args:
+            correction: A further factor.
+        """
+        scale = self.reduction.postscale * correction
+        if isinstance(scale, torch.Tensor) or scale != 1.0:
+            self._body.mul_(scale)
         if self._missing:
             used = (self._flags.abs() > 0.5).tolist()
             for place in self._missing:
@@ -223,6 +263,10 @@ class FlatBucket:
     def release(self) -> None:
         """Be of no use any more. Gradients that lie here may be half reduced: they are dropped."""
         self.abandon()
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop the gradients that lie here."""
         for param, view in zip(self.params, self.views, strict=True):
             if param.grad is view:
                 param.grad = None
@@ -247,7 +291,8 @@ def make_buckets(
         exchange: Gives every rank the facts of all ranks, in rank order.
     """
     leads = [params[plan.members[0]] for plan in plans]
-    kinds = [(plan.numel + len(plan.members), lead.dtype) for plan, lead in zip(plans, leads, strict=True)]
+    notes = notes_numel(reduction.size)
+    kinds = [(plan.numel + len(plan.members) + notes, lead.dtype) for plan, lead in zip(plans, leads, strict=True)]
     on_cpu = all(lead.device.type == "cpu" for lead in leads)
     sums = in_memory(kinds, pipes, exchange) if pipes is not None and plans and on_cpu else None
     if sums is not None:

@@ -7,12 +7,29 @@ from typing import Any
 
 import torch
 
-from spark_hvd.buckets import ParamSpec, plan_buckets
+from spark_hvd.buckets import ParamSpec, describe_mismatch, fingerprint, plan_buckets
+from spark_hvd.errors import PlanMismatchError
 from spark_hvd.flat import FlatBucket, Reduction, make_buckets
 from spark_hvd.pipes import Pipes
 
 Exchange = Callable[[Any], list[Any]]
 """Gives every rank the facts of all ranks, in rank order."""
+
+
+def require_same(specs: Sequence[ParamSpec], settings: dict[str, Any], exchange: Exchange) -> None:
+    """Go on only if all ranks have the same parameters and settings.
+
+    Raises:
+        PlanMismatchError: They differ; raised on every rank.
+    """
+    if len(set(exchange(fingerprint(specs, settings)))) == 1:
+        return
+    facts = exchange([[spec.fields() for spec in specs], settings])
+    difference = describe_mismatch([fact[0] for fact in facts], [fact[1] for fact in facts])
+    raise PlanMismatchError(
+        f"DistributedOptimizer needs the same parameters on every rank, but {difference}. "
+        f"Build model and optimizer in the same way on every rank"
+    )
 
 
 class GradientPlan:
@@ -57,6 +74,33 @@ class GradientPlan:
     def made(self) -> bool:
         """Whether any parameter has its place."""
         return bool(self.buckets or self.sparse)
+
+    def newcomers(self) -> list[int]:
+        """The parameters without a place that are trained by now: added since, or unfrozen."""
+        return [index for index in self.unplanned if self._params[index].requires_grad]
+
+    def require_same_newcomers(self, newcomers: Sequence[list[int]], ranks: Sequence[int]) -> None:
+        """Go on only if these are the same on all ranks.
+
+        Args:
+            newcomers: Of each rank that makes the step.
+            ranks: Their numbers.
+
+        Raises:
+            PlanMismatchError: They differ; raised on every rank.
+        """
+        everywhere = set(newcomers[0]).intersection(*newcomers)
+        if all(everywhere.issuperset(indices) for indices in newcomers):
+            return
+        lines = [
+            f"rank {rank} trains {', '.join(repr(self._specs[index].name) for index in more)}"
+            for rank, indices in zip(ranks, newcomers, strict=True)
+            if (more := [index for index in indices if index not in everywhere])
+        ]
+        raise PlanMismatchError(
+            "requires_grad was switched on for different parameters on different ranks: "
+            f"{'; '.join(lines)}, and not every rank does. Unfreeze the same parameters on every rank"
+        )
 
     def sparse_here(self, indices: Sequence[int]) -> list[int]:
         """Those of some parameters whose gradients are to be gathered, going by what they are on this rank."""

@@ -8,9 +8,9 @@ import torch
 
 from spark_hvd import gradients
 from spark_hvd.communicator import ReduceOp
-from spark_hvd.context import current
 from spark_hvd.execution import every, only
 from spark_hvd.gradients import Call
+from spark_hvd.join import join as stand_in
 from spark_hvd.named import (
     Reducing,
     require_tensor,
@@ -185,7 +185,8 @@ def join(device: int = -1, *, count_in_average: bool = False) -> int:
 
     Meanwhile the others' collectives go on without it: to Sum and Average it adds nothing, Min, Max and Product are
     those of the others, an allgather has no rows of it, a broadcast from another rank passes it by. Average divides by
-    the number of ranks that still contribute.
+    the number of ranks that still contribute. Each DistributedOptimizer of all ranks goes on without it in the same
+    way; what this rank has accumulated for a step that it does not make is dropped.
 
     Args:
         device: Accepted for Horovod's sake: this rank stands in on its current GPU.
@@ -197,8 +198,9 @@ def join(device: int = -1, *, count_in_average: bool = False) -> int:
     Raises:
         NotInitializedError: Before init().
         CollectiveError: A peer or the network failed.
+        AssertionError: Gradients of this rank are being reduced; call `step` or `synchronize` first.
     """
-    return current().lane.join(count_in_average).wait()
+    return stand_in(counts=count_in_average)
 
 
 def poll(handle: NamedHandle[object]) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from spark_hvd import mpi_backend
 from spark_hvd.buckets import MEGABYTE
@@ -88,7 +89,7 @@ class Recipe:
             self.grouped,
             group=group,
             device=device,
-            reduction=Reduction(*scales, self.compression, self.sparse_as_dense),
+            reduction=Reduction(*scales, self.compression, self.sparse_as_dense, average, size, dist.get_rank(group)),
             pipes=pipes,
             sparse_scale=1.0 / size if average else 1.0,
             passes=self.passes,
@@ -97,6 +98,8 @@ class Recipe:
             settings=self._settings(config),
             tracing=context.engine.tracing,
         )
+        if self.process_set is global_process_set:
+            context.stand_ins[next(context.ordinals["stand-in"])] = lane
         if config.autotune:
             on_gloo = mpi_backend.carrier(on_gpu=any(param.is_cuda for param in params)) == "gloo"
             by_threads = [context.new_group(set_id, threads) for threads in GLOO_THREADS] if on_gloo else []

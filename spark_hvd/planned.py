@@ -6,8 +6,10 @@ backward the lane waits for them ("eager"), so clipping and loss scaling need no
 backward left parameters without a gradient, waiting there could block one rank on another that has a second backward
 or a collective of its own to do first; the lane then waits in `synchronize` only ("late").
 
-The first step is for learning: nothing is launched before rank 0's order of readiness and the parameters with sparse
+The first step is for learning: nothing is launched before one rank's order of readiness and the parameters with sparse
 gradients are known to all ranks, in one exchange.
+
+A rank that has called join() stands in: it takes part in the same collectives, with nothing of its own.
 """
 
 from __future__ import annotations
@@ -15,27 +17,23 @@ from __future__ import annotations
 import enum
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from spark_hvd.activity import activity
-from spark_hvd.buckets import ParamSpec, describe_mismatch, fingerprint
-from spark_hvd.errors import CollectiveError, PlanMismatchError
-from spark_hvd.exchange import all_gather, exchange
+from spark_hvd.buckets import ParamSpec
 from spark_hvd.flat import FlatBucket, Reduction
+from spark_hvd.flight import Flight
 from spark_hvd.gradient_hooks import Progress, Unplanned, make_hook, remove_all
-from spark_hvd.gradient_plan import GradientPlan
-from spark_hvd.handles import is_out_of_memory
+from spark_hvd.gradient_plan import GradientPlan, require_same
 from spark_hvd.pipes import Pipes
 from spark_hvd.planned_trace import StepTrace
-from spark_hvd.sparse import reduce_sparse
-from spark_hvd.standing import refuse_fork
 from spark_hvd.torch_private import at_end_of_backward, changes
 from spark_hvd.tracing import Tracing
+from spark_hvd.turnout import Presence
 from spark_hvd.vitals import Underway
 
 if TYPE_CHECKING:
@@ -92,10 +90,6 @@ class PlannedLane:
     ) -> None:
         self._params: list[torch.nn.Parameter] = []
         self._specs: list[ParamSpec] = []
-        self._group = group
-        self._ranks = tuple(dist.get_process_group_ranks(group))
-        self._device = device
-        self._sparse_scale = sparse_scale
         self._passes = passes
         self._settings = settings
         self._trace = StepTrace(tracing)
@@ -107,12 +101,12 @@ class PlannedLane:
         self._watched: set[int] = set()
         self._plan = GradientPlan(self._params, self._specs, groups, reduction, pipes, cap_bytes, tail_bytes)
         self._buckets = self._plan.buckets
-        self._launched = 0
-        self._ended = 0
-        self._since: list[float] = []  # when each bucket of this step was launched
+        self._flight = Flight(self._buckets, reduction, sparse_scale, group, device, self._trace, self.reset)
         self._backwards = 0
         self._finished = False
         self._marks: list[tuple[int, torch.Tensor, int]] = []
+        self._joined: Presence | None = None
+        self._newcomers: list[int] | None = None  # of this step, once it is known
         weakref.finalize(self, remove_all, self._handles)
         self.extend(params, specs)
         activity.add_source(self)
@@ -125,7 +119,7 @@ class PlannedLane:
     @property
     def launched(self) -> int:
         """Buckets launched so far in this step."""
-        return self._launched
+        return self._flight.launched
 
     @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
@@ -135,7 +129,7 @@ class PlannedLane:
     @property
     def in_flight(self) -> bool:
         """Whether an all-reduce was launched that nobody has waited for."""
-        return any(bucket.in_flight for bucket in self._buckets)
+        return self._flight.in_flight
 
     @property
     def started(self) -> bool:
@@ -144,17 +138,13 @@ class PlannedLane:
 
     def underway(self, now: float) -> list[Underway]:
         """Buckets that were launched and have not been waited for; from any thread."""
-        return [
-            Underway(f"bucket {number} of the gradients", now - since, self._ranks)
-            for number, since in enumerate(self._since.copy())
-            if number >= self._ended
-        ]
+        return self._flight.underway(now)
 
     def extend(self, params: Sequence[torch.nn.Parameter], specs: Sequence[ParamSpec]) -> None:
         """Take in more parameters; collective, to be called between steps."""
         if self.started:
             raise ValueError("add_param_group between backward() and step(): call it after step() instead")
-        self._check_agreement(specs)
+        require_same(specs, self._settings, self._flight.exchange)
         first = len(self._params)
         self._params.extend(params)
         self._specs.extend(specs)
@@ -164,19 +154,6 @@ class PlannedLane:
         for index in range(first, len(self._params)):
             if self._params[index].requires_grad:
                 self._watch(index)
-
-    def _check_agreement(self, specs: Sequence[ParamSpec]) -> None:
-        with self._collective():
-            about = "the parameters of DistributedOptimizer"
-            prints = exchange(fingerprint(specs, self._settings), self._group, self._device, about)
-            if len(set(prints)) == 1:
-                return
-            facts = exchange([[spec.fields() for spec in specs], self._settings], self._group, self._device, about)
-        difference = describe_mismatch([fact[0] for fact in facts], [fact[1] for fact in facts])
-        raise PlanMismatchError(
-            f"DistributedOptimizer needs the same parameters on every rank, but {difference}. "
-            f"Build model and optimizer in the same way on every rank"
-        )
 
     def _watch(self, index: int) -> None:
         if index in self._watched:
@@ -202,12 +179,11 @@ class PlannedLane:
         progress.idle = True
         progress.left[:] = [self._passes] * len(progress.left)
         progress.order.clear()
-        for bucket in self._buckets:
-            bucket.rearm()
-        self._launched = self._backwards = self._ended = 0
-        self._since.clear()
+        self._flight.reset()
+        self._backwards = 0
         self._finished = False
         self._marks.clear()
+        self._newcomers = None
 
     def stepped(self) -> None:
         """The optimizer has made its step."""
@@ -215,7 +191,35 @@ class PlannedLane:
         self._trace.stepped()
         self.reset()
         if self.tuner is not None and self.phase is Phase.EAGER:
-            self.tuner.stepped()
+            if self._flight.turnout.joined:
+                self.tuner.pause()
+            else:
+                self.tuner.stepped()
+
+    def stand_in(self, *, counts: bool) -> bool:
+        """Take part in the next step of the other ranks, without gradients; those that lie in buckets here are dropped.
+
+        Args:
+            counts: Whether Average divides by this rank.
+
+        Returns:
+            Whether any rank has made a step; else all have joined.
+
+        Raises:
+            CollectiveError: A peer or the network failed.
+        """
+        self.reset()
+        self._joined = Presence.JOINED if counts else Presence.GONE
+        try:
+            for bucket in self._buckets:
+                bucket.drop()
+            self.synchronize()
+        finally:
+            self._joined = None
+            self.reset()
+        if self.tuner is not None:
+            self.tuner.pause()
+        return self._flight.turnout.anyone
 
     # ---- moments of a backward ------------------------------------------------------------------------------------
 
@@ -227,8 +231,9 @@ class PlannedLane:
 
     def advance(self) -> None:
         """Launch what is complete, in plan order."""
-        while self._launched < len(self._buckets) and self._buckets[self._launched].pending == 0:
-            self._launch_next()
+        flight, buckets = self._flight, self._buckets
+        while flight.launched < len(buckets) and buckets[flight.launched].pending == 0:
+            flight.launch_next(self._presence())
 
     def overrun(self, index: int) -> None:
         """A parameter has a gradient once more than expected."""
@@ -290,14 +295,15 @@ class PlannedLane:
     def _settle(self, *, last_chance: bool) -> None:
         """Tell all ranks what was seen here; plan if every rank has seen all there is to see, or no more will come."""
         trained = [index for index in self._plan.unplanned if index in self._watched]
-        order = self._progress.order
-        facts = self._exchange(
+        seen = self._progress.order
+        facts = self._flight.gather_facts(
             {
-                "order": order,
-                "complete": len(order) == len(trained),
+                "order": seen + [index for index in reversed(trained) if index not in set(seen)],
+                "complete": len(seen) == len(trained),
                 "sparse": self._plan.sparse_here(trained),
                 "any": any(self._params[index].grad is not None for index in trained),
-            }
+            },
+            self._joined or Presence.HERE,
         )
         complete = all(fact["complete"] for fact in facts)
         if not complete and not last_chance:
@@ -307,11 +313,10 @@ class PlannedLane:
         else:
             if complete:
                 self.phase = Phase.EAGER
-            seen = facts[0]["order"]
-            self._place(seen + [index for index in reversed(trained) if index not in set(seen)], facts)
+            self._place(facts[0]["order"], facts)
 
     def _place(self, order: Sequence[int], facts: Sequence[dict[str, Any]]) -> None:
-        self._use(self._plan.place(order, [index for fact in facts for index in fact["sparse"]], self._exchange))
+        self._use(self._plan.place(order, [index for fact in facts for index in fact["sparse"]], self._flight.exchange))
 
     def _use(self, buckets: Sequence[FlatBucket]) -> None:
         for bucket in buckets:
@@ -327,8 +332,8 @@ class PlannedLane:
             group: the process group to use; `in_memory` needs the one that the lane was made with besides.
             in_memory: whether to reduce in shared memory, if the lane was made for that.
         """
-        self._group = group
-        self._use(self._plan.pack_again(cap_bytes, tail_bytes, self._exchange, in_memory=in_memory))
+        self._flight.group = group
+        self._use(self._plan.pack_again(cap_bytes, tail_bytes, self._flight.exchange, in_memory=in_memory))
         self.reset()
 
     def _finish(self) -> None:
@@ -342,62 +347,33 @@ class PlannedLane:
         self._finished = True
         self._marks.clear()
 
+    def _presence(self) -> Presence:
+        """How this rank takes part in this step."""
+        if self._joined is not None:
+            return self._joined
+        if self._newcomers is None:
+            self._newcomers = self._plan.newcomers()
+        return Presence.HERE_WITH_NEWCOMERS if self._newcomers else Presence.HERE
+
     def _finish_waiting(self) -> None:
-        self._launch_rest()
-        # Parameters added or unfrozen since the last plan: no hook has told of them, but their gradients are complete.
-        newcomers = [index for index in self._plan.unplanned if self._params[index].requires_grad]
-        if newcomers:
-            facts = self._exchange({"sparse": self._plan.sparse_here(newcomers), "newcomers": newcomers})
-            if any(fact["newcomers"] != newcomers for fact in facts):
-                raise PlanMismatchError("requires_grad was switched on for different parameters on different ranks")
-            self._place(newcomers[::-1], facts)
-            for index in newcomers:
-                self._watch(index)
-            self._launch_rest()
-        if self._plan.sparse:
-            with activity.waiting("sparse gradients"):
-                reduce_sparse([self._params[i] for i in self._plan.sparse], self._sparse_scale, self._all_gather)
-        with self._collective():
-            for bucket in self._buckets:
-                bucket.advance()
-        for bucket in self._buckets:
-            with self._collective():
-                bucket.wait()
-            self._ended += 1
-            bucket.complete()
+        flight, presence = self._flight, self._presence()
+        flight.must_look = self.tuner is not None
+        flight.launch_rest(presence)
+        flight.land(0, [self._params[index] for index in self._plan.sparse], presence)
+        if flight.turnout.newcomers:
+            self._take_in_newcomers(presence)
 
-    def _launch_rest(self) -> None:
-        while self._launched < len(self._buckets):
-            self._launch_next()
-
-    def _launch_next(self) -> None:
-        bucket = self._buckets[self._launched]
-        started_ns = time.monotonic_ns()
-        bucket.fill()
-        self._since.append(activity.enter("bucket", str(self._launched), "of the gradients"))
-        with self._collective():
-            bucket.launch(self._group)
-            self._trace.launched(self._launched, bucket, started_ns)
-            all(earlier.poll() for earlier in self._buckets[: self._launched])  # in order, up to the first not ready
-        self._launched += 1
-
-    def _exchange(self, fact: Any) -> list[Any]:
-        with self._collective():
-            return exchange(fact, self._group, self._device, "facts about the gradients")
-
-    def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        with self._collective():
-            return all_gather(mine, self._group)
-
-    @contextmanager
-    def _collective(self) -> Iterator[None]:
-        refuse_fork()
-        try:
-            yield
-        except RuntimeError as error:
-            for bucket in self._buckets:
-                bucket.abandon()
-            self.reset()
-            if is_out_of_memory(error):
-                raise
-            raise CollectiveError(f"reducing gradients failed because a peer or the network did: {error}") from error
+    def _take_in_newcomers(self, presence: Presence) -> None:
+        """Place what was added or unfrozen since the last plan: no hook told of it, but its gradients are complete."""
+        newcomers = self._newcomers or []
+        facts = self._flight.gather_facts(
+            {"newcomers": newcomers, "sparse": self._plan.sparse_here(newcomers)}, presence
+        )
+        indices = [fact["newcomers"] for fact in facts]
+        self._plan.require_same_newcomers(indices, [fact["rank"] for fact in facts])
+        buckets, sparse = len(self._buckets), len(self._plan.sparse)
+        self._place(indices[0][::-1], facts)
+        for index in newcomers:
+            self._watch(index)
+        self._flight.launch_rest(presence)
+        self._flight.land(buckets, [self._params[index] for index in self._plan.sparse[sparse:]], presence)

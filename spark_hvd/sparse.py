@@ -6,30 +6,47 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from spark_hvd.turnout import Presence, Turnout
+
 AllGather = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
-def reduce_sparse(params: Sequence[torch.nn.Parameter], scale: float, all_gather: AllGather) -> None:
+def reduce_sparse(
+    params: Sequence[torch.nn.Parameter],
+    presence: Presence,
+    scale_for: Callable[[Turnout], float],
+    all_gather: AllGather,
+) -> Turnout:
     """Replace each parameter's sparse gradient by the sum over ranks times `scale`; collective.
 
-    A rank without a gradient contributes none; a parameter that no rank has a gradient for keeps None. The result is
-    coalesced, so all ranks hold the same bits.
+    A rank without a gradient, or that has joined, contributes none; a parameter that no rank has a gradient for keeps
+    None. The result is coalesced, so all ranks hold the same bits.
 
     Args:
         params: parameters with sparse gradients (one sparse dimension, as nn.Embedding(sparse=True) makes), the same
             on every rank.
-        scale: 1 / world size for Average, 1 for Sum.
+        presence: my own; where I have joined, my gradients stay as they are.
+        scale_for: 1 / number of ranks for Average, 1 for Sum.
         all_gather: gives tensors of one shape of all ranks, in rank order.
+
+    Returns:
+        All ranks' presence.
     """
     device = params[0].device
-    parts = [None if param.grad is None else _coalesced(param.grad) for param in params]
+    joined = presence >= Presence.JOINED
+    parts = [None if param.grad is None or joined else _coalesced(param.grad) for param in params]
     # -1 tells "no gradient here" from "a gradient of no rows".
-    mine = torch.tensor([-1 if part is None else part.indices().shape[1] for part in parts], device=device)
-    table = torch.stack(all_gather(mine)).tolist()
+    counts = [-1 if part is None else part.indices().shape[1] for part in parts]
+    table = torch.stack(all_gather(torch.tensor([*counts, presence], device=device))).tolist()
+    turnout = Turnout.of([row[-1] for row in table])
+    scale = scale_for(turnout)
     for place, (param, part) in enumerate(zip(params, parts, strict=True)):
         rows = [row[place] for row in table]
         if max(rows) >= 0:
-            param.grad = _gather(param, part, rows, scale, all_gather)
+            reduced = _gather(param, part, rows, scale, all_gather)
+            if not joined:
+                param.grad = reduced
+    return turnout
 
 
 def _coalesced(grad: torch.Tensor) -> torch.Tensor:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,23 @@ _NO_GENERATION = (
     "this elastic rank is in no world at the moment, so there is nobody to talk to: collectives belong inside the "
     "function that is decorated with hvd.elastic.run."
 )
+
+
+class StandIn(Protocol):
+    """Collectives of all ranks that are not negotiated."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether some of this rank's own are under way."""
+        ...
+
+    def stand_in(self, *, counts: bool) -> bool:
+        """Take part in the next step of the other ranks; returns whether any rank has made one.
+
+        Args:
+            counts: Whether Average divides by this rank.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +78,8 @@ class Context:
     """See :mod:`spark_hvd.ordinals`."""
     wires: Wires | None = None
     """Of an elastic world."""
+    stand_ins: weakref.WeakValueDictionary[int, StandIn] = field(default_factory=weakref.WeakValueDictionary)
+    """What this rank stands in for while it has joined, besides the named lane; under numbers that all ranks share."""
 
     def making(self) -> contextlib.AbstractContextManager[None]:
         """To make process groups and lanes in, so that :func:`abort` ends that too."""

@@ -103,6 +103,10 @@ class StepTuner:
                 fixed=fixed,
             )
 
+    def pause(self) -> None:
+        """A rank has joined: what a step takes now tells little, and not all ranks make it. The sample begins anew."""
+        self._steps = 0
+
     def stepped(self) -> None:
         """A step has ended; after every so many, rank 0 tells all what to use next."""
         if self._steps == 0:

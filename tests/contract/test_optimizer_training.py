@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.contract import optimizer_cases, optimizer_odd_cases, shared_memory_cases
+from tests.contract import join_cases, optimizer_cases, optimizer_odd_cases, shared_memory_cases
 from tests.contract.optimizer_ranks import Ranks
 
 Case = Callable[[int, int], None]
@@ -43,7 +43,7 @@ def three() -> Iterator[Ranks]:
 
 @pytest.mark.parametrize(
     "case",
-    cases_of(optimizer_cases) + cases_of(optimizer_odd_cases) + cases_of(shared_memory_cases),
+    cases_of(optimizer_cases) + cases_of(optimizer_odd_cases) + cases_of(shared_memory_cases) + cases_of(join_cases),
     ids=lambda case: case.__name__,
 )
 def test_two_ranks(two: Ranks, case: Case) -> None:
@@ -65,6 +65,7 @@ def test_two_ranks(two: Ranks, case: Case) -> None:
         shared_memory_cases.copies_of_abandoned_sums,
         shared_memory_cases.ways_by_size,
         shared_memory_cases.shares_of_small_buckets,
+        *cases_of(join_cases),
     ],
     ids=lambda case: case.__name__,
 )

@@ -1,0 +1,182 @@
+"""One step's way through the buckets of a planned lane: launched in plan order, summed, waited for, made gradients."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spark_hvd.activity import activity
+from spark_hvd.errors import CollectiveError
+from spark_hvd.exchange import all_gather, exchange
+from spark_hvd.flat import FlatBucket, Reduction
+from spark_hvd.handles import is_out_of_memory
+from spark_hvd.planned_trace import StepTrace
+from spark_hvd.sparse import reduce_sparse
+from spark_hvd.standing import refuse_fork
+from spark_hvd.turnout import EVERYONE, Presence, Turnout, correction_on_device
+from spark_hvd.vitals import Underway
+
+
+class Flight:
+    """See the module's description.
+
+    Args:
+        buckets: The plan's; their number may grow.
+        reduction: How gradients are scaled and compressed.
+        sparse_scale: Factor for sparse gradients, after the sum.
+        group: The process group.
+        device: A device that `group` can exchange small facts on.
+        trace: Of the step.
+        failed: A method to call when a collective has failed.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[FlatBucket],
+        reduction: Reduction,
+        sparse_scale: float,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        trace: StepTrace,
+        failed: Callable[[], None],
+    ) -> None:
+        self._buckets = buckets
+        self._reduction = reduction
+        self._sparse_scale = sparse_scale
+        self._device = device
+        self._trace = trace
+        self._failed = weakref.WeakMethod(failed)
+        self.group = group
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.launched = 0
+        """Buckets launched so far in this step."""
+        self.must_look = False
+        """Whether the turnout must be known to the host, whatever that takes."""
+        self.turnout = EVERYONE
+        """Who has taken part, as far as the host knows."""
+        self._correction: float | torch.Tensor = 1.0
+        self._ended = 0
+        self._since: list[float] = []  # when each bucket of this step was launched
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether an all-reduce was launched that nobody has waited for."""
+        return any(bucket.in_flight for bucket in self._buckets)
+
+    def underway(self, now: float) -> list[Underway]:
+        """Buckets that were launched and have not been waited for; from any thread."""
+        return [
+            Underway(f"bucket {number} of the gradients", now - since, self.ranks)
+            for number, since in enumerate(self._since.copy())
+            if number >= self._ended
+        ]
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        for bucket in self._buckets:
+            bucket.rearm()
+        self.launched = self._ended = 0
+        self._since.clear()
+
+    def launch_next(self, presence: Presence) -> None:
+        """Fill the next bucket and start its all-reduce."""
+        bucket = self._buckets[self.launched]
+        started_ns = time.monotonic_ns()
+        bucket.fill(presence)
+        self._since.append(activity.enter("bucket", str(self.launched), "of the gradients"))
+        with self._collective():
+            bucket.launch(self.group)
+            self._trace.launched(self.launched, bucket, started_ns)
+            all(earlier.poll() for earlier in self._buckets[: self.launched])  # in order, up to the first not ready
+        self.launched += 1
+
+    def launch_rest(self, presence: Presence) -> None:
+        """Launch all buckets that are not launched yet."""
+        while self.launched < len(self._buckets):
+            self.launch_next(presence)
+
+    def land(self, first: int, sparse: Sequence[torch.nn.Parameter], presence: Presence) -> None:
+        """Wait for launched buckets, reduce sparse gradients, and make all of them the gradients.
+
+        Args:
+            first: The first bucket to wait for.
+            sparse: Parameters with sparse gradients.
+            presence: Mine.
+        """
+        if first == 0:
+            self.turnout, self._correction = EVERYONE, 1.0
+        if sparse:
+            with activity.waiting("sparse gradients"):
+                self._take(reduce_sparse(sparse, presence, self._sparse_scale_for, self._all_gather))
+        with self._collective():
+            for bucket in self._buckets[first:]:
+                bucket.advance()
+        for number in range(first, len(self._buckets)):
+            bucket = self._buckets[number]
+            with self._collective():
+                bucket.wait()
+            self._ended += 1
+            bucket.receive()
+            if number == 0 and not sparse:
+                self._look_round(bucket, presence)
+            bucket.complete(self._correction)
+
+    def _look_round(self, first: FlatBucket, presence: Presence) -> None:
+        """See who has taken part."""
+        # The host would have to wait for a device. With one it looks only where it knows that there is news.
+        if not first.on_gpu or self.must_look or presence is not Presence.HERE:
+            self._take(Turnout.read(first.notes))
+        elif self._reduction.average:
+            self._correction = correction_on_device(first.notes, self._reduction.size)
+
+    def _take(self, turnout: Turnout) -> None:
+        self.turnout = turnout
+        self._correction = self._correction_for(turnout)
+
+    def _correction_for(self, turnout: Turnout) -> float:
+        return turnout.correction(self._reduction.size) if self._reduction.average else 1.0
+
+    def _sparse_scale_for(self, turnout: Turnout) -> float:
+        return self._sparse_scale * self._correction_for(turnout)
+
+    # ---- facts ----------------------------------------------------------------------------------------------------
+
+    def exchange(self, fact: Any) -> list[Any]:
+        """Give every rank the facts of all ranks, in rank order."""
+        with self._collective():
+            return exchange(fact, self.group, self._device, "facts about the gradients")
+
+    def gather_facts(self, fact: dict[str, Any], presence: Presence) -> list[dict[str, Any]]:
+        """Those of the ranks that make this step, each with its `rank`."""
+        rows = self.exchange([presence, fact])
+        self.turnout = Turnout.of([presence for presence, _ in rows])
+        return [
+            fact | {"rank": rank}
+            for rank, (presence, fact) in zip(self.ranks, rows, strict=True)
+            if presence < Presence.JOINED
+        ]
+
+    def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        with self._collective():
+            return all_gather(mine, self.group)
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        refuse_fork()
+        try:
+            yield
+        except RuntimeError as error:
+            for bucket in self._buckets:
+                bucket.abandon()
+            failed = self._failed()
+            if failed is not None:
+                failed()
+            if is_out_of_memory(error):
+                raise
+            raise CollectiveError(f"reducing gradients failed because a peer or the network did: {error}") from error

@@ -1,0 +1,95 @@
+"""Who takes part in a step of the planned lane: all ranks learn it from what they exchange in that step anyway.
+
+Behind the gradients of the first bucket stand a few elements that are summed with them: how many ranks make the step,
+and, zero nearly always, whether one of them trains parameters that have no place yet, whether a rank stands in that
+has called join(), and how many of those Average does not divide by. Sums of ones, as a bucket may travel in bf16, in
+which 256 + 1 is 256; so each 256 ranks count in an element of their own.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_EXACT = 256
+_SLOTS = 3
+
+
+class Presence(enum.IntEnum):
+    """How one rank takes part."""
+
+    HERE = 0
+    HERE_WITH_NEWCOMERS = 1
+    """It trains parameters that have no place yet."""
+    JOINED = 2
+    """It has called join(), and Average divides by it."""
+    GONE = 3
+    """It has called join(), and Average does not divide by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turnout:
+    """All ranks' presence.
+
+    Attributes:
+        anyone: Whether any rank makes the step.
+        newcomers: Whether one of them trains parameters that have no place yet.
+        joined: Whether any rank stands in.
+        gone: How many ranks Average does not divide by.
+    """
+
+    anyone: bool = True
+    newcomers: bool = False
+    joined: bool = False
+    gone: int = 0
+
+    @classmethod
+    def of(cls, presences: Sequence[int]) -> Turnout:
+        """From what each rank has told."""
+        return cls(
+            any(presence < Presence.JOINED for presence in presences),
+            Presence.HERE_WITH_NEWCOMERS in presences,
+            any(presence >= Presence.JOINED for presence in presences),
+            presences.count(Presence.GONE),
+        )
+
+    @classmethod
+    def read(cls, notes: torch.Tensor) -> Turnout:
+        """From the sum of all ranks' notes."""
+        here, newcomers, joined, *gone = notes.tolist()
+        return cls(here > 0.5, newcomers > 0.5, joined > 0.5, sum(map(round, gone)))
+
+    def correction(self, size: int) -> float:
+        """What the sum of the gradients over `size` is multiplied by, so that it becomes Average."""
+        return size / (size - self.gone) if self.gone < size else 1.0
+
+
+EVERYONE = Turnout()
+"""The turnout of nearly every step."""
+
+
+def notes_numel(size: int) -> int:
+    """Elements of the notes among so many ranks."""
+    return _SLOTS + -(-size // _EXACT)
+
+
+def write(notes: torch.Tensor, presence: Presence, rank: int) -> None:
+    """Write the notes of one rank."""
+    notes.zero_()
+    if presence < Presence.JOINED:
+        notes[0] = 1
+    if presence is Presence.HERE_WITH_NEWCOMERS:
+        notes[1] = 1
+    if presence >= Presence.JOINED:
+        notes[2] = 1
+    if presence is Presence.GONE:
+        notes[_SLOTS + rank // _EXACT] = 1
+
+
+def correction_on_device(notes: torch.Tensor, size: int) -> torch.Tensor:
+    """As :meth:`Turnout.correction`, without the host having to wait for the device."""
+    gone = notes[_SLOTS:].float().round().sum()
+    return torch.where(gone < size, size / (size - gone).clamp(min=1), 1.0)

@@ -1,0 +1,237 @@
+"""Uneven numbers of steps: ranks that have joined stand in for themselves, the others train as without them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import spark_hvd.torch as hvd
+from spark_hvd.optimizer import DistributedOptimizer
+from tests.contract.optimizer_cases import assert_matches, assert_same_bits, batch, lane_of, loss_of, net, sgd
+
+
+class Training:
+    """A model on all ranks, and one in one process that has all ranks' batches."""
+
+    def __init__(self, passes: int = 1, **options: Any) -> None:
+        self.model, self.oracle = net(), net()
+        self.passes = passes
+        self.optimizer = DistributedOptimizer(sgd(self.model.parameters()), backward_passes_per_step=passes, **options)
+        self.plain = sgd(self.oracle.parameters())
+
+    def uneven(self, shares: Sequence[int], rank: int, *, tolerance: float = 1e-6, **how: Any) -> None:
+        """Make my share of steps, join, go on from where the last rank is, and compare."""
+        divisor, total = how.get("divisor"), how.get("total", False)
+        for step in range(shares[rank]):
+            self.optimizer.zero_grad()
+            for number in range(self.passes):
+                loss_of(self.model, batch(rank, step * self.passes + number)).backward()
+            self.optimizer.step()
+        for step in range(max(shares)):
+            here = [other for other, share in enumerate(shares) if share > step]
+            self.plain.zero_grad()
+            for other in here:
+                for number in range(self.passes):
+                    loss = loss_of(self.oracle, batch(other, step * self.passes + number))
+                    (loss if total else loss / (divisor or len(here))).backward()
+            self.plain.step()
+        last = hvd.join(count_in_average=divisor is not None)
+        assert shares[last] == max(shares)
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=last)
+        hvd.broadcast_optimizer_state(self.optimizer, root_rank=last)
+        assert_matches(self.model, self.oracle, tolerance)
+
+
+def steps_are_uneven(rank: int, size: int) -> None:
+    """Whoever joins first, on whatever way gradients are reduced; several rounds on the same optimizer."""
+    ways: list[dict[str, Any]] = [{}, {"shared_memory": False}, {"bucket_cap_mb": 200 / 2**20}, {"groups": 2}]
+    for options in ways:
+        training = Training(**options)
+        for shift in range(size):
+            training.uneven([1 + 2 * ((other + shift) % size) for other in range(size)], rank)
+
+
+def some_have_no_data_at_all(rank: int, size: int) -> None:
+    """The plan is made without them, also without rank 0, whose order of readiness it would have."""
+    for idle in range(size):
+        training = Training()
+        training.uneven([0 if other == idle else 2 for other in range(size)], rank)
+        assert len(lane_of(training.optimizer).buckets) > 0
+        training.uneven([2] * size, rank)
+    assert hvd.join() in range(size)
+
+
+def random_shares(rank: int, size: int) -> None:
+    """Nobody knows in what order ranks end."""
+    training, shares = Training(), random.Random(7)
+    for _ in range(12):
+        training.uneven([shares.randrange(5) for _ in range(size)], rank, tolerance=1e-5)
+
+
+def several_passes(rank: int, size: int) -> None:
+    """What a rank has accumulated for a step that it does not make is dropped."""
+    training = Training(passes=3)
+    for _ in range(2):
+        training.uneven([1 + 2 * other for other in range(size)], rank)
+        loss_of(training.model, batch(rank, 0)).backward()  # one of three
+        hvd.join()
+        training.model.zero_grad()
+
+
+def ways_to_count(rank: int, size: int) -> None:
+    """Sum gets nothing from the joined; Average divides by them if they say so, before the sum or after."""
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"op": hvd.Sum}, {"total": True}),
+        ({}, {"divisor": size}),
+        ({"gradient_predivide_factor": 3.0}, {}),
+        ({"compression": hvd.Compression.fp16}, {"tolerance": 1e-2}),
+        ({"compression": hvd.Compression.bf16}, {"tolerance": 5e-2}),
+    ]
+    for options, how in cases:
+        Training(**options).uneven(list(range(1, size + 1)), rank, **how)
+
+
+def two_optimizers(rank: int, size: int) -> None:
+    """In an order of the others' own, and one that nobody uses."""
+    models, oracles = [net(), net(), net()], [net(), net(), net()]
+    optimizers = [DistributedOptimizer(sgd(model.parameters())) for model in models]
+    plains = [sgd(oracle.parameters()) for oracle in oracles]
+    for step in range(2 * rank):
+        for number in (step % 2, (step + 1) % 2):
+            optimizers[number].zero_grad()
+            loss_of(models[number], batch(rank, step)).backward()
+            optimizers[number].step()
+    for step in range(2 * (size - 1)):
+        here = [other for other in range(size) if 2 * other > step]
+        for oracle, plain in zip(oracles[:2], plains, strict=False):
+            plain.zero_grad()
+            for other in here:
+                (loss_of(oracle, batch(other, step)) / len(here)).backward()
+            plain.step()
+    assert hvd.join() == size - 1
+    for model, oracle in zip(models, oracles, strict=True):
+        hvd.broadcast_parameters(model.state_dict(), root_rank=size - 1)
+        assert_matches(model, oracle)
+
+
+def unused_parameters(rank: int, size: int) -> None:
+    """Steps that end in step() and not with backward; the joined rank has seen less of the model than the others."""
+    for first in (0, 2):
+        model = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+        oracle = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+        hvd.broadcast_parameters(model.state_dict())
+        oracle.load_state_dict(model.state_dict())
+        optimizer, plain = DistributedOptimizer(sgd(model.parameters())), sgd(oracle.parameters())
+        shares = [first + 2 * other for other in range(size)]
+        for step in range(shares[rank]):
+            optimizer.zero_grad()
+            model[(step + rank) % 2](batch(rank, step)).square().mean().backward()
+            optimizer.step()
+        for step in range(max(shares)):
+            plain.zero_grad()
+            here = [other for other in range(size) if shares[other] > step]
+            for other in here:
+                (oracle[(step + other) % 2](batch(other, step)).square().mean() / len(here)).backward()
+            plain.step()
+        assert hvd.join() == size - 1
+        hvd.broadcast_parameters(model.state_dict(), root_rank=size - 1)
+        assert_matches(model, oracle)
+
+
+def sparse_gradients(rank: int, size: int) -> None:
+    """Gathered, alone or beside dense ones, and written out into buckets."""
+    for dense, as_dense in ((True, False), (False, False), (True, True)):
+        torch.manual_seed(1)
+        model, oracle = words(dense), words(dense)
+        oracle.load_state_dict(model.state_dict())
+        optimizer = DistributedOptimizer(sgd(model.parameters()), sparse_as_dense=as_dense)
+        plain = sgd(oracle.parameters())
+        for step in range(3 * rank):
+            optimizer.zero_grad()
+            model(tokens(rank, step)).square().sum().backward()
+            optimizer.step()
+        for step in range(3 * (size - 1)):
+            plain.zero_grad()
+            here = [other for other in range(size) if 3 * other > step]
+            for other in here:
+                (oracle(tokens(other, step)).square().sum() / len(here)).backward()
+            plain.step()
+        assert hvd.join() == size - 1
+        hvd.broadcast_parameters(model.state_dict(), root_rank=size - 1)
+        assert_matches(model, oracle)
+
+
+def words(dense: bool) -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(7, 3, sparse=True), *([nn.Linear(3, 2)] if dense else []))
+
+
+def tokens(rank: int, step: int) -> torch.Tensor:
+    return (torch.arange(4) * (rank + 2) + step) % 7
+
+
+def layers_unfrozen_by_those_who_go_on(rank: int, size: int) -> None:
+    """A joined rank has not seen it."""
+    model, oracle = net(), net()
+    for frozen in (model[0], oracle[0]):
+        frozen.requires_grad_(False)
+    optimizer, plain = DistributedOptimizer(sgd(model.parameters())), sgd(oracle.parameters())
+    for step in range(2 + 2 * rank):
+        model[0].requires_grad_(step >= 2)
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+    for step in range(2 * size):
+        oracle[0].requires_grad_(step >= 2)
+        plain.zero_grad()
+        here = [other for other in range(size) if 2 + 2 * other > step]
+        for other in here:
+            (loss_of(oracle, batch(other, step)) / len(here)).backward()
+        plain.step()
+    assert hvd.join() == size - 1
+    hvd.broadcast_parameters(model.state_dict(), root_rank=size - 1)
+    assert_matches(model, oracle)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=size - 1)
+    model[0].requires_grad_(True)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+    assert_same_bits(model)
+
+
+def named_collectives_between_steps(rank: int, size: int) -> None:
+    """Losses are averaged over those who have one."""
+    model = net()
+    optimizer = DistributedOptimizer(sgd(model.parameters()))
+    for step in range(1 + 2 * rank):
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+        here = [other for other in range(size) if 1 + 2 * other > step]
+        averaged = hvd.allreduce(torch.tensor([float(rank)]), name="loss")
+        torch.testing.assert_close(averaged, torch.tensor([sum(here) / len(here)]))
+    assert hvd.join() == size - 1
+
+
+def an_optimizer_that_one_rank_has_dropped(rank: int, size: int) -> None:
+    """Nobody waits for its steps, whether it went before the others joined or while they had."""
+    training = Training()
+    for late in (False, True):
+        dropped: Any = DistributedOptimizer(sgd(net().parameters()))
+        if rank == 0 and not late:
+            dropped = None
+        if late:
+            for step in range(2 * rank):
+                training.optimizer.zero_grad()
+                loss_of(training.model, batch(rank, step)).backward()
+                training.optimizer.step()
+            if rank == size - 1:
+                dropped = None
+        assert hvd.join() in range(size)
+        assert dropped is not None or rank in (0, size - 1)
+    hvd.broadcast_parameters(training.model.state_dict())
+    assert_same_bits(training.model)
