@@ -41,7 +41,22 @@ class Config:
             if value is not None and not value >= least:
                 raise ValueError(f"{name}={value!r}: expected {least} or more.")
 
+    def kept_text(self, wanted: Config) -> str | None:
+        """What to say if values are wanted that a world which was joined already cannot take; else None."""
+        kept = {name: getattr(wanted, name) for name in _VARIABLES if getattr(self, name) != getattr(wanted, name)}
+        if not kept:
+            return None
+        asked = ", ".join(f"{name}={value!r}" for name, value in kept.items())
+        variables = " ".join(f"{_VARIABLES[name]}={value:d}" for name, value in kept.items())
+        return (
+            f"hvd.init({asked}): this world was joined already, and keeps what it was joined with; only process sets "
+            f"and worlds that come later have the new value. To have it here, start the ranks with {variables} in "
+            f"their environment, or call hvd.shutdown() and hvd.init({asked}) on every rank."
+        )
 
+
+_VARIABLES = {"cache_capacity": "HOROVOD_CACHE_CAPACITY", "shared_memory": "SPARK_HVD_SHARED_MEMORY"}
+"""Of the values that are read on joining."""
 _LEAST = {
     "fusion_threshold": 0,
     "cache_capacity": 0,

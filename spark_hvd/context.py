@@ -6,6 +6,7 @@ can be asked who it is, but there is nobody to talk to.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -78,7 +79,7 @@ __all__ = [
 DEFAULT_TIMEOUT = 1800.0
 """Seconds until a collective gives up on its peers, as in torch.distributed."""
 
-
+_log = logging.getLogger("spark_hvd")
 _adoptions = 0
 _started_by_mpi = False
 
@@ -121,9 +122,7 @@ def init(
         if standing.context is None:
             _join_as_launched(comm, config)
         elif settings:
-            if settings.get("stall_timeout", 0.0) is None:
-                settings["stall_timeout"] = standing.context.groups.timeout
-            standing.context.engine.tune(replace(standing.context.engine.config, **settings))
+            _tune(standing.context, settings)
         if comm is not None:
             _join_part(comm, config)
         if _started_by_mpi:
@@ -134,6 +133,17 @@ def init(
         register_all(process_sets)
     if starts_timeline and comm is None and config.timeline is not None:
         start_timeline(config.timeline, config.timeline_mark_cycles)
+
+
+def _tune(here: Context, settings: dict[str, Any]) -> None:
+    """init() in a world that was joined already."""
+    if settings.get("stall_timeout", 0.0) is None:
+        settings["stall_timeout"] = here.groups.timeout
+    wanted = replace(here.engine.config, **settings)
+    kept = here.engine.config.kept_text(wanted)
+    if kept is not None and here.world.me.rank == 0:  # whose values count for all
+        _log.warning(kept)
+    here.engine.tune(wanted)
 
 
 def _prepare(comm: object, process_sets: object, settings: dict[str, Any]) -> None:

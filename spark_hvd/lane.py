@@ -21,9 +21,10 @@ from spark_hvd.execution import Execution, Work
 from spark_hvd.fusion import Batch, plan_batches
 from spark_hvd.members import Members
 from spark_hvd.named_handle import NamedHandle
-from spark_hvd.request import AUTO, Entry, Request, op_of
+from spark_hvd.request import Entry, Request, op_of
 from spark_hvd.runs import Runs
 from spark_hvd.tracing import Tracing
+from spark_hvd.unnamed import Unnamed
 from spark_hvd.vitals import Underway
 
 T = TypeVar("T")
@@ -94,12 +95,10 @@ class Lane:
         self.tracing = tracing
         self._lock = threading.Lock()
         self._handles: dict[str, NamedHandle[Any]] = {}
-        self._counters: dict[str, int] = {}
-        self._epoch = ""
+        self._unnamed = Unnamed()
         self._known: dict[str, _Known] = {}
         self._ids = 0
         self._fresh: list[tuple[str, Request]] = []
-        self._joins = 0
         self._joining: NamedHandle[int] | None = None
         self._broken: str | None = None
         self.doomed = False
@@ -137,8 +136,7 @@ class Lane:
         with self._lock:
             self._require_whole()
             if name is None:
-                number = self._counters[request.kind] = self._counters.get(request.kind, 0) + 1
-                name = f"{request.kind}{AUTO}{number}{self._epoch}"
+                name = self._unnamed.name(request.kind, self._handles)
             known = self._known.get(name)
             known_as = known.bit if known is not None and known.request == request else 0
             handle = NamedHandle(self, name, request, work, result)
@@ -406,10 +404,7 @@ class Lane:
     def _joined(self, last: int) -> None:
         with self._lock:
             joining, self._joining = self._joining, None
-            # Ranks have come to different numbers by now, and all of them read this between the same two decisions.
-            self._counters.clear()
-            self._joins += 1
-            self._epoch = f".{self._joins}"
+            self._unnamed.joined()  # all ranks read this between the same two decisions
         if joining is not None:
             joining.work.received = [last]
             joining.complete()

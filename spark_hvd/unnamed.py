@@ -1,0 +1,61 @@
+"""Names for calls without one, made by their order: the third allreduce of a rank meets the third of every other.
+
+The calls of several threads have no order that is the same on all ranks. So ranks may combine what does not belong
+together, and nobody notices if the shapes agree; this is told once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from spark_hvd.named_handle import NamedHandle
+from spark_hvd.request import AUTO
+
+_log = logging.getLogger("spark_hvd")
+_told = False
+
+
+class Unnamed:
+    """Of one process set."""
+
+    def __init__(self) -> None:
+        self._counters: dict[str, int] = {}
+        self._last: dict[str, tuple[int, str]] = {}
+        self._joins = 0
+
+    def name(self, kind: str, under_way: Mapping[str, NamedHandle[Any]]) -> str:
+        """The next name of a kind.
+
+        Args:
+            kind: Of collective.
+            under_way: The handles of this rank, by name, those that have just ended perhaps among them.
+        """
+        number = self._counters[kind] = self._counters.get(kind, 0) + 1
+        name = f"{kind}{AUTO}{number}" + (f".{self._joins}" if self._joins else "")
+        thread = threading.get_ident()
+        before, last = self._last.get(kind, (thread, ""))
+        self._last[kind] = thread, name
+        # One thread after the other is in order, as with those of autograd.
+        if before != thread and not _told and (other := under_way.get(last)) is not None and not other.done:
+            _tell(kind)
+        return name
+
+    def joined(self) -> None:
+        """All ranks have joined. They have come to different numbers by now, and begin anew."""
+        self._counters.clear()
+        self._joins += 1
+
+
+def _tell(kind: str) -> None:
+    global _told
+    _told = True
+    _log.warning(
+        "%s was called without a name in thread %r, while one of another thread is under way. Such calls are matched "
+        "by their order, which is not the same on all ranks when there are several threads: ranks may combine what "
+        "does not belong together. Give each of these calls a name=, the same on every rank.",
+        kind,
+        threading.current_thread().name,
+    )
