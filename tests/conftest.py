@@ -141,6 +141,13 @@ def wait_until(condition: Callable[[], Any], timeout: float = 20.0) -> Any:
     return value
 
 
+def listening() -> list[str]:
+    """The addresses at which this process listens."""
+    process: Any = psutil.Process()
+    connections = getattr(process, "net_connections", None) or process.connections  # the name before psutil 6
+    return [each.laddr.ip for each in connections("tcp") if each.status == psutil.CONN_LISTEN]
+
+
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
     """Fails if a test leaves a rank, a file descriptor, a thread of ours or a temporary file behind."""
@@ -151,11 +158,8 @@ def no_leaks() -> Iterator[None]:
         threads = {t.name for t in threading.enumerate() if t.name.startswith("spark_hvd")}
         return threads | {path.name for path in Path(tempfile.gettempdir()).glob("spark_hvd-*")}
 
-    def listening() -> int:
-        return sum(c.status == psutil.CONN_LISTEN for c in psutil.Process().net_connections("tcp"))
-
-    before, listening_before = ours(), listening()
+    before, listening_before = ours(), len(listening())
     yield
     wait_until(lambda: not ranks_alive())
     wait_until(lambda: ours() <= before)
-    assert listening() <= listening_before
+    assert len(listening()) <= listening_before

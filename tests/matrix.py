@@ -157,6 +157,7 @@ def run(row: Row, smoke_only: bool) -> list[str]:
     """
     started = time.monotonic()
     log = FOLDER / f"{row.name}.log"
+    log.unlink(missing_ok=True)
     try:
         build(row, EXTRAS if smoke_only else f"dev,{EXTRAS}")
     except subprocess.CalledProcessError as error:
@@ -218,7 +219,9 @@ def main() -> int:
     print(table(cells, options.smoke))
     bad = [line[0] for line in cells if any("failed" in cell or "not installed" in cell for cell in line)]
     for name in bad:
-        print(f"the row {name} of the matrix FAILED: {FOLDER / name}.log", file=sys.stderr)
+        log = FOLDER / f"{name}.log"
+        print(f"\n{log}:", *log.read_text().splitlines()[-80:] if log.exists() else (), sep="\n")
+        print(f"row {name} of the matrix FAILED")
     return 1 if bad else 0
 
 

@@ -196,17 +196,18 @@ if "fail" in sys.argv:
 """
 
 
-def command(folder: Path, *arguments: str) -> tuple[int, str, str]:
+def command(folder: Path, *arguments: str) -> tuple[int, list[str], str]:
     words = [sys.executable, "-m", "spark_hvd.runner.cli", *arguments]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
-    return done.returncode, done.stdout, done.stderr
+    said = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # which torch 2.8 prints at each start
+    return done.returncode, sorted(said), done.stderr
 
 
 def test_command_line(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "helper.py").write_text("NAME = 'beside'")
     code, out, err = command(tmp_path, "run", "-np", "2", "train.py")
-    assert (code, sorted(out.splitlines())) == (0, ["[0] beside 2.0", "[1] beside 2.0"]), err
+    assert (code, out) == (0, ["[0] beside 2.0", "[1] beside 2.0"]), err
     code, _, err = command(tmp_path, "run", "-np", "2", "train.py", "fail")
     assert code == 1
     assert "KeyError: 'distance'" in err
@@ -222,7 +223,7 @@ def test_command_line_on_spark(tmp_path: Path) -> None:
     conf = [word for setting in loopback for word in ("--conf", setting)]
     files = ["--py-files", str(tmp_path / "lib" / "helper.py")]
     code, out, err = command(tmp_path, "run", "-np", "2", "--master", "local[2]", *files, *conf, "train.py")
-    assert (code, sorted(out.splitlines())) == (0, ["[0] shipped 2.0", "[1] shipped 2.0"]), err
+    assert (code, out) == (0, ["[0] shipped 2.0", "[1] shipped 2.0"]), err
 
 
 def test_connect() -> None:
