@@ -9,12 +9,11 @@ from __future__ import annotations
 import csv
 import io
 import os
-import shutil
-import tempfile
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spark_hvd.estimators.history import History, Row
+from spark_hvd.scratch import Scratch
 
 if TYPE_CHECKING:
     import torch
@@ -137,15 +136,15 @@ class TensorBoard(Callback):
 
     def __init__(self) -> None:
         self._writer: Any = None
-        self._folder = ""
+        self._folder: Scratch | None = None
 
     def on_train_begin(self, state: TrainState) -> None:
         """See base class."""
         if state.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._folder = tempfile.mkdtemp(prefix="spark_hvd-tensorboard-")
-            self._writer = SummaryWriter(self._folder)
+            self._folder = Scratch("tensorboard")
+            self._writer = SummaryWriter(self._folder.path)
 
     def on_epoch_end(self, state: TrainState) -> None:
         """See base class."""
@@ -159,15 +158,16 @@ class TensorBoard(Callback):
 
     def on_train_end(self, state: TrainState) -> None:
         """See base class."""
-        if self._writer is not None:
+        if self._writer is not None and self._folder is not None:
             self._writer.close()
             self._copy(state)
-            shutil.rmtree(self._folder)
-            self._writer = None
+            self._folder.close()
+            self._writer = self._folder = None
 
     def _copy(self, state: TrainState) -> None:
-        for name in os.listdir(self._folder):
-            with open(os.path.join(self._folder, name), "rb") as file:
+        assert self._folder is not None
+        for name in os.listdir(self._folder.path):
+            with open(os.path.join(self._folder.path, name), "rb") as file:
                 state.store.write_bytes(f"{state.store.logs_path(state.run_id)}/{name}", file.read())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping
@@ -38,6 +37,7 @@ from spark_hvd.runner.errors import ExecutorLostError, RankFailedError
 from spark_hvd.runner.payload import renamed
 from spark_hvd.runner.spark import active_session, is_local
 from spark_hvd.runner.spark_names import job_group, job_named
+from spark_hvd.scratch import Scratch
 from spark_hvd.store import Store
 from spark_hvd.store_errors import StoreError
 
@@ -388,11 +388,11 @@ def _as_in(tensor: torch.Tensor, column: Column) -> Column:
     return Column(column.name, dtype, tuple(tensor.shape[1:]), column.spark_type, column.encoding)
 
 
-_temporary: list[tempfile.TemporaryDirectory[str]] = []
+_temporary: list[Scratch] = []
 
 
 def _temporary_store() -> Store:
     """One folder for all fits of this process that name no store; it goes with the process."""
     if not _temporary:
-        _temporary.append(tempfile.TemporaryDirectory(prefix="spark_hvd-store-"))
-    return Store.create(_temporary[0].name)
+        _temporary.append(Scratch("fits"))
+    return Store.create(_temporary[0].path)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from typing import Any
 
 import spark_hvd.torch as hvd
+from spark_hvd.scratch import Scratch
 from spark_hvd.store import Store
 from spark_hvd.store_errors import explaining
 from spark_hvd.store_paths import local_below
@@ -28,7 +28,8 @@ class RunFiles:
     def __init__(self, store: Store, run_id: str, resumed: bool) -> None:
         self._store, self._logs = store, store.logs_path(run_id)
         self._copied: dict[str, tuple[int, int]] = {}
-        root = tempfile.mkdtemp(prefix="spark_hvd-lightning-") if hvd.rank() == 0 else ""
+        self._folder = Scratch("lightning") if hvd.rank() == 0 else None
+        root = "" if self._folder is None else self._folder.path
         self.root: str = hvd.broadcast_object(root, root_rank=0, name="spark_hvd.lightning.root")
         if resumed and hvd.rank() == 0:
             try:
@@ -77,8 +78,8 @@ class RunFiles:
 
     def close(self) -> None:
         """Delete the folder."""
-        if hvd.rank() == 0:
-            shutil.rmtree(self.root, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.close()
 
     def _fetch(self) -> None:
         """Take up the files of the epochs done: a ModelCheckpoint deletes those that are no longer among the best."""

@@ -32,6 +32,7 @@ import psutil
 
 from spark_hvd.runner.private_sockets import BACKLOG, SocketFolder, is_ours
 from spark_hvd.runner.wire import recv_exactly
+from spark_hvd.scratch import sweep, temporary_directory
 
 REQUEST_LENGTH = struct.Struct("!I")
 _PR_SET_PDEATHSIG = 1
@@ -42,6 +43,7 @@ _WATCH_SECONDS = 1.0
 class _Rank:
     status_fd: int
     connection: socket.socket
+    temporary: str  # where it has its temporary files
 
 
 @dataclass(slots=True)
@@ -117,7 +119,7 @@ class _Server:
             os.setpgid(pid, pid)
         for fd in rank_fds:
             os.close(fd)
-        self.ranks[pid] = _Rank(status_fd, connection)
+        self.ranks[pid] = _Rank(status_fd, connection, temporary_directory(request["env"]))
         _report(status_fd, {"pid": pid})
 
     def _drop(self, connection: socket.socket) -> None:
@@ -142,6 +144,7 @@ class _Server:
             rank = self.ranks.pop(ended.si_pid)
             _report(rank.status_fd, {"exitcode": os.waitstatus_to_exitcode(status)})
             os.close(rank.status_fd)
+            sweep(rank.temporary)  # a rank that was killed has not done that itself
 
 
 def _listens(given: socket.socket) -> bool:

@@ -6,7 +6,6 @@ import builtins
 import contextlib
 import os
 import posixpath
-import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import IO, Any, BinaryIO, cast
 
 import fsspec
 
+from spark_hvd.scratch import Scratch
 from spark_hvd.store_errors import StoreError, explaining, staged
 from spark_hvd.store_paths import (
     OBJECT_STORES,
@@ -236,7 +236,7 @@ class Store:
                 yield file
         else:
             with explaining("write", path):
-                scratch = tempfile.TemporaryDirectory(prefix="spark_hvd-", ignore_cleanup_errors=True)
+                scratch = Scratch("store")
             with scratch as directory:
                 local = os.path.join(directory, "file")
                 with staged(local, f"{path}, staged in {directory}", lambda: self._upload(local, path)) as file:

@@ -1,0 +1,129 @@
+"""Temporary folders of killed processes go, those of living ones stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import spark_hvd.torch as hvd
+from spark_hvd import run_local, scratch
+from spark_hvd.estimators.lightning_files import RunFiles
+from spark_hvd.runner.errors import RankFailedError
+from spark_hvd.scratch import Scratch, sweep
+from spark_hvd.store import Store
+from tests.conftest import wait_until
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The temporary directory of this process and those that it starts, empty."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return folder
+
+
+OWNER = """
+import os, sys
+from spark_hvd.scratch import Scratch
+from spark_hvd.store import Store
+scratch = Scratch("test")
+open(os.path.join(scratch.path, "file"), "w").close()
+with Store.create("memory://x").writing("memory://x/y") as file:  # staged, as for every store that is remote
+    if os.fork() == 0:  # a daemon, which lives longer
+        os.setsid()
+        print(os.getpid(), flush=True)
+        sys.stdin.read()
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.fixture
+def owner(temporary: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process with two folders, and a child that it forked."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as it:
+        assert it.stdout is not None
+        child = int(it.stdout.readline())
+        yield it
+        os.kill(child, signal.SIGKILL)
+        it.kill()
+
+
+def test_the_next_start_removes_what_a_killed_process_left(temporary: Path, owner: subprocess.Popen[str]) -> None:
+    left = set(temporary.iterdir())
+    assert len(left) == 2
+    (temporary / "spark_hvd-of somebody else").mkdir()
+    (temporary / f"{scratch.PREFIX}link").symlink_to(temporary / "spark_hvd-of somebody else")
+    others = set(temporary.iterdir()) - left
+    with Scratch("mine") as path:
+        assert set(temporary.iterdir()) == left | others | {Path(path)}
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    scratch._swept.clear()  # as in a new process
+    with Scratch("mine") as path:
+        assert set(temporary.iterdir()) == others | {Path(path)}
+        Scratch("more").close()
+    assert set(temporary.iterdir()) == others
+
+
+def test_new_folders_are_safe_from_those_who_sweep(temporary: Path) -> None:
+    ended = threading.Event()
+
+    def go_on() -> None:
+        while not ended.is_set():
+            sweep(str(temporary))
+
+    threads = [threading.Thread(target=go_on) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(300):
+            with Scratch("a") as path:
+                Path(path, "file").write_text("x")
+                assert Path(path, "file").read_text() == "x"
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_forked_process_that_ends_takes_no_folder_along(temporary: Path) -> None:
+    folder = Scratch("a")
+    if (child := os.fork()) == 0:
+        folder.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.path.isdir(folder.path)
+    folder.close()
+    assert not os.path.exists(folder.path)
+
+
+def die(store: Store, path: str) -> None:
+    hvd.init()
+    files = RunFiles(store, "r", resumed=False)
+    Path(files.root, "model.ckpt").write_text("x")
+    if hvd.rank() == 0:
+        Path(path).write_text(files.root)
+        os.kill(os.getpid(), signal.SIGKILL)
+    hvd.barrier()
+
+
+def test_the_folder_of_a_killed_rank_goes_at_once(temporary: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="SIGKILL"):
+        run_local(die, (Store.create(tmp_path / "store"), str(tmp_path / "path")), num_proc=2)
+    folder = Path((tmp_path / "path").read_text())
+    assert folder.parent == temporary
+    wait_until(lambda: not folder.exists())
