@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -51,6 +52,9 @@ SMOKE = ["tests/smoke.py", "tests/unit/test_private_names.py", "tests/spark/test
 SUITES = ("tests/unit", "tests/contract")
 LEFT_OUT = ("test_docs_site", "test_wheel")
 """Modules of tests that have nothing to do with the versions of a row, and need tools in the versions of ours."""
+
+
+_installing = threading.Lock()  # setuptools writes the metadata of an editable install beside pyproject.toml
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,8 @@ def build(row: Row, extras: str) -> None:
     subprocess.run([interpreter(row.python), "-m", "venv", str(row.folder)], check=True)
     if TORCH in row.pins and row.python == HERE:
         _link_torch(row)
-    subprocess.run([row.executable, "-m", "pip", "install", "-qq", *wanted], cwd=ROOT, check=True)
+    with _installing:
+        subprocess.run([row.executable, "-m", "pip", "install", "-qq", *wanted], cwd=ROOT, check=True)
     done.write_text(mark)
 
 
