@@ -21,6 +21,7 @@ from spark_hvd.errors import CollectiveError
 from spark_hvd.fusion import Batch, flatten, flatten_into, unflatten_into
 from spark_hvd.handles import Together
 from spark_hvd.members import Members
+from spark_hvd.pages import prefer_huge
 from spark_hvd.request import Entry, Request, dtype_of, op_of
 from spark_hvd.staging import Staging
 
@@ -291,7 +292,7 @@ def _by_dtype(parts: Sequence[Work]) -> list[tuple[list[torch.Tensor], list[torc
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
+    return prefer_huge(torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False))
 
 
 def _moved(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
