@@ -13,9 +13,11 @@ import threading
 
 import torch
 
-from spark_hvd.errors import CollectiveError
+from spark_hvd.errors import CollectiveError, MismatchError
 from spark_hvd.named_handle import NamedHandle
 from spark_hvd.objects import allgather_object
+from spark_hvd.process_sets import ProcessSet, lane_of
+from spark_hvd.rank_words import ranks_text
 from spark_hvd.standing import StandIn, current
 
 Ends = queue.SimpleQueue[tuple[int, BaseException | None]]
@@ -61,6 +63,24 @@ def join(*, counts: bool) -> int:
     while not ended >= wanted:
         _hear(ends, ended, handle)
     return last
+
+
+def require_everyone(what: str, process_set: ProcessSet) -> None:
+    """Go on only if no rank has joined; collective.
+
+    Args:
+        what: What is to be done, under a name that is not used for something else meanwhile.
+        process_set: Whose ranks do it.
+
+    Raises:
+        MismatchError: A rank has joined.
+    """
+    here = set(allgather_object(current().world.me.rank, name=f"spark_hvd.{what}", process_set=process_set))
+    away = [rank for rank in lane_of(process_set).ranks if rank not in here]
+    if away:
+        raise MismatchError(
+            f"{what} cannot run: {ranks_text(away)} called join(), and it needs every rank; call it before or after."
+        )
 
 
 def _hear(ends: Ends, ended: set[int], handle: NamedHandle[int]) -> None:

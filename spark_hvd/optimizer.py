@@ -17,6 +17,7 @@ from spark_hvd.context import in_world
 from spark_hvd.elastic_run import Bound, goes_along
 from spark_hvd.errors import MismatchError, NotInitializedError
 from spark_hvd.flat import Compressor
+from spark_hvd.join import require_everyone
 from spark_hvd.objects import allgather_object
 from spark_hvd.optimizer_arguments import check_passes, chosen_groups, group_indices, names_of, spec_of
 from spark_hvd.optimizer_recipe import Recipe
@@ -104,7 +105,10 @@ class ReducedOptimizer(torch.optim.Optimizer):
 
         Raises:
             PlanMismatchError: ranks add different parameters.
+            MismatchError: a rank has called join().
         """
+        if self._lane is not None:
+            require_everyone("add_param_group", self._recipe.process_set)
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         added = self.param_groups[number]["params"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -235,3 +237,46 @@ def an_optimizer_that_one_rank_has_dropped(rank: int, size: int) -> None:
         assert dropped is not None or rank in (0, size - 1)
     hvd.broadcast_parameters(training.model.state_dict())
     assert_same_bits(training.model)
+
+
+def what_needs_every_rank(rank: int, size: int) -> None:
+    """A joined rank cannot take in parameters."""
+    training = Training()
+    training.uneven([1] * size, rank)
+    if rank > 0:
+        with pytest.raises(hvd.MismatchError, match=r"add_param_group cannot run: rank 0 called join\(\)"):
+            training.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        assert len(training.optimizer.param_groups) == 1
+    hvd.join()
+    training.uneven([2 + other for other in range(size)], rank)
+
+
+def join_after_a_backward_that_failed(rank: int, size: int) -> None:
+    """Buckets may be under way then, with gradients in them."""
+    training = Training(bucket_cap_mb=200 / 2**20)
+    training.uneven([1] * size, rank)
+    rows = batch(rank, 0)
+
+    def fail(_: torch.Tensor) -> None:
+        assert lane_of(training.optimizer).in_flight
+        raise KeyError("out of data")
+
+    hidden = training.model[0](rows)
+    hidden.register_hook(fail)
+    with pytest.raises(KeyError):
+        training.model[1:](hidden).sum().backward()
+    with pytest.raises(AssertionError, match=r"join\(\) was called while gradients are being reduced"):
+        hvd.join()
+    training.optimizer.step()
+    hvd.join()
+
+
+def a_rank_dies_while_others_have_joined(rank: int, size: int) -> None:
+    """They are told, and who it was."""
+    training = Training()
+    training.uneven([1] * size, rank)
+    if rank == size - 1:
+        loss_of(training.model, batch(rank, 1)).backward()
+        os._exit(3)
+    with pytest.raises(hvd.CollectiveError, match=f"rank {size - 1} "):
+        hvd.join()

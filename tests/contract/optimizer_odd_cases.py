@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 
 import pytest
 import torch
@@ -216,6 +217,33 @@ def plan_mismatch(rank: int, size: int) -> None:
         DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
     with pytest.raises(PlanMismatchError, match="op is 'AVERAGE' on rank 0"):
         DistributedOptimizer(sgd(net().parameters()), op=ReduceOp.AVERAGE if rank == 0 else ReduceOp.SUM)
+    average(rank, size)
+
+
+def unfrozen_differently(rank: int, size: int) -> None:
+    """The error names the parameters on every rank, also where one rank has nothing new and would wait for nobody."""
+    for choice in ([["left"], []], [[], ["left", "right"]], [["left"], ["right"]]):
+        model = Branches()
+        model.left.requires_grad_(False)
+        model.right.requires_grad_(False)
+        optimizer = DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+        for step in range(2):
+            names = choice[min(rank, 1)] if step else []
+            for name in names:
+                getattr(model, name).requires_grad_(True)
+            optimizer.zero_grad()
+            loss = (model(batch(rank, step)) + model.never(batch(rank, step))).square().mean()
+            if not step:
+                loss.backward()
+                optimizer.step()
+                continue
+            words = [
+                rf"rank {first} trains .*'{name}\.weight', '{name}\.bias'" for first in (0, 1) for name in choice[first]
+            ]
+            with pytest.raises(PlanMismatchError, match="Unfreeze the same parameters") as caught:
+                loss.backward()
+            for word in words:
+                assert re.search(word, str(caught.value)), (word, str(caught.value))
     average(rank, size)
 
 

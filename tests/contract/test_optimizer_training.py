@@ -12,7 +12,7 @@ from tests.contract import join_cases, optimizer_cases, optimizer_odd_cases, sha
 from tests.contract.optimizer_ranks import Ranks
 
 Case = Callable[[int, int], None]
-ALONE = optimizer_odd_cases.peer_dies  # ends its ranks
+ALONE = (optimizer_odd_cases.peer_dies, join_cases.a_rank_dies_while_others_have_joined)  # they end their ranks
 
 
 def cases_of(module: ModuleType) -> list[Case]:
@@ -23,7 +23,7 @@ def cases_of(module: ModuleType) -> list[Case]:
         if inspect.isfunction(value)
         and value.__module__ == module.__name__
         and list(inspect.signature(value).parameters) == ["rank", "size"]
-        and value is not ALONE
+        and value not in ALONE
     ]
 
 
@@ -73,10 +73,11 @@ def test_three_ranks(three: Ranks, case: Case) -> None:
     three.run(case)
 
 
-def test_a_rank_that_dies_is_an_error_on_the_others() -> None:
+@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.__name__)
+def test_a_rank_that_dies_is_an_error_on_the_others(case: Case) -> None:
     ranks = Ranks(2)
     try:
         with pytest.raises(AssertionError, match="rank 1\nthe process is gone"):
-            ranks.run(ALONE)
+            ranks.run(case)
     finally:
         ranks.close()
