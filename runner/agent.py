@@ -170,6 +170,9 @@ class Agent:
                     self._worker.probe = Probe(self._worker.process)
             case "end":
                 self._ended = True
+                if message.get("report"):
+                    for number, packed in self._values:
+                        self._link.send_large("value", packed.data, worker=number, place=packed.rank)
                 if message["again"]:
                     self._given_up = "the driver goes on without this task, which Spark is to start elsewhere"
             case kind:

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
 _ASK_SPARK_EVERY = 0.5
+_CANCEL_GRACE = 0.5
+"""Seconds that tasks get to end by themselves where their values are here already."""
 _STOP_GRACE = 10.0
 """Seconds that agents get to end after a run that went wrong, so that their ranks' errors come back."""
 
@@ -192,12 +194,13 @@ def run_elastic(
             barrier=False,
         )
         verdict = attend(job, hub, config.common, monitor, _watch_spark(job, hub))
-        if job.error is not None and (verdict is None or verdict.end is End.DONE):
+        if job.error is not None and (verdict is None or verdict.end is End.DONE) and not hub.handed_over:
             raise translate_elastic(job.error) from job.error
         assert verdict is not None
         reports = [pickle.loads(packed.data) for packed in from_rows(job.rows)]
-        handed_over = [each for each in reports if isinstance(each, Report)]
-        return monitor.result(elastic_results(verdict, handed_over, monitor.hang, partial(job.where, 0)))
+        known = [each for each in reports if isinstance(each, Report)]
+        known.append(Report(values=tuple(hub.values.items())))
+        return monitor.result(elastic_results(verdict, known, monitor.hang, partial(job.where, 0)))
 
 
 def attend(
@@ -228,16 +231,11 @@ def attend(
             _check(hub)
             watch()
             if deadline is not None and time.monotonic() > deadline:
-                _end(job, hub)
-                raise RunTimeoutError(
-                    with_hang(
-                        f"the elastic run had not ended after timeout={config.timeout:g} s, with {hub.resets} failures "
-                        "survived; all ranks were stopped. Give a larger timeout= if this is how long it takes",
-                        monitor.hang,
-                    ),
-                    (),
-                    monitor.hang,
+                text = (
+                    f"the elastic run had not ended after timeout={config.timeout:g} s, with {hub.resets} failures "
+                    "survived; all ranks were stopped. Give a larger timeout= if this is how long it takes"
                 )
+                raise RunTimeoutError(with_hang(text, monitor.hang), (), monitor.hang)
         verdict = hub.verdict
         if verdict is not None and verdict.end is not End.DONE:
             _end(job, hub)
@@ -245,6 +243,19 @@ def attend(
             job.wait(0.02)
             _tell(hub, monitor)
             _check(hub)
+            if hub.handed_over:
+                hub.wait_gone(_CANCEL_GRACE)
+                job.cancel()
+                job.wait(_CANCEL_GRACE)
+                break
+            if deadline is not None and time.monotonic() > deadline:
+                raise RunTimeoutError(
+                    f"fn had returned on all ranks, but Spark had not handed over their values after "
+                    f"timeout={config.timeout:g} s: a task may hang on a host that does not answer. Save what matters "
+                    "inside fn, or give a larger timeout=",
+                    (),
+                    monitor.hang,
+                )
         _check(hub)  # the agents may have been stopped before anybody looked
     except BaseException:
         _end(job, hub)

@@ -24,6 +24,7 @@ from spark_hvd.runner.membership_events import (
     Committed,
     Decision,
     Dismiss,
+    End,
     EndAgent,
     Ended,
     Entered,
@@ -43,6 +44,7 @@ from spark_hvd.runner.membership_events import (
     Verdict,
     Yielded,
 )
+from spark_hvd.runner.outcome import Packed
 from spark_hvd.runner.probe import Examination
 from spark_hvd.runner.silence import SILENT_AFTER, Silences
 from spark_hvd.vitals import Vitals
@@ -70,6 +72,7 @@ class ElasticState:
         "finished": {"worker": int, "generation": int},
         "leaving": {"why": str},
         "ended": {"worker": int, "loss": str | None, "error": str, "raised": bool},
+        "value": {"worker": int, "place": int, "part": int, "parts": int},
         "gone": {"why": str},
     }
     FAREWELL: ClassVar[Message] = {"type": "end", "again": False}
@@ -83,6 +86,10 @@ class ElasticState:
         self._silences = Silences()
         self._present: set[int] = set()  # agents that have not said goodbye
         self._given_up: set[int] = set()
+        self._tasks: dict[int, int] = {}  # of each agent
+        self._parts: dict[int, list[bytes]] = {}
+        self.values: dict[int, Packed] = {}
+        """What workers have returned, where agents were asked to hand it over."""
 
     def handle(self, message: Message, now: float) -> list[Send]:
         """See base class."""
@@ -91,12 +98,16 @@ class ElasticState:
         if kind == "hello":
             self._silences.heard(agent, now)
             self._present.add(agent)
+            self._tasks[agent] = message["task"]
             return self._act(self.membership.handle(AgentUp(agent, message["host"], message["task"]), now))
         if kind == "gone":
             self._present.discard(agent)
             self._silences.forget(agent)
             if self.membership.verdict is None:
                 return self._act(self.membership.handle(AgentLost(agent, message["why"]), now))
+            return []
+        if kind == "value":
+            self._keep(message)
             return []
         if agent not in self.membership.roster.agents:
             # Was it given up, and comes back? What it has been part of goes on without it.
@@ -152,6 +163,24 @@ class ElasticState:
         """See base class."""
         return not self._present
 
+    @property
+    def handed_over(self) -> bool:
+        """Whether all values of a run that has ended well are here, so that Spark's job need not be waited for."""
+        verdict = self.membership.verdict
+        return verdict is not None and verdict.end is End.DONE and self.values.keys() >= set(verdict.ranks)
+
+    @property
+    def _job_will_hang(self) -> bool:
+        """Whether a task has nobody whom we could end: Spark may wait for its host for minutes."""
+        present = {self._tasks[agent] for agent in self._present}
+        return any(self._tasks[agent] not in present for agent in self._given_up)
+
+    def _keep(self, message: Message) -> None:
+        worker, parts = message["worker"], self._parts.setdefault(message["worker"], [])
+        parts.append(message["payload"])
+        if len(parts) == message["parts"]:
+            self.values[worker] = Packed(message["place"], True, b"".join(self._parts.pop(worker)))
+
     def _act(self, decisions: Iterable[Decision]) -> list[Send]:
         sends = []
         for decision in decisions:
@@ -161,6 +190,8 @@ class ElasticState:
                 case StartWorker(agent, _, place) | Assign(agent, _, _, place):
                     self.labels[agent] = place.rank
                     sends.append(Send(agent, _message(decision)))
+                case EndAgent(agent) if self._job_will_hang:
+                    sends.append(Send(agent, {**_message(decision), "report": True}))
                 case _:
                     sends.append(Send(decision.agent, _message(decision)))
         return sends
@@ -263,6 +294,18 @@ class ElasticHub(HubServer):
     def resets(self) -> int:
         """Generations that have failed."""
         return self._state.membership.patience.resets
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether all values of the run are here, without Spark's job."""
+        with self._lock:
+            return self._state.handed_over
+
+    @property
+    def values(self) -> dict[int, Packed]:
+        """What agents have handed over, by worker."""
+        with self._lock:
+            return dict(self._state.values)
 
     def take_notes(self) -> list[str]:
         """What is to be logged, once."""

@@ -23,6 +23,7 @@ from spark_hvd.runner.errors import HubError
 from spark_hvd.runner.hub_state import HubState, Kinds, Message, Send
 from spark_hvd.runner.link import MAX_MESSAGE, HubAddress, zmq_url
 from spark_hvd.runner.messages import ASIDE, decode, decode_vitals
+from spark_hvd.runner.newcomers import Newcomers
 from spark_hvd.runner.probe import Examination
 from spark_hvd.vitals import Vitals
 
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 _TICK_MS = 50
 _MOST_A_TURN = 1000
 """Messages taken before the clock and the driver's questions get their turn: ranks may print without pause."""
+_CONNECTIONS_EACH = 2
+"""Of a rank's task: one for its signs of life besides."""
 _HANDSHAKE_MS = 5000
 """How long a newcomer has to prove who it is; ZeroMQ's own patience is 30 s."""
 _PATIENCE = 5.0
@@ -141,6 +144,7 @@ class HubServer:
         self._observes = True
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._newcomers = Newcomers(self._socket, _CONNECTIONS_EACH * state.most_ranks)
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
         self._auth = ThreadAuthenticator(self._context)
@@ -197,6 +201,7 @@ class HubServer:
         self._questions.append(question)
 
     def _release_sockets(self) -> None:
+        self._newcomers.close()
         self._socket.close()
         self._auth.stop()
         self._context.term()
@@ -210,6 +215,7 @@ class HubServer:
     def _turn_until_closed(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._newcomers.events, zmq.POLLIN)
         while not self._closing.is_set():
             self._guarded(lambda: self._turn(poller))
         self._guarded(self._drain)
@@ -232,6 +238,7 @@ class HubServer:
 
     def _turn(self, poller: zmq.Poller) -> None:
         if poller.poll(_TICK_MS):
+            self._newcomers.look()
             self._drain()
         decisions: list[Send] = []
         with self._lock:
@@ -245,19 +252,21 @@ class HubServer:
     def _drain(self) -> None:
         for _ in range(_MOST_A_TURN):
             try:
-                identity, *bodies = self._socket.recv_multipart(zmq.NOBLOCK)
+                received = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            self._newcomers.heard(int(received[0].get(zmq.SRCFD)))
+            identity, *frames = [frame.bytes for frame in received]
             try:
-                message = decode(b"".join(bodies), self._state.KINDS, self._state.senders)
+                message = decode(b"".join(frames[:1]), self._state.KINDS, self._state.senders)
             except ValueError as error:
                 self._refuse(error)
             else:
-                self._take(identity, message)
+                self._take(identity, message | {"payload": b"".join(frames[1:])})
 
     def _take(self, identity: bytes, message: Message) -> None:
         if message["type"] == "alive":  # comes on a connection of its own, see Heartbeat
-            self._socket.send_multipart([identity, json.dumps(message).encode()])
+            self._socket.send_multipart([identity, b'{"type": "alive"}'])
         if message["type"] in ASIDE:
             with self._lock:
                 self._state.hear(message["rank"], time.monotonic())

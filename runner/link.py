@@ -32,6 +32,9 @@ class HubAddress:
 MAX_MESSAGE = 4 << 20
 """Bytes that a hub takes as one message. Whoever connects may announce any size, and libzmq allocates it at once."""
 _MAX_TEXT = 64 << 10
+_PART = 1 << 20
+_PATIENCE = 5.0
+"""Seconds without an answer of the hub after which it is handed nothing more."""
 
 
 def zmq_url(host: str, port: int) -> str:
@@ -116,6 +119,16 @@ class Link:
         except zmq.Again:
             return False
         return True
+
+    def send_large(self, type_: str, payload: bytes, **fields: Any) -> None:
+        """Send what may be larger than one message, in parts; it waits for the hub while that answers."""
+        parts = range(0, max(len(payload), 1), _PART)
+        for number, start in enumerate(parts):
+            body = self._encoded(type_, {**fields, "part": number, "parts": len(parts)})
+            while self.hub_silence() < _PATIENCE:
+                with contextlib.suppress(zmq.Again):
+                    self.socket.send_multipart([body, payload[start : start + _PART]])
+                    break
 
     def _encoded(self, type_: str, fields: dict[str, Any]) -> bytes:
         message = {"type": type_, "rank": self.rank, **fields}

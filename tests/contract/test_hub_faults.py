@@ -6,10 +6,13 @@ import contextlib
 import io
 import json
 import random
+import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -23,6 +26,7 @@ from spark_hvd.runner.hub_state import HubState
 from spark_hvd.runner.link import Link
 from spark_hvd.runner.membership_events import Limits
 from tests.conftest import wait_until
+from tests.strangers import GREETING
 
 Launcher = Callable[..., list[Any]]
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -239,3 +243,85 @@ def test_a_flood_of_output_does_not_starve_the_driver(hub: HubServer) -> None:
         ending.set()
         for thread in threads:
             thread.join()
+
+
+RUN_UNDER_ATTACK = """
+import resource, subprocess, sys, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+from spark_hvd.runner.hub import HubServer
+from spark_hvd.runner import run_local
+begin = HubServer.__init__
+def init(self, *args, **kwargs):
+    begin(self, *args, **kwargs)
+    print("port", self.address.port, flush=True)
+    sys.stdin.readline()  # the attack has begun
+HubServer.__init__ = init
+def fn():
+    import torch, spark_hvd.torch as hvd
+    for step in range(40):
+        value = float(hvd.allreduce(torch.ones(1), op=hvd.Sum))
+        time.sleep(0.1)
+    return value
+started = time.process_time()
+result = run_local(fn, num_proc=2, timeout=60, verbose=0)
+with open("/dev/null"):
+    print(list(result), f"{time.process_time() - started:.1f} s of CPU", flush=True)
+"""
+
+
+def test_a_run_under_attack_ends_right() -> None:
+    """Descriptors of the driver are few; strangers hold more connections than that, and say all sorts of things."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", RUN_UNDER_ATTACK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert driver.stdin is not None
+    assert driver.stdout is not None
+    _, port = driver.stdout.readline().split()
+    strangers = subprocess.Popen([sys.executable, str(Path(__file__).parents[1] / "strangers.py"), port, "60"])
+    try:
+        time.sleep(2.0)
+        driver.stdin.write("\n")
+        driver.stdin.flush()
+        values = driver.stdout.readline()
+        assert driver.wait(60) == 0
+    finally:
+        driver.kill()
+        strangers.kill()
+        driver.wait()
+        strangers.wait()
+    assert values.startswith("[2.0, 2.0]"), values
+    print(values)
+
+
+@pytest.mark.parametrize("size", [5 << 20, 1 << 40])
+def test_a_size_that_no_message_has_is_refused_at_once(hub: HubServer, size: int) -> None:
+    with socket.create_connection(("127.0.0.1", hub.address.port), timeout=10) as stranger:
+        stranger.sendall(GREETING + b"\x06" + size.to_bytes(8, "big") + bytes(100))
+        data = b"?"
+        while data:
+            with contextlib.suppress(ConnectionResetError):
+                data = b""
+                data = stranger.recv(4096)  # its greeting, then the end
+    assert hub.failure is None
+
+
+def test_who_proves_nothing_is_cut_off(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub._newcomers, "_most", 4)
+    strangers = [socket.create_connection(("127.0.0.1", hub.address.port), timeout=10) for _ in range(20)]
+    with connected(hub) as link:
+        link.send("alive")
+        wait_until(link.receive)
+        for stranger in strangers[:16]:  # the oldest
+            while stranger.recv(4096):
+                pass
+        link.send("alive")
+        assert link.wait(10), "one who has proved it is not"
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_errors_as_long_as_they_like_fit_into_a_message(hub: HubServer) -> None:
+    with connected(hub) as link:
+        link.send("alive", why="x" * (5 << 20))
+        wait_until(link.receive)
+    assert hub.failure is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,3 +73,32 @@ def test_a_host_that_is_cut_off_is_gone_on_without_and_taken_in_again(cluster: C
     assert results[0].weights == results[1].weights
     assert results[0].worlds[0][1] == 2
     assert 1 in {size for _, size in results[0].worlds}
+
+
+def test_a_run_ends_with_its_last_rank_also_while_a_host_is_cut_off(cluster: Cluster, tmp_path: Path) -> None:
+    log, until = tmp_path / "log", tmp_path / "until"
+    job = Job(pause=0.05, log=str(log), until=str(until))
+    returned = []
+
+    def fn() -> tuple[Result, bytes, float]:
+        return train(job), bytes(5 << 20), time.time()  # more than one message of the hub's
+
+    def body() -> None:
+        values = run_elastic(fn, num_proc=2, min_num_proc=1, spark=cluster.session, rejoin_timeout=15, timeout=100)
+        returned.append((time.time(), values))
+
+    training = threading.Thread(target=body)
+    training.start()
+    try:
+        wait_until(lambda: len({line.rank for line in read(log) if line.size == 2}) == 2, 90.0)
+        cluster.net.cut(cluster.net.hosts[1])
+        wait_until(lambda: last(log).size == 1, 60.0)
+    finally:
+        until.touch()
+        training.join(100)
+        cluster.net.mend(cluster.net.hosts[1])
+    ((now, [(result, data, ended)]),) = returned
+    print(f"returned {now - ended:.2f} s after the rank")
+    assert result.size == 1
+    assert len(data) == 5 << 20
+    assert now - ended < 5, "seconds; two on a machine that is not busy"

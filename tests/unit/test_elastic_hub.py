@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
-from spark_hvd.runner.elastic_hub import ElasticState
+import pytest
+
+from spark_hvd.runner import RunTimeoutError
+from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.elastic import attend
+from spark_hvd.runner.elastic_hub import ElasticHub, ElasticState
 from spark_hvd.runner.hub_state import Send
-from spark_hvd.runner.membership_events import End, Limits
+from spark_hvd.runner.membership_events import End, Limits, Verdict
+from spark_hvd.runner.monitor import make_monitor
 from spark_hvd.runner.silence import SILENT_AFTER
 
 LIMITS = Limits(num_proc=2, min_num_proc=1, max_num_proc=2)
@@ -118,3 +125,66 @@ def test_a_notice_makes_a_rank_leave_at_the_next_commit() -> None:
     hub = two()
     told = hub.say(10, "leaving", worker=0, why="SIGTERM to the rank")
     assert {(agent, message["type"]) for agent, message in told} == {(10, "update"), (11, "update")}
+
+
+def returned(hub: Hub, *agents: int) -> list[tuple[int, dict[str, Any]]]:
+    """These agents' workers, which train in the present generation, return from fn."""
+    generation = hub.state.membership.generation
+    assert generation is not None
+    workers = {agent: hub.state.membership.roster.agents[agent].worker for agent in agents}
+    for agent, worker in workers.items():
+        hub.say(agent, "finished", worker=worker, generation=generation.number)
+    sent = []
+    for agent, worker in workers.items():
+        sent += hub.say(agent, "ended", worker=worker, loss=None, error="", raised=False)
+    return sent
+
+
+def test_values_come_by_spark_where_its_job_ends() -> None:
+    hub = two()
+    sent = returned(hub, 10, 11)
+    assert [(agent, message["type"], "report" in message) for agent, message in sent] == [
+        (10, "end", False),
+        (11, "end", False),
+    ]
+    assert not hub.state.handed_over
+
+
+def test_values_come_by_the_hub_where_a_task_is_on_a_host_that_is_cut_off() -> None:
+    hub = two()
+    hub.wait(SILENT_AFTER + 1, 11)
+    hub.say(11, "entered", worker=1)
+    hub.say(11, "ready", worker=1, generation=1, store=["10.0.0.1", 4001])
+    hub.say(11, "joined", worker=1, generation=1)
+    assert [(agent, message["type"], message["report"]) for agent, message in returned(hub, 11)] == [(11, "end", True)]
+    for part, data in enumerate((b"a", b"b")):
+        assert not hub.state.handed_over
+        message = {"type": "value", "rank": 11, "worker": 1, "place": 0, "part": part, "parts": 2, "payload": data}
+        hub.state.handle(message, hub.now)
+    assert hub.state.handed_over
+    assert hub.state.values[1].data == b"ab"
+
+
+def test_the_timeout_also_holds_for_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Job:
+        """As of Spark, while it waits for a host that does not answer."""
+
+        running = True
+
+        def wait(self, timeout: float) -> None:
+            time.sleep(min(timeout, 0.02))
+
+        def cancel(self) -> None:
+            self.running = False
+
+    job: Any = Job()
+    config = RunConfig(num_proc=1, timeout=0.2, verbose=0)
+    with make_monitor(config, "fn", 1, None, None, None) as monitor:
+        hub = ElasticHub(LIMITS, "127.0.0.1", None, monitor)
+        monkeypatch.setattr(hub._state.membership, "verdict", Verdict(End.DONE, ranks=(0,)))
+        try:
+            with pytest.raises(RunTimeoutError, match=r"Spark had not handed over their values after timeout=0.2 s"):
+                attend(job, hub, config, monitor)
+        finally:
+            hub.close()
+    assert not job.running

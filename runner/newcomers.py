@@ -1,0 +1,78 @@
+"""Bounds the connections that have said nothing yet, so that strangers cannot take all of the driver's descriptors.
+
+libzmq accepts whoever comes, and gives up who has not proved his keys after the handshake's time. Where descriptors
+run out meanwhile, its accept loop spins, and the driver can open no file. Nor can it be told to accept nobody for a
+moment: unbinding would cut the connections of tasks, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+_STRANGERS = 1000
+_ENOUGH = 1 << 16
+
+
+class Newcomers:
+    """Cuts the oldest of the silent connections when there are too many.
+
+    Args:
+        listener: Not yet bound; the object belongs to the thread that the socket belongs to.
+        expected: Connections that the tasks of the run make, all of which may be silent for a moment.
+    """
+
+    def __init__(self, listener: zmq.Socket[bytes], expected: int) -> None:
+        self._listener = listener
+        self.events = listener.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        """Is readable when there is something to :meth:`look` at."""
+        self._most = expected + min(_STRANGERS, _descriptors() // 4)
+        self._silent: dict[int, None] = {}  # descriptors, the oldest first
+
+    def look(self) -> None:
+        """Take note of who has come and gone, and cut who is too many."""
+        while self.events.poll(0):
+            event = recv_monitor_message(self.events)
+            descriptor = int(event["value"])
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._silent[descriptor] = None
+            else:
+                self._silent.pop(descriptor, None)
+        while len(self._silent) > self._most:
+            oldest = next(iter(self._silent))
+            del self._silent[oldest]
+            self._cut(oldest)
+
+    def heard(self, descriptor: int) -> None:
+        """A message has come over this connection, so whoever is there has proved his keys."""
+        self._silent.pop(descriptor, None)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._listener.disable_monitor()
+        self.events.close(0)
+
+    def _cut(self, descriptor: int) -> None:
+        """Have libzmq see the connection end. Its number may be another file's by now, so a copy is looked at first."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            port = int(self._listener.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+            if connection.getsockname()[1] == port:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _descriptors() -> int:
+    """How many this process may have, raised as far as that is its own affair: the tasks of a large run need many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (ValueError, OSError):
+        return soft
+    return wanted
