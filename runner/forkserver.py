@@ -37,6 +37,9 @@ from spark_hvd.scratch import sweep, temporary_directory
 REQUEST_LENGTH = struct.Struct("!I")
 _PR_SET_PDEATHSIG = 1
 _WATCH_SECONDS = 1.0
+_MOST_BYTES = 8 << 20  # of a request: an environment and a path
+_REQUEST_SECONDS = 30.0  # from its beginning to its end; nobody else is served meanwhile
+_FDS = 5
 
 
 @dataclass(slots=True)
@@ -94,6 +97,7 @@ class _Server:
             connection.close()
 
     def _add(self, connection: socket.socket) -> None:
+        connection.settimeout(_REQUEST_SECONDS)
         self.connections.add(connection)
         self.selector.register(connection, selectors.EVENT_READ)
 
@@ -169,14 +173,19 @@ def _preload() -> None:
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """The next request; None where there is none, or something else, and the connection is of no use any more."""
+    fds: list[int] = []
     try:
-        prefix, fds, _, _ = socket.recv_fds(connection, REQUEST_LENGTH.size, 5)
-        if len(prefix) < REQUEST_LENGTH.size:
-            return None, []
-        body = recv_exactly(connection, REQUEST_LENGTH.unpack(prefix)[0])
-    except ConnectionError:
-        return None, []
-    return (None if body is None else json.loads(body)), list(fds)
+        prefix, fds, _, _ = socket.recv_fds(connection, REQUEST_LENGTH.size, _FDS)
+        (length,) = REQUEST_LENGTH.unpack(prefix)
+        body = recv_exactly(connection, length) if length <= _MOST_BYTES and len(fds) == _FDS else None
+        if body is not None and isinstance(request := json.loads(body), dict):
+            return request, list(fds)
+    except (OSError, ValueError, struct.error):
+        pass
+    for fd in fds:
+        os.close(fd)
+    return None, []
 
 
 def _become_rank(

@@ -34,6 +34,7 @@ from spark_hvd.runner.process_manager import MpiMissingError, ProcessManager, co
 MANAGERS: dict[str, ProcessManager] = {"mpich": mpich, "openmpi": openmpi}
 
 _END_SECONDS = 2.0
+_SHIM_SECONDS = 10.0  # until a shim that has connected has sent what it knows
 _LINES_KEPT = 40
 
 
@@ -171,8 +172,14 @@ class MpiSide:
         if not is_ours(shim) or self._shim is not None:
             shim.close()
             return
-        text, self._fds, _, _ = socket.recv_fds(shim, 1 << 16, 1)
-        self.variables = json.loads(text)
+        shim.settimeout(_SHIM_SECONDS)
+        try:
+            text, self._fds, _, _ = socket.recv_fds(shim, 1 << 16, 1)
+            self.variables = json.loads(text)
+        except (OSError, ValueError):  # a shim says it all at once
+            self._close_fds()
+            shim.close()
+            return
         self._shim = shim
         self.handlers[shim.fileno()] = self._shim_ended
 

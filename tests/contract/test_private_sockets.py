@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -130,6 +132,29 @@ def test_the_fork_server_forks_nothing_for_strangers(stranger: list[str], places
     assert b"pid" not in said
     own, _ = program(ASK, path).communicate(timeout=20)
     assert b"pid" in own, "what was tried is what works from here"
+    server.close()
+    wait_until(lambda: list(places[0].iterdir()) == [])
+
+
+@pytest.mark.parametrize("length", [0, 1, 9, 1 << 30])
+@pytest.mark.parametrize("fds", [0, 4, 5])
+def test_the_fork_server_survives_what_is_no_request(places: list[Path], length: int, fds: int) -> None:
+    server = processes.ForkServer(processes._connect({"A": "B"}, os.getpid()))
+    path = places[0] / f"spark_hvd-{os.geteuid()}"
+    with SocketFolder(str(path)) as folder, open(os.devnull) as file:
+        (name,) = os.listdir(path)
+        odd = folder.connect(name)
+        assert odd is not None
+        socket.send_fds(odd, [struct.pack("!I", length)], [file.fileno()] * fds)
+        with contextlib.suppress(OSError):
+            odd.sendall(b"[1, 2, 3]"[:length])
+    odd.settimeout(20)
+    with contextlib.suppress(ConnectionResetError):
+        assert odd.recv(1) == b""
+    odd.close()
+    rank = server.spawn(dict(os.environ), 60.0)
+    rank.kill()
+    rank.close()
     server.close()
     wait_until(lambda: list(places[0].iterdir()) == [])
 
