@@ -40,6 +40,7 @@ LOWEST = (
     "pyzmq==26.0.0",
     "psutil==5.9.0",
     "fsspec==2024.2.0",
+    "s3fs==2024.2.0",
     "click==8.1.0",
     "rich==13.7.0",
     "safetensors==0.4.0",
