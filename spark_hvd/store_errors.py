@@ -100,7 +100,10 @@ def _next_step(path: str, cause: Exception) -> str:
         return "Pass credentials in storage_options, or set them up on every host of the cluster"
     if isinstance(cause, PermissionError):
         if remote:
-            return "Check the credentials in storage_options and what they are allowed to do there"
+            return (
+                "Check the credentials in storage_options and what they are allowed to do there: list, read, write and "
+                "delete. S3 calls a file that is missing forbidden where s3:ListBucket is not allowed"
+            )
         return "Check owner and mode of the directory for the user that Spark's processes run as"
     if isinstance(cause, FileNotFoundError):
         if remote:

@@ -6,7 +6,9 @@ import logging
 import os
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +61,34 @@ def everything(store: Store) -> list[str]:
 
 def scratch() -> set[str]:
     return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("spark_hvd-")}
+
+
+class _Forbids(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+        self.send_response(403)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else body)
+
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815 - names that http.server looks for
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def forbidden() -> Iterator[Store]:
+    """A store in a bucket of which all is forbidden."""
+    pytest.importorskip("s3fs")
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Forbids) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        options = {"endpoint_url": f"http://127.0.0.1:{server.server_port}", "key": "test", "secret": "hush"}
+        yield Store.create("s3://bucket/fits", storage_options=options)
+        server.shutdown()
+        thread.join()

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from spark_hvd.estimators.arrow_store import arrow_filesystem
+from spark_hvd.estimators.parquet import dataset_of
 from spark_hvd.store import Store
 from spark_hvd.store_errors import StoreError, store_error
 from tests import stores
@@ -29,6 +30,7 @@ from tests.stores import everything, scratch
 
 s3 = stores.s3  # pytest finds fixtures among the names of a module
 mount = stores.mount
+forbidden = stores.forbidden
 
 
 fsspec.register_implementation("nowhere", "no_such_package.FileSystem", errtxt="Install no_such_package")
@@ -333,3 +335,25 @@ def test_s3_works_in_forks_and_in_the_process_that_forked(s3: dict[str, Any]) ->
     out = subprocess.run([sys.executable, "-c", FORK], input=pickle.dumps(store), capture_output=True, timeout=60)
     assert out.stdout.decode().splitlines() == ["[0, 0, 0, 0]", "5 b'1'"], out.stderr.decode()
     assert time.monotonic() - start < 30
+
+
+def test_a_bucket_that_forbids_says_so_on_every_call(forbidden: Store) -> None:
+    path = forbidden.join("a")
+    calls: list[Callable[[], Any]] = [
+        forbidden.check_writable,
+        lambda: forbidden.write_bytes(path, b"x"),
+        lambda: forbidden.read_bytes(path),
+        lambda: forbidden.open(path),
+        lambda: forbidden.exists(path),
+        lambda: forbidden.size(path),
+        lambda: forbidden.list(path),
+        lambda: forbidden.delete(path),
+        lambda: dataset_of(forbidden, path, None),
+    ]
+    for call in calls:
+        with pytest.raises(
+            StoreError, match=r"cannot .* s3://bucket/fits/(a|writable-\w+): PermissionError"
+        ) as failure:
+            call()
+        assert "storage_options and what they are allowed to do there: list, read, write" in str(failure.value)
+        assert "hush" not in str(failure.value)
