@@ -25,7 +25,7 @@ _ALIGNMENT = 4096
 _MARK_BYTES = 16
 _CHUNK = 1 << 16
 """Elements summed at a time: small enough that a chunk is still in the cache when it is written to the other ranks."""
-SMALL = 1 << 18
+SMALL = 1 << 19
 """Bytes of all ranks' buffers together up to which to sum them all costs less than to wait a second time."""
 
 
