@@ -28,6 +28,8 @@ from spark_hvd.checkpoint_format import Found, read, read_by_rank_0, write
 if TYPE_CHECKING:
     from spark_hvd.store import Store
 
+_PARTS = {"step": int, "state": dict}
+
 __all__ = ["Checkpoint", "latest", "load", "load_sharded", "save", "save_sharded"]
 
 
@@ -92,7 +94,9 @@ def load(where: Store | str | os.PathLike[str], step: int | None = None) -> Chec
 
     def newest() -> Found | None:
         folder = Folder(store_of(where), ONE_FILE)
-        return folder.newest(step, lambda each: read(folder.store, folder.path(each), "Delete it to do without it"))
+        return folder.newest(
+            step, lambda each: read(folder.store, folder.path(each), "Delete it to do without it", _PARTS)
+        )
 
     saved = read_by_rank_0(newest)
     return None if saved is None else Checkpoint(saved["step"], saved["state"])

@@ -55,7 +55,7 @@ def write(store: Store, path: str, state: Mapping[str, Any]) -> None:
         torch.save({"format": FORMAT, **state}, file)
 
 
-def read(store: Store, path: str, otherwise: str) -> Found:
+def read(store: Store, path: str, otherwise: str, parts: Mapping[str, type] | None = None) -> Found:
     """Read a checkpoint; see :func:`unpack`.
 
     Raises:
@@ -63,16 +63,19 @@ def read(store: Store, path: str, otherwise: str) -> Found:
         CheckpointError: it is damaged, or, as NewerFormatError, of a newer version.
     """
     data = store.read_bytes(path)
-    return Found(path, data, unpack(data, path, otherwise))
+    return Found(path, data, unpack(data, path, otherwise, parts))
 
 
-def unpack(data: bytes, path: str, otherwise: str, *, tested: bool = False) -> dict[str, Any]:
+def unpack(
+    data: bytes, path: str, otherwise: str, parts: Mapping[str, type] | None = None, *, tested: bool = False
+) -> dict[str, Any]:
     """The state in the content of a file, on the CPU. No code is run by it: only tensors and plain data are unpickled.
 
     Args:
         data: The content.
         path: Of the file, for messages.
         otherwise: What to do where it cannot be used, for messages.
+        parts: What must be in it, and of what type.
         tested: Whether the checksums are known to be right.
 
     Raises:
@@ -83,10 +86,13 @@ def unpack(data: bytes, path: str, otherwise: str, *, tested: bool = False) -> d
             raise ValueError(f"wrong checksum of {wrong}")  # torch itself takes any bytes for a tensor
         state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         format_ = state["format"]
+        for part, kind in {"format": int, **(parts or {})}.items():
+            if type(state[part]) is not kind:
+                raise TypeError(f"its {part!r} is no {kind.__name__}")
     except Exception as error:
         raise CheckpointError(
             f"the checkpoint {path} ({len(data):,} bytes) is damaged: {type(error).__name__}: "
-            f"{str(error).splitlines()[0]}. {otherwise}"
+            f"{(str(error).splitlines() or [''])[0]}. {otherwise}"
         ) from error
     if format_ > FORMAT:
         raise NewerFormatError(

@@ -18,14 +18,17 @@ from typing import TYPE_CHECKING, Any
 from spark_hvd.basics import size
 from spark_hvd.checkpoint_folder import SHARDED, Folder, stem
 from spark_hvd.checkpoint_format import FORMAT, Found, NewerFormatError, on_rank_0, read, read_by_rank_0, write
+from spark_hvd.objects import allgather_object, broadcast_object
 from spark_hvd.store_errors import CheckpointError, StoreError
-from spark_hvd.torch_private import sharded_reader, sharded_writer
+from spark_hvd.store_paths import one_name
+from spark_hvd.torch_private import sharded_objects_by, sharded_reader, sharded_writer
 
 if TYPE_CHECKING:
     from spark_hvd.store import Store
 
 _STATE = "state.pt"
 _SHARDS = ".shards"
+_PARTS = {"step": int, "directory": str, "state": dict}
 
 
 def save(store: Store, model: Any, optimizers: Any, state: Mapping[str, Any], step: int, keep: int | None) -> None:
@@ -61,7 +64,11 @@ def load(store: Store, model: Any, optimizers: Any, step: int | None) -> tuple[i
     from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 
     def read_step(each: int) -> Found:
-        return read(store, store.join(_checked(folder, each), _STATE), "Delete its manifest")
+        directory = _checked(folder, each)
+        found = read(store, store.join(directory, _STATE), "Delete its manifest", _PARTS)
+        if found.state["directory"] != directory:
+            raise CheckpointError(f"{found.path} is of {found.state['directory']!r}, another checkpoint. Delete it")
+        return found
 
     folder = Folder(store, SHARDED)
     saved = read_by_rank_0(lambda: folder.newest(step, read_step))
@@ -87,8 +94,14 @@ def _checked(folder: Folder, step: int) -> str:
     try:
         manifest = json.loads(data)
         newer = manifest["format"] > FORMAT
-        directory, files = str(manifest["directory"]), dict(manifest["files"])
-    except (ValueError, KeyError, TypeError) as error:
+        directory, files = one_name("directory", manifest["directory"]), dict(manifest["files"])
+        if type(directory) is not str or _STATE not in files:
+            raise TypeError(f"expected a directory with {_STATE} in it, not {directory!r} with {', '.join(files)}")
+        for name, expected in files.items():
+            one_name("files", name)
+            if type(expected) is not int:
+                raise TypeError(f"the size of {name} is {expected!r}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"the manifest {path} is damaged: {type(error).__name__}: {error}. Delete it") from error
     if newer:
         raise NewerFormatError(f"{path} has format {manifest['format']}, written by a newer spark_hvd: update it")
@@ -112,7 +125,7 @@ def _tidy(folder: Folder, step: int, keep: int | None) -> None:
     for each in folder.steps():
         try:
             known.add(json.loads(store.read_bytes(folder.path(each)))["directory"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return  # damaged: whose directory is whose cannot be told
     for path in store.list(store.url):
         name = path.rpartition("/")[2]
@@ -126,7 +139,7 @@ def _explaining(verb: str, path: str, kind: type[StoreError]) -> Iterator[None]:
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), sharded_objects_by(broadcast_object, allgather_object):
             # A world of one has no process group, which is what it should be.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import sys
 import time
+from array import array
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -54,25 +56,25 @@ def world_of(comm: MPI.Intracomm | None = None, master: str | None = None) -> tu
         raise ValueError(f"comm={comm!r}: expected an MPI intracommunicator that this process is in.")
     own = given.Dup()
     shared = own.Split_type(MPI.COMM_TYPE_SHARED)
-    node = shared.bcast(own.rank)
+    node = _everyones(shared, own.rank)[0]
     shared.Free()
-    places = own.allgather((MPI.Get_processor_name(), node))
+    places = _everyones(own, [MPI.Get_processor_name(), node])
     layout = WorldLayout.of_ranks([host for host, _ in places], [node for _, node in places])
     me = layout.ranks[own.rank]
     if own.size == 1:
         return World(me, None, mpi=own), HashStore()
-    store, meeting = None, None
+    store, mine = None, None
     if own.rank == 0:
         with contextlib.suppress(OSError):
             others = [host for host, its_node in places if its_node != node]
-            store, meeting = _serve(master or _address(others), own.size)
-    meeting = own.bcast(meeting)
+            store, mine = _serve(master or _address(others), own.size)
+    meeting = _everyones(own, mine)[0]
     if meeting is None:
         raise CollectiveError(
             f"rank 0, on {places[0][0]}, can serve no key-value store there; set MASTER_ADDR to one of its addresses "
             "that the other ranks reach."
         )
-    endpoint, secret = meeting
+    endpoint, secret = Endpoint(*meeting[:2]), bytes.fromhex(meeting[2])
     if store is None:
         try:
             store = TCPStore(endpoint.host, endpoint.port, own.size, False, timedelta(seconds=_STORE_SECONDS), False)
@@ -82,6 +84,22 @@ def world_of(comm: MPI.Intracomm | None = None, master: str | None = None) -> tu
                 "an address of rank 0's host that the other ranks reach."
             ) from error
     return World(me, endpoint, secret=secret, mpi=own), store
+
+
+def _everyones(comm: MPI.Comm, fact: Any) -> list[Any]:
+    """What each rank says, in rank order; as JSON, since mpi4py's own exchange of objects unpickles what comes."""
+    from spark_hvd.mpi_library import MPI
+
+    mine = json.dumps(fact).encode()
+    counts = array("i", [0] * comm.size)
+    comm.Allgather([array("i", [len(mine)]), MPI.INT], [counts, MPI.INT])
+    all_bytes = bytearray(sum(counts))
+    comm.Allgatherv([mine, MPI.BYTE], [all_bytes, counts, MPI.BYTE])
+    facts, start = [], 0
+    for count in counts:
+        facts.append(json.loads(all_bytes[start : start + count]))
+        start += count
+    return facts
 
 
 def ranks_of(comm: MPI.Intracomm, parent: MPI.Intracomm | None, size: int) -> list[int]:
@@ -120,14 +138,15 @@ def part_of(parent: MPI.Intracomm | None, ranks: Sequence[int]) -> MPI.Intracomm
     return mpi_endpoint.part_of(MPI.COMM_WORLD if parent is None else parent, ranks, f"part {ranks}")
 
 
-def _serve(host: str, size: int) -> tuple[Store, tuple[Endpoint, bytes]]:
+def _serve(host: str, size: int) -> tuple[Store, tuple[str, int, str]]:
+    """The store, and what the others must know: host, port, and the world's secret."""
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
     store = TCPStore(
         host, port, size, True, timedelta(seconds=_STORE_SECONDS), False, master_listen_fd=listener.detach()
     )
-    return store, (Endpoint(host, port), os.urandom(32))
+    return store, (host, port, os.urandom(32).hex())
 
 
 def _address(others: Sequence[str]) -> str:

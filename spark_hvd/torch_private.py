@@ -30,6 +30,7 @@ __all__ = [
     "nccl_calls_together",
     "process_group",
     "process_groups",
+    "sharded_objects_by",
     "sharded_reader",
     "sharded_writer",
     "storage_key",
@@ -151,6 +152,44 @@ def process_group(
     )
     distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
+
+
+@contextmanager
+def sharded_objects_by(broadcast: Callable[[Any, int], Any], allgather: Callable[[Any], list[Any]]) -> Iterator[None]:
+    """Let ``torch.distributed.checkpoint`` exchange its plans and metadata by these functions.
+
+    Its own unpickle whatever comes. It has no way to be given others.
+
+    Args:
+        broadcast: Of an object, from a rank.
+        allgather: Of objects, to all ranks.
+    """
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+    from torch.distributed.checkpoint.utils import _DistWrapper
+
+    class Wrapper(_DistWrapper):
+        def broadcast_object(self, object: Any) -> Any:
+            return broadcast(object, self.global_coordinator_rank) if self.use_dist else object
+
+        def gather_object(self, object: Any) -> list[Any] | None:
+            everyones = self.all_gather_object(object)
+            return everyones if self.is_coordinator else None
+
+        def all_gather_object(self, object: Any) -> list[Any]:
+            return allgather(object) if self.use_dist else [object]
+
+        def scatter_object(self, object_list: list[Any] | None) -> Any:
+            everyones = self.broadcast_object(object_list)
+            return everyones[self.rank]
+
+    users: list[Any] = [state_dict_loader, state_dict_saver]
+    for user in users:
+        user._DistWrapper = Wrapper
+    try:
+        yield
+    finally:
+        for user in users:
+            user._DistWrapper = _DistWrapper
 
 
 def sharded_writer(store: FileStore, path: str) -> Any:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from torch import nn
 
 import spark_hvd.torch as hvd
-from spark_hvd.checkpoint_format import write
+from spark_hvd.checkpoint_format import unpack, write
 from spark_hvd.store import Store
 from spark_hvd.store_errors import CheckpointError, StoreError
 from tests.ranks import Ranks, ranks
@@ -78,6 +80,88 @@ def test_a_damaged_one_falls_back_to_the_one_before(two: Ranks, tmp_path: Path, 
     (tmp_path / "step-000000000001.pt").unlink()
     with pytest.raises(CheckpointError, match=r"step-000000000002\.pt .* is damaged: .*\. Delete it"):
         hvd.checkpoint.load(tmp_path)
+
+
+ODD: dict[str, Any] = {
+    "format that is text": {"format": "x", "step": 2, "state": {}},
+    "format that is nothing": {"format": None, "step": 2, "state": {}},
+    "format that is a tensor": {"format": torch.ones(2), "step": 2, "state": {}},
+    "no step": {"format": 1, "state": {}},
+    "step that is text": {"format": 1, "step": "2", "state": {}},
+    "state that is a list": {"format": 1, "step": 2, "state": [1]},
+    "list": [1, 2],
+    "number": 3,
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+def test_an_odd_one_falls_back_to_the_one_before(two: Ranks, tmp_path: Path, odd: Any) -> None:
+    two.run(save, tmp_path, 1.0, 1)
+    torch.save(odd, tmp_path / "step-000000000002.pt")
+    assert value_of(tmp_path) == (1, 1.0, 3.0)
+
+
+def test_an_error_without_a_text_is_damage_too(two: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mute(file: zipfile.ZipFile) -> None:
+        raise EOFError  # as zipfile does where an entry ends too soon
+
+    two.run(save, tmp_path, 1.0, 1)
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", mute)
+    with pytest.raises(CheckpointError, match="is damaged: EOFError"):
+        value_of(tmp_path)
+
+
+def test_mutations_of_a_checkpoint_are_valid_or_damaged(two: Ranks, tmp_path: Path) -> None:
+    two.run(save, tmp_path, 1.0, 1)
+    whole = (tmp_path / "step-000000000001.pt").read_bytes()
+    dice = random.Random(14)
+    valid = 0
+    for _ in range(1500):
+        data = bytearray(whole)
+        for _ in range(dice.randint(1, 4)):
+            at, length = dice.randrange(len(data)), dice.randint(1, 8)
+            change = dice.choice(("flip", "cut", "repeat", "zero"))
+            if change == "flip":
+                data[at] ^= 1 << dice.randrange(8)
+            elif change == "cut":
+                del data[at : at + length]
+            elif change == "repeat":
+                data[at:at] = data[at : at + length]
+            else:
+                data[at : at + length] = bytes(length)
+        for tested in (False, True):  # True: as if the checksums had been made to fit
+            try:
+                state = unpack(bytes(data), "it", "Delete it", {"step": int, "state": dict}, tested=tested)
+            except CheckpointError:
+                continue
+            assert type(state["step"]) is int
+            assert type(state["state"]) is dict
+            valid += 1
+    assert 0 < valid < 2000
+
+
+MANIFESTS = {
+    "nested": "[" * 10_000,
+    "sizes": '{"format": 1, "directory": "good", "files": {"state.pt": "x"}}',
+    "leads out": '{"format": 1, "directory": "../good", "files": {}}',
+    "file leads out": '{"format": 1, "directory": "good", "files": {"../good/state.pt": 3}}',
+    "no directory": '{"format": 1, "directory": ["good"], "files": {}}',
+    "files": '{"format": 1, "directory": "good", "files": [1]}',
+    "format": '{"format": {}, "directory": "good", "files": {}}',
+    "list": "[]",
+    "not text": '{"format": "\\ud800"}',
+}
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS.values(), ids=MANIFESTS)
+def test_an_odd_manifest_is_damage(tmp_path: Path, manifest: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for good in (tmp_path / "good", folder / "good"):
+        write(Store.create(str(good)), str(good / "state.pt"), {"step": 2, "directory": "good", "state": {}})
+    (folder / "step-000000000002.sharded.json").write_text(manifest)
+    with pytest.raises(CheckpointError, match=r"the manifest .* is damaged"):
+        hvd.checkpoint.load_sharded(folder, nn.Linear(1, 1))
 
 
 def test_errors_of_rank_0_are_raised_on_all(two: Ranks, tmp_path: Path) -> None:
@@ -186,6 +270,24 @@ def test_sharded_by_two_ranks_and_loaded_by_one(two: Ranks, tmp_path: Path) -> N
     step, state, loaded, after = resume_sharded(tmp_path, shard=False)
     assert (step, state, loaded) == (3, {"epoch": 2}, weights), "one process, no shards"
     assert np.allclose(np.concatenate(after), np.concatenate(expected), atol=1e-6), "the optimizer's state came too"
+
+
+def test_no_pickle_of_torch_s_own_goes_between_ranks(two: Ranks, tmp_path: Path) -> None:
+    def fn() -> None:
+        from torch.distributed import distributed_c10d
+
+        def refuse(*args: Any) -> Any:
+            raise AssertionError("torch unpickles what another rank sent")
+
+        unpickle = distributed_c10d._tensor_to_object
+        distributed_c10d._tensor_to_object = refuse
+        try:
+            train_sharded(tmp_path, 2)
+            assert resume_sharded(tmp_path)[0] == 2
+        finally:
+            distributed_c10d._tensor_to_object = unpickle
+
+    two.run(fn)
 
 
 def test_a_sharded_one_whose_files_are_gone_falls_back(two: Ranks, tmp_path: Path) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import socket
+import struct
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,15 +19,21 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd import context, objects
-from spark_hvd.kv import TCPStore
+from spark_hvd import context, groups, objects
+from spark_hvd.kv import Store, TCPStore
 from spark_hvd.layout import WorldLayout
 from spark_hvd.world import Endpoint, World
 from tests.ranks import Ranks, ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
+GROUP = "spark_hvd/0/0/groups/spark_hvd.1.0//cpu//0"
+"""Where the ranks of the first process set that is added look for each other."""
+HEADER = 8
+"""Bytes by which Gloo's connecting side says which of the other's connections it means."""
 MARK = "0123456789abcdef" * 32
+_PORT_AT = 20
+"""Of the port in what Gloo writes into the store on a host named "vm"; the name's length comes on top."""
 
 
 def join_with_secret() -> None:
@@ -49,6 +59,96 @@ class Runs:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
         return open, (str(self.path), "w")
+
+
+class Attacker(threading.Thread):
+    """Reaches rank 0's store and nothing else, has no key, and puts itself between ranks 0 and 1 of a process set.
+
+    Args:
+        port: The store's.
+        evil: What to put in place of the first pickle with the mark in it; as long, or shorter.
+    """
+
+    def __init__(self, port: int, evil: bytes) -> None:
+        super().__init__(daemon=True)
+        self.store: Store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
+        self.evil = evil
+        self.replaced = False
+        self.listeners = [_low_listener(), _low_listener()]
+
+    def run(self) -> None:
+        """Poison both addresses, take both connections, and pass on what comes, but for one pickle."""
+        true = self.store.get(f"{GROUP}/1")
+        for rank, listener in enumerate(self.listeners):
+            at = _PORT_AT - len("vm") + struct.unpack("<Q", true[:8])[0]
+            port = struct.pack(">H", listener.getsockname()[1])
+            self.store.set(f"{GROUP}/{rank}", true[:at] + port + true[at + 2 :])
+        one, _ = self.listeners[0].accept()  # who connects to the address of rank 0 is rank 1
+        self.store.set("stranger/ready", "")
+        zero, _ = self.listeners[1].accept()
+        for each in (one, zero):
+            each.recv(HEADER, socket.MSG_WAITALL)
+        back = threading.Thread(target=self._pass, args=(zero, one), daemon=True)
+        back.start()
+        self._pass(one, zero)
+        back.join()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                start = data.find(b"\x80\x05")
+                if start >= 0 and MARK.encode() in data and not self.replaced:
+                    data = data[:start] + self.evil + data[start + len(self.evil) :]
+                    self.replaced = True
+                sink.sendall(data)
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)
+
+
+def _low_listener() -> socket.socket:
+    """Of two ranks the one with the greater address connects, and Gloo compares ports with their bytes swapped."""
+    for port in range(0x4000, 0x8000, 0x100):
+        with contextlib.suppress(OSError):
+            return socket.create_server(("127.0.0.1", port))
+    raise RuntimeError("no free port")
+
+
+def test_a_stranger_who_reaches_the_store_runs_no_code(tmp_path: Path) -> None:
+    def victim() -> str:
+        if hvd.rank() == 0:  # this rank is a little late, so that the stranger need not be quick
+            make, kv = groups.Groups.make_known, context.current().kv
+
+            def late(*args: Any) -> Any:
+                TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, False).get("stranger/ready")
+                return make(*args)
+
+            assert kv is not None
+            groups.Groups.make_known = late  # type: ignore[method-assign]
+        both = hvd.add_process_set([0, 1])
+        if not both.included():
+            return "not concerned"
+        try:
+            assert hvd.broadcast_object(MARK if hvd.rank() else None, root_rank=1, process_set=both) == MARK
+        except hvd.CollectiveError as error:
+            return str(error)
+        return "all is well"
+
+    proof = tmp_path / "proof"
+    evil = pickle.dumps(Runs(proof))
+    pickle.loads(evil).close()
+    proof.unlink()  # it does what it is to do, but not here
+    with ranks(3, join=False) as world:
+        world.run(join_with_secret)
+        attacker = Attacker(int(world.run(lambda: os.environ["MASTER_PORT"])[0]), evil)
+        attacker.start()
+        zero, one, _ = world.run(victim)
+        assert attacker.replaced
+        assert not proof.exists()
+        assert "rank 0 got a pickle from rank 1" in zero
+        assert "not unpickled" in zero
+        assert one == "all is well"
+        for listener in attacker.listeners:
+            listener.close()
 
 
 def swapped(change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -147,6 +147,29 @@ def test_files_of_kubernetes_fit_together() -> None:
     assert (int(arguments["spark.driver.port"]), int(arguments["spark.blockManager.port"])) in opened
 
 
+def test_pods_are_not_trusted_more_than_they_need() -> None:
+    driver, executor = only("driver.yaml", "Job")["spec"]["template"], only("executor-template.yaml", "Pod")  # type: ignore[index]
+    for pod in (driver, executor):
+        spec = pod["spec"]  # type: ignore[index]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert "hostNetwork" not in spec
+        (container,) = spec["containers"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+    assert executor["spec"]["automountServiceAccountToken"] is False  # type: ignore[index]
+    assert "automountServiceAccountToken" not in driver["spec"], "the driver makes pods"
+    on = {"spark.authenticate=true", "spark.network.crypto.enabled=true", "spark.io.encryption.enabled=true"}
+    assert {f"--conf={setting}" for setting in on} <= set(driver["spec"]["containers"][0]["args"])
+    in_cluster_mode = [
+        words for words in commands(PAGES[0].read_text()) if "--deploy-mode cluster --name" in " ".join(words)
+    ]
+    assert in_cluster_mode
+    assert any(on <= set(words) for words in in_cluster_mode)
+
+
 def test_the_image() -> None:
     text = (KUBERNETES / "Dockerfile").read_text()
     (extras,) = re.findall(r'"/src\[([\w,]+)\]"', text)

@@ -97,6 +97,36 @@ def test_sharded_checkpoints(tmp_path: Path) -> None:
         assert found["x"].tolist() == [0, 1, 2]
 
 
+def test_sharded_checkpoints_exchange_objects_by_ours() -> None:
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+    asked: list[object] = []
+
+    def broadcast(value: Any, root: int) -> Any:
+        asked.append((value, root))
+        return value
+
+    def allgather(value: Any) -> list[Any]:
+        asked.append(value)
+        return [value]
+
+    users: list[Any] = [state_dict_loader, state_dict_saver]
+    before = [user._DistWrapper for user in users]
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with torch_private.sharded_objects_by(broadcast, allgather):
+            for user in users:
+                wrapper = user._DistWrapper(None, True, 0)
+                assert wrapper.all_reduce("plan", lambda: "mine", lambda each: [*each, "all"]) == ["mine", "all"]
+                assert wrapper.reduce_scatter("plan", lambda: "mine", lambda each: each) == "mine"
+                assert wrapper.all_gather("plan", lambda: "mine") == ["mine"]
+                assert wrapper.broadcast("plan", lambda: "mine") == "mine"
+    finally:
+        dist.destroy_process_group()
+    assert asked == ["mine", (["mine", "all"], 0), "mine", (["mine"], 0), "mine", ("mine", 0)] * 2
+    assert [user._DistWrapper for user in users] == before
+
+
 def known() -> set[str]:
     return set(re.findall(r"`(_[A-Za-z]\w*)`", PAGE))
 
