@@ -16,7 +16,7 @@ import hashlib
 import hmac
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -139,9 +139,9 @@ class MemberSockets:
     ) -> None:
         self.requests = context.socket(zmq.PUSH)
         self.decisions = _watched(context.socket(zmq.SUB))
-        self.losses = self.decisions.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-        )
+        news = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+        self.losses = self.decisions.get_monitor_socket(news)
+        reached = self.requests.get_monitor_socket(news)
         for each in (self.requests, self.decisions):
             each.curve_serverkey = keys.server_public
             each.curve_secretkey, each.curve_publickey = keys.member_secret, keys.member_public
@@ -151,13 +151,12 @@ class MemberSockets:
         self.decisions.subscribe(b"m%d" % place)
         for each, endpoint in zip((self.requests, self.decisions), endpoints, strict=True):
             each.connect(endpoint)
-        fault = f"cannot be reached within {timeout:.0f} s: a firewall between the hosts may block the port"
-        if self.losses.poll(int(timeout * 1000)):
-            if zmq.utils.monitor.recv_monitor_message(self.losses)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                return
-            fault = "turns this rank away: it has ended, or the ranks were started with different secrets"
-        self.close()
-        raise CollectiveError(f"the coordinator of the named collectives, at {endpoints[1]}, {fault}.")
+        fault = _handshake_fault(zip((self.losses, reached), reversed(endpoints), strict=True), timeout)
+        self.requests.disable_monitor()
+        reached.close(0)
+        if fault is not None:
+            self.close()
+            raise CollectiveError(f"the coordinator of the named collectives, at {fault}.")
 
     def send(self, message: bytes) -> None:
         """Tell the coordinator; one thread at a time. Lost if the coordinator is gone."""
@@ -183,6 +182,27 @@ class MemberSockets:
         self.losses.close(0)
         self.decisions.close(0)
         self.requests.close(int(FAREWELL * 1000))
+
+
+def _handshake_fault(connections: Iterable[tuple[zmq.Socket[bytes], str]], timeout: float) -> str | None:
+    """Wait for handshakes, all of them: one that is under way holds up whoever leaves, and what was sent on it is lost.
+
+    Args:
+        connections: For each its monitor and the address to which it leads.
+        timeout: Seconds for all together.
+
+    Returns:
+        The address of one that has failed, and why.
+    """
+    deadline = time.monotonic() + timeout
+    for monitor, endpoint in connections:
+        if not monitor.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            return (
+                f"{endpoint}, cannot be reached within {timeout:.0f} s: a firewall between the hosts may block the port"
+            )
+        if zmq.utils.monitor.recv_monitor_message(monitor)["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            return f"{endpoint}, turns this rank away: it has ended, or the ranks were started with different secrets"
+    return None
 
 
 def _prepare(each: zmq.Socket[bytes], address: str) -> None:

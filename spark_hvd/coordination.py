@@ -40,8 +40,9 @@ class Coordination:
         self._coordinator = Coordinator(lane.ranks, config.cache_capacity, config.stall_timeout)
         self._stall_warning = config.stall_warning
         self._absent = set(range(1, len(lane.ranks)))
+        self._unheard = set(self._absent)
         self.complete = threading.Event()
-        """Set when all members have connected."""
+        """Set when both connections of all members are up."""
         self._held_back: list[Decision] = []
         self._vanished: dict[int, float] = {}
         self._warned: set[tuple[str, float]] = set()
@@ -70,11 +71,10 @@ class Coordination:
                 self._absent.discard(place)
             else:
                 self._vanished.setdefault(place, time.monotonic() + FAREWELL)
-        if not self._absent and not self.complete.is_set():
-            held, self._held_back = self._held_back, []
-            if held:
-                self.sockets.send(held)
-            self.complete.set()
+                self._unheard.discard(place)
+        held, self._held_back = self._held_back, []
+        self._send(held)
+        self._look_who_is_here()
 
     @property
     def waits(self) -> bool:
@@ -93,6 +93,10 @@ class Coordination:
         if kind == "failed":
             text = f"rank {self.lane.ranks[place]} could not do its part: {fields[0]}"
             return self._coordinator.gone(place, text, left=False)
+        if kind == "hello":
+            self._unheard.discard(place)
+            self._look_who_is_here()
+            return []
         if kind == "ping":
             return [Pong(place, fields[0], time.monotonic_ns())]
         self.on_message(place, kind, fields)
@@ -125,12 +129,18 @@ class Coordination:
         if not decisions:
             return
         decisions = _coalesced(decisions)
-        if self.sockets is not None:
-            if self._absent:  # they would miss it; nothing but the fate of a member can be decided before all are here
-                self._held_back += decisions
-            else:
-                self.sockets.send(decisions)
+        self._send(decisions)
         self.lane.apply(decisions)
+
+    def _send(self, decisions: Sequence[Decision]) -> None:
+        if self._absent:  # they would miss it; nothing but the fate of a member can be decided before all are here
+            self._held_back += decisions
+        elif decisions and self.sockets is not None:
+            self.sockets.send(decisions)
+
+    def _look_who_is_here(self) -> None:
+        if not self._absent and not self._unheard:
+            self.complete.set()
 
     # ---- time -----------------------------------------------------------------------------------------------------
 
@@ -188,7 +198,7 @@ class Coordination:
 
     def absent_text(self, seconds: float) -> str:
         """What to say of the members that have not connected."""
-        ranks = [self.lane.ranks[place] for place in sorted(self._absent)]
+        ranks = [self.lane.ranks[place] for place in sorted(self._absent | self._unheard)]
         return (
             f"{ranks_text(ranks)} did not connect to the coordinator of the named collectives, rank "
             f"{self.lane.ranks[0]}, within {seconds:.0f} s. Their own errors say why."

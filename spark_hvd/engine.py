@@ -145,6 +145,7 @@ class Engine:
             self._attend(sockets.losses, member.read_losses)
 
         self.ask(attend)  # so that close() finds it
+        member.send("hello")
         return member.lane
 
     def close_lane(self, lane: Lane, text: str, deadline: float | None = None) -> None:
