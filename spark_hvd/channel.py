@@ -30,6 +30,8 @@ from spark_hvd.world import Endpoint
 
 _HEARTBEAT_MS = 1000
 _HANDSHAKE_MS = 5000
+MAX_MESSAGE = 64 << 20
+"""Bytes. ZeroMQ sets aside what a newcomer announces before it knows who that is; no message of ours comes near it."""
 _SILENCE_MS = 3000
 """A peer that does not even answer ZeroMQ's heartbeats for this long counts as gone."""
 _LINGER_MS = 1000
@@ -209,6 +211,7 @@ def _prepare(each: zmq.Socket[bytes], address: str) -> None:
     each.ipv6 = "[" in address
     # A world that ends in the middle of a handshake waits for it; ZeroMQ's own patience is 30 s.
     each.handshake_ivl = _HANDSHAKE_MS
+    each.maxmsgsize = MAX_MESSAGE
     each.sndhwm = each.rcvhwm = 0  # never drop, never block: what is outstanding is bounded by the names in flight
     # A connection that ended is a rank that is gone. Not -1, which drops also what has come and was not read yet.
     each.reconnect_ivl = _NEVER_MS

@@ -59,7 +59,11 @@ class Coordination:
         assert self.sockets is not None
         decisions: list[Decision] = []
         while (message := self.sockets.receive()) is not None:
-            decisions += self._heard(*json.loads(message))
+            try:
+                decisions += self._heard(*json.loads(message))
+            except Exception as error:  # a defect, or another version of spark_hvd: the world ends, and says why
+                kind = type(error).__name__
+                raise ValueError(f"a member sent what is no request ({kind}): {message[:100]!r}") from error
         self.tell(decisions)
 
     def read_presence(self) -> None:
