@@ -6,6 +6,7 @@ Names are loaded on first use, so that a rank's process never imports pyspark.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -80,6 +81,11 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
+        if os.name == "nt":
+            raise ImportError(
+                f"spark_hvd.{name} needs Linux, or macOS for the driver of a cluster of Linux hosts; this is Windows: "
+                "use WSL or a container"
+            )
         return getattr(importlib.import_module(f"spark_hvd.runner.{_HOME.get(name, 'errors')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

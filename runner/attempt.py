@@ -22,6 +22,7 @@ from spark_hvd.runner.hub import Hub
 from spark_hvd.runner.hub_state import HubState
 from spark_hvd.runner.monitor import Monitor
 from spark_hvd.runner.outcome import from_rows
+from spark_hvd.runner.processes import check_system
 from spark_hvd.runner.profiles import TaskResources
 from spark_hvd.runner.reach import Reach
 from spark_hvd.runner.spark_errors import silent, translate
@@ -74,6 +75,8 @@ class Attempt:
         size = tasks * config.procs_per_task
         with ExitStack() as closing:
             local = on_spark.is_local(session)
+            if local:
+                check_system()
             hub = _open_hub(session, size, config, monitor, None if local else on_spark.max_result_bytes(session))
             if hub is not None:
                 closing.callback(hub.close)

@@ -244,7 +244,8 @@ def disk(path: str) -> Disk:
 
 def _cores() -> float:
     """Cores that this process may use: the affinity mask and the container's quota, whichever is less."""
-    cores = float(len(os.sched_getaffinity(0)))
+    # A driver elsewhere than on Linux has no affinity mask.
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as file:
         quota, period = file.read().split()
         if quota != "max":

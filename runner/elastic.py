@@ -29,6 +29,7 @@ from spark_hvd.runner.membership_events import End, Verdict
 from spark_hvd.runner.monitor import Monitor, make_monitor
 from spark_hvd.runner.outcome import from_rows
 from spark_hvd.runner.payload import dump_call, name_of
+from spark_hvd.runner.processes import check_system
 from spark_hvd.runner.profiles import Ask, task_resources
 from spark_hvd.runner.result import RunResult
 from spark_hvd.runner.spark_errors import translate_elastic
@@ -171,6 +172,8 @@ def run_elastic(
     name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
     with make_monitor(config.common, name, num_proc, stdout, stderr, tracker) as monitor, ExitStack() as closing:
         local = on_spark.is_local(session)
+        if local:
+            check_system()
         spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
         hub = _open_hub(session, config, monitor)
         closing.callback(hub.close)

@@ -22,6 +22,7 @@ from spark_hvd.runner.elastic_task import ElasticSpec, be_agent
 from spark_hvd.runner.local import HOST, cores_each
 from spark_hvd.runner.monitor import make_monitor
 from spark_hvd.runner.payload import dump_call, name_of
+from spark_hvd.runner.processes import check_system
 from spark_hvd.runner.result import RunResult
 from spark_hvd.runner.task import TaskSpec
 from spark_hvd.runner.tracking import Tracker
@@ -113,6 +114,7 @@ def run_elastic_local(
     if "OMP_NUM_THREADS" not in os.environ:
         threads = str(cores_each(config.limits.max_num_proc))
         common = replace(common, env={"OMP_NUM_THREADS": threads, **common.env})
+    check_system()
     payload = dump_call(fn, args, kwargs or {})
     with make_monitor(common, name_of(fn), num_proc, stdout, stderr, tracker) as monitor, ExitStack() as closing:
         hub = ElasticHub(config.limits, HOST, None, monitor)

@@ -21,7 +21,7 @@ from spark_hvd.runner.link import Link
 from spark_hvd.runner.monitor import Monitor, make_monitor
 from spark_hvd.runner.outcome import Packed
 from spark_hvd.runner.payload import dump_call, name_of
-from spark_hvd.runner.processes import fork_server
+from spark_hvd.runner.processes import check_system, fork_server
 from spark_hvd.runner.restart import with_restarts
 from spark_hvd.runner.result import RunResult
 from spark_hvd.runner.task import TaskSpec, run_ranks
@@ -106,6 +106,7 @@ def run_local(
     )
     if "OMP_NUM_THREADS" not in os.environ:
         config = replace(config, env={"OMP_NUM_THREADS": str(cores_each(num_proc)), **config.env})
+    check_system()
     payload = dump_call(fn, args, kwargs or {})
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
     with make_monitor(config, name_of(fn), num_proc, stdout, stderr, tracker) as monitor:

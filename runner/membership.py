@@ -12,7 +12,7 @@ and who does not come back in time is ended. Survivors keep their order, and com
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from spark_hvd.layout import WorldLayout
@@ -89,7 +89,12 @@ class Membership:
     def waits_for_the_silent(self) -> bool:
         """Whether a generation is over but for members that have not said a word: they may be gone."""
         generation = self.generation
-        return self.verdict is None and generation is not None and generation.over is not None and self._missing() != []
+        return (
+            self.verdict is None
+            and generation is not None
+            and generation.over is not None
+            and self.roster.missing(generation) != []
+        )
 
     # ---- agents ---------------------------------------------------------------------------------------------------
 
@@ -228,11 +233,11 @@ class Membership:
             if generation is not None or any(each.stage is Stage.WAITING for each in others):
                 self._end(ev.End.FAILED, texts.returned_early(self.roster.name(worker)), worker.number)
             elif not others:  # fn has no elastic function
-                self._done(
-                    sorted(number for number, each in self.roster.workers.items() if each.stage is Stage.RETURNED)
-                )
+                workers = self.roster.workers
+                ended = sorted(number for number in workers if workers[number].stage is Stage.RETURNED)
+                self._end(ev.End.DONE, ranks=tuple(ended))
         elif all(self.roster.workers[number].stage is Stage.RETURNED for number in generation.members):
-            self._done(generation.members)
+            self._end(ev.End.DONE, ranks=generation.members)
         else:
             self._end_if_returned_early()
 
@@ -291,25 +296,13 @@ class Membership:
                 self._out.append(ev.Reset(agent, number, generation.number, why))
         self.patience.resets += 1
 
-    def _missing(self) -> list[int]:
-        """The members of the present generation that are neither gone nor back."""
-        assert self.generation is not None
-        members = map(self.roster.workers.__getitem__, self.generation.members)
-        return [worker.number for worker in members if worker.stage in (Stage.MEMBER, Stage.FINISHED)]
-
     def _watch_deadline(self, now: float) -> None:
         generation = self.generation
         if generation is None or generation.deadline is None or now < generation.deadline or generation.finished:
             return
         generation.deadline = None
-        seconds = self.limits.rejoin_timeout
-        if generation.over is not None:
-            late, why = self._missing(), f"did not come back within rejoin_timeout={seconds:g} s"
-        else:
-            late = [number for number in generation.members if number not in generation.joined]
-            if len(generation.ready) < len(generation.members):
-                late = [number for number in generation.members if number not in generation.ready]
-            why = f"did not join the others within rejoin_timeout={seconds:g} s"
+        late, what = self.roster.late(generation)
+        why = f"did not {what} within rejoin_timeout={self.limits.rejoin_timeout:g} s"
         for agent, number in self.roster.addresses(late):
             self._out.append(ev.StopWorker(agent, number, why))
             self._lose(self.roster.workers[number], ev.Loss.HUNG, why, now)
@@ -319,7 +312,7 @@ class Membership:
         last = self.generation
         if self.verdict is not None or not self._begun:
             return
-        if last is not None and ((last.over is None and not last.finished) or self._missing()):
+        if last is not None and ((last.over is None and not last.finished) or self.roster.missing(last)):
             return
         waiting = self.roster.waiting()
         if last is not None and last.failed and self._ends(self.patience.too_many_resets(last)):
@@ -366,22 +359,12 @@ class Membership:
         generation = self.generation
         if self.verdict is not None or generation is None or not generation.trains or generation.updating:
             return
-        members = [self.roster.workers[number] for number in generation.members]
-        if any(worker.stage is not Stage.MEMBER for worker in members):
-            return
-        waiting = [worker for worker in self.roster.waiting() if not self.roster.leaves(worker)]
-        stay = [worker for worker in members if not self.roster.leaves(worker)]
-        grows = bool(waiting) and len(stay) < self.limits.max_num_proc
-        shrinks = len(stay) < len(members) and (stay or waiting)
-        if grows or shrinks:
+        if self.roster.to_change(generation, self.limits.max_num_proc):
             generation.updating = True
             for agent, number in self.roster.addresses(generation.members):
                 self._out.append(ev.Update(agent, number, generation.number))
 
     # ---- ends -----------------------------------------------------------------------------------------------------
-
-    def _done(self, ranks: Iterable[int]) -> None:
-        self._end(ev.End.DONE, ranks=tuple(ranks))
 
     def _end(self, end: ev.End, text: str = "", culprit: int | None = None, ranks: tuple[int, ...] = ()) -> None:
         self._ends(ev.Verdict(end, text, culprit, ranks))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from spark_hvd.layout import RankInfo, WorldLayout
 from spark_hvd.runner.exclusion import Exclusion
-from spark_hvd.runner.membership_records import Agent, Stage, Worker
+from spark_hvd.runner.membership_records import Agent, Generation, Stage, Worker
 
 _BACKOFF = 0.5
 _GREATEST_BACKOFF = 16.0
@@ -95,6 +95,28 @@ class Roster:
     def preparing(self) -> bool:
         """Whether any worker prepares."""
         return any(worker.stage is Stage.PREPARING for worker in self.workers.values())
+
+    def missing(self, generation: Generation) -> list[int]:
+        """The members of a generation that are neither gone nor back."""
+        members = map(self.workers.__getitem__, generation.members)
+        return [worker.number for worker in members if worker.stage in (Stage.MEMBER, Stage.FINISHED)]
+
+    def late(self, generation: Generation) -> tuple[list[int], str]:
+        """The members of a generation for which the others wait, and what they have yet to do."""
+        if generation.over is not None:
+            return self.missing(generation), "come back"
+        done = generation.joined if len(generation.ready) == len(generation.members) else generation.ready
+        return [number for number in generation.members if number not in done], "join the others"
+
+    def to_change(self, generation: Generation, most: int) -> bool:
+        """Whether others are to take part in the next generation: members of this one go, or workers wait."""
+        members = [self.workers[number] for number in generation.members]
+        if any(worker.stage is not Stage.MEMBER for worker in members):
+            return False
+        waiting = any(not self.leaves(worker) for worker in self.waiting())
+        stay = sum(not self.leaves(worker) for worker in members)
+        grows, shrinks = waiting and stay < most, stay < len(members) and (stay > 0 or waiting)
+        return grows or shrinks
 
     def leaves(self, worker: Worker) -> bool:
         """Whether a worker's executor is to go."""

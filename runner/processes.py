@@ -197,8 +197,7 @@ def fork_server(env: Mapping[str, str | None], anchor: int) -> ForkServer:
         anchor: The process with which the server ends: the Spark executor, or this one. Servers are shared by all
             processes that name the same anchor, environment and Python.
     """
-    if platform.system() != "Linux":
-        raise ForkServerError(f"ranks need Linux, this is {platform.system()}: run in a Linux container or cluster")
+    check_system()
     key = frozenset(env.items())
     with _servers_lock:
         server = _servers.pop(key, None)
@@ -211,6 +210,19 @@ def fork_server(env: Mapping[str, str | None], anchor: int) -> ForkServer:
             if old.ranks == 0:
                 _servers.pop(old_key).close()
     return server
+
+
+def check_system() -> None:
+    """Make sure that ranks can run on this machine; a driver can elsewhere.
+
+    Raises:
+        ForkServerError: it has another system than Linux.
+    """
+    if platform.system() != "Linux":
+        raise ForkServerError(
+            f"ranks need Linux, this is {platform.system()}: run in a Linux container, or connect to a cluster of "
+            "Linux hosts, for which this machine can be the driver"
+        )
 
 
 def apply_env(base: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
