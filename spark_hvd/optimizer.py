@@ -160,7 +160,8 @@ def DistributedOptimizer(
         gradient_predivide_factor: with Average, gradients are divided by it before the sum and by size / factor after.
         num_groups: deprecated: use `groups`.
         groups: a number of groups, or lists of parameters, each of which is reduced in one piece.
-        sparse_as_dense: reduce sparse gradients as dense ones; else indices and values of all ranks are gathered.
+        sparse_as_dense: reduce sparse gradients as dense ones; else indices and values of all ranks are gathered. The
+            optimizer then sees dense ones, but for SparseAdam, which sees the rows that are not zero.
         process_set: the ranks to reduce over; on other ranks the optimizer stays a local one.
         bucket_cap_mb: upper bound of a bucket in MiB, 25 by default. A given one is not changed by autotuning.
         shared_memory: where all ranks are on one Linux host, reduce uncompressed buckets on the CPU in shared memory
@@ -244,27 +245,38 @@ def _before_step(
             raise AssertionError(
                 "step() under skip_synchronize() while gradients are being reduced: call synchronize()"
             )
+        _make_sparse_again(optimizer)
         return None
     # Optimizer pre-hooks see the optimizer itself as first of args.
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         lane.synchronize()
+        _make_sparse_again(optimizer)
         return None
     if lane.started:
         lane.synchronize()
-    reduced = _reducing(closure, lane)
+    reduced = _reducing(closure, optimizer, lane)
     if len(args) > 1:
         return (args[0], reduced, *args[2:]), kwargs
     return args, {**kwargs, "closure": reduced}
 
 
-def _reducing(closure: Callable[[], Any], lane: PlannedLane) -> Callable[[], Any]:
+def _reducing(closure: Callable[[], Any], optimizer: ReducedOptimizer, lane: PlannedLane) -> Callable[[], Any]:
     def reduced() -> Any:
         loss = closure()
         lane.synchronize()
+        _make_sparse_again(optimizer)
         return loss
 
     return reduced
+
+
+def _make_sparse_again(optimizer: ReducedOptimizer) -> None:
+    """Where gradients were reduced as dense ones, but the optimizer takes sparse ones alone."""
+    if optimizer._recipe.sparse_as_dense and isinstance(optimizer, torch.optim.SparseAdam):
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if param.grad is not None and param.grad.layout is torch.strided:
+                param.grad = param.grad.to_sparse(1)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

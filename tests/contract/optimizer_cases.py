@@ -327,6 +327,41 @@ def sparse_as_dense(rank: int, size: int) -> None:
     assert not _train_words(rank, size, sparse_as_dense=True).is_sparse
 
 
+def sparse_as_dense_with_sparse_adam(rank: int, size: int) -> None:
+    """It takes no dense gradients; from a closure neither."""
+    _train_table(rank, size, sparse_as_dense=False, by_closure=False)
+    _train_table(rank, size, sparse_as_dense=True, by_closure=False)
+    _train_table(rank, size, sparse_as_dense=True, by_closure=True)
+
+
+def _train_table(rank: int, size: int, *, sparse_as_dense: bool, by_closure: bool) -> None:
+    table, oracle = (nn.Embedding(20, 4, sparse=True) for _ in range(2))
+    torch.manual_seed(2)
+    nn.init.normal_(table.weight)
+    oracle.load_state_dict(table.state_dict())
+    optimizer = DistributedOptimizer(torch.optim.SparseAdam(table.parameters()), sparse_as_dense=sparse_as_dense)
+    plain = torch.optim.SparseAdam(oracle.parameters())
+    words: list[torch.Tensor] = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = table(words[rank]).square().mean()
+        loss.backward()
+        return loss
+
+    for step in range(STEPS):
+        words = [torch.arange(3 + r) * (r + 2 + step) % 20 for r in range(size)]
+        if by_closure:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+        plain.zero_grad()
+        (torch.stack([oracle(each).square().mean() for each in words]).sum() / size).backward()
+        plain.step()
+    assert_matches(table, oracle, 1e-5)
+
+
 def new_sparse_gradient_is_an_error(rank: int, size: int) -> None:
     table = nn.Parameter(torch.ones(4, 2))
     optimizer = DistributedOptimizer(torch.optim.SGD([table], lr=0.1), [("table", table)])
