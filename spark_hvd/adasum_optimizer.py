@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from spark_hvd import elastic_launcher
 from spark_hvd.communicator import ReduceOp
-from spark_hvd.context import current
+from spark_hvd.context import current, in_world
+from spark_hvd.gradient_plan import require_same
 from spark_hvd.named import Reducing, compressed_allreduce
+from spark_hvd.objects import allgather_object
+from spark_hvd.optimizer_arguments import spec_of
 from spark_hvd.ordinals import ordinal
 from spark_hvd.process_sets import ProcessSet, global_process_set, lane_of
 
@@ -80,10 +84,27 @@ def _has_others(process_set: ProcessSet) -> bool:
 
 
 def take_over_with_adasum(
-    optimizer: torch.optim.Optimizer, process_set: ProcessSet, compression: Any
+    optimizer: torch.optim.Optimizer, names: Sequence[str], process_set: ProcessSet, compression: Any
 ) -> AdasumOptimizer:
-    """Make `optimizer` combine the ranks' steps; on a rank that is not in the process set they stay its own."""
+    """Make `optimizer` combine the ranks' steps; on a rank that is not in the process set they stay its own.
+
+    Args:
+        optimizer: Any.
+        names: Of its parameters.
+        process_set: Whose ranks' steps.
+        compression: Of the changes on their way.
+
+    Raises:
+        PlanMismatchError: Parameters or compression differ between ranks; raised on all of them.
+    """
     elastic = elastic_launcher.installed() is not None
+    if (not elastic or in_world()) and _has_others(process_set):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        require_same(
+            [spec_of(name, param) for name, param in zip(names, params, strict=True)],
+            {"op": "ADASUM", "compression": getattr(compression, "__name__", type(compression).__name__)},
+            lambda fact: allgather_object(fact, name="DistributedOptimizer.adasum", process_set=process_set),
+        )
     others = process_set if elastic or _has_others(process_set) else None
     base = type(optimizer)
     namespace = {"__doc__": base.__doc__, "__module__": base.__module__, "__qualname__": base.__qualname__}

@@ -187,7 +187,7 @@ def DistributedOptimizer(
     grouped = group_indices(chosen_groups(groups, num_groups), params)
 
     if op is ReduceOp.ADASUM:
-        return take_over_with_adasum(optimizer, process_set, compression)
+        return take_over_with_adasum(optimizer, names, process_set, compression)
     recipe = Recipe(
         names,
         grouped,

@@ -213,8 +213,9 @@ def plan_mismatch(rank: int, size: int) -> None:
         DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
     model = nn.Linear(4, 3)
     model.bias.requires_grad_(rank == 0)
-    with pytest.raises(PlanMismatchError, match="'bias' on rank 0 has requires_grad True"):
-        DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    for op in (ReduceOp.AVERAGE, ReduceOp.ADASUM):
+        with pytest.raises(PlanMismatchError, match="'bias' on rank 0 has requires_grad True"):
+            DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), op=op)
     with pytest.raises(PlanMismatchError, match="op is 'AVERAGE' on rank 0"):
         DistributedOptimizer(sgd(net().parameters()), op=ReduceOp.AVERAGE if rank == 0 else ReduceOp.SUM)
     average(rank, size)
