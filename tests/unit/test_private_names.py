@@ -85,6 +85,17 @@ def test_nccl() -> None:
         assert f"def {name}(self)" in nccl
 
 
+def test_what_sharded_checkpoints_exchange() -> None:
+    from torch.distributed.checkpoint import state_dict_saver
+
+    saver: Any = state_dict_saver
+    own = saver._DistWrapper
+    with torch_private.sharded_objects_by(lambda value, root: value, lambda value: [value]):
+        assert saver._DistWrapper(None, False, 0).all_gather_object("mine") == ["mine"]
+        assert issubclass(saver._DistWrapper, own)
+    assert saver._DistWrapper is own
+
+
 def test_sharded_checkpoints(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
