@@ -380,7 +380,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """
     here = current()
     if here.world.me.rank == 0:
-        here.engine.start_timeline(file_path, mark_cycles, [info.host for info in here.layout.ranks])
+        here.engine.timeline.start(file_path, mark_cycles, [info.host for info in here.layout.ranks])
 
 
 def stop_timeline() -> None:
@@ -392,7 +392,7 @@ def stop_timeline() -> None:
     """
     here = current()
     if here.world.me.rank == 0:
-        here.engine.stop_timeline()
+        here.engine.timeline.stop()
 
 
 mpi_backend.register()

@@ -128,6 +128,17 @@ class Coordination:
         """A member is of no use any more."""
         return self._coordinator.gone(place, text, left=False)
 
+    def leave(self, deadline: float | None) -> None:
+        """Take my own leave, and close the sockets; see :meth:`CoordinatorSockets.close`."""
+        assert self.sockets is not None
+        self.tell(self.left(0, self.lane.done))
+        self.sockets.close(deadline)
+
+    def give_up(self, why: str) -> None:
+        """Nothing can be decided here any more."""
+        self.complete.set()
+        self.tell(self._heard(0, "failed", why))
+
     def tell(self, decisions: Sequence[Decision]) -> None:
         """Tell all members, myself last."""
         if not decisions:

@@ -14,17 +14,16 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import zmq
 
 from spark_hvd.channel import FAREWELL, CoordinatorSockets, Keys, MemberSockets
-from spark_hvd.collector import Collector
 from spark_hvd.config import Config
 from spark_hvd.coordination import Coordination
-from spark_hvd.decisions import Decision, Pong, Trace
+from spark_hvd.decisions import Decision
 from spark_hvd.doorman import Doorman
 from spark_hvd.errors import CollectiveError
 from spark_hvd.kv import Store
@@ -33,6 +32,7 @@ from spark_hvd.links import Alone, Here, Member
 from spark_hvd.members import Members
 from spark_hvd.ports import PortRange
 from spark_hvd.tracing import Tracing
+from spark_hvd.world_timeline import WorldTimeline
 
 _log = logging.getLogger("spark_hvd")
 
@@ -62,6 +62,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.tracing = Tracing(self.wake)
+        self.timeline = WorldTimeline(self.tracing, self._on_thread, self._tell_all)
         self._secret = secret
         self._address = address
         self._ports = ports
@@ -71,8 +72,6 @@ class Engine:
         self._abandon: list[tuple[float, Lane]] = []
         self._to_gather = False
         self._gathered_at: float | None = None
-        self._collector: Collector | None = None
-        self._traced_for: Member | None = None
         self._closing = False
         self._aborted: str | None = None
         self._failed: str | None = None
@@ -108,7 +107,7 @@ class Engine:
             self._doorman.welcome(keys.member_public)
             sockets = CoordinatorSockets(self._context, self._address(), keys, self._ports)
             link.coordination = Coordination(lane, self.config, sockets)
-            link.coordination.on_message = self._heard
+            link.coordination.on_message = self.timeline.heard
             self._coordinations.append(link.coordination)
             self._attend(sockets.requests, link.coordination.read_requests)
             self._attend(sockets.decisions, link.coordination.read_presence)
@@ -167,51 +166,6 @@ class Engine:
         for coordination in list(self._coordinations):
             self.call(partial(coordination.tune, config))
 
-    def start_timeline(self, path: str, mark_cycles: bool, hosts: Sequence[str]) -> None:
-        """Record a timeline of all ranks; to be called on rank 0 of the world.
-
-        Raises:
-            ValueError: One is being recorded.
-            OSError: The file cannot be written.
-        """
-        if self._collector is not None:
-            raise ValueError(f"a timeline is being recorded to {self._collector.path}; call hvd.stop_timeline() first.")
-        collector = self._collector = Collector(path, hosts)
-
-        def start() -> None:
-            self._tell_all(Trace(True, mark_cycles))
-            self.tracing.start(partial(collector.add, 0), mark_cycles, on_rank0=True)
-
-        self._on_thread(start)
-
-    def stop_timeline(self) -> None:
-        """Write what all ranks have recorded; to be called on rank 0 of the world. Does nothing if nothing is recorded.
-
-        Raises:
-            OSError: The file could not be written.
-        """
-        collector = self._collector
-        if collector is None:
-            return
-
-        def stop() -> None:
-            self.tracing.stop()
-            self._tell_all(Trace(False))
-
-        self._on_thread(stop)
-        collector.close()
-        self._collector = None
-
-    def _tell_all(self, decision: Decision) -> None:
-        if self._coordinations:  # the first is the world's
-            self._coordinations[0].tell([decision])
-
-    def _on_thread(self, function: Callable[[], None]) -> None:
-        if self._serves:
-            self.ask(function)
-        else:
-            function()
-
     # ---- other threads --------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
@@ -256,6 +210,16 @@ class Engine:
             raise error
         return value
 
+    def _on_thread(self, function: Callable[[], None]) -> None:
+        if self._serves:
+            self.ask(function)
+        else:
+            function()
+
+    def _tell_all(self, decision: Decision) -> None:
+        if self._coordinations:  # the first is the world's
+            self._coordinations[0].tell([decision])
+
     def abort(self, text: str) -> None:
         """Fail what is under way on all lanes, here; nothing can start on them any more. From any thread."""
         self._aborted = text
@@ -273,7 +237,7 @@ class Engine:
     def close(self, text: str) -> None:
         """Leave all lanes and end the thread; what is not done fails with this text."""
         with contextlib.suppress(OSError, CollectiveError):
-            self.stop_timeline()
+            self.timeline.stop()
         if self._thread is None:
             return
         with contextlib.suppress(CollectiveError):  # the engine has failed
@@ -287,8 +251,7 @@ class Engine:
             os.close(fd)
 
     def _leave_lanes(self, text: str) -> None:
-        if self._traced_for is not None:
-            self.ask(self._send_last_events)
+        self.timeline.leave()
         deadline = time.monotonic() + FAREWELL  # for all lanes together: they have the same ranks to wait for
         for lane in [member.lane for member in self._members] + [each.lane for each in self._coordinations]:
             self.close_lane(lane, text, deadline)
@@ -392,30 +355,17 @@ class Engine:
     def _give_up(self, why: str) -> None:
         """Nothing can go on here. Whoever waits is told why, those on this rank first, and all lanes are left."""
         self._failed = f"the engine of the named collectives failed: {why}"
-        steps: list[Callable[[], None]] = []
         deadline = time.monotonic() + FAREWELL
-        for coordination in self._coordinations:
-            lane = coordination.lane
-            text = f"rank {lane.ranks[0]} could not do its part: {self._failed}"
-            steps += [
-                partial(lane.aborted, text),
-                partial(coordination.tell, coordination.failed(0, text)),
-                coordination.complete.set,
-                partial(self._close, lane, text, deadline),
-            ]
-        for member in self._members:
-            lane = member.lane
-            text = f"rank {lane.ranks[member.place]} could not do its part: {self._failed}"
-            steps += [
-                partial(lane.aborted, text),
-                partial(member.send, "failed", self._failed),
-                partial(self._close, lane, text, deadline),
-            ]
-        for step in steps:
-            try:
-                step()
-            except Exception:  # what has failed may be just what this step needs
-                _log.debug("while the engine of the named collectives ended", exc_info=True)
+        sides: list[Coordination | Member] = [*self._coordinations, *self._members]
+        for each in sides:
+            lane = each.lane
+            text = f"rank {lane.ranks[lane.members.place]} could not do its part: {self._failed}"
+            steps = partial(lane.aborted, text), partial(each.give_up, self._failed)
+            for step in (*steps, partial(self._close, lane, text, deadline)):
+                try:
+                    step()
+                except Exception:  # what has failed may be just what this step needs
+                    _log.debug("while the engine of the named collectives ended", exc_info=True)
 
     def _milliseconds_left(self) -> int | None:
         times = [until for until, _ in self._abandon]
@@ -427,12 +377,6 @@ class Engine:
                 times += [] if due is None else [due]
         return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
 
-    def _send_last_events(self) -> None:
-        member, self._traced_for = self._traced_for, None
-        self.tracing.stop()
-        if member is not None:
-            member.send("traced")
-
     def abandon_later(self, lane: Lane) -> None:
         """A rank of this lane has gone: what is under way has a moment left to succeed."""
         self._abandon.append((time.monotonic() + _GRACE_SECONDS, lane))
@@ -443,40 +387,12 @@ class Engine:
         self._abandon = [(until, other) for until, other in self._abandon if other is not lane]
         for coordination in [each for each in self._coordinations if each.lane is lane]:
             assert coordination.sockets is not None
-            coordination.tell(coordination.left(0, lane.done))
             self._desert(coordination.sockets.requests)
             self._desert(coordination.sockets.decisions)
-            coordination.sockets.close(deadline)
+            coordination.leave(deadline)
             self._coordinations.remove(coordination)
         for member in [each for each in self._members if each.lane is lane]:
-            member.send("left", lane.done)
             self._desert(member.sockets.decisions)
             self._desert(member.sockets.losses)
-            member.close()
+            member.leave()
             self._members.remove(member)
-
-    def _heard(self, place: int, kind: str, fields: Sequence[Any]) -> None:
-        """A member of the world has sent a part of the timeline."""
-        if self._collector is None:
-            return
-        if kind == "trace":
-            self._collector.add(place, *fields)
-        elif kind == "traced":
-            self._collector.done(place)
-
-    def decided(self, member: Member, decisions: Sequence[Decision]) -> None:
-        """Decisions that are not a lane's business."""
-        for decision in decisions:
-            if isinstance(decision, Trace):
-                if decision.on:
-                    self.tracing.start(partial(member.send, "trace"), decision.mark_cycles, on_rank0=False)
-                    member.send("ping", time.monotonic_ns())
-                    self._traced_for = member
-                else:
-                    self._send_last_events()
-            elif (
-                isinstance(decision, Pong)
-                and decision.place == member.place
-                and self.tracing.answered(decision.asked, decision.answered)
-            ):
-                member.send("ping", time.monotonic_ns())

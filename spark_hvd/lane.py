@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,13 +19,17 @@ from spark_hvd.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKno
 from spark_hvd.errors import CollectiveError, DuplicateNameError, MismatchError, StalledError
 from spark_hvd.execution import Execution, Work
 from spark_hvd.fusion import Batch, plan_batches
+from spark_hvd.known_call import KnownCall
 from spark_hvd.members import Members
 from spark_hvd.named_handle import NamedHandle
-from spark_hvd.request import Entry, Request, op_of
+from spark_hvd.request import Entry, Request
 from spark_hvd.runs import Runs
 from spark_hvd.tracing import Tracing
 from spark_hvd.unnamed import Unnamed
 from spark_hvd.vitals import Underway
+
+if TYPE_CHECKING:
+    from spark_hvd.links import Link
 
 T = TypeVar("T")
 
@@ -34,46 +38,6 @@ _PLANS = 256
 _VERDICT_SECONDS = 3.0
 """How long an error of the network waits for the coordinator's word on which rank has gone."""
 _ERRORS: dict[str, type[Exception]] = {"mismatch": MismatchError, "stall": StalledError}
-
-
-class Link(Protocol):
-    """How a lane reaches its coordinator. All methods may be called from any thread."""
-
-    def notify(self, lane: Lane) -> None:
-        """The outbox is no longer empty: take it in a moment."""
-        ...
-
-    def post(self, lane: Lane) -> None:
-        """Somebody is about to wait: take the outbox now."""
-        ...
-
-    def join(self, lane: Lane, counts: bool) -> None:
-        """This rank has no more data."""
-        ...
-
-    def failed(self, lane: Lane, text: str) -> None:
-        """This rank cannot run what all ranks run."""
-        ...
-
-    def doomed(self, lane: Lane) -> None:
-        """A rank has gone: call :meth:`Lane.give_up` in a moment."""
-        ...
-
-
-class _Known:
-    """A name with a number, and how this rank called it."""
-
-    __slots__ = ("bit", "device", "dtype", "reducing", "request", "shape")
-
-    def __init__(self, handle: NamedHandle[Any], bit: int) -> None:
-        request, tensors = handle.request, handle.work.tensors
-        self.request = request
-        self.bit = bit
-        # For the calls that come most often, so that they need not be described again to be recognised.
-        self.reducing: tuple[object, ...] | None = None
-        if request.kind == "allreduce" and len(tensors) == 1:
-            self.reducing = (op_of(request), request.prescale, request.postscale)
-            self.dtype, self.shape, self.device = tensors[0].dtype, tensors[0].shape, tensors[0].device
 
 
 class Lane:
@@ -96,7 +60,7 @@ class Lane:
         self._lock = threading.Lock()
         self._handles: dict[str, NamedHandle[Any]] = {}
         self._unnamed = Unnamed()
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, KnownCall] = {}
         self._ids = 0
         self._fresh: list[tuple[str, Request]] = []
         self._joining: NamedHandle[int] | None = None
@@ -390,7 +354,7 @@ class Lane:
         with self._lock:
             handle = self._handles.get(name)
             if handle is not None:  # a rank that has joined has no request of its own
-                self._known[name] = _Known(handle, 1 << decision.id)
+                self._known[name] = KnownCall(handle, 1 << decision.id)
 
     def _fail(self, decision: Fail) -> None:
         if decision.places is not None and self.members.place not in decision.places:

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from spark_hvd.channel import MemberSockets
 from spark_hvd.coordination import Coordination
-from spark_hvd.lane import Lane
 
 if TYPE_CHECKING:
     from spark_hvd.engine import Engine
+    from spark_hvd.lane import Lane
+
+
+class Link(Protocol):
+    """How a lane reaches its coordinator. All methods may be called from any thread."""
+
+    def notify(self, lane: Lane) -> None:
+        """The outbox is no longer empty: take it in a moment."""
+        ...
+
+    def post(self, lane: Lane) -> None:
+        """Somebody is about to wait: take the outbox now."""
+        ...
+
+    def join(self, lane: Lane, counts: bool) -> None:
+        """This rank has no more data."""
+        ...
+
+    def failed(self, lane: Lane, text: str) -> None:
+        """This rank cannot run what all ranks run."""
+        ...
+
+    def doomed(self, lane: Lane) -> None:
+        """A rank has gone: call :meth:`Lane.give_up` in a moment."""
+        ...
 
 
 class Alone:
@@ -88,10 +112,15 @@ class Member:
             if not self.sockets.requests.closed:
                 self.sockets.send(json.dumps([self.place, kind, *fields], separators=(",", ":")).encode())
 
-    def close(self) -> None:
-        """Close the sockets, when no other thread is sending."""
+    def leave(self) -> None:
+        """Take leave, and close the sockets when no other thread is sending."""
+        self.send("left", self.lane.done)
         with self._sending:
             self.sockets.close()
+
+    def give_up(self, why: str) -> None:
+        """Nothing can be done here any more."""
+        self.send("failed", why)
 
     def notify(self, lane: Lane) -> None:
         """See base class."""
@@ -120,7 +149,7 @@ class Member:
         """Take in the decisions that have come."""
         while (decisions := self.sockets.receive()) is not None:
             self.lane.apply(decisions)
-            self._engine.decided(self, decisions)
+            self._engine.timeline.decided(self, decisions)
 
     def read_losses(self) -> None:
         """Take in that the connection has ended."""
