@@ -178,7 +178,12 @@ def test_decoders_raise_ordinary_errors() -> None:
         b'[["Run",[["a",["allreduce",["float32"],[[2]],"cpu","SUM",1.0,1.0,null,null,null,null],null,null,null,null]]]]',
         b'[["RunKnown","ff"],["Joined",1],["Gone",1,"x",true,null],["Tune",3],["Pong",1,2,3]]',
     ]
-    lane: Any = SimpleNamespace(ranks=[0, 1], tracing=SimpleNamespace(recorder=None), apply=lambda decisions: None)
+    lane: Any = SimpleNamespace(
+        ranks=[0, 1],
+        members=SimpleNamespace(hosts=["a", "b"]),
+        tracing=SimpleNamespace(recorder=None),
+        apply=lambda decisions: None,
+    )
     heard = 0
     for number in range(4000):
         data = bytearray(whole[number % len(whole)])
