@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import spark_hvd.torch as hvd
@@ -280,3 +281,23 @@ def a_rank_dies_while_others_have_joined(rank: int, size: int) -> None:
         os._exit(3)
     with pytest.raises(hvd.CollectiveError, match=f"rank {size - 1} "):
         hvd.join()
+
+
+def nothing_more_is_sent(rank: int, size: int) -> None:
+    """A step has one all-reduce a bucket, whether somebody has joined or not."""
+    training = Training(shared_memory=False, bucket_cap_mb=200 / 2**20)
+    training.uneven([1] * size, rank)
+    optimizer, model = training.optimizer, training.model
+    with pytest.MonkeyPatch.context() as patch:
+        sent: list[torch.Tensor] = []
+        send = dist.all_reduce
+        patch.setattr(dist, "all_reduce", lambda tensor, **how: (sent.append(tensor), send(tensor, **how))[1])
+        patch.setattr(dist, "all_gather", None)
+        for step in range(2 + rank):
+            optimizer.zero_grad()
+            loss_of(model, batch(rank, step)).backward()
+            optimizer.step()
+        buckets = len(lane_of(optimizer).buckets)
+        assert buckets > 1
+        assert len(sent) == buckets * (2 + rank)
+    hvd.join()

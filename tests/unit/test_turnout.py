@@ -1,0 +1,34 @@
+"""What the sum of all ranks' notes tells, in the dtypes that buckets travel in."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from spark_hvd.turnout import EVERYONE, Presence, Turnout, correction_on_device, notes_numel, write
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [2, 256, 257, 700])
+def test_sums_tell_what_the_ranks_told(size: int, dtype: torch.dtype) -> None:
+    chance = random.Random(size)
+    kinds = [[each] for each in Presence] + [[Presence.HERE, Presence.GONE], list(Presence)]
+    for choice in kinds:
+        presences = [chance.choice(choice) for _ in range(size)]
+        total = torch.zeros(notes_numel(size), dtype=dtype)
+        for rank, presence in enumerate(presences):
+            notes = torch.full_like(total, 7.0)  # what is left of the step before
+            write(notes, presence, rank)
+            total += notes
+        turnout = Turnout.read(total)
+        assert turnout == Turnout.of(presences)
+        assert float(correction_on_device(total, size)) == pytest.approx(turnout.correction(size), rel=1e-6)
+
+
+def test_usual_step() -> None:
+    assert Turnout.of([Presence.HERE] * 3) == EVERYONE
+    assert EVERYONE.correction(3) == 1.0
+    assert Turnout.of([Presence.HERE, Presence.GONE, Presence.JOINED]).correction(3) == 1.5
+    assert Turnout.of([Presence.GONE] * 3).correction(3) == 1.0  # of a step that nobody makes
