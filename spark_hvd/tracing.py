@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from spark_hvd.trace import (
 if TYPE_CHECKING:
     from spark_hvd.named_handle import NamedHandle
 
+_log = logging.getLogger("spark_hvd")
+
 _PINGS = 8
 """Questions for rank 0's time; the answer that came back the quickest tells the most."""
 _AUTO_ROWS = 16
@@ -43,7 +46,7 @@ class Tracing:
         self._called: dict[str, int] = {}
         self._answers: list[tuple[int, int]] = []
         self._send: Callable[[int, list[Event]], None] = lambda offset_ns, events: None
-        self._settled = False
+        self._settled = self._failed = False
         self._held: list[Event] = []
 
     # ---- what happens to collectives ------------------------------------------------------------------------------
@@ -66,18 +69,21 @@ class Tracing:
         recorder, now = self.recorder, time.monotonic_ns()
         if recorder is None:
             return
-        for handle in handles:
-            kind, row = handle.request.kind, _row(handle.name)
-            recorder.span(row, negotiate_phase(kind), self._called.pop(handle.name, queued_ns), queued_ns)
-            dtype = ",".join(dict.fromkeys(handle.request.dtypes))
-            facts = {"dtype": dtype, "shapes": handle.request.shapes, "fused": len(handles)}
-            recorder.span(row, kind.upper(), queued_ns, now, **facts)
-            recorder.span(row, QUEUE, queued_ns, started_ns)
-            if len(handles) > 1 or len(handle.request.shapes) > 1:
-                recorder.span(row, MEMCPY_IN_FUSION_BUFFER, started_ns, packed_ns)
-            if handle.request.shapes:
-                backend = mpi_backend.carrier(handle.request.device == "cuda")
-                recorder.span(row, SHARED_MEMORY if staged else wire_phase(backend, kind), packed_ns, now)
+        try:
+            for handle in handles:
+                kind, row = handle.request.kind, _row(handle.name)
+                recorder.span(row, negotiate_phase(kind), self._called.pop(handle.name, queued_ns), queued_ns)
+                dtype = ",".join(dict.fromkeys(handle.request.dtypes))
+                facts = {"dtype": dtype, "shapes": handle.request.shapes, "fused": len(handles)}
+                recorder.span(row, kind.upper(), queued_ns, now, **facts)
+                recorder.span(row, QUEUE, queued_ns, started_ns)
+                if len(handles) > 1 or len(handle.request.shapes) > 1:
+                    recorder.span(row, MEMCPY_IN_FUSION_BUFFER, started_ns, packed_ns)
+                if handle.request.shapes:
+                    backend = mpi_backend.carrier(handle.request.device == "cuda")
+                    recorder.span(row, SHARED_MEMORY if staged else wire_phase(backend, kind), packed_ns, now)
+        except Exception as error:  # those who wait for the batch are told after this
+            self._give_up(error)
 
     def finished(self, handle: NamedHandle[Any], started_ns: int) -> None:
         """The one who waited for a batch has unpacked it."""
@@ -103,7 +109,7 @@ class Tracing:
         self._answers.clear()
         self._held.clear()
         self._send = send
-        self._settled = on_rank0
+        self._settled, self._failed = on_rank0, False
         self.recorder = Recorder(self._ship, mark_cycles)
 
     def stop(self) -> None:
@@ -124,9 +130,23 @@ class Tracing:
 
     def _ship(self, events: list[Event]) -> None:
         if self._settled:
-            self._send(min(self._answers)[1] if self._answers else 0, events)
+            try:
+                self._send(min(self._answers)[1] if self._answers else 0, events)
+            except Exception as error:  # whoever records has something else to do: a collective, the engine's turn
+                self._give_up(error)
         else:  # the offset may still change, and spans that nest must not come apart
             self._held += events
+
+    def _give_up(self, error: Exception) -> None:
+        """What observes a run must not end it."""
+        self.recorder = None
+        if not self._failed:
+            self._failed = True
+            _log.warning(
+                "The timeline lacks the latest events of this rank, and all that follow: %s: %s",
+                type(error).__name__,
+                error,
+            )
 
     def _settle(self) -> None:
         if not self._settled:
