@@ -1,9 +1,12 @@
 """Python objects between ranks: pickled, sealed, and sent as bytes by named collectives.
 
-Unpickling runs code, and the bytes travel over connections that a stranger on the network may take over. Their length
-and digest, the seal, goes by the coordinator, whose channel is encrypted and authenticated with keys of this world. It
-comes with the decision to run just this call, so a pickle of another call, or of the same one at another time, does not
-fit it. What does not is not unpickled.
+Unpickling runs code, and the bytes travel over connections that a stranger on the network may take over. Their digest
+and lengths, the seal, go by the coordinator, whose channel is encrypted and authenticated with keys of this world. They
+come with the decision to run just this call, so a pickle of another call, or of the same one at another time, does not
+fit them. What does not is not unpickled.
+
+The numbers of large arrays follow the pickle as buffers of their own (PEP 574). As the elements of tensors they run no
+code, whatever they are, and they are not hashed, which would take as long as sending them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import pickle
 from typing import Any, TypeVar
 
 import cloudpickle
+import numpy as np
 import torch
 
 from spark_hvd.errors import CollectiveError
@@ -24,7 +28,11 @@ from spark_hvd.process_sets import ProcessSet, global_process_set, lane_of
 
 T = TypeVar("T")
 
-_UNPICKLABLE = "-1 "
+_UNPICKLABLE = "-"
+_LARGE = 1 << 16
+"""Bytes of an array from which on its numbers follow the pickle."""
+_ALIGNMENT = 64
+"""Bytes. Each part begins at a multiple, as numpy is slow with numbers that do not."""
 
 
 def broadcast_object(
@@ -33,7 +41,8 @@ def broadcast_object(
     """Give every rank the object of one rank.
 
     The pickle travels over the process group's own connections, from rank to rank, and is loaded by the others if it is
-    the one that the root has sent. Its size is not limited but by memory.
+    the one that the root has sent. Its size is not limited but by memory. The numbers of large numpy arrays are not
+    part of it, and are no more checked than those of tensors in :func:`spark_hvd.torch.broadcast`.
 
     Args:
         obj: Anything cloudpickle can pickle; ignored on ranks other than `root_rank`.
@@ -54,13 +63,12 @@ def broadcast_object(
         return obj
     me = lane.ranks[lane.communicator.rank]
     mine = me == root_rank
-    payload, failure = _pickled(obj) if mine else (torch.empty(0, dtype=torch.uint8), None)
-    seal = _seal_of(payload, failure) if mine else None
-    seal = start_sealing(seal, root_rank, name and f"{name}.seal", process_set).wait()
+    payload, own, failure = _pickled(obj) if mine else (torch.empty(0, dtype=torch.uint8), None, None)
+    seal = start_sealing(own, root_rank, name and f"{name}.seal", process_set).wait()
     if seal == _UNPICKLABLE:
         raise _unpicklable("broadcast_object", root_rank) from failure
     if not mine:
-        payload = torch.empty(_length(seal), dtype=torch.uint8)
+        payload = torch.empty(_numel(seal), dtype=torch.uint8)
     payload = payload.to(lane.communicator.fact_device)
     start_broadcast([payload], root_rank, name, process_set, only, in_place=True, urgent=True).wait()
     return obj if mine else _loaded(payload.cpu(), seal, f"rank {me} got a pickle from rank {root_rank}")
@@ -84,8 +92,7 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
         CollectiveError: A peer or the network failed, or what came is not what a rank has sent.
     """
     lane = lane_of(process_set)
-    payload, failure = _pickled(obj)
-    seal = _seal_of(payload, failure)
+    payload, seal, failure = _pickled(obj)
     payload = payload.to(lane.communicator.fact_device)
     work = start_allgather([payload], name, process_set, _whole, urgent=True, seal=seal).wait()
     everyones = only(work).cpu()
@@ -96,8 +103,9 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
         if each == _UNPICKLABLE:
             raise _unpicklable("allgather_object", rank) from failure
         if each is not None:  # ranks that have joined have no part
-            end = start + _length(each)
-            values.append(_loaded(everyones[start:end], each, f"rank {me} got a pickle from rank {rank}"))
+            end = start + _numel(each)
+            own = everyones[start:end].clone()  # arrays are views of it, and must not keep those of other ranks
+            values.append(_loaded(own, each, f"rank {me} got a pickle from rank {rank}"))
             start = end
     return values
 
@@ -106,34 +114,61 @@ def _whole(work: Work) -> Work:
     return work
 
 
-def _pickled(obj: Any) -> tuple[torch.Tensor, Exception | None]:
+def _pickled(obj: Any) -> tuple[torch.Tensor, str, Exception | None]:
+    """The pickle and what follows it, and the seal."""
     file = io.BytesIO()
+    buffers: list[memoryview] = []
+
+    def stays(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if not _is_numbers(raw):
+            return True
+        buffers.append(raw)
+        return False
+
     try:
-        cloudpickle.dump(obj, file)
+        cloudpickle.dump(obj, file, buffer_callback=stays)
     except Exception as error:  # whatever a __reduce__ raises; the other ranks wait to hear of it
-        return torch.empty(0, dtype=torch.uint8), error
-    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8), None
+        return torch.empty(0, dtype=torch.uint8), _UNPICKLABLE, error
+    parts = [np.frombuffer(part, dtype=np.uint8) for part in (file.getbuffer(), *buffers)]
+    seal = " ".join([hashlib.sha256(parts[0].data).hexdigest(), *(str(part.nbytes) for part in parts)])
+    payload = np.zeros(_numel(seal), dtype=np.uint8)
+    for part, place in zip(parts, _places(seal), strict=True):
+        payload[place] = part
+    return torch.from_numpy(payload), seal, None
 
 
-def _seal_of(payload: torch.Tensor, failure: Exception | None) -> str:
-    if failure is not None:
-        return _UNPICKLABLE
-    return f"{payload.numel()} {hashlib.sha256(payload.numpy().data).hexdigest()}"
+def _is_numbers(raw: memoryview) -> bool:
+    """Whether it is a large array of numbers. Arrays of bytes are not: they may be a pickle that somebody will load."""
+    array: Any = raw.obj
+    return type(array) is np.ndarray and raw.nbytes >= _LARGE and array.dtype.kind in "iufc" and array.itemsize > 1
 
 
-def _length(seal: str) -> int:
-    return int(seal.partition(" ")[0])
+def _places(seal: str) -> list[slice]:
+    """Where the pickle is, and each of the buffers."""
+    places = []
+    start = 0
+    for length in map(int, seal.split(" ")[1:]):
+        places.append(slice(start, start + length))
+        start += length + -length % _ALIGNMENT
+    return places
+
+
+def _numel(seal: str) -> int:
+    """Bytes to send."""
+    end: int = _places(seal)[-1].stop
+    return end + -end % _ALIGNMENT
 
 
 def _loaded(payload: torch.Tensor, seal: str, what: str) -> Any:
-    data = payload.numpy().data
-    if not hmac.compare_digest(seal, _seal_of(payload, None)):
+    data, *buffers = (payload.numpy()[place] for place in _places(seal))
+    if not hmac.compare_digest(seal.split(" ")[0], hashlib.sha256(data.data).hexdigest()):
         raise CollectiveError(
             f"{what}, of {len(data):,} bytes, that is not the one that was sent: its digest differs from the one "
             "that the sender told the coordinator. It was not unpickled. Something changes what ranks send each "
             "other: keep strangers off the network of the ranks, see docs/security.md."
         )
-    return pickle.loads(data)
+    return pickle.loads(data.data, buffers=buffers)
 
 
 def _unpicklable(operation: str, rank: int) -> ValueError:

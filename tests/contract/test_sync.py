@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 
@@ -88,6 +90,29 @@ def test_objects(world: Ranks) -> None:
         return got["rank"], [other["rank"] for other in gathered]
 
     assert world.run(fn) == [(world.size - 1, list(range(world.size)))] * world.size
+
+
+def test_arrays(world: Ranks) -> None:
+    def fn() -> None:
+        def arrays(rank: int) -> list[np.ndarray[Any, Any]]:
+            large = np.arange(30_000 + rank, dtype=np.int64)
+            odd = (large.reshape(2, -1).T, large[::3], large.astype(">f4"), large.astype(np.uint8), large.astype("S5"))
+            return [large, np.zeros(0), np.arange(7 + rank), *odd, np.array([{"rank": rank}, None])]
+
+        rank, last = hvd.rank(), hvd.size() - 1
+        gathered = hvd.allgather_object(arrays(2 * rank))
+        for got, wanted in [
+            (hvd.broadcast_object(arrays(2 * rank), last), last),
+            *zip(gathered, range(last + 1), strict=True),
+        ]:
+            for each, true in zip(got, arrays(2 * wanted), strict=True):
+                np.testing.assert_array_equal(each, true)
+                assert each.dtype == true.dtype
+                assert each.flags.writeable
+                assert each.flags.aligned
+        assert not any(np.shares_memory(one[0], other[0]) for one, other in itertools.combinations(gathered, 2))
+
+    world.run(fn)
 
 
 def test_unpicklable_objects_fail_everywhere(two: Ranks) -> None:
