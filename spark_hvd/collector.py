@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 
 from spark_hvd.rank_words import ranks_text
-from spark_hvd.trace import Event, TraceWriter
+from spark_hvd.trace import Event, TraceWriter, is_event
 
 _log = logging.getLogger("spark_hvd")
 
@@ -60,14 +60,24 @@ class Collector:
             raise self._failure
 
     def _write(self) -> None:
+        odd = set[int]()
         while (batch := self._batches.get()) is not None:
             if self._failure is None:
                 rank, offset_ns, events = batch
                 try:
-                    self._writer.add(rank, events, offset_ns)
+                    whole = [event for event in events if is_event(event)]
+                    self._writer.add(rank, whole, offset_ns)
+                    lost = len(events) - len(whole)
+                    fault = f"{lost} of {len(events)} were malformed" if lost else None
                 except OSError as error:  # a full disk ends the timeline, not the training
                     self._failure = error
                     _log.warning("The timeline %s ends here: %s", self.path, error)
+                    continue
+                except Exception as error:  # what a member sends ends neither this thread nor others' events
+                    fault = f"{type(error).__name__}: {error}"
+                if fault is not None and rank not in odd:
+                    odd.add(rank)
+                    _log.warning("The timeline %s lacks events that rank %d sent: %s.", self.path, rank, fault)
         try:
             self._writer.close()
         except OSError as error:

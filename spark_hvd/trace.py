@@ -21,6 +21,8 @@ Event = list[Any]
 Times are ``time.monotonic_ns()`` of the rank that recorded it; `args` is a dict that JSON can carry, or None.
 """
 
+_END_NS = 1 << 63
+
 # Phases of the named lane. Where Horovod has a word it is Horovod's, so that scripts which read its timelines go on.
 
 NEGOTIATE = "NEGOTIATE_"
@@ -64,6 +66,16 @@ def negotiate_phase(kind: str) -> str:
 def wire_phase(backend: str, kind: str) -> str:
     """A collective on the wire: "gloo" and "allreduce" give GLOO_ALLREDUCE; a broadcast is Horovod's GLOO_BCAST."""
     return f"{backend.upper()}_{'BCAST' if kind == 'broadcast' else kind.upper()}"
+
+
+def is_event(each: object) -> bool:
+    """Whether it is what :class:`TraceWriter` can write; other processes send them."""
+    match each:
+        case ["X", str(), str(), int(start), int(end), dict() | None]:
+            return 0 <= start < _END_NS and 0 <= end < _END_NS
+        case ["i", str(), str(), int(at), dict() | None]:
+            return 0 <= at < _END_NS
+    return False
 
 
 class Recorder:
