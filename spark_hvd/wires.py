@@ -115,7 +115,8 @@ class Wires:
             known = list(self._known)
         for each in known:
             each.cut()
-        with self._cutting:
+        # Where no file descriptor is left, what is being made is looked at again in a moment.
+        with self._cutting, contextlib.suppress(OSError):
             if self._before is not None:
                 cut_to(self._store)
                 fresh = {fd: inode for fd, inode in sockets().items() if self._before.get(fd) != inode}
