@@ -6,6 +6,7 @@ thread polls the operations that nobody waits for, so that all of them go on beh
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from typing import Any
 from spark_hvd.errors import CollectiveError
 from spark_hvd.mpi_library import MPI, THREADS, TURNS
 from spark_hvd.mpi_pace import Pace
+
+_log = logging.getLogger("spark_hvd")
 
 _TESTS_AT_ONCE = 64
 """How often a waiter asks before he looks at the clock: that many take some 20 microseconds."""
@@ -136,7 +139,10 @@ class Operation:
             with self._lock:  # two threads may come here
                 callbacks, self._callbacks = self._callbacks or [], None
             for callback in callbacks:
-                callback()
+                try:
+                    callback()
+                except Exception:  # another's defect must end neither the thread that finds out nor the next callback
+                    _log.exception("a callback of %s has failed", self.name)
 
 
 class Progress:
@@ -224,19 +230,28 @@ class Progress:
     def _run(self) -> None:
         last = time.monotonic()
         while not self._closed:
-            for each in list(self._later):
-                if each[0] <= time.monotonic():
-                    self._later.remove(each)
-                    each[1]()
-            if self._poll():
-                time.sleep(_WATCH_SECONDS)
-                last = time.monotonic()
-            elif self._operations or self._later or time.monotonic() - last < _REST_LASTS:
-                # What there is has a waiter, who polls it himself.
-                time.sleep(_REST_SECONDS)
-            else:
-                self._rest()
-                last = time.monotonic()
+            try:
+                last = self._turn(last)
+            except Exception as error:  # a defect of ours must not leave anybody waiting for ever
+                _log.exception("the thread that keeps MPI moving has failed")
+                for operation in list(self._operations.values()):
+                    operation.fail(f"the thread that keeps MPI moving has failed: {type(error).__name__}: {error}")
+
+    def _turn(self, last: float) -> float:
+        """Do what is due; returns when there was last something to do."""
+        for each in list(self._later):
+            if each[0] <= time.monotonic():
+                self._later.remove(each)
+                each[1]()
+        if self._poll():
+            time.sleep(_WATCH_SECONDS)
+            return time.monotonic()
+        if self._operations or self._later or time.monotonic() - last < _REST_LASTS:
+            # What there is has a waiter, who polls it himself.
+            time.sleep(_REST_SECONDS)
+            return last
+        self._rest()
+        return time.monotonic()
 
     def _poll(self) -> bool:
         """Poll what nobody waits for, as long as it moves; returns whether some of it is left."""

@@ -94,11 +94,15 @@ class MpiWork(dist.Work):
                     if left > 0:
                         return
                 error = self._error()
-                if error is None:
-                    self._complete()
-                    future.set_result(self._outputs)
-                else:
+                if error is not None:
                     future.set_exception(CollectiveError(error))
+                    return
+                try:
+                    self._complete()
+                except Exception as fault:  # nobody but who waits for the future would hear of it
+                    future.set_exception(fault)
+                else:
+                    future.set_result(self._outputs)
 
             for operation in self._operations:
                 operation.when_done(one_is_done)

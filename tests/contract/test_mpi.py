@@ -157,6 +157,43 @@ def futures() -> None:
         dist.destroy_process_group(subset)
 
 
+def defects_reach_who_waits() -> None:
+    """Whatever goes wrong in the thread that keeps MPI moving, futures are completed, and the next collective runs."""
+    from spark_hvd.mpi_progress import PROGRESS, Operation
+
+    def future_of(*tensors: torch.Tensor) -> torch.futures.Future[Any]:
+        return dist.all_reduce(tensors[0], async_op=True).get_future()
+
+    def within_seconds(future: torch.futures.Future[Any]) -> Any:
+        until = time.monotonic() + 10
+        while not future.done() and time.monotonic() < until:
+            time.sleep(1e-3)
+        assert future.done()
+        return future.wait()
+
+    def defect(*_: Any) -> bool:
+        raise RuntimeError("a defect")
+
+    PROGRESS.later(0.0, defect)
+    time.sleep(0.1)
+    hvd.barrier()
+    assert within_seconds(future_of(torch.ones(3)))[0].tolist() == [2.0] * 3
+
+    hvd.barrier()
+    with mock.patch.object(Operation, "poll", defect):
+        broken = future_of(torch.ones(3))
+        with pytest.raises(RuntimeError, match="the thread that keeps MPI moving has failed: RuntimeError: a defect"):
+            within_seconds(broken)
+    hvd.barrier()
+    assert within_seconds(future_of(torch.ones(3)))[0].tolist() == [2.0] * 3
+
+    work: Any = dist.all_reduce(torch.ones(3), async_op=True)
+    work._finish = defect
+    with pytest.raises(RuntimeError, match="a defect"):
+        within_seconds(work.get_future())
+    hvd.barrier()
+
+
 def distributed_data_parallel() -> None:
     def model() -> torch.nn.Module:
         torch.manual_seed(0)
@@ -281,6 +318,7 @@ def an_idle_rank_sleeps() -> None:
         all_to_all,
         point_to_point,
         futures,
+        defects_reach_who_waits,
         distributed_data_parallel,
         process_sets,
         unreachable_memory,
