@@ -168,8 +168,14 @@ def _delete(store: Store, key: str) -> None:
 def _delete_mine() -> None:
     for (_, key), (store, process) in _mine.items():
         if process == os.getpid():  # a fork has the list too, but its end is not ours
-            with contextlib.suppress(Exception):
+            try:
                 _delete(store, key)
+            except Exception as error:  # nobody is left to catch it
+                _log.warning(
+                    "data stay in %s: %s. A later fit deletes them, or clear_materialized_data(store) does.",
+                    store.data_path(key),
+                    error,
+                )
 
 
 def _sizes(store: Store, paths: Iterable[str]) -> dict[str, int]:

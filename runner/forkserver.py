@@ -24,6 +24,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -203,6 +204,7 @@ def _become_rank(
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.clear()
     os.environ.update(request["env"])
+    tempfile.tempdir = None  # what the server has chosen by its own TMPDIR
     sys.path[:] = request["sys_path"]
     sys.argv[:] = request["argv"]
     os.chdir(request["cwd"])

@@ -59,7 +59,7 @@ def dump_exception(error: BaseException) -> bytes:
     try:
         data: bytes = cloudpickle.dumps(error)
         pickle.loads(data)  # many exceptions pickle and then cannot be rebuilt from their args
-    except Exception:
+    except Exception:  # whatever a user's __reduce__ or __init__ raises
         return b""
     return data
 
@@ -68,7 +68,7 @@ def load_exception(data: bytes | None) -> BaseException | None:
     """Rebuild an exception; None where its class does not exist in this process."""
     try:
         error = pickle.loads(data) if data else None
-    except Exception:
+    except Exception:  # whatever a user's module or __init__ raises here
         return None
     return error if isinstance(error, BaseException) else None
 
@@ -98,7 +98,7 @@ def _culprit(path: str, value: Any, seen: frozenset[int], depth: int) -> tuple[s
 def _pickles(value: Any) -> bool:
     try:
         cloudpickle.dumps(value)
-    except Exception:
+    except Exception:  # whatever a user's __reduce__ raises
         return False
     return True
 

@@ -293,7 +293,9 @@ class Store:
                     filesystem.rm_file(target)
                     filesystem.mv(temporary, target)
         except BaseException:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(
+                Exception
+            ):  # whatever fsspec's file systems raise: the first error is the one to tell
                 filesystem.rm_file(temporary)
             raise
 

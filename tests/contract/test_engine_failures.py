@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -22,6 +23,8 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 def broken_pipe(engine: Engine) -> None:
     os.dup2(engine._wake_pipe[1], engine._wake_pipe[0])  # from now on it can be read at once, and reading is an error
+    with contextlib.suppress(BrokenPipeError):  # the engine was not waiting for it just now
+        os.write(engine._wake_pipe[1], b"w")
 
 
 def closed_socket(engine: Engine) -> None:

@@ -127,3 +127,14 @@ def test_the_folder_of_a_killed_rank_goes_at_once(temporary: Path, tmp_path: Pat
     folder = Path((tmp_path / "path").read_text())
     assert folder.parent == temporary
     wait_until(lambda: not folder.exists())
+
+
+def test_ranks_use_the_temporary_directory_of_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "ab":  # both from one fork server
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv("TMPDIR", str(tmp_path / name))
+        assert run_local(tempfile.gettempdir, num_proc=1) == [str(tmp_path / name)]
+    monkeypatch.delenv("TMPDIR")
+    run_local(os.getpid, num_proc=1)  # at its end the server looks for what the rank has left
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "a"))
+    assert run_local(tempfile.gettempdir, num_proc=1) == [str(tmp_path / "a")]

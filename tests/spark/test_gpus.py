@@ -87,9 +87,11 @@ def test_amounts_other_than_the_applications(tmp_path: Path) -> None:
             run(seen, num_proc=1, spark=session, gpus_per_proc=3)
         assert run(seen, num_proc=1, spark=session, cpus_per_proc=2) == [(None, "2")]
         # Spark keeps profiles for good, so the same asking has the same again.
-        first, again = (task_resources(session, Ask(cpus_per_proc=2)).java_profile for _ in range(2))
-        assert first.id() == again.id()
-        assert task_resources(session, Ask(cpus_per_proc=2, gpus_per_proc=1)).java_profile.id() != first.id()
+        first, again = (task_resources(session, Ask(cpus_per_proc=2)).profile for _ in range(2))
+        assert first is not None
+        assert again is not None
+        assert first.id == again.id
+        assert task_resources(session, Ask(cpus_per_proc=2, gpus_per_proc=1)).profile.id != first.id
 
 
 @pytest.mark.slow

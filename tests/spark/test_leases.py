@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from spark_hvd.estimators import LocalBackend, leases
+from spark_hvd.estimators import LocalBackend, leases, reuse
 from spark_hvd.estimators.dataset import DatasetMeta
 from spark_hvd.estimators.leases import delete_unused, in_use
 from spark_hvd.store import Store
@@ -180,3 +180,16 @@ def test_a_clean_up_that_is_cut_off_is_finished_by_the_next(
         if cut.calls:
             break
     assert place > 5
+
+
+def test_data_that_cannot_be_deleted_at_the_end_are_told(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: Store, path: str) -> None:
+        raise StoreError(f"cannot delete {path}: access denied")
+
+    with reuse.using(store, "key", keep=False):
+        pass
+    monkeypatch.setattr(Store, "delete", refuse)
+    reuse._delete_mine()
+    assert f"data stay in {store.data_path('key')}: cannot delete" in caplog.text
