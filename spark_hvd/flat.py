@@ -106,6 +106,11 @@ class FlatBucket:
         return self._work is not None
 
     @property
+    def holds_gradients(self) -> bool:
+        """Whether a parameter's gradient lies here."""
+        return any(param.grad is view for param, view in zip(self.params, self.views, strict=True))
+
+    @property
     def on_gpu(self) -> bool:
         """Whether the host would have to wait for a device to read it."""
         return self._flat.is_cuda

@@ -38,7 +38,7 @@ def make_hook(index: int, progress: Progress, lane_ref: weakref.ref[PlannedLane]
 
     def hook(_: torch.Tensor) -> None:
         if progress.idle:
-            _alive(lane_ref).begin_backward()
+            _alive(lane_ref).begin_backward(index)
         count = left[index] = left[index] - 1
         if count == 0:
             order.append(index)

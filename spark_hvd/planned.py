@@ -18,7 +18,7 @@ import enum
 import time
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -223,8 +223,13 @@ class PlannedLane:
 
     # ---- moments of a backward ------------------------------------------------------------------------------------
 
-    def begin_backward(self) -> None:
-        """The first gradient of a backward pass has come."""
+    def begin_backward(self, index: int) -> None:
+        """The first gradient of a backward pass has come, that of parameter `index`."""
+        if self._finished:
+            if any(bucket.holds_gradients for bucket in self._buckets):
+                self.overrun(index)
+            # The last step was not taken (GradScaler skips one on inf) and the model's gradients were set to None.
+            self.reset()
         self._progress.idle = False
         self._trace.backward_began()
         at_end_of_backward(self._end_backward)
@@ -235,19 +240,15 @@ class PlannedLane:
         while flight.launched < len(buckets) and buckets[flight.launched].pending == 0:
             flight.launch_next(self._presence())
 
-    def overrun(self, index: int) -> None:
-        """A parameter has a gradient once more than expected."""
-        unit = self._progress.units[index]
-        cleared = isinstance(unit, FlatBucket) and not any(self._params[index].grad is view for view in unit.views)
-        if self._finished and cleared:
-            # The last step was not taken (GradScaler skips one on inf) and the model's gradients were set to None.
-            self.reset()
-            self._progress.idle = False  # the end of this backward is already announced
-            make_hook(index, self._progress, weakref.ref(self))(self._params[index])
-            return
+    def overrun(self, index: int) -> NoReturn:
+        """A parameter has a gradient once more than expected.
+
+        Raises:
+            AssertionError: always.
+        """
         raise AssertionError(
             f"parameter {self._specs[index].name!r} got a gradient more than backward_passes_per_step={self._passes} "
-            f"times before step(). To accumulate gradients over n calls of backward(), pass "
+            f"times before step(), or after synchronize(). To accumulate gradients over n calls of backward(), pass "
             f"backward_passes_per_step=n; to drop them, call optimizer.zero_grad()"
         )
 
@@ -280,8 +281,7 @@ class PlannedLane:
             return
         if self.phase is Phase.LEARNING:
             self._settle(last_chance=False)
-        if self.phase is Phase.LATE and not self._plan.made:
-            self._settle(last_chance=True)
+        # Before this rank waits for others: GradScaler, too early, lets one that found an inf leave the step out.
         for index, grad, version in self._marks:
             if self._params[index].grad is not grad or changes(grad) != version:
                 raise ValueError(
@@ -289,6 +289,8 @@ class PlannedLane:
                     f"unscaled?). Some parameters get no gradient in some backward passes of this model, so reduction "
                     f"ends in step(): call optimizer.synchronize() before you change gradients"
                 )
+        if self.phase is Phase.LATE and not self._plan.made:
+            self._settle(last_chance=True)
         if self._plan.made:
             self._finish()
 

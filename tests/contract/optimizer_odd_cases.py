@@ -189,6 +189,55 @@ def grad_scaler(rank: int, size: int) -> None:
     assert_matches(model, oracle)
 
 
+def grad_scaler_and_unused_parameters(rank: int, size: int) -> None:
+    """As above, where ranks use other parameters in each step, with synchronize() before the scaler looks."""
+    model, oracle = Branches(), Branches()
+    optimizer, plain = DistributedOptimizer(sgd(model.parameters())), sgd(oracle.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+    branches = [(True, False), (True, True), (True, False), (False, True), (True, False), (False, True)]
+    for step, (left, right) in enumerate(branches):
+        model.zero_grad()
+        own = [(left, right and (r > 0 or not left)) for r in range(size)]
+        out = model(batch(rank, step), *own[rank]).square().mean()
+        scaler.scale(out * (torch.inf if step == 2 and rank == 0 else 1)).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        if step != 2:
+            plain.zero_grad()
+            for r in range(size):
+                (oracle(batch(r, step), *own[r]).square().mean() / size).backward()
+            nn.utils.clip_grad_norm_(oracle.parameters(), 0.1)
+            plain.step()
+    assert scaler.get_scale() == 4.0
+    assert_matches(model, oracle, 1e-5)
+
+
+def grad_scaler_too_early_is_an_error(rank: int, size: int) -> None:
+    """Whoever found no inf is told; nobody hangs, also where one rank's own gradients have one."""
+    model = Branches()
+    optimizer = DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    out = model(batch(rank, 0), right=False).square().mean()
+    scaler.scale(out * (torch.inf if rank == 0 and size > 1 else 1)).backward()
+    if rank == 0 and size > 1:
+        scaler.step(optimizer)
+        return
+    with pytest.raises(ValueError, match=r"left.*synchronize"):
+        scaler.step(optimizer)
+
+
+def a_backward_after_synchronize_is_an_error(rank: int, size: int) -> None:
+    model = Branches()
+    optimizer = DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    model(batch(rank, 0), right=False).square().mean().backward()
+    optimizer.synchronize()
+    with pytest.raises(AssertionError, match=r"right.*after synchronize\(\)"):
+        model(batch(rank, 0), left=False).square().mean().backward()
+
+
 def overlap(rank: int, size: int) -> None:
     """A bucket is on its way before backward has come to the first layer."""
     model = net()
