@@ -119,6 +119,7 @@ class Monitor:
         Args:
             values: What the ranks returned, in rank order.
         """
+        self._next_look = 0.0  # what others waited for has ended with the run, if not before
         self.flush()
         now = time.monotonic()
         self._display.show(self._view, now)  # the last records have come since it was shown

@@ -281,7 +281,7 @@ class PlannedLane:
             return
         if self.phase is Phase.LEARNING:
             self._settle(last_chance=False)
-        # Before this rank waits for others: GradScaler, too early, lets one that found an inf leave the step out.
+        # A rank that raises this does so before it waits for others, who may not come.
         for index, grad, version in self._marks:
             if self._params[index].grad is not grad or changes(grad) != version:
                 raise ValueError(
