@@ -115,11 +115,12 @@ def using(store: Store, key: str, keep: bool) -> Iterator[None]:
     path = store.data_path(key)
     with _guard:
         lock = _locks.setdefault(path, threading.Lock())
-        if not keep:
-            if not _mine:
-                atexit.register(_delete_mine)
-            _mine[store.url, key] = (store, os.getpid())
     with lock, leased(store, key):
+        with _guard:  # only now: where not even the lease could be written there is nothing to delete
+            if not keep:
+                if not _mine:
+                    atexit.register(_delete_mine)
+                _mine[store.url, key] = (store, os.getpid())
         yield
 
 

@@ -101,7 +101,7 @@ def test_a_host_on_which_ranks_keep_failing_gets_no_more(caplog: pytest.LogCaptu
         plan = plan.raises(1, step, generation=None)
     (worlds,) = run(plan, 50, 0.05, min_num_proc=1)
     assert worlds[:2] == [(0, 2)] * 2
-    assert set(worlds[2:]) <= {(1, 1), (3, 1)}
+    assert set(worlds[2:]) <= {(1, 1), (2, 1), (3, 1)}  # with a world of both between, of one, or both in turn
     assert "host 127.0.0.1 gets no new ranks for ever: 2 of its ranks have failed without a commit" in caplog.text
 
 
