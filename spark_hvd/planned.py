@@ -58,8 +58,7 @@ class PlannedLane:
         group: a process group that nobody else uses.
         device: a device that `group` can exchange small facts on.
         reduction: how gradients are scaled and compressed.
-        pipes: a second process group, where all ranks are on one host: buckets on the CPU are then reduced in
-            shared memory.
+        pipes: between the ranks where all are on one host: buckets on the CPU are then reduced in shared memory.
         sparse_scale: factor for sparse gradients, after the sum.
         passes: backward passes a step.
         cap_bytes: upper bound of a bucket.
