@@ -12,8 +12,8 @@ from itertools import accumulate
 import torch
 
 from benchmarks.alpha_beta import Bucket, Step
-from spark_hvd.buckets import MEGABYTE, ParamSpec, plan_buckets
-from spark_hvd.optimizer_recipe import DEFAULT_CAP_MB, TAIL_BYTES
+from spark_hvd.torch.optimizer.buckets import MEGABYTE, ParamSpec, plan_buckets
+from spark_hvd.torch.optimizer.recipe import DEFAULT_CAP_MB, TAIL_BYTES
 
 FORWARD_PART = 1 / 3
 """Of a step's work: backward computes gradients of inputs and of weights, each as much as forward."""

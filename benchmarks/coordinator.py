@@ -22,9 +22,9 @@ import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spark_hvd.coordinator import Coordinator
-from spark_hvd.decisions import Learn, encode
-from spark_hvd.request import Request
+from spark_hvd.collectives.decisions import Learn, encode
+from spark_hvd.collectives.request import Request
+from spark_hvd.engine.coordinator import Coordinator
 
 PARTS = 10
 PARTS_OF_A_STEP = ("decode", "decide", "encode")

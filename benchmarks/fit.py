@@ -70,7 +70,7 @@ def main() -> None:
     from torch import nn
 
     from spark_hvd.estimators import SparkBackend, TorchEstimator
-    from spark_hvd.estimators import estimator as module
+    from spark_hvd.estimators.fit import estimator as module
 
     spark = session()
     phases: dict[str, float] = defaultdict(float)

@@ -28,9 +28,9 @@ def _measure(sizes: Sequence[int], rounds: int, seconds: float) -> list[dict[str
     import torch.distributed as dist
 
     import spark_hvd.torch as hvd
-    from spark_hvd.communicator import ReduceOp
-    from spark_hvd.context import current
-    from spark_hvd.mpi_library import MPI
+    from spark_hvd.context.init import current
+    from spark_hvd.transport.communicator import ReduceOp
+    from spark_hvd.transport.mpi.library import MPI
 
     hvd.init()
     communicator = current().communicator

@@ -19,7 +19,7 @@ def measure(kind: str, megabytes: float, rounds: int) -> tuple[float, float]:
     import numpy as np
 
     import spark_hvd.torch as hvd
-    from spark_hvd import objects
+    from spark_hvd.collectives import objects
 
     unchecked = SimpleNamespace(sha256=lambda data: SimpleNamespace(hexdigest=lambda: ""))
     size = int(megabytes * 1e6)

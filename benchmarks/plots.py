@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from benchmarks.alpha_beta import Link, best, efficiency, fit, ring
 from benchmarks.convnets import MODELS, step_of
 from benchmarks.predict_scaling import BATCH, HOROVOD, IMAGES_PER_SECOND, MEASURED, RANKS, faster, read
-from spark_hvd.runner.figures import COLOURS, Curve, draw, figure_of
+from spark_hvd.runner.watch.display.figures import COLOURS, Curve, draw, figure_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 IMAGES = DOCS / "images"

@@ -25,10 +25,10 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 import spark_hvd.torch as hvd
-from spark_hvd.observe import observe
-from spark_hvd.runner.reporting import Reporting
-from spark_hvd.runner.silence import BEAT
-from spark_hvd.runner.wire import send_frame
+from spark_hvd.context.observe import observe
+from spark_hvd.runner.channel.frames import send_frame
+from spark_hvd.runner.channel.silence import BEAT
+from spark_hvd.runner.rank.reporting import Reporting
 
 BATCH = 32
 KINDS = ("unwatched", "watched")

@@ -26,8 +26,8 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import torch
 
-from spark_hvd.estimators.dataset import Column, DatasetMeta, RowGroup
-from spark_hvd.estimators.reader import Batch, ReaderSpec, open_reader
+from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup
+from spark_hvd.estimators.readers.reader import Batch, ReaderSpec, open_reader
 from spark_hvd.store import Store
 
 FEATURES = [f"f{number}" for number in range(20)]
@@ -84,7 +84,7 @@ def _scan(meta: DatasetMeta) -> Pass:
 
 
 def _petastorm(meta: DatasetMeta, workers: int, batch_size: int, queue: int) -> Pass:
-    from spark_hvd.estimators.petastorm_bridge import install
+    from spark_hvd.estimators.petastorm.bridge import install
 
     install()
     from petastorm import make_batch_reader

@@ -24,8 +24,8 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from spark_hvd.context import init, shutdown
-from spark_hvd.optimizer import DistributedOptimizer
+from spark_hvd.context.init import init, shutdown
+from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
 
 BATCH = 32
 BUSY = "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end:\n    sum(range(10_000))"

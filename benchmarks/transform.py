@@ -31,8 +31,8 @@ from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 
-from spark_hvd.estimators.model import TorchModel
-from spark_hvd.estimators.modules import pack, unpack
+from spark_hvd.estimators.torch.model import TorchModel
+from spark_hvd.estimators.training.packing import pack, unpack
 
 CORES, WIDTH, BATCH = 2, 20, 1024
 KINDS = ("scalars", "array", "vector")

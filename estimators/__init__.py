@@ -9,44 +9,51 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spark_hvd.estimators.backend import LocalBackend, SparkBackend
-    from spark_hvd.estimators.callbacks import Callback, CSVLogger, EarlyStopping, MLflow, TensorBoard, TrainState
+    from spark_hvd.estimators.data.reuse import clear_materialized_data
     from spark_hvd.estimators.errors import (
         DataError,
         EstimatorError,
         ModelError,
         NotFiniteLossError,
     )
-    from spark_hvd.estimators.history import History
-    from spark_hvd.estimators.lightning import LightningEstimator, LightningModel
-    from spark_hvd.estimators.model import TorchModel
-    from spark_hvd.estimators.reuse import clear_materialized_data
-    from spark_hvd.estimators.torch import TorchEstimator
+    from spark_hvd.estimators.fit.backend import LocalBackend, SparkBackend
+    from spark_hvd.estimators.lightning.estimator import LightningEstimator, LightningModel
+    from spark_hvd.estimators.torch.estimator import TorchEstimator
+    from spark_hvd.estimators.torch.model import TorchModel
+    from spark_hvd.estimators.training.callbacks import (
+        Callback,
+        CSVLogger,
+        EarlyStopping,
+        MLflow,
+        TensorBoard,
+        TrainState,
+    )
+    from spark_hvd.estimators.training.history import History
     from spark_hvd.store import Store
-    from spark_hvd.store_errors import CheckpointError, StoreError
+    from spark_hvd.store.errors import CheckpointError, StoreError
 
 _HOME = {
-    "CSVLogger": "spark_hvd.estimators.callbacks",
-    "Callback": "spark_hvd.estimators.callbacks",
-    "CheckpointError": "spark_hvd.store_errors",
+    "CSVLogger": "spark_hvd.estimators.training.callbacks",
+    "Callback": "spark_hvd.estimators.training.callbacks",
+    "CheckpointError": "spark_hvd.store.errors",
     "DataError": "spark_hvd.estimators.errors",
-    "EarlyStopping": "spark_hvd.estimators.callbacks",
+    "EarlyStopping": "spark_hvd.estimators.training.callbacks",
     "EstimatorError": "spark_hvd.estimators.errors",
-    "History": "spark_hvd.estimators.history",
-    "LightningEstimator": "spark_hvd.estimators.lightning",
-    "LightningModel": "spark_hvd.estimators.lightning",
-    "LocalBackend": "spark_hvd.estimators.backend",
-    "MLflow": "spark_hvd.estimators.callbacks",
+    "History": "spark_hvd.estimators.training.history",
+    "LightningEstimator": "spark_hvd.estimators.lightning.estimator",
+    "LightningModel": "spark_hvd.estimators.lightning.estimator",
+    "LocalBackend": "spark_hvd.estimators.fit.backend",
+    "MLflow": "spark_hvd.estimators.training.callbacks",
     "ModelError": "spark_hvd.estimators.errors",
     "NotFiniteLossError": "spark_hvd.estimators.errors",
-    "SparkBackend": "spark_hvd.estimators.backend",
+    "SparkBackend": "spark_hvd.estimators.fit.backend",
     "Store": "spark_hvd.store",
-    "StoreError": "spark_hvd.store_errors",
-    "TensorBoard": "spark_hvd.estimators.callbacks",
-    "TorchEstimator": "spark_hvd.estimators.torch",
-    "TorchModel": "spark_hvd.estimators.model",
-    "TrainState": "spark_hvd.estimators.callbacks",
-    "clear_materialized_data": "spark_hvd.estimators.reuse",
+    "StoreError": "spark_hvd.store.errors",
+    "TensorBoard": "spark_hvd.estimators.training.callbacks",
+    "TorchEstimator": "spark_hvd.estimators.torch.estimator",
+    "TorchModel": "spark_hvd.estimators.torch.model",
+    "TrainState": "spark_hvd.estimators.training.callbacks",
+    "clear_materialized_data": "spark_hvd.estimators.data.reuse",
 }
 
 __all__ = [

@@ -10,9 +10,14 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spark_hvd.runner.elastic import run_elastic
-    from spark_hvd.runner.elastic_local import run_elastic_local
-    from spark_hvd.runner.errors import (
+    from spark_hvd.runner.diagnosis.examine import doctor
+    from spark_hvd.runner.diagnosis.report import Finding, Level, Report
+    from spark_hvd.runner.elastic.local import run_elastic_local
+    from spark_hvd.runner.elastic.run import run_elastic
+    from spark_hvd.runner.launch.local import run_local
+    from spark_hvd.runner.launch.result import RunResult
+    from spark_hvd.runner.launch.run import run
+    from spark_hvd.runner.outcome.errors import (
         ClusterError,
         ElasticError,
         ExecutorLostError,
@@ -29,13 +34,8 @@ if TYPE_CHECKING:
         TooFewRanksError,
         UnpicklableError,
     )
-    from spark_hvd.runner.examination import doctor
-    from spark_hvd.runner.launch import run
-    from spark_hvd.runner.local import run_local
-    from spark_hvd.runner.mlflow_tracker import MlflowTracker
-    from spark_hvd.runner.report import Finding, Level, Report
-    from spark_hvd.runner.result import RunResult
-    from spark_hvd.runner.tracking import Tracker
+    from spark_hvd.runner.watch.mlflow import MlflowTracker
+    from spark_hvd.runner.watch.tracking import Tracker
 
 __all__ = [
     "ClusterError",
@@ -67,15 +67,15 @@ __all__ = [
 ]
 
 _HOME = {
-    "MlflowTracker": "mlflow_tracker",
-    "RunResult": "result",
-    "Tracker": "tracking",
-    "doctor": "examination",
-    "run": "launch",
-    "run_elastic": "elastic",
-    "run_elastic_local": "elastic_local",
-    "run_local": "local",
-    **dict.fromkeys(("Finding", "Level", "Report"), "report"),
+    "MlflowTracker": "watch.mlflow",
+    "RunResult": "launch.result",
+    "Tracker": "watch.tracking",
+    "doctor": "diagnosis.examine",
+    "run": "launch.run",
+    "run_elastic": "elastic.run",
+    "run_elastic_local": "elastic.local",
+    "run_local": "launch.local",
+    **dict.fromkeys(("Finding", "Level", "Report"), "diagnosis.report"),
 }
 
 
@@ -86,7 +86,7 @@ def __getattr__(name: str) -> Any:
                 f"spark_hvd.{name} needs Linux, or macOS for the driver of a cluster of Linux hosts; this is Windows: "
                 "use WSL or a container"
             )
-        return getattr(importlib.import_module(f"spark_hvd.runner.{_HOME.get(name, 'errors')}"), name)
+        return getattr(importlib.import_module(f"spark_hvd.runner.{_HOME.get(name, 'outcome.errors')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

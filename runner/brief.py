@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from spark_hvd.runner.stacks import library_of
+from spark_hvd.runner.tracebacks import library_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spark_hvd.ports import PortRange
-from spark_hvd.runner.displays import check_progress
-from spark_hvd.runner.network import check_wishes
+from spark_hvd.runner.channel.address import check_wishes
+from spark_hvd.runner.watch.display.choose import check_progress
+from spark_hvd.world.ports import PortRange
 
 BACKENDS = ("gloo", "nccl", "mpi")
 MPIS = ("mpich", "openmpi")

@@ -92,7 +92,7 @@ class Fault:
 
                 ctypes.string_at(0)
             case "partition":
-                from spark_hvd.connections import cut_among, sockets
+                from spark_hvd.transport.connections import cut_among, sockets
 
                 cut_among(sockets())
 
@@ -223,7 +223,7 @@ class FaultPlan:
         """
         if not self.faults:
             return
-        from spark_hvd import basics  # the driver makes a plan without torch
+        from spark_hvd.context import who as basics  # the driver makes a plan without torch
 
         generation = basics.generation()
         progress = self._progress

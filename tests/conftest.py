@@ -103,7 +103,7 @@ def fork_servers() -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             command = process.cmdline()
-            if "spark_hvd.runner.forkserver" in command and command[-2] in anchors:
+            if "spark_hvd.runner.supervise.forkserver" in command and command[-2] in anchors:
                 servers.append(process)
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from spark_hvd.runner.doctor_facts import Disk, HostFacts, Package
-from spark_hvd.runner.doctor_network import Ping, TaskNetwork
-from spark_hvd.runner.doctor_spark_checks import SparkFacts
-from spark_hvd.runner.report import Finding, Level
+from spark_hvd.runner.diagnosis.facts import Disk, HostFacts, Package
+from spark_hvd.runner.diagnosis.network import Ping, TaskNetwork
+from spark_hvd.runner.diagnosis.report import Finding, Level
+from spark_hvd.runner.diagnosis.spark_checks import SparkFacts
 
 GIB = 1 << 30
 TORCH = {"cuda": None, "cuda_available": False, "devices": [], "gloo": True, "nccl": False, "nccl_version": None}

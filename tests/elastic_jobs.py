@@ -20,7 +20,7 @@ import cloudpickle
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.context import place
+from spark_hvd.context.init import place
 from spark_hvd.testing import FaultPlan
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors cannot import tests

@@ -9,9 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from spark_hvd.layout import RankInfo
-from spark_hvd.runner.membership import Membership
-from spark_hvd.runner.membership_events import (
+from spark_hvd.runner.elastic.membership.events import (
     AgentLeaving,
     AgentLost,
     AgentUp,
@@ -38,6 +36,8 @@ from spark_hvd.runner.membership_events import (
     Update,
     Yielded,
 )
+from spark_hvd.runner.elastic.membership.state import Membership
+from spark_hvd.world.layout import RankInfo
 
 
 @dataclass

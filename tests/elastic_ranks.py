@@ -24,12 +24,13 @@ import cloudpickle
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd import context, elastic_launcher
-from spark_hvd.elastic_store import reach_store
-from spark_hvd.errors import CollectiveError, HostsUpdatedInterrupt
-from spark_hvd.kv import TCPStore
-from spark_hvd.layout import RankInfo, WorldLayout
-from spark_hvd.world import Endpoint, World
+from spark_hvd.context import init as context
+from spark_hvd.elastic.kv import reach_store
+from spark_hvd.transport.kv import TCPStore
+from spark_hvd.world import launcher as elastic_launcher
+from spark_hvd.world.errors import CollectiveError, HostsUpdatedInterrupt
+from spark_hvd.world.layout import RankInfo, WorldLayout
+from spark_hvd.world.world import Endpoint, World
 from tests.ranks import fork_context
 
 SECONDS = 60.0

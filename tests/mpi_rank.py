@@ -13,8 +13,8 @@ def main() -> None:
     """Join if asked to, and serve."""
     address, timeout, join = sys.argv[1:]
     if int(join):
-        from spark_hvd import context
-        from spark_hvd.mpi_world import world_of
+        from spark_hvd.context import init as context
+        from spark_hvd.transport.mpi.start import world_of
 
         world, kv = world_of()
         context.join(world, kv, timeout=float(timeout), backend="mpi")

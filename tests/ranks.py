@@ -218,10 +218,10 @@ def serve(pipe: Connection) -> None:
 
 
 def _join(rank: int, size: int, port: int, listener: socket.socket | None, timeout: float) -> None:
-    from spark_hvd import context
-    from spark_hvd.kv import TCPStore
-    from spark_hvd.layout import WorldLayout
-    from spark_hvd.world import Endpoint, World
+    from spark_hvd.context import init as context
+    from spark_hvd.transport.kv import TCPStore
+    from spark_hvd.world.layout import WorldLayout
+    from spark_hvd.world.world import Endpoint, World
 
     fd = listener.detach() if listener is not None else None
     kv = TCPStore(

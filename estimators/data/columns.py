@@ -28,8 +28,8 @@ from pyspark.sql.types import (
     UserDefinedType,
 )
 
-from spark_hvd.estimators.dataset import Column, listed
 from spark_hvd.estimators.errors import DataError
+from spark_hvd.estimators.readers.dataset import Column, listed
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn

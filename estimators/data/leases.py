@@ -18,9 +18,9 @@ import threading
 import time
 from collections.abc import Iterator
 
-from spark_hvd.estimators.dataset import DatasetMeta
+from spark_hvd.estimators.readers.dataset import DatasetMeta
 from spark_hvd.store import Store
-from spark_hvd.store_errors import StoreError
+from spark_hvd.store.errors import StoreError
 
 MANIFEST = "_spark_hvd.json"
 USED = "_used"

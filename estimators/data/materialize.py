@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
 from pyspark.sql.types import BooleanType, IntegralType
 
-from spark_hvd.estimators import reuse
-from spark_hvd.estimators.columns import check_columns, expression_of, quoted
-from spark_hvd.estimators.dataset import Column, DatasetMeta, RowGroup
+from spark_hvd.estimators.data import reuse
+from spark_hvd.estimators.data.columns import check_columns, expression_of, quoted
+from spark_hvd.estimators.data.leases import delete_unused
+from spark_hvd.estimators.data.writing import TRAIN, VALIDATION, Report, WriteTask, ragged
 from spark_hvd.estimators.errors import DataError, EstimatorError
-from spark_hvd.estimators.leases import delete_unused
-from spark_hvd.estimators.writing import TRAIN, VALIDATION, Report, WriteTask, ragged
-from spark_hvd.runner.spark_names import job_named
+from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup
+from spark_hvd.runner.spark.names import job_named
 from spark_hvd.store import Store
-from spark_hvd.store_errors import StoreError
+from spark_hvd.store.errors import StoreError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -52,7 +52,7 @@ def materialize(
 
     Args:
         df: The data. Computed once, or not at all where its data are found.
-        columns: What :func:`spark_hvd.estimators.columns.columns_of` returned.
+        columns: What :func:`spark_hvd.estimators.data.columns.columns_of` returned.
         store: Takes the files; must be seen by all hosts.
         num_proc: Ranks that will read.
         key_extra: More that decides what the files hold; the same data with another ``key_extra`` are written anew.
@@ -156,7 +156,7 @@ def _writer(task: WriteTask) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa
     def write(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
 
-        from spark_hvd.estimators.writing import write_partition
+        from spark_hvd.estimators.data.writing import write_partition
 
         context = TaskContext.get()
         assert context is not None

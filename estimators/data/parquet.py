@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark_hvd.estimators.arrow_store import arrow_filesystem
-from spark_hvd.estimators.dataset import Column, DatasetMeta, RowGroup, listed
 from spark_hvd.estimators.errors import DataError
+from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup, listed
+from spark_hvd.estimators.readers.store import arrow_filesystem
 from spark_hvd.store import Store
-from spark_hvd.store_errors import StoreError, explaining
+from spark_hvd.store.errors import StoreError, explaining
 
 UNISCHEMA = b"dataset-toolkit.unischema.v1"
 _METADATA = "_common_metadata"

@@ -26,10 +26,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.estimators.leases import MANIFEST, USED, leased, roots_of
-from spark_hvd.runner import spark_private
+from spark_hvd.estimators.data.leases import MANIFEST, USED, leased, roots_of
+from spark_hvd.runner.spark import private as spark_private
 from spark_hvd.store import Store
-from spark_hvd.store_errors import StoreError
+from spark_hvd.store.errors import StoreError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -21,10 +21,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from spark_hvd.estimators.dataset import Column
 from spark_hvd.estimators.errors import DataError, EstimatorError
+from spark_hvd.estimators.readers.dataset import Column
 from spark_hvd.store import Store
-from spark_hvd.store_errors import StoreError
+from spark_hvd.store.errors import StoreError
 
 TRAIN, VALIDATION = "train", "validation"
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from spark_hvd.runner import run, run_local
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.launch import tasks_of
-from spark_hvd.runner.spark import active_session
+from spark_hvd.runner.launch.run import tasks_of
+from spark_hvd.runner.spark.session import active_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

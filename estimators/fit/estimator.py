@@ -13,39 +13,39 @@ import torch
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
-from spark_hvd.estimators.backend import Backend, LocalBackend, SparkBackend
-from spark_hvd.estimators.checkpoint import BEST, LAST, Checkpoints, check_fits
-from spark_hvd.estimators.columns import check_columns, columns_of, expression_of
-from spark_hvd.estimators.dataset import Column, DatasetMeta
+from spark_hvd.estimators.data.columns import check_columns, columns_of, expression_of
+from spark_hvd.estimators.data.leases import in_use
+from spark_hvd.estimators.data.materialize import materialize
+from spark_hvd.estimators.data.parquet import dataset_of
 from spark_hvd.estimators.errors import DataError, EstimatorError
-from spark_hvd.estimators.head import head_of
-from spark_hvd.estimators.history import History
-from spark_hvd.estimators.leases import in_use
-from spark_hvd.estimators.materialize import materialize
-from spark_hvd.estimators.model_meta import ModelMeta
-from spark_hvd.estimators.modules import pack
-from spark_hvd.estimators.params import TableParams
-from spark_hvd.estimators.parquet import dataset_of
-from spark_hvd.estimators.persistence import ParamsReader, ParamsWriter
-from spark_hvd.estimators.reader import Batch, ReaderSpec
-from spark_hvd.estimators.spec import Objects, TrainSpec
-from spark_hvd.estimators.tables import MODEL_SETTINGS
-from spark_hvd.estimators.tensors import TensorSpec
-from spark_hvd.estimators.training import Framework, check_order, train
-from spark_hvd.estimators.trial import ROWS, batch_of, first_batch, label_dtype, try_batch
-from spark_hvd.runner.errors import ExecutorLostError, RankFailedError
-from spark_hvd.runner.payload import renamed
-from spark_hvd.runner.spark import active_session, is_local
-from spark_hvd.runner.spark_names import job_group, job_named
+from spark_hvd.estimators.fit.backend import Backend, LocalBackend, SparkBackend
+from spark_hvd.estimators.fit.trial import ROWS, batch_of, first_batch, label_dtype, try_batch
+from spark_hvd.estimators.params.params import TableParams
+from spark_hvd.estimators.params.persistence import ParamsReader, ParamsWriter
+from spark_hvd.estimators.params.tables import MODEL_SETTINGS
+from spark_hvd.estimators.readers.dataset import Column, DatasetMeta
+from spark_hvd.estimators.readers.reader import Batch, ReaderSpec
+from spark_hvd.estimators.training.checkpoint import BEST, LAST, Checkpoints, check_fits
+from spark_hvd.estimators.training.head import head_of
+from spark_hvd.estimators.training.history import History
+from spark_hvd.estimators.training.inputs import TensorSpec
+from spark_hvd.estimators.training.packing import pack
+from spark_hvd.estimators.training.spec import Objects, TrainSpec
+from spark_hvd.estimators.training.train import Framework, check_order, train
+from spark_hvd.estimators.transform.meta import ModelMeta
+from spark_hvd.runner.outcome.errors import ExecutorLostError, RankFailedError
+from spark_hvd.runner.outcome.payload import renamed
+from spark_hvd.runner.spark.names import job_group, job_named
+from spark_hvd.runner.spark.session import active_session, is_local
 from spark_hvd.scratch import Scratch
 from spark_hvd.store import Store
-from spark_hvd.store_errors import StoreError
+from spark_hvd.store.errors import StoreError
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame
 
-    from spark_hvd.estimators.model import TorchModel
+    from spark_hvd.estimators.torch.model import TorchModel
 
 Settings = Mapping[str, Any]
 

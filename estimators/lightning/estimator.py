@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from spark_hvd.estimators.estimator import Settings, SparkEstimator, model_fields
-from spark_hvd.estimators.history import History
-from spark_hvd.estimators.lightning_loop import LightningFramework
-from spark_hvd.estimators.lightning_parts import package_of
-from spark_hvd.estimators.lightning_tables import GONE, LIGHTNING
-from spark_hvd.estimators.lightning_trial import check_trainer_args, try_lightning
-from spark_hvd.estimators.model import TorchModel
-from spark_hvd.estimators.reader import Batch
-from spark_hvd.estimators.spec import Objects, TrainSpec
-from spark_hvd.estimators.training import Framework
+from spark_hvd.estimators.fit.estimator import Settings, SparkEstimator, model_fields
+from spark_hvd.estimators.lightning.loop import LightningFramework
+from spark_hvd.estimators.lightning.parts import package_of
+from spark_hvd.estimators.lightning.tables import GONE, LIGHTNING
+from spark_hvd.estimators.lightning.trial import check_trainer_args, try_lightning
+from spark_hvd.estimators.readers.reader import Batch
+from spark_hvd.estimators.torch.model import TorchModel
+from spark_hvd.estimators.training.history import History
+from spark_hvd.estimators.training.spec import Objects, TrainSpec
+from spark_hvd.estimators.training.train import Framework
 
 _LOSSES = {
     "multiclass": torch.nn.CrossEntropyLoss,

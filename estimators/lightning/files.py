@@ -9,8 +9,8 @@ from typing import Any
 import spark_hvd.torch as hvd
 from spark_hvd.scratch import Scratch
 from spark_hvd.store import Store
-from spark_hvd.store_errors import explaining
-from spark_hvd.store_paths import local_below
+from spark_hvd.store.errors import explaining
+from spark_hvd.store.paths import local_below
 
 _FOLDERS = ("dirpath", "_root_dir", "_save_dir")
 """Where ModelCheckpoint, profilers and loggers keep the folder they were given; those of loggers are private."""

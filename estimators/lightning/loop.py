@@ -12,9 +12,8 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.estimators.errors import EstimatorError
-from spark_hvd.estimators.history import History
-from spark_hvd.estimators.lightning_files import RunFiles
-from spark_hvd.estimators.lightning_parts import (
+from spark_hvd.estimators.lightning.files import RunFiles
+from spark_hvd.estimators.lightning.parts import (
     KEEP,
     PROFILERS,
     TrainLoader,
@@ -27,8 +26,9 @@ from spark_hvd.estimators.lightning_parts import (
     replaced,
     to_bytes,
 )
-from spark_hvd.estimators.objective import Sums
-from spark_hvd.estimators.training import NAN_CHECK_EVERY, Job, not_finite, speed
+from spark_hvd.estimators.torch.objective import Sums
+from spark_hvd.estimators.training.history import History
+from spark_hvd.estimators.training.train import NAN_CHECK_EVERY, Job, not_finite, speed
 
 
 class LightningFramework:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.estimators.reader import Batch
-from spark_hvd.estimators.spec import TrainSpec
-from spark_hvd.estimators.training import Job
-from spark_hvd.store_errors import CheckpointError
+from spark_hvd.estimators.readers.reader import Batch
+from spark_hvd.estimators.training.spec import TrainSpec
+from spark_hvd.estimators.training.train import Job
+from spark_hvd.store.errors import CheckpointError
 
 KEEP = "spark_hvd-keep"
 """The path under which a checkpoint stays in memory."""

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from spark_hvd.estimators import checks as c
-from spark_hvd.estimators.lightning_parts import PROFILERS
-from spark_hvd.estimators.params import rows
-from spark_hvd.estimators.tables import GONE as GONE_EVERYWHERE
-from spark_hvd.estimators.tables import SHARED
+from spark_hvd.estimators.lightning.parts import PROFILERS
+from spark_hvd.estimators.params import checks as c
+from spark_hvd.estimators.params.params import rows
+from spark_hvd.estimators.params.tables import GONE as GONE_EVERYWHERE
+from spark_hvd.estimators.params.tables import SHARED
 
 TASKS = ("multiclass", "binary", "regression")
 

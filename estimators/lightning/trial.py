@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from spark_hvd.estimators.checks import nearest
-from spark_hvd.estimators.dataset import listed
 from spark_hvd.estimators.errors import ModelError
-from spark_hvd.estimators.lightning_parts import batch_dict, be_quiet, package_of
-from spark_hvd.estimators.reader import Batch
-from spark_hvd.estimators.spec import Objects, TrainSpec
-from spark_hvd.estimators.trial import advice, describe
+from spark_hvd.estimators.fit.trial import advice, describe
+from spark_hvd.estimators.lightning.parts import batch_dict, be_quiet, package_of
+from spark_hvd.estimators.params.checks import nearest
+from spark_hvd.estimators.readers.dataset import listed
+from spark_hvd.estimators.readers.reader import Batch
+from spark_hvd.estimators.training.spec import Objects, TrainSpec
 
 _STEPS = 100
 """Batches of an epoch as configure_optimizers sees them, where the data have not been counted yet."""

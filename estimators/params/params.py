@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyspark.ml.param import Param, Params
 
-from spark_hvd.estimators.checks import Check, nearest
-from spark_hvd.runner.spark_private import set_defaults, unowned_param
+from spark_hvd.estimators.params.checks import Check, nearest
+from spark_hvd.runner.spark.private import set_defaults, unowned_param
 
 if TYPE_CHECKING:
     from typing_extensions import Self

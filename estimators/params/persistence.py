@@ -21,12 +21,12 @@ from pyspark.ml.util import MLReader, MLWriter
 from pyspark.sql import SparkSession
 
 import spark_hvd
-from spark_hvd.estimators.modules import PackedModule, pack, unpack
-from spark_hvd.estimators.params import TableParams
-from spark_hvd.runner import spark_private
-from spark_hvd.runner.spark import is_connect
+from spark_hvd.estimators.params.params import TableParams
+from spark_hvd.estimators.training.packing import PackedModule, pack, unpack
+from spark_hvd.runner.spark import private as spark_private
+from spark_hvd.runner.spark.session import is_connect
 from spark_hvd.store import Store
-from spark_hvd.store_errors import CheckpointError, StoreError
+from spark_hvd.store.errors import CheckpointError, StoreError
 
 FORMAT_VERSION = 1
 STRUCTURE, WEIGHTS = "structure.pkl", "weights.safetensors"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from spark_hvd.estimators import checks as c
-from spark_hvd.estimators.params import rows
-from spark_hvd.estimators.spec import PRECISIONS
-from spark_hvd.runner.displays import CHOICES
+from spark_hvd.estimators.params import checks as c
+from spark_hvd.estimators.params.params import rows
+from spark_hvd.estimators.training.spec import PRECISIONS
+from spark_hvd.runner.watch.display.choose import CHOICES
 
 _MODEL = rows(
     "Model and columns",
@@ -206,7 +206,7 @@ GONE = {
 if __name__ == "__main__":  # writes the table into the documentation
     from pathlib import Path
 
-    from spark_hvd.estimators.params import in_page
+    from spark_hvd.estimators.params.params import in_page
 
     page = Path("docs/estimators.md")
     page.write_text(in_page(page.read_text(), TORCH))

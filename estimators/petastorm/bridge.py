@@ -6,7 +6,7 @@ in pyarrow, numpy or pandas changes, and no other package sees a difference.
 
 Processes that unpickle Petastorm's objects need the bridge as well. Its process pool gets it. In Spark's Python workers
 ``materialize_dataset`` brings it along; functions of your own that use Petastorm do if wrapped in :func:`bridged`; for
-all else start the session with ``spark.python.daemon.module=spark_hvd.estimators.petastorm_daemon``.
+all else start the session with ``spark.python.daemon.module=spark_hvd.estimators.petastorm.daemon``.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class _Loader(importlib.abc.Loader):
         return created
 
     def exec_module(self, module: types.ModuleType) -> None:
-        from spark_hvd.estimators import petastorm_overlays
+        from spark_hvd.estimators.petastorm import overlays as petastorm_overlays
 
         need = _NEEDS[module.__name__]
         with _standing_in({name: petastorm_overlays.STUBS[name] for name in need.stubs}):

@@ -5,7 +5,7 @@ Set ``spark.python.daemon.module`` to this module's name when the session starts
 
 from pyspark.daemon import manager
 
-from spark_hvd.estimators.petastorm_bridge import install
+from spark_hvd.estimators.petastorm.bridge import install
 
 if __name__ == "__main__":
     install()

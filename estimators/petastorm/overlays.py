@@ -21,8 +21,8 @@ import pyarrow.parquet as pq
 from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.local import LocalFileSystem
 
-from spark_hvd.estimators.petastorm_bridge import install
-from spark_hvd.estimators.petastorm_parquet import ParquetDataset, ParquetDatasetPiece
+from spark_hvd.estimators.petastorm.bridge import install
+from spark_hvd.estimators.petastorm.parquet import ParquetDataset, ParquetDatasetPiece
 
 
 class Overlay:
@@ -113,7 +113,7 @@ def launch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> subproces
         # -c looks into the working directory first, which others may write to.
         "import sys; sys.path = [entry for entry in sys.path if entry]; "
         "import pickle; file = open(sys.argv[1], 'rb'); sys.path[:] = pickle.load(file); "
-        "from spark_hvd.estimators.petastorm_overlays import run_launched; run_launched(file)"
+        "from spark_hvd.estimators.petastorm.overlays import run_launched; run_launched(file)"
     )
     return subprocess.Popen([sys.executable, "-c", code, path])
 

@@ -16,21 +16,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from spark_hvd.estimators.arrow_files import where
-from spark_hvd.estimators.arrow_values import columns_yielded
-from spark_hvd.estimators.batches import Blocks, ColumnBatch, Layout, RowShapes, cut
-from spark_hvd.estimators.petastorm_bridge import install
-from spark_hvd.estimators.petastorm_schema import decoded_spec
-from spark_hvd.estimators.reader import ReaderSpec
-from spark_hvd.estimators.sharding import Piece, batch_rows, pieces_of_pass
-from spark_hvd.estimators.windows import WINDOW_BYTES, Window, windows_of
-from spark_hvd.store_errors import StoreError
+from spark_hvd.estimators.petastorm.bridge import install
+from spark_hvd.estimators.petastorm.schema import decoded_spec
+from spark_hvd.estimators.readers.batches import Blocks, ColumnBatch, Layout, RowShapes, cut
+from spark_hvd.estimators.readers.files import where
+from spark_hvd.estimators.readers.reader import ReaderSpec
+from spark_hvd.estimators.readers.sharding import Piece, batch_rows, pieces_of_pass
+from spark_hvd.estimators.readers.values import columns_yielded
+from spark_hvd.estimators.readers.windows import WINDOW_BYTES, Window, windows_of
+from spark_hvd.store.errors import StoreError
 
 POOLS = ("thread", "process", "dummy")
 
 
 class PetastormReader:
-    """Reads a rank's shard of a data set, pass by pass, as :class:`~spark_hvd.estimators.reader.Reader` says.
+    """Reads a rank's shard of a data set, pass by pass, as :class:`~spark_hvd.estimators.readers.reader.Reader` says.
 
     Data sets with a Unischema are decoded by its codecs, which also say what dtype and shape a column has; plain
     Parquet is read as the Arrow reader does. ``transformation_fn`` and ``decoders`` run in Petastorm's workers: threads
@@ -68,7 +68,7 @@ class PetastormReader:
         self._closed = False
 
     def batches(self, number: int) -> Iterator[ColumnBatch]:
-        """Yield the batches of pass ``number``; see :class:`~spark_hvd.estimators.reader.Reader`."""
+        """Yield the batches of pass ``number``; see :class:`~spark_hvd.estimators.readers.reader.Reader`."""
         spec = self._spec
         if self._closed:
             raise RuntimeError("the reader is closed: open another")
@@ -156,7 +156,7 @@ class PetastormReader:
             self._give_back(pool, whole)
 
     def _take_pool(self) -> Any:
-        from spark_hvd.estimators.petastorm_workers import start_pool
+        from spark_hvd.estimators.petastorm.workers import start_pool
 
         pool, self._idle = self._idle or start_pool(self._spec), None
         self._busy.append(pool)

@@ -13,12 +13,12 @@ from typing import TypeVar
 import pyarrow as pa
 import torch
 
-from spark_hvd.estimators.arrow_files import Parts, RowGroups, where
-from spark_hvd.estimators.arrow_values import Values, columns_read, columns_yielded
-from spark_hvd.estimators.batches import Blocks, ColumnBatch, Layout, RowShapes, cut
-from spark_hvd.estimators.reader import ReaderSpec
-from spark_hvd.estimators.sharding import Piece, batch_rows, pieces_of_pass
-from spark_hvd.estimators.windows import WINDOW_BYTES, Window, windows_of
+from spark_hvd.estimators.readers.batches import Blocks, ColumnBatch, Layout, RowShapes, cut
+from spark_hvd.estimators.readers.files import Parts, RowGroups, where
+from spark_hvd.estimators.readers.reader import ReaderSpec
+from spark_hvd.estimators.readers.sharding import Piece, batch_rows, pieces_of_pass
+from spark_hvd.estimators.readers.values import Values, columns_read, columns_yielded
+from spark_hvd.estimators.readers.windows import WINDOW_BYTES, Window, windows_of
 
 CHUNK = 16384
 """Rows that are decoded at once of a row group that is too large for a window."""
@@ -28,12 +28,12 @@ _Load = Callable[[Piece], Blocks]
 
 
 class ArrowReader:
-    """Reads a rank's shard of a data set, pass by pass, as :class:`~spark_hvd.estimators.reader.Reader` says.
+    """Reads a rank's shard of a data set, pass by pass, as :class:`~spark_hvd.estimators.readers.reader.Reader` says.
 
-    Batches are :class:`~spark_hvd.estimators.batches.ColumnBatch`. Shuffled, two windows are in memory, one that is
-    read and one that is consumed; in the order of the files, ``workers`` + 2 row groups. A row group is read whole
-    unless it is larger than a window, then in parts. ``transformation_fn`` and ``decoders`` get as many rows as are
-    read at once, and are called by several threads.
+    Batches are :class:`~spark_hvd.estimators.readers.batches.ColumnBatch`. Shuffled, two windows are in memory, one
+    that is read and one that is consumed; in the order of the files, ``workers`` + 2 row groups. A row group is read
+    whole unless it is larger than a window, then in parts. ``transformation_fn`` and ``decoders`` get as many rows as
+    are read at once, and are called by several threads.
 
     With ``cache`` the rank keeps the shard of the first pass, and shuffles that: what later passes of other ranks read
     is not in its memory.
@@ -57,7 +57,7 @@ class ArrowReader:
         self._closed = False
 
     def batches(self, number: int) -> Iterator[ColumnBatch]:
-        """Yield the batches of pass ``number``; see :class:`~spark_hvd.estimators.reader.Reader`."""
+        """Yield the batches of pass ``number``; see :class:`~spark_hvd.estimators.readers.reader.Reader`."""
         spec = self._spec
         sizes = batch_rows(spec.dataset.rows, spec.rank, spec.size, spec.batch_size, spec.drop_last)
         if self._closed:

@@ -8,16 +8,16 @@ from contextlib import closing
 
 import torch
 
-from spark_hvd.estimators.position import Position, Shares, Taken
-from spark_hvd.estimators.reader import Batch, Reader
+from spark_hvd.estimators.readers.position import Position, Shares, Taken
+from spark_hvd.estimators.readers.reader import Batch, Reader
 
 
 class Feed(Iterator[Batch]):
     """Endless batches of one rank.
 
     Going on where a pass was left, what was done is read again and thrown away. With another number of ranks, the rest
-    of that pass is read as the former ranks would have read it, in parts (see :mod:`spark_hvd.estimators.position`);
-    from the next pass on all is as ever.
+    of that pass is read as the former ranks would have read it, in parts (see
+    :mod:`spark_hvd.estimators.readers.position`); from the next pass on all is as ever.
 
     Args:
         reader: Reads this rank's share.

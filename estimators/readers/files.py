@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
-from spark_hvd.estimators.arrow_store import arrow_filesystem
-from spark_hvd.estimators.dataset import RowGroup, listed
 from spark_hvd.estimators.errors import DataError
+from spark_hvd.estimators.readers.dataset import RowGroup, listed
+from spark_hvd.estimators.readers.store import arrow_filesystem
 from spark_hvd.store import Store
 
 KEPT_OPEN = 16

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spark_hvd.estimators.sharding import batch_rows, rows_of
+from spark_hvd.estimators.readers.sharding import batch_rows, rows_of
 
 Taken = tuple[tuple[int, int], ...]
 """What was taken of a pass: (ranks, batches of each), the earliest first."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from spark_hvd.estimators.dataset import DatasetMeta
+from spark_hvd.estimators.readers.dataset import DatasetMeta
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -93,9 +93,9 @@ def open_reader(spec: ReaderSpec, kind: str | None = None) -> Reader:
         if name not in {field[0] for field in spec.edit_fields}:
             spec.dataset.column(name)
     if kind == "petastorm" or (kind is None and spec.dataset.unischema):
-        from spark_hvd.estimators.petastorm_reader import PetastormReader
+        from spark_hvd.estimators.petastorm.reader import PetastormReader
 
         return PetastormReader(spec)
-    from spark_hvd.estimators.arrow_reader import ArrowReader
+    from spark_hvd.estimators.readers.arrow import ArrowReader
 
     return ArrowReader(spec)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from spark_hvd.estimators.reader import ReaderSpec
+    from spark_hvd.estimators.readers.reader import ReaderSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow.fs
 
 from spark_hvd.store import Store
-from spark_hvd.store_paths import OBJECT_STORES, protocol_of
+from spark_hvd.store.paths import OBJECT_STORES, protocol_of
 
 
 def arrow_filesystem(store: Store) -> pyarrow.fs.FileSystem:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
-from spark_hvd.estimators.batches import Blocks
-from spark_hvd.estimators.sharding import Piece
+from spark_hvd.estimators.readers.batches import Blocks
+from spark_hvd.estimators.readers.sharding import Piece
 
 WINDOW_BYTES = 64 << 20
 """Memory of a window where its number of rows is not given."""

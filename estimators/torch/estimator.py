@@ -6,14 +6,14 @@ import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from spark_hvd.estimators.estimator import Settings, SparkEstimator, model_fields
-from spark_hvd.estimators.history import History
-from spark_hvd.estimators.learning_rate import make_optimizer, scale
-from spark_hvd.estimators.model import TorchModel
-from spark_hvd.estimators.spec import Objects, TrainSpec
-from spark_hvd.estimators.tables import GONE, TORCH
-from spark_hvd.estimators.torch_loop import TorchFramework
-from spark_hvd.estimators.training import Framework
+from spark_hvd.estimators.fit.estimator import Settings, SparkEstimator, model_fields
+from spark_hvd.estimators.params.tables import GONE, TORCH
+from spark_hvd.estimators.torch.learning_rate import make_optimizer, scale
+from spark_hvd.estimators.torch.loop import TorchFramework
+from spark_hvd.estimators.torch.model import TorchModel
+from spark_hvd.estimators.training.history import History
+from spark_hvd.estimators.training.spec import Objects, TrainSpec
+from spark_hvd.estimators.training.train import Framework
 
 
 class TorchEstimator(SparkEstimator):

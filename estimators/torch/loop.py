@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.estimators.callbacks import TrainState
-from spark_hvd.estimators.history import History
-from spark_hvd.estimators.learning_rate import Scheduler, make_optimizer, make_scheduler, scale
-from spark_hvd.estimators.objective import Metrics, Objective, Sums
-from spark_hvd.estimators.reader import Batch
-from spark_hvd.estimators.spec import TrainSpec
-from spark_hvd.estimators.tensors import outputs_of, tensors_of
-from spark_hvd.estimators.training import NAN_CHECK_EVERY, Job, not_finite, speed
+from spark_hvd.estimators.readers.reader import Batch
+from spark_hvd.estimators.torch.learning_rate import Scheduler, make_optimizer, make_scheduler, scale
+from spark_hvd.estimators.torch.objective import Metrics, Objective, Sums
+from spark_hvd.estimators.training.callbacks import TrainState
+from spark_hvd.estimators.training.history import History
+from spark_hvd.estimators.training.inputs import outputs_of, tensors_of
+from spark_hvd.estimators.training.spec import TrainSpec
+from spark_hvd.estimators.training.train import NAN_CHECK_EVERY, Job, not_finite, speed
 
 _NOTHING: dict[str, Any] = {"step": 0, "skipped": 0, "seconds": 0.0, "sums": [], "lr": None}
 """What has begun of an epoch that begins."""

@@ -10,19 +10,19 @@ from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
 from pyspark.sql.types import UserDefinedType
 
-from spark_hvd.estimators import checks
-from spark_hvd.estimators.columns import expression_of
-from spark_hvd.estimators.dataset import listed
+from spark_hvd.estimators.data.columns import expression_of
 from spark_hvd.estimators.errors import DataError, ModelError
-from spark_hvd.estimators.head import Head, head_of
-from spark_hvd.estimators.history import History, as_history
-from spark_hvd.estimators.model_meta import ModelMeta, inputs_as_trained, inputs_of, probed_shapes
-from spark_hvd.estimators.modules import pack
-from spark_hvd.estimators.outputs import Output, Shape, head_outputs, label_output
-from spark_hvd.estimators.params import TableParams, rows
-from spark_hvd.estimators.persistence import ParamsReader, ParamsWriter
-from spark_hvd.estimators.predict import Prediction, arrow_function, pandas_function
-from spark_hvd.runner.spark import is_connect
+from spark_hvd.estimators.params import checks
+from spark_hvd.estimators.params.params import TableParams, rows
+from spark_hvd.estimators.params.persistence import ParamsReader, ParamsWriter
+from spark_hvd.estimators.readers.dataset import listed
+from spark_hvd.estimators.training.head import Head, head_of
+from spark_hvd.estimators.training.history import History, as_history
+from spark_hvd.estimators.training.packing import pack
+from spark_hvd.estimators.transform.meta import ModelMeta, inputs_as_trained, inputs_of, probed_shapes
+from spark_hvd.estimators.transform.outputs import Output, Shape, head_outputs, label_output
+from spark_hvd.estimators.transform.predict import Prediction, arrow_function, pandas_function
+from spark_hvd.runner.spark.session import is_connect
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

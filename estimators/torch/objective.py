@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from spark_hvd.estimators.head import loss_name
+from spark_hvd.estimators.training.head import loss_name
 
 Loss = Callable[..., torch.Tensor]
 

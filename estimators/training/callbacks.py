@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.estimators.history import History, Row
+from spark_hvd.estimators.training.history import History, Row
 from spark_hvd.scratch import Scratch
 
 if TYPE_CHECKING:

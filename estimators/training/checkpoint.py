@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from spark_hvd.checkpoint_format import read, read_by_rank_0, write
+from spark_hvd.checkpoint.format import read, read_by_rank_0, write
 from spark_hvd.store import Store
-from spark_hvd.store_errors import CheckpointError
+from spark_hvd.store.errors import CheckpointError
 
 LAST = "last.ckpt"
 BEST = "best.ckpt"

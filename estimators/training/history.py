@@ -61,7 +61,7 @@ class History(list[Row]):
             ValueError: no row has one of them.
             ImportError: matplotlib is not installed.
         """
-        from spark_hvd.runner.figures import Curve, draw, figure_of
+        from spark_hvd.runner.watch.display.figures import Curve, draw, figure_of
 
         wanted = list(keys)
         figure, panels = figure_of(6 if len(wanted) == 1 else 4 * len(wanted), panels=len(wanted))

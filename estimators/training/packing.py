@@ -21,8 +21,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from spark_hvd.runner.payload import UnpicklableError, explain
-from spark_hvd.torch_private import storage_key
+from spark_hvd.runner.outcome.payload import UnpicklableError, explain
+from spark_hvd.transport.torch_private import storage_key
 
 # What safetensors holds; tensors of other dtypes (complex, quantised) stay in the pickle.
 _DTYPES = frozenset(

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.estimators.dataset import DatasetMeta
-from spark_hvd.estimators.sharding import steps_of
-from spark_hvd.estimators.tensors import TensorSpec
+from spark_hvd.estimators.readers.dataset import DatasetMeta
+from spark_hvd.estimators.readers.sharding import steps_of
+from spark_hvd.estimators.training.inputs import TensorSpec
 from spark_hvd.store import Store
 
 if TYPE_CHECKING:

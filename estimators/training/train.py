@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.checkpoint_format import on_rank_0
-from spark_hvd.estimators.checkpoint import BEST, LAST, Checkpoints, check_fits
+from spark_hvd.checkpoint.format import on_rank_0
 from spark_hvd.estimators.errors import NotFiniteLossError
-from spark_hvd.estimators.feed import Feed
-from spark_hvd.estimators.history import History
-from spark_hvd.estimators.position import Position, Shares
-from spark_hvd.estimators.reader import Batch, Reader, ReaderSpec, open_reader
-from spark_hvd.estimators.spec import Objects, TrainSpec
-from spark_hvd.store_errors import CheckpointError
+from spark_hvd.estimators.readers.feed import Feed
+from spark_hvd.estimators.readers.position import Position, Shares
+from spark_hvd.estimators.readers.reader import Batch, Reader, ReaderSpec, open_reader
+from spark_hvd.estimators.training.checkpoint import BEST, LAST, Checkpoints, check_fits
+from spark_hvd.estimators.training.history import History
+from spark_hvd.estimators.training.spec import Objects, TrainSpec
+from spark_hvd.store.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from spark_hvd.estimators.modules import PackedModule
+    from spark_hvd.estimators.training.packing import PackedModule
 
 
 NAN_CHECK_EVERY = 16
@@ -159,7 +159,7 @@ class Job:
 
 def train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> History | None:
     """Run on every rank: train, and return the history on rank 0."""
-    from spark_hvd.estimators.modules import unpack
+    from spark_hvd.estimators.training.packing import unpack
 
     hvd.init()
     torch.manual_seed(spec.seed)

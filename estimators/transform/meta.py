@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from spark_hvd.estimators.columns import check_columns, columns_of, quoted
-from spark_hvd.estimators.dataset import Column, listed
+from spark_hvd.estimators.data.columns import check_columns, columns_of, quoted
 from spark_hvd.estimators.errors import DataError, ModelError
-from spark_hvd.estimators.head import Head
-from spark_hvd.estimators.modules import PackedModule, unpack
-from spark_hvd.estimators.outputs import Shape
-from spark_hvd.estimators.predict import run
-from spark_hvd.estimators.tensors import TensorSpec
-from spark_hvd.runner.spark_names import job_named
+from spark_hvd.estimators.readers.dataset import Column, listed
+from spark_hvd.estimators.training.head import Head
+from spark_hvd.estimators.training.inputs import TensorSpec
+from spark_hvd.estimators.training.packing import PackedModule, unpack
+from spark_hvd.estimators.transform.outputs import Shape
+from spark_hvd.estimators.transform.predict import run
+from spark_hvd.runner.spark.names import job_named
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 
 from spark_hvd.estimators.errors import ModelError
-from spark_hvd.estimators.head import Head
+from spark_hvd.estimators.training.head import Head
 
 _ELEMENTS = {
     "tinyint": torch.int8,

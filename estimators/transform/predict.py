@@ -16,13 +16,13 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
-from spark_hvd.estimators.arrow_tensors import to_tensor
 from spark_hvd.estimators.errors import DataError, ModelError
-from spark_hvd.estimators.head import Head
-from spark_hvd.estimators.modules import PackedModule, unpack
-from spark_hvd.estimators.outputs import Output, Shape, to_arrow
-from spark_hvd.estimators.tensors import TensorSpec, outputs_of
-from spark_hvd.runner.gpus import ordinal_of
+from spark_hvd.estimators.readers.tensors import to_tensor
+from spark_hvd.estimators.training.head import Head
+from spark_hvd.estimators.training.inputs import TensorSpec, outputs_of
+from spark_hvd.estimators.training.packing import PackedModule, unpack
+from spark_hvd.estimators.transform.outputs import Output, Shape, to_arrow
+from spark_hvd.runner.rank.gpus import ordinal_of
 
 if TYPE_CHECKING:
     from pyspark import Broadcast

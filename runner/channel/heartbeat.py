@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from spark_hvd.runner.silence import BEAT, Silences
+from spark_hvd.runner.channel.silence import BEAT, Silences
 
 _HUB = 0
 

@@ -18,14 +18,14 @@ import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
-from spark_hvd.ports import PortRange, bound
-from spark_hvd.runner.errors import HubError
-from spark_hvd.runner.hub_state import HubState, Kinds, Message, Send
-from spark_hvd.runner.link import MAX_MESSAGE, HubAddress, zmq_url
-from spark_hvd.runner.messages import ASIDE, decode, decode_vitals
-from spark_hvd.runner.newcomers import Newcomers
-from spark_hvd.runner.probe import Examination
-from spark_hvd.vitals import Vitals
+from spark_hvd.runner.channel.link import MAX_MESSAGE, HubAddress, zmq_url
+from spark_hvd.runner.channel.messages import ASIDE, decode, decode_vitals
+from spark_hvd.runner.channel.newcomers import Newcomers
+from spark_hvd.runner.channel.state import HubState, Kinds, Message, Send
+from spark_hvd.runner.outcome.errors import HubError
+from spark_hvd.runner.supervise.probe import Examination
+from spark_hvd.world.ports import PortRange, bound
+from spark_hvd.world.vitals import Vitals
 
 _log = logging.getLogger(__name__)
 _TICK_MS = 50

@@ -9,8 +9,8 @@ from typing import Any
 
 import zmq
 
-from spark_hvd.runner.heartbeat import Heartbeat
-from spark_hvd.runner.hub_state import Message
+from spark_hvd.runner.channel.heartbeat import Heartbeat
+from spark_hvd.runner.channel.state import Message
 
 
 @dataclass(frozen=True, slots=True)

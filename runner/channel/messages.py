@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
 
-from spark_hvd.runner.hub_state import Kinds, Message
-from spark_hvd.vitals import Vitals
+from spark_hvd.runner.channel.state import Kinds, Message
+from spark_hvd.world.vitals import Vitals
 
 ASIDE: Kinds = {
     "output": {"stream": str, "text": str},
@@ -66,7 +66,7 @@ def decode_vitals(record: Mapping[str, Any], most_ranks: int) -> Vitals:
     """Read what a rank tells of itself.
 
     Args:
-        record: Made by :meth:`spark_hvd.vitals.Vitals.to_message`.
+        record: Made by :meth:`spark_hvd.world.vitals.Vitals.to_message`.
         most_ranks: That a world of this run can have.
 
     Raises:

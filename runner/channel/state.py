@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, ClassVar
 
-from spark_hvd.runner.silence import BEAT, SILENT_AFTER, Silences, describe
+from spark_hvd.runner.channel.silence import BEAT, SILENT_AFTER, Silences, describe
 
 Message = dict[str, Any]
 Kinds = Mapping[str, Mapping[str, type | UnionType]]

@@ -15,14 +15,14 @@ from typing import Any, NoReturn
 import click
 
 import spark_hvd
-from spark_hvd.runner import cli_session
-from spark_hvd.runner.cli_elastic import check_static, elastic_arguments, elastic_options, is_elastic
+from spark_hvd.runner.cli import session as cli_session
+from spark_hvd.runner.cli.elastic import check_static, elastic_arguments, elastic_options, is_elastic
+from spark_hvd.runner.cli.horovodrun import refused_options, tuning_env, tuning_options
 from spark_hvd.runner.config import BACKENDS, MPIS
-from spark_hvd.runner.displays import CHOICES
-from spark_hvd.runner.errors import RankFailedError, RunError
-from spark_hvd.runner.horovodrun import refused_options, tuning_env, tuning_options
-from spark_hvd.runner.payload import renamed
-from spark_hvd.runner.script import Script, ScriptExitError, run_script
+from spark_hvd.runner.outcome.errors import RankFailedError, RunError
+from spark_hvd.runner.outcome.payload import renamed
+from spark_hvd.runner.rank.script import Script, ScriptExitError, run_script
+from spark_hvd.runner.watch.display.choose import CHOICES
 
 _INTERRUPTED = 130
 _SPARK_ONLY = ("procs_per_task", "cpus_per_proc", "gpus_per_proc", "ports")
@@ -90,7 +90,7 @@ def check_build_command() -> None:
 
 
 def _check_build() -> None:
-    from spark_hvd.runner.check_build import check_build
+    from spark_hvd.runner.diagnosis.build import check_build
 
     click.echo(check_build())
 
@@ -113,7 +113,7 @@ def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_js
 
     Without --master, and outside of spark-submit, this machine is examined. Exit code 0: no error; 1: errors.
     """
-    from spark_hvd.runner.examination import doctor as examine
+    from spark_hvd.runner.diagnosis.examine import doctor as examine
 
     if master is None and not cli_session.is_submitted():
         master = f"local[{num_proc or 2}]"
@@ -231,8 +231,8 @@ def _read_script(script: str, arguments: tuple[str, ...], module: bool) -> Scrip
 def _run_here(
     program: Script, num_proc: int | None, py_files: list[str], kwargs: dict[str, Any], *, elastic: bool
 ) -> None:
-    from spark_hvd.runner.elastic_local import run_elastic_local
-    from spark_hvd.runner.local import run_local
+    from spark_hvd.runner.elastic.local import run_elastic_local
+    from spark_hvd.runner.launch.local import run_local
 
     only = _SPARK_ONLY + (("interfaces",) if elastic else ("min_num_proc",))
     given = [name for name in only if kwargs.get(name) and name != "procs_per_task"]
@@ -257,8 +257,8 @@ def _run_on_spark(
     *,
     elastic: bool,
 ) -> None:
-    from spark_hvd.runner.elastic import run_elastic
-    from spark_hvd.runner.launch import run as run_on_cluster
+    from spark_hvd.runner.elastic.run import run_elastic
+    from spark_hvd.runner.launch.run import run as run_on_cluster
 
     with cli_session.session(master, conf, f"spark-hvd run {os.path.basename(program.name)}") as spark:
         cli_session.ship(spark, py_files)

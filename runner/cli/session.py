@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from spark_hvd.runner.errors import ClusterError
-from spark_hvd.runner.spark import is_connect
+from spark_hvd.runner.outcome.errors import ClusterError
+from spark_hvd.runner.spark.session import is_connect
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import spark_hvd
-from spark_hvd.runner import doctor_facts, doctor_probe
-from spark_hvd.runner.doctor_facts import Package
-from spark_hvd.runner.process_manager import MpiMissingError, find
+from spark_hvd.runner.diagnosis import facts as doctor_facts
+from spark_hvd.runner.diagnosis import probe as doctor_probe
+from spark_hvd.runner.diagnosis.facts import Package
+from spark_hvd.runner.supervise.mpi.manager import MpiMissingError, find
 
 _PACKAGES = ("torch", "lightning", "mpi4py", "pyspark", "pyarrow")
 _SECONDS = 120.0

@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from spark_hvd.ports import PortRange
-from spark_hvd.runner import doctor_facts
-from spark_hvd.runner import spark as on_spark
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.doctor_allreduce import Measured, measure
-from spark_hvd.runner.doctor_facts import HostFacts, StoreTrial
-from spark_hvd.runner.doctor_gpu_checks import Assigned, check_gpus
-from spark_hvd.runner.doctor_host_checks import (
+from spark_hvd.runner.diagnosis import facts as doctor_facts
+from spark_hvd.runner.diagnosis.allreduce import Measured, measure
+from spark_hvd.runner.diagnosis.facts import HostFacts, StoreTrial
+from spark_hvd.runner.diagnosis.gpu_checks import Assigned, check_gpus
+from spark_hvd.runner.diagnosis.host_checks import (
     check_clocks,
     check_names,
     check_packages,
@@ -27,13 +25,15 @@ from spark_hvd.runner.doctor_host_checks import (
     check_resources,
     check_store,
 )
-from spark_hvd.runner.doctor_jobs import PROBE, Gathered, Ways, gather, spark_facts, try_network
-from spark_hvd.runner.doctor_network_checks import check_allreduce, check_driver_ways, check_rank_ways
-from spark_hvd.runner.doctor_spark_checks import SparkFacts, check_spark
-from spark_hvd.runner.errors import ClusterError
-from spark_hvd.runner.launch import run
-from spark_hvd.runner.profiles import Ask, TaskResources, task_resources
-from spark_hvd.runner.report import Finding, Level, Report
+from spark_hvd.runner.diagnosis.jobs import PROBE, Gathered, Ways, gather, spark_facts, try_network
+from spark_hvd.runner.diagnosis.network_checks import check_allreduce, check_driver_ways, check_rank_ways
+from spark_hvd.runner.diagnosis.report import Finding, Level, Report
+from spark_hvd.runner.diagnosis.spark_checks import SparkFacts, check_spark
+from spark_hvd.runner.launch.run import run
+from spark_hvd.runner.outcome.errors import ClusterError
+from spark_hvd.runner.spark import session as on_spark
+from spark_hvd.runner.spark.profiles import Ask, TaskResources, task_resources
+from spark_hvd.world.ports import PortRange
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from spark_hvd.runner.doctor_facts import HostFacts
-from spark_hvd.runner.doctor_spark_checks import SparkFacts
-from spark_hvd.runner.report import Finding, Level
+from spark_hvd.runner.diagnosis.facts import HostFacts
+from spark_hvd.runner.diagnosis.report import Finding, Level
+from spark_hvd.runner.diagnosis.spark_checks import SparkFacts
 
 _TASK = "spark.task.resource.gpu.amount"
 _EXECUTOR = "spark.executor.resource.gpu.amount"

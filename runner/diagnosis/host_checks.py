@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from spark_hvd.runner.doctor_facts import HostFacts, Package, StoreTrial
-from spark_hvd.runner.report import Finding, Level, count
+from spark_hvd.runner.diagnosis.facts import HostFacts, Package, StoreTrial
+from spark_hvd.runner.diagnosis.report import Finding, Level, count
 
 _MIB = 1 << 20
 _GIB = 1 << 30

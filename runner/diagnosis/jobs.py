@@ -13,16 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.ports import PortRange
-from spark_hvd.runner import doctor_facts, doctor_probe
-from spark_hvd.runner import spark as on_spark
-from spark_hvd.runner.doctor_facts import HostFacts, facts_from_json
-from spark_hvd.runner.doctor_network import TOKEN_BYTES, EchoServer, NetworkPlan, Ping, TaskNetwork, ping
-from spark_hvd.runner.doctor_spark_checks import SETTINGS, SparkFacts, explain_job_failure
-from spark_hvd.runner.errors import NotEnoughSlotsError
-from spark_hvd.runner.profiles import TaskResources
-from spark_hvd.runner.report import Finding, Level
-from spark_hvd.runner.spark_job import TaskJob
+from spark_hvd.runner.diagnosis import facts as doctor_facts
+from spark_hvd.runner.diagnosis import probe as doctor_probe
+from spark_hvd.runner.diagnosis.facts import HostFacts, facts_from_json
+from spark_hvd.runner.diagnosis.network import TOKEN_BYTES, EchoServer, NetworkPlan, Ping, TaskNetwork, ping
+from spark_hvd.runner.diagnosis.report import Finding, Level
+from spark_hvd.runner.diagnosis.spark_checks import SETTINGS, SparkFacts, explain_job_failure
+from spark_hvd.runner.outcome.errors import NotEnoughSlotsError
+from spark_hvd.runner.spark import session as on_spark
+from spark_hvd.runner.spark.job import TaskJob
+from spark_hvd.runner.spark.profiles import TaskResources
+from spark_hvd.world.ports import PortRange
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -211,7 +212,7 @@ def _network_task(plan: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
         import pyarrow
         from pyspark import BarrierTaskContext
 
-        from spark_hvd.runner.doctor_network import examine
+        from spark_hvd.runner.diagnosis.network import examine
 
         for _ in batches:
             pass

@@ -19,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.ports import PortRange, listen
-from spark_hvd.runner.doctor_facts import host_key
-from spark_hvd.runner.network import NoAddressError, choose_address, own_addresses
-from spark_hvd.runner.task import host_of
+from spark_hvd.runner.channel.address import NoAddressError, choose_address, own_addresses
+from spark_hvd.runner.diagnosis.facts import host_key
+from spark_hvd.runner.supervise.task import host_of
+from spark_hvd.world.ports import PortRange, listen
 
 if TYPE_CHECKING:
     from pyspark import BarrierTaskContext

@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from spark_hvd.ports import PortRange
-from spark_hvd.runner.doctor_allreduce import Measured
-from spark_hvd.runner.doctor_network import Ping, TaskNetwork
-from spark_hvd.runner.report import Finding, Level, count
+from spark_hvd.runner.diagnosis.allreduce import Measured
+from spark_hvd.runner.diagnosis.network import Ping, TaskNetwork
+from spark_hvd.runner.diagnosis.report import Finding, Level, count
+from spark_hvd.world.ports import PortRange
 
 _SLOW = 3.0
 """A pair this many times slower than the median pair is named."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from spark_hvd.runner.report import Finding, Level
+from spark_hvd.runner.diagnosis.report import Finding, Level
 
 SETTINGS = (
     "spark.master",

@@ -17,17 +17,17 @@ from typing import Any
 import psutil
 import zmq
 
-from spark_hvd.layout import RankInfo
-from spark_hvd.runner.endings import exit_failure, trim_stacks, value_too_large
-from spark_hvd.runner.hub_state import Message
-from spark_hvd.runner.link import Link
-from spark_hvd.runner.membership_events import Loss
-from spark_hvd.runner.outcome import Failed, FailureKind, Packed
-from spark_hvd.runner.probe import Probe
-from spark_hvd.runner.processes import ForkServer, ForkServerError, RankProcess
-from spark_hvd.runner.rank_output import RankOutput
-from spark_hvd.runner.silence import HUB_PATIENCE
-from spark_hvd.runner.wire import FrameReader, send_frame
+from spark_hvd.runner.channel.frames import FrameReader, send_frame
+from spark_hvd.runner.channel.link import Link
+from spark_hvd.runner.channel.silence import HUB_PATIENCE
+from spark_hvd.runner.channel.state import Message
+from spark_hvd.runner.elastic.membership.events import Loss
+from spark_hvd.runner.outcome.endings import exit_failure, trim_stacks, value_too_large
+from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
+from spark_hvd.runner.supervise.output import RankOutput
+from spark_hvd.runner.supervise.probe import Probe
+from spark_hvd.runner.supervise.processes import ForkServer, ForkServerError, RankProcess
+from spark_hvd.world.layout import RankInfo
 
 _TICK_MS = 500
 _STOPPED_SECONDS = 3.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.membership_events import Limits
+from spark_hvd.runner.elastic.membership.events import Limits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, ClassVar
 
-from spark_hvd.ports import PortRange
-from spark_hvd.runner.hub import HubServer, Listener
-from spark_hvd.runner.hub_state import Kinds, Message, Send
-from spark_hvd.runner.membership import Membership
-from spark_hvd.runner.membership_events import (
+from spark_hvd.runner.channel.hub import HubServer, Listener
+from spark_hvd.runner.channel.silence import SILENT_AFTER, Silences
+from spark_hvd.runner.channel.state import Kinds, Message, Send
+from spark_hvd.runner.elastic.membership.events import (
     AgentLeaving,
     AgentLost,
     AgentUp,
@@ -44,10 +43,11 @@ from spark_hvd.runner.membership_events import (
     Verdict,
     Yielded,
 )
-from spark_hvd.runner.outcome import Packed
-from spark_hvd.runner.probe import Examination
-from spark_hvd.runner.silence import SILENT_AFTER, Silences
-from spark_hvd.vitals import Vitals
+from spark_hvd.runner.elastic.membership.state import Membership
+from spark_hvd.runner.outcome.rows import Packed
+from spark_hvd.runner.supervise.probe import Examination
+from spark_hvd.world.ports import PortRange
+from spark_hvd.world.vitals import Vitals
 
 _SUSPECT_AFTER = 4.0
 """Seconds of silence after which an agent is given up while the others wait for it: their collectives have failed."""

@@ -11,21 +11,21 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TextIO, TypeVar
 
-from spark_hvd.runner.agent import GivenUpError, Report
 from spark_hvd.runner.brief import briefly
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.elastic import attend
-from spark_hvd.runner.elastic_config import ElasticConfig
-from spark_hvd.runner.elastic_hub import ElasticHub
-from spark_hvd.runner.elastic_results import elastic_results
-from spark_hvd.runner.elastic_task import ElasticSpec, be_agent
-from spark_hvd.runner.local import HOST, cores_each
-from spark_hvd.runner.monitor import make_monitor
-from spark_hvd.runner.payload import dump_call, name_of
-from spark_hvd.runner.processes import check_system
-from spark_hvd.runner.result import RunResult
-from spark_hvd.runner.task import TaskSpec
-from spark_hvd.runner.tracking import Tracker
+from spark_hvd.runner.elastic.agent import GivenUpError, Report
+from spark_hvd.runner.elastic.config import ElasticConfig
+from spark_hvd.runner.elastic.hub import ElasticHub
+from spark_hvd.runner.elastic.results import elastic_results
+from spark_hvd.runner.elastic.run import attend
+from spark_hvd.runner.elastic.task import ElasticSpec, be_agent
+from spark_hvd.runner.launch.local import HOST, cores_each
+from spark_hvd.runner.launch.monitor import make_monitor
+from spark_hvd.runner.launch.result import RunResult
+from spark_hvd.runner.outcome.payload import dump_call, name_of
+from spark_hvd.runner.supervise.processes import check_system
+from spark_hvd.runner.supervise.task import TaskSpec
+from spark_hvd.runner.watch.tracking import Tracker
 
 R = TypeVar("R")
 

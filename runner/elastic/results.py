@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spark_hvd.runner.agent import Report
-from spark_hvd.runner.collect import value_of
-from spark_hvd.runner.errors import (
+from spark_hvd.runner.elastic.agent import Report
+from spark_hvd.runner.elastic.membership.events import End, Verdict
+from spark_hvd.runner.outcome.collect import value_of
+from spark_hvd.runner.outcome.errors import (
     ElasticError,
     RankFailedError,
     ResetLimitError,
@@ -16,11 +17,10 @@ from spark_hvd.runner.errors import (
     StateLostError,
     TooFewRanksError,
 )
-from spark_hvd.runner.failure_report import Where, failure_report
-from spark_hvd.runner.hang_verdict import HangVerdict
-from spark_hvd.runner.membership_events import End, Verdict
-from spark_hvd.runner.outcome import Failed
-from spark_hvd.runner.payload import load_exception
+from spark_hvd.runner.outcome.payload import load_exception
+from spark_hvd.runner.outcome.report import Where, failure_report
+from spark_hvd.runner.outcome.rows import Failed
+from spark_hvd.runner.watch.hang.verdict import HangVerdict
 
 _ERRORS: dict[End, type[ElasticError | RankFailedError]] = {
     End.TOO_FEW: TooFewRanksError,

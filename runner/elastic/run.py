@@ -14,30 +14,30 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import zmq
 
-from spark_hvd.ports import PortRange
-from spark_hvd.runner import spark as on_spark
-from spark_hvd.runner.agent import Report
 from spark_hvd.runner.brief import briefly
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.elastic_config import ElasticConfig
-from spark_hvd.runner.elastic_hub import ElasticHub
-from spark_hvd.runner.elastic_results import elastic_results
-from spark_hvd.runner.elastic_task import ElasticSpec
-from spark_hvd.runner.errors import ClusterError, RunTimeoutError
-from spark_hvd.runner.failure_report import with_hang
-from spark_hvd.runner.membership_events import End, Verdict
-from spark_hvd.runner.monitor import Monitor, make_monitor
-from spark_hvd.runner.outcome import from_rows
-from spark_hvd.runner.payload import dump_call, name_of
-from spark_hvd.runner.processes import check_system
-from spark_hvd.runner.profiles import Ask, task_resources
-from spark_hvd.runner.result import RunResult
-from spark_hvd.runner.spark_errors import translate_elastic
-from spark_hvd.runner.spark_job import TaskJob
-from spark_hvd.runner.spark_task import task_of
-from spark_hvd.runner.task import TaskSpec
+from spark_hvd.runner.elastic.agent import Report
+from spark_hvd.runner.elastic.config import ElasticConfig
+from spark_hvd.runner.elastic.hub import ElasticHub
+from spark_hvd.runner.elastic.membership.events import End, Verdict
+from spark_hvd.runner.elastic.results import elastic_results
+from spark_hvd.runner.elastic.task import ElasticSpec
+from spark_hvd.runner.launch.monitor import Monitor, make_monitor
+from spark_hvd.runner.launch.result import RunResult
+from spark_hvd.runner.outcome.errors import ClusterError, RunTimeoutError
+from spark_hvd.runner.outcome.payload import dump_call, name_of
+from spark_hvd.runner.outcome.report import with_hang
+from spark_hvd.runner.outcome.rows import from_rows
+from spark_hvd.runner.spark import session as on_spark
+from spark_hvd.runner.spark.entry import task_of
+from spark_hvd.runner.spark.errors import translate_elastic
+from spark_hvd.runner.spark.job import TaskJob
+from spark_hvd.runner.spark.profiles import Ask, task_resources
+from spark_hvd.runner.supervise.processes import check_system
+from spark_hvd.runner.supervise.task import TaskSpec
 from spark_hvd.runner.terminal import harmless
-from spark_hvd.runner.tracking import Tracker
+from spark_hvd.runner.watch.tracking import Tracker
+from spark_hvd.world.ports import PortRange
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -84,7 +84,7 @@ def run_elastic(
     """Run ``fn(*args, **kwargs)`` on ranks that may be lost, and others may join, while it trains.
 
     fn prepares (data, model, optimizer) and then calls a function that is decorated with ``hvd.elastic.run``; see
-    :mod:`spark_hvd.torch_elastic` and docs/elastic.md. When a rank is lost, the others go back to their last commit and
+    :mod:`spark_hvd.torch.elastic` and docs/elastic.md. When a rank is lost, the others go back to their last commit and
     go on without it; new ranks, in place of lost ones or on new executors, join at a commit. Ranks are processes below
     the tasks of one ordinary Spark job of `max_num_proc` tasks: those that find no slot wait for one.
 
@@ -186,7 +186,7 @@ def run_elastic(
             session,
             config.limits.max_num_proc,
             task_of(
-                "elastic_task",
+                "elastic.task",
                 "run_elastic_task",
                 pickle.dumps(spec),
                 payload,

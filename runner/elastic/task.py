@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from spark_hvd.layout import RankInfo
-from spark_hvd.runner.agent import NOTICES, Agent, GivenUpError, Report, WorkerSetup
-from spark_hvd.runner.gpus import GpuShare, devices_of
-from spark_hvd.runner.link import Link
-from spark_hvd.runner.network import choose_address, is_loopback, own_addresses
-from spark_hvd.runner.outcome import Packed
-from spark_hvd.runner.processes import fork_server
-from spark_hvd.runner.task import TaskSpec, executor_pid, host_of, rank_env, to_batches
+from spark_hvd.runner.channel.address import choose_address, is_loopback, own_addresses
+from spark_hvd.runner.channel.link import Link
+from spark_hvd.runner.elastic.agent import NOTICES, Agent, GivenUpError, Report, WorkerSetup
+from spark_hvd.runner.outcome.rows import Packed
+from spark_hvd.runner.rank.gpus import GpuShare, devices_of
+from spark_hvd.runner.supervise.processes import fork_server
+from spark_hvd.runner.supervise.task import TaskSpec, executor_pid, host_of, rank_env, to_batches
+from spark_hvd.world.layout import RankInfo
 
 if TYPE_CHECKING:
     import pyarrow

@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from spark_hvd.ports import PortRange
-from spark_hvd.runner import spark as on_spark
-from spark_hvd.runner.collect import results
+from spark_hvd.runner.channel.hub import Hub
+from spark_hvd.runner.channel.state import HubState
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.errors import RunError, StartTimeoutError
-from spark_hvd.runner.hub import Hub
-from spark_hvd.runner.hub_state import HubState
-from spark_hvd.runner.monitor import Monitor
-from spark_hvd.runner.outcome import from_rows
-from spark_hvd.runner.processes import check_system
-from spark_hvd.runner.profiles import TaskResources
-from spark_hvd.runner.reach import Reach
-from spark_hvd.runner.spark_errors import silent, translate
-from spark_hvd.runner.spark_job import TaskJob
-from spark_hvd.runner.spark_task import task_of
-from spark_hvd.runner.task import TaskSpec
+from spark_hvd.runner.launch.monitor import Monitor
+from spark_hvd.runner.outcome.collect import results
+from spark_hvd.runner.outcome.errors import RunError, StartTimeoutError
+from spark_hvd.runner.outcome.rows import from_rows
+from spark_hvd.runner.spark import session as on_spark
+from spark_hvd.runner.spark.entry import task_of
+from spark_hvd.runner.spark.errors import silent, translate
+from spark_hvd.runner.spark.job import TaskJob
+from spark_hvd.runner.spark.profiles import TaskResources
+from spark_hvd.runner.spark.reach import Reach
+from spark_hvd.runner.supervise.processes import check_system
+from spark_hvd.runner.supervise.task import TaskSpec
+from spark_hvd.world.ports import PortRange
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -94,7 +94,7 @@ class Attempt:
             job = TaskJob(
                 session,
                 tasks,
-                task_of("task", "run_task", pickle.dumps(spec), self.payload),
+                task_of("supervise.task", "run_task", pickle.dumps(spec), self.payload),
                 f"spark_hvd: {self.name} on {size} ranks{again}",
                 f"{self.run_id}.{generation}",
                 self.resources.profile,

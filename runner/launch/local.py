@@ -10,23 +10,23 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TextIO, TypeVar
 
-from spark_hvd.layout import WorldLayout
 from spark_hvd.runner.brief import briefly
-from spark_hvd.runner.collect import results
+from spark_hvd.runner.channel.hub import Hub
+from spark_hvd.runner.channel.link import Link
+from spark_hvd.runner.channel.state import HubState
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.errors import RunError
-from spark_hvd.runner.hub import Hub
-from spark_hvd.runner.hub_state import HubState
-from spark_hvd.runner.link import Link
-from spark_hvd.runner.monitor import Monitor, make_monitor
-from spark_hvd.runner.outcome import Packed
-from spark_hvd.runner.payload import dump_call, name_of
-from spark_hvd.runner.processes import check_system, fork_server
-from spark_hvd.runner.restart import with_restarts
-from spark_hvd.runner.result import RunResult
-from spark_hvd.runner.task import TaskSpec, run_ranks
-from spark_hvd.runner.team import RefusedError, meet
-from spark_hvd.runner.tracking import Tracker
+from spark_hvd.runner.launch.monitor import Monitor, make_monitor
+from spark_hvd.runner.launch.restart import with_restarts
+from spark_hvd.runner.launch.result import RunResult
+from spark_hvd.runner.outcome.collect import results
+from spark_hvd.runner.outcome.errors import RunError
+from spark_hvd.runner.outcome.payload import dump_call, name_of
+from spark_hvd.runner.outcome.rows import Packed
+from spark_hvd.runner.supervise.processes import check_system, fork_server
+from spark_hvd.runner.supervise.task import TaskSpec, run_ranks
+from spark_hvd.runner.supervise.team import RefusedError, meet
+from spark_hvd.runner.watch.tracking import Tracker
+from spark_hvd.world.layout import WorldLayout
 
 R = TypeVar("R")
 HOST = "127.0.0.1"

@@ -9,25 +9,25 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, TextIO, TypeVar
 
-from spark_hvd.runner.display import Display
-from spark_hvd.runner.displays import make_display
-from spark_hvd.runner.hang import Examine, HangWatch
-from spark_hvd.runner.hang_verdict import HangVerdict, Kind
-from spark_hvd.runner.history import History
-from spark_hvd.runner.hub import HubServer
-from spark_hvd.runner.output import OutputQueue
-from spark_hvd.runner.probe import Examination
-from spark_hvd.runner.result import RunResult
-from spark_hvd.runner.run_view import RunView
+from spark_hvd.runner.channel.hub import HubServer
+from spark_hvd.runner.launch.result import RunResult
+from spark_hvd.runner.supervise.probe import Examination
 from spark_hvd.runner.terminal import harmless
-from spark_hvd.runner.tracking import Facts, Tracker, Tracking, facts_of
-from spark_hvd.vitals import Vitals
+from spark_hvd.runner.watch.display.choose import make_display
+from spark_hvd.runner.watch.display.display import Display
+from spark_hvd.runner.watch.display.lines import OutputQueue
+from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind
+from spark_hvd.runner.watch.hang.watch import Examine, HangWatch
+from spark_hvd.runner.watch.history import History
+from spark_hvd.runner.watch.tracking import Facts, Tracker, Tracking, facts_of
+from spark_hvd.runner.watch.view import RunView
+from spark_hvd.world.vitals import Vitals
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from spark_hvd.runner.config import RunConfig
-    from spark_hvd.runner.summary import Summary
+    from spark_hvd.runner.watch.summary import Summary
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,7 +37,7 @@ _LOOK_EVERY = 0.25
 
 
 class Monitor:
-    """See the module's description; a :class:`spark_hvd.runner.hub.Listener`, and a context manager for the run's time.
+    """See the module's description; a :class:`spark_hvd.runner.channel.hub.Listener`, and a context manager.
 
     Whatever observes may fail without ending the run; streams that the caller has given may not, see displays.
 

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from spark_hvd.runner import spark as on_spark
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.errors import ExecutorLostError, NotEnoughSlotsError, RankFailedError, RunError
-from spark_hvd.runner.outcome import FailureKind
-from spark_hvd.runner.profiles import TaskResources
-from spark_hvd.runner.reach import unanswered
+from spark_hvd.runner.outcome.errors import ExecutorLostError, NotEnoughSlotsError, RankFailedError, RunError
+from spark_hvd.runner.outcome.rows import FailureKind
+from spark_hvd.runner.spark import session as on_spark
+from spark_hvd.runner.spark.profiles import TaskResources
+from spark_hvd.runner.spark.reach import unanswered
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -7,13 +7,13 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from spark_hvd.runner.history import History
+from spark_hvd.runner.watch.history import History
 from spark_hvd.timeline import read_trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from spark_hvd.runner.summary import Summary
+    from spark_hvd.runner.watch.summary import Summary
 
 R = TypeVar("R")
 
@@ -48,7 +48,7 @@ class RunResult(list[R]):
             ValueError: nobody has reported it.
             ImportError: matplotlib is not installed.
         """
-        from spark_hvd.runner.plots import plot_loss
+        from spark_hvd.runner.watch.display.plots import plot_loss
 
         return plot_loss(self.history, metric)
 
@@ -59,7 +59,7 @@ class RunResult(list[R]):
             ValueError: nobody has counted any.
             ImportError: matplotlib is not installed.
         """
-        from spark_hvd.runner.plots import plot_throughput
+        from spark_hvd.runner.watch.display.plots import plot_throughput
 
         return plot_throughput(self.history)
 
@@ -79,7 +79,7 @@ class RunResult(list[R]):
             OSError: the file cannot be read.
             ImportError: matplotlib is not installed.
         """
-        from spark_hvd.runner.plots import plot_timeline
-        from spark_hvd.timeline_plot import figure_of
+        from spark_hvd.runner.watch.display.plots import plot_timeline
+        from spark_hvd.timeline.plot import figure_of
 
         return plot_timeline(self.history) if path is None else figure_of(read_trace(Path(path)), from_ms, to_ms)

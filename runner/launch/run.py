@@ -6,17 +6,17 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from spark_hvd.runner import spark as on_spark
-from spark_hvd.runner.attempt import Attempt
 from spark_hvd.runner.brief import briefly
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.errors import RunError
-from spark_hvd.runner.monitor import make_monitor
-from spark_hvd.runner.payload import dump_call, name_of
-from spark_hvd.runner.profiles import Ask, TaskResources, task_resources
-from spark_hvd.runner.restart import check_least, tasks_again, with_restarts
-from spark_hvd.runner.result import RunResult
-from spark_hvd.runner.tracking import Tracker
+from spark_hvd.runner.launch.attempt import Attempt
+from spark_hvd.runner.launch.monitor import make_monitor
+from spark_hvd.runner.launch.restart import check_least, tasks_again, with_restarts
+from spark_hvd.runner.launch.result import RunResult
+from spark_hvd.runner.outcome.errors import RunError
+from spark_hvd.runner.outcome.payload import dump_call, name_of
+from spark_hvd.runner.spark import session as on_spark
+from spark_hvd.runner.spark.profiles import Ask, TaskResources, task_resources
+from spark_hvd.runner.watch.tracking import Tracker
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

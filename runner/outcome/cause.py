@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from spark_hvd.runner.outcome import Failed, FailureKind
+from spark_hvd.runner.outcome.rows import Failed, FailureKind
 
 # What torch.distributed and its backends say when the other side has gone. They say it as plain RuntimeErrors.
 _GONE = re.compile(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spark_hvd.runner.errors import RankFailedError, RunError, RunTimeoutError
-from spark_hvd.runner.failure_report import Where, failure_report, timeout_report
-from spark_hvd.runner.hang_verdict import HangVerdict
-from spark_hvd.runner.outcome import Failed, FailureKind, Packed
-from spark_hvd.runner.payload import load_exception
-from spark_hvd.runner.verdict import rank_failures
+from spark_hvd.runner.outcome.cause import rank_failures
+from spark_hvd.runner.outcome.errors import RankFailedError, RunError, RunTimeoutError
+from spark_hvd.runner.outcome.payload import load_exception
+from spark_hvd.runner.outcome.report import Where, failure_report, timeout_report
+from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
+from spark_hvd.runner.watch.hang.verdict import HangVerdict
 
 
 def results(

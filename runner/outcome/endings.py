@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import signal
 
-from spark_hvd.runner.outcome import FailureKind
+from spark_hvd.runner.outcome.rows import FailureKind
 
 _HINTS = {
     "SIGKILL": " (often the kernel or the cluster manager: out of memory)",
     "SIGSEGV": " (a crash in native code)",
 }
-_OURS = re.compile(r'\s*File ".*/runner/(child|forkserver)\.py"|\s*File "<frozen runpy>"|Extension modules:')
+_OURS = re.compile(r'\s*File ".*/runner/(rank|supervise)/\w+\.py"|\s*File "<frozen runpy>"|Extension modules:')
 
 
 def exit_failure(exitcode: int) -> tuple[FailureKind, str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from spark_hvd.runner.brief import Brief
-from spark_hvd.runner.hang_verdict import HangVerdict
-from spark_hvd.runner.outcome import Failed
-from spark_hvd.runner.payload import UnpicklableError
+from spark_hvd.runner.outcome.payload import UnpicklableError
+from spark_hvd.runner.outcome.rows import Failed
 from spark_hvd.runner.terminal import harmless
+from spark_hvd.runner.watch.hang.verdict import HangVerdict
 
 __all__ = [
     "ClusterError",

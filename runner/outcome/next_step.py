@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from spark_hvd.runner.outcome import Failed, FailureKind
+from spark_hvd.runner.outcome.rows import Failed, FailureKind
 
 _MEMORY_ON_SPARK = (
     "Out of memory is the usual reason: ranks live outside of Java's heap, on spark.executor.memoryOverhead; raise it, "

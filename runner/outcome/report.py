@@ -13,11 +13,11 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from spark_hvd.rank_words import ranks_text
-from spark_hvd.runner.hang_verdict import HangVerdict
-from spark_hvd.runner.next_step import next_step
-from spark_hvd.runner.outcome import Failed, FailureKind
-from spark_hvd.runner.stacks import grouped, trim_traceback
+from spark_hvd.runner.outcome.next_step import next_step
+from spark_hvd.runner.outcome.rows import Failed, FailureKind
+from spark_hvd.runner.tracebacks import grouped, trim_traceback
+from spark_hvd.runner.watch.hang.verdict import HangVerdict
+from spark_hvd.world.words import ranks_text
 
 WIDTH = 100
 _VANISHED = re.compile(r"rank (\d+)(?: \(on \S+\))?(?:, which coordinates,)? has ended without a word")
@@ -54,7 +54,7 @@ def failure_report(
     """Write the failures of a run as text.
 
     Args:
-        failures: All failures, sorted by :func:`spark_hvd.runner.verdict.rank_failures`.
+        failures: All failures, sorted by :func:`spark_hvd.runner.outcome.cause.rank_failures`.
         size: World size.
         finished: Ranks whose fn returned.
         hang: What was known of ranks that waited for others, if that held at the end.

@@ -17,21 +17,22 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
-from spark_hvd import context, elastic_launcher
-from spark_hvd.elastic_store import reach_store
-from spark_hvd.errors import CollectiveError
-from spark_hvd.kv import TCPStore
-from spark_hvd.layout import RankInfo
-from spark_hvd.ports import PortRange, listen
-from spark_hvd.runner.agent import NOTICES
-from spark_hvd.runner.child import SetupError, call, end_process, unpickle_call
-from spark_hvd.runner.gpus import GpuError, GpuShare
-from spark_hvd.runner.own_gpu import settle, take
-from spark_hvd.runner.reporting import Reporting
-from spark_hvd.runner.wire import recv_frame, send_frame
-from spark_hvd.standing import refuse_fork, standing
-from spark_hvd.wires import Wires
-from spark_hvd.world import Endpoint, World
+from spark_hvd.context import init as context
+from spark_hvd.context.standing import refuse_fork, standing
+from spark_hvd.elastic.kv import reach_store
+from spark_hvd.runner.channel.frames import recv_frame, send_frame
+from spark_hvd.runner.elastic.agent import NOTICES
+from spark_hvd.runner.rank.gpus import GpuError, GpuShare
+from spark_hvd.runner.rank.main import SetupError, call, end_process, unpickle_call
+from spark_hvd.runner.rank.own_gpu import settle, take
+from spark_hvd.runner.rank.reporting import Reporting
+from spark_hvd.transport.kv import TCPStore
+from spark_hvd.transport.wires import Wires
+from spark_hvd.world import launcher as elastic_launcher
+from spark_hvd.world.errors import CollectiveError
+from spark_hvd.world.layout import RankInfo
+from spark_hvd.world.ports import PortRange, listen
+from spark_hvd.world.world import Endpoint, World
 
 
 class ElasticRank:

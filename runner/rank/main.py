@@ -14,15 +14,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from spark_hvd.layout import RankInfo
-from spark_hvd.runner.payload import dump_exception, dump_result
-from spark_hvd.runner.verdict import is_echo
-from spark_hvd.runner.wire import STACKS_SIGNAL, recv_frame, send_frame
+from spark_hvd.runner.channel.frames import STACKS_SIGNAL, recv_frame, send_frame
+from spark_hvd.runner.outcome.cause import is_echo
+from spark_hvd.runner.outcome.payload import dump_exception, dump_result
+from spark_hvd.world.layout import RankInfo
 
 if TYPE_CHECKING:
-    from spark_hvd.runner.elastic_child import ElasticRank
+    from spark_hvd.runner.rank.elastic import ElasticRank
 
-_OURS = (__name__, "spark_hvd.runner.elastic_child", "spark_hvd.runner.script", "runpy")
+_OURS = (__name__, "spark_hvd.runner.rank.elastic", "spark_hvd.runner.rank.script", "runpy")
 """Modules whose frames above fn, or above a script, are no part of the user's program."""
 
 
@@ -83,7 +83,7 @@ class _Rank:
         fn, args, kwargs = unpickle_call(payload)
         if not self._join():
             sys.exit(1)  # the supervisor closed: another rank has failed before we could meet
-        from spark_hvd.runner.reporting import Reporting
+        from spark_hvd.runner.rank.reporting import Reporting
 
         reporting = Reporting(lambda vitals: send_frame(self._control, {"type": "vitals", "vitals": vitals}))
         if self._job["watched"]:
@@ -101,7 +101,7 @@ class _Rank:
         A rank whose fn failed stays until it is killed instead, so that no peer reports its absence as an error.
         """
         if self._ended_well:
-            from spark_hvd import context
+            from spark_hvd.context import init as context
 
             context.shutdown()
 
@@ -112,13 +112,13 @@ class _Rank:
 
     def _join(self) -> bool:
         """Meet the other ranks in rank 0's store; False when the run was stopped before."""
-        from spark_hvd import context
-        from spark_hvd.kv import TCPStore
-        from spark_hvd.layout import RankInfo
-        from spark_hvd.ports import PortRange, listen
-        from spark_hvd.runner.preflight import SECONDS, UnreachableError, check_hosts, connect
-        from spark_hvd.runner.same_mpi import MpiMismatchError, check_same_mpi
-        from spark_hvd.world import Endpoint, World
+        from spark_hvd.context import init as context
+        from spark_hvd.runner.rank.preflight import SECONDS, UnreachableError, check_hosts, connect
+        from spark_hvd.runner.rank.same_mpi import MpiMismatchError, check_same_mpi
+        from spark_hvd.transport.kv import TCPStore
+        from spark_hvd.world.layout import RankInfo
+        from spark_hvd.world.ports import PortRange, listen
+        from spark_hvd.world.world import Endpoint, World
 
         me, ip = RankInfo(**self._job["rank_info"]), self._job["ip"]
         ports = None if self._job["ports"] is None else PortRange.parse(self._job["ports"])
@@ -171,8 +171,8 @@ class _Rank:
 
     def _settle_gpu(self, me: RankInfo) -> str | None:
         """Take this rank's GPU, and return the backend that suits those of all ranks."""
-        from spark_hvd.runner.gpus import GpuError, GpuShare
-        from spark_hvd.runner.own_gpu import settle
+        from spark_hvd.runner.rank.gpus import GpuError, GpuShare
+        from spark_hvd.runner.rank.own_gpu import settle
 
         try:
             return settle(me, GpuShare(**self._job["gpus"]), self._kv, self._job["backend"])
@@ -186,7 +186,7 @@ def _elastic_rank(control: socket.socket, job: dict[str, Any]) -> ElasticRank:
     except SetupError as error:
         _send_failure(control, "setup", str(error), error.cause)
         end_process(1)
-    from spark_hvd.runner.elastic_child import ElasticRank
+    from spark_hvd.runner.rank.elastic import ElasticRank
 
     return ElasticRank(control, job)
 

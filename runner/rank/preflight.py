@@ -7,9 +7,9 @@ import json
 import socket
 import time
 
-from spark_hvd.kv import PrefixStore, Store
-from spark_hvd.layout import RankInfo
-from spark_hvd.ports import PortRange, listen
+from spark_hvd.transport.kv import PrefixStore, Store
+from spark_hvd.world.layout import RankInfo
+from spark_hvd.world.ports import PortRange, listen
 
 SECONDS = 15.0
 """How long a connection may take to come up."""

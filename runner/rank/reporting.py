@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from spark_hvd.activity import activity
-from spark_hvd.observe import observe
-from spark_hvd.runner.silence import BEAT
-from spark_hvd.vitals import Vitals
+from spark_hvd.context.observe import observe
+from spark_hvd.runner.channel.silence import BEAT
+from spark_hvd.world.activity import activity
+from spark_hvd.world.vitals import Vitals
 
 _log = logging.getLogger(__name__)
 _LAST_RECORD_SECONDS = 1.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 
-from spark_hvd.kv import PrefixStore, Store
-from spark_hvd.layout import RankInfo
-from spark_hvd.rendezvous import everyones
+from spark_hvd.transport.kv import PrefixStore, Store
+from spark_hvd.transport.rendezvous import everyones
+from spark_hvd.world.layout import RankInfo
 
 
 class MpiMismatchError(RuntimeError):

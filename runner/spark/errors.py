@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from spark_hvd.runner.errors import ClusterError, ExecutorLostError, ResultTooLargeError, RunError, SetupError
-from spark_hvd.runner.reach import Placement
+from spark_hvd.runner.outcome.errors import ClusterError, ExecutorLostError, ResultTooLargeError, RunError, SetupError
+from spark_hvd.runner.spark.reach import Placement
 
 _SETUP = re.compile(r"SPARK_HVD_SETUP: (.*?):END", re.DOTALL)
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '(pyarrow|pandas|numpy|spark_hvd|pyspark)[.\w]*'")
@@ -28,7 +28,7 @@ def silent(lost: str) -> ExecutorLostError:
     """The error for tasks that the hub has not heard of any more.
 
     Args:
-        lost: Names ranks, hosts and times (:func:`spark_hvd.runner.silence.describe`).
+        lost: Names ranks, hosts and times (:func:`spark_hvd.runner.channel.silence.describe`).
     """
     return ExecutorLostError(f"lost {lost}; all other ranks were stopped. {_SILENT_HOST}")
 

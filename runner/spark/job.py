@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.runner import spark_private
-from spark_hvd.runner.failure_report import Where
-from spark_hvd.runner.outcome import SCHEMA, Row
-from spark_hvd.runner.reach import Placement
-from spark_hvd.runner.spark import executor_addresses, is_connect
-from spark_hvd.runner.spark_names import call_site, job_group, job_named
+from spark_hvd.runner.outcome.report import Where
+from spark_hvd.runner.outcome.rows import SCHEMA, Row
+from spark_hvd.runner.spark import private as spark_private
+from spark_hvd.runner.spark.names import call_site, job_group, job_named
+from spark_hvd.runner.spark.reach import Placement
+from spark_hvd.runner.spark.session import executor_addresses, is_connect
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile

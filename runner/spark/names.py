@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from spark_hvd.runner.spark import is_connect
-from spark_hvd.runner.spark_private import CALL_SITE, CALL_STACK, keeping_call_site
+from spark_hvd.runner.spark.private import CALL_SITE, CALL_STACK, keeping_call_site
+from spark_hvd.runner.spark.session import is_connect
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -11,9 +11,9 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from spark_hvd.runner.errors import ClusterError
-from spark_hvd.runner.spark import conf, is_connect, is_local
-from spark_hvd.runner.spark_private import known_profile
+from spark_hvd.runner.outcome.errors import ClusterError
+from spark_hvd.runner.spark.private import known_profile
+from spark_hvd.runner.spark.session import conf, is_connect, is_local
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile

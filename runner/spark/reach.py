@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from spark_hvd.layout import WorldLayout
+from spark_hvd.world.layout import WorldLayout
 
 _FIRST_LOOK = 4.0
 """Seconds that ranks get to come up before their hosts are asked; imports on a cold host take longer, which does no

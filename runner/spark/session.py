@@ -9,13 +9,13 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from spark_hvd.runner import spark_private
-from spark_hvd.runner.errors import ClusterError, NotEnoughSlotsError
+from spark_hvd.runner.outcome.errors import ClusterError, NotEnoughSlotsError
+from spark_hvd.runner.spark import private as spark_private
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from spark_hvd.runner.profiles import TaskResources
+    from spark_hvd.runner.spark.profiles import TaskResources
 
 _log = logging.getLogger(__name__)
 _SETTLE = 10.0

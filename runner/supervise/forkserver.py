@@ -5,11 +5,11 @@ crashes takes nobody along. There is one for each Spark executor, shared by its 
 after a minute of rest; it ends with the executor. (Python's own ``multiprocessing.forkserver`` leaves its children
 behind when it loses its parent, and re-imports the parent's ``__main__``, which in a Spark worker is Spark's daemon.)
 
-Run as ``python -m spark_hvd.runner.forkserver FOLDER FD ANCHOR LINGER``: FD is a Unix socket that listens in FOLDER, or
-the only connection there will be. On a connection, each request arrives as a length with five file descriptors, then a
-JSON object. When a connection closes, the ranks that were asked for on it are killed with their process groups: so no
-rank outlives its supervisor, however that one died. The server ends when process ANCHOR has, or when nobody has been
-connected for LINGER seconds.
+Run as ``python -m spark_hvd.runner.supervise.forkserver FOLDER FD ANCHOR LINGER``: FD is a Unix socket that listens in
+FOLDER, or the only connection there will be. On a connection, each request arrives as a length with five file
+descriptors, then a JSON object. When a connection closes, the ranks that were asked for on it are killed with their
+process groups: so no rank outlives its supervisor, however that one died. The server ends when process ANCHOR has, or
+when nobody has been connected for LINGER seconds.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Any, NoReturn
 
 import psutil
 
-from spark_hvd.runner.private_sockets import BACKLOG, SocketFolder, is_ours
-from spark_hvd.runner.wire import recv_exactly
+from spark_hvd.runner.channel.frames import recv_exactly
+from spark_hvd.runner.supervise.private_sockets import BACKLOG, SocketFolder, is_ours
 from spark_hvd.scratch import sweep, temporary_directory
 
 REQUEST_LENGTH = struct.Struct("!I")
@@ -164,8 +164,8 @@ def _preload() -> None:
     with contextlib.suppress(Exception):  # OSError where a shared library is missing, and others of broken installs
         import torch
 
-        import spark_hvd.runner.child
-        import spark_hvd.runner.own_gpu
+        import spark_hvd.runner.rank.main
+        import spark_hvd.runner.rank.own_gpu
         import spark_hvd.torch  # noqa: F401
 
         # The first optimizer of a process imports torch._dynamo and sympy, which takes as long as torch itself.
@@ -209,7 +209,7 @@ def _become_rank(
     sys.argv[:] = request["argv"]
     os.chdir(request["cwd"])
 
-    from spark_hvd.runner.child import run_rank
+    from spark_hvd.runner.rank.main import run_rank
 
     run_rank(socket.socket(fileno=control_fd), stacks_fd)
 

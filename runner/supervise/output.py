@@ -6,8 +6,8 @@ import os
 import time
 from collections.abc import Callable
 
-from spark_hvd.runner.link import Link
-from spark_hvd.runner.output import LineCutter, Tail
+from spark_hvd.runner.channel.link import Link
+from spark_hvd.runner.watch.display.lines import LineCutter, Tail
 
 _READ_BYTES = 64 << 10
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 
-from spark_hvd.runner.endings import trim_stacks
-from spark_hvd.runner.processes import RankProcess
+from spark_hvd.runner.outcome.endings import trim_stacks
+from spark_hvd.runner.supervise.processes import RankProcess
 
 _SECONDS = 1.0
 """For how long the process' use of processors is watched."""

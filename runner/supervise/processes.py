@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import psutil
 
-from spark_hvd.runner.forkserver import REQUEST_LENGTH
-from spark_hvd.runner.private_sockets import SocketFolder, is_ours, namespaces
-from spark_hvd.runner.wire import STACKS_SIGNAL
+from spark_hvd.runner.channel.frames import STACKS_SIGNAL
+from spark_hvd.runner.supervise.forkserver import REQUEST_LENGTH
+from spark_hvd.runner.supervise.private_sockets import SocketFolder, is_ours, namespaces
 
 _log = logging.getLogger(__name__)
 _STACKS_PAUSE = 0.1  # seconds in which nothing more is written when stacks are complete
@@ -104,7 +104,7 @@ class ForkServerError(RuntimeError):
 
 
 class ForkServer:
-    """A connection to a fork server (see :mod:`spark_hvd.runner.forkserver`)."""
+    """A connection to a fork server (see :mod:`spark_hvd.runner.supervise.forkserver`)."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.ranks = 0  # forked and not yet closed
@@ -271,7 +271,7 @@ def _start(folder: str, given: socket.socket, env: Mapping[str, str | None], anc
         [
             sys.executable,
             "-m",
-            "spark_hvd.runner.forkserver",
+            "spark_hvd.runner.supervise.forkserver",
             folder,
             str(given.fileno()),
             str(anchor),

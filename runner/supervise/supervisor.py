@@ -13,21 +13,21 @@ from typing import Any
 
 import zmq
 
-from spark_hvd.layout import RankInfo
-from spark_hvd.ports import PortRange
-from spark_hvd.runner.blame import Blame, Suspect
-from spark_hvd.runner.endings import exit_failure, start_took_too_long, stopped, too_large, trim_stacks
-from spark_hvd.runner.gpus import GpuShare
-from spark_hvd.runner.hub_state import Message
-from spark_hvd.runner.link import Link
-from spark_hvd.runner.mpi_side import MpiPlan, MpiSide
-from spark_hvd.runner.outcome import Failed, FailureKind, Packed
-from spark_hvd.runner.probe import Probe
-from spark_hvd.runner.process_manager import MpiMissingError
-from spark_hvd.runner.processes import ForkServer, ForkServerError, RankProcess
-from spark_hvd.runner.rank_output import RankOutput
-from spark_hvd.runner.silence import BEAT, HUB_PATIENCE
-from spark_hvd.runner.wire import FrameReader, send_frame
+from spark_hvd.runner.channel.frames import FrameReader, send_frame
+from spark_hvd.runner.channel.link import Link
+from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE
+from spark_hvd.runner.channel.state import Message
+from spark_hvd.runner.outcome.endings import exit_failure, start_took_too_long, stopped, too_large, trim_stacks
+from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
+from spark_hvd.runner.rank.gpus import GpuShare
+from spark_hvd.runner.supervise.mpi.blame import Blame, Suspect
+from spark_hvd.runner.supervise.mpi.manager import MpiMissingError
+from spark_hvd.runner.supervise.mpi.side import MpiPlan, MpiSide
+from spark_hvd.runner.supervise.output import RankOutput
+from spark_hvd.runner.supervise.probe import Probe
+from spark_hvd.runner.supervise.processes import ForkServer, ForkServerError, RankProcess
+from spark_hvd.world.layout import RankInfo
+from spark_hvd.world.ports import PortRange
 
 _TERM_GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 _STACKS_WAIT = 0.5  # seconds that a fault handler may take to write the stacks

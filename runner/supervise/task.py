@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from spark_hvd.layout import RankInfo, WorldLayout
-from spark_hvd.ports import PortRange
+from spark_hvd.runner.channel.address import Address, NoAddressError, choose_address, own_addresses
+from spark_hvd.runner.channel.hub import Hub
+from spark_hvd.runner.channel.link import HubAddress, Link
+from spark_hvd.runner.channel.silence import BEAT, SILENT_AFTER
+from spark_hvd.runner.channel.state import HubState
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.gpus import GpuError, GpuShare, devices_of
-from spark_hvd.runner.hub import Hub
-from spark_hvd.runner.hub_state import HubState
-from spark_hvd.runner.link import HubAddress, Link
-from spark_hvd.runner.mpi_side import MANAGERS, MpiPlan
-from spark_hvd.runner.network import Address, NoAddressError, choose_address, own_addresses
-from spark_hvd.runner.outcome import Failed, FailureKind, Packed, to_rows
-from spark_hvd.runner.processes import ForkServer, apply_env, fork_server
-from spark_hvd.runner.silence import BEAT, SILENT_AFTER
-from spark_hvd.runner.supervise import RankJob, not_started
-from spark_hvd.runner.team import LostError, RefusedError, meet, supervise_all
+from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed, to_rows
+from spark_hvd.runner.rank.gpus import GpuError, GpuShare, devices_of
+from spark_hvd.runner.supervise.mpi.side import MANAGERS, MpiPlan
+from spark_hvd.runner.supervise.processes import ForkServer, apply_env, fork_server
+from spark_hvd.runner.supervise.supervisor import RankJob, not_started
+from spark_hvd.runner.supervise.team import LostError, RefusedError, meet, supervise_all
+from spark_hvd.world.layout import RankInfo, WorldLayout
+from spark_hvd.world.ports import PortRange
 
 if TYPE_CHECKING:
     import pyarrow
@@ -165,7 +165,7 @@ def to_batches(packed: Iterable[Packed], spool: str | None) -> Iterator[pyarrow.
 
     Args:
         packed: The outcomes.
-        spool: See :func:`spark_hvd.runner.outcome.to_rows`.
+        spool: See :func:`spark_hvd.runner.outcome.rows.to_rows`.
     """
     import pyarrow
 

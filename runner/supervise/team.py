@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from spark_hvd.runner.link import Link
-from spark_hvd.runner.outcome import Packed
-from spark_hvd.runner.processes import ForkServer
-from spark_hvd.runner.silence import BEAT, HUB_PATIENCE
-from spark_hvd.runner.supervise import RankJob, supervise
+from spark_hvd.runner.channel.link import Link
+from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE
+from spark_hvd.runner.outcome.rows import Packed
+from spark_hvd.runner.supervise.processes import ForkServer
+from spark_hvd.runner.supervise.supervisor import RankJob, supervise
 
 _CONNECT_WAIT = 8.0
 """Seconds to reach the driver's hub; less than the hub's own patience with missing tasks (FALLBACK_AFTER)."""
@@ -74,7 +74,7 @@ def supervise_all(
     server: ForkServer,
     on_lines: Callable[[str, list[str]], None] | None = None,
 ) -> list[Packed]:
-    """Run ranks to their end, all at the same time; see :func:`spark_hvd.runner.supervise.supervise`.
+    """Run ranks to their end, all at the same time; see :func:`spark_hvd.runner.supervise.supervisor.supervise`.
 
     Args:
         jobs: What to run.

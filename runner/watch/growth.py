@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spark_hvd.vitals import Vitals
+from spark_hvd.world.vitals import Vitals
 
 GROWING = ("clock", "total_steps", "samples", "watched_seconds", "data_seconds", "comm_seconds", "cpu_seconds")
 """Fields of Vitals that only grow while a process lives."""

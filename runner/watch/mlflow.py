@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.runner.growth import grown, rates
-from spark_hvd.runner.mlflow_outbox import Outbox, Value
-from spark_hvd.runner.summary import Share, Summary
-from spark_hvd.runner.tracking import Facts, without_password
+from spark_hvd.runner.watch.growth import grown, rates
+from spark_hvd.runner.watch.outbox import Outbox, Value
+from spark_hvd.runner.watch.summary import Share, Summary
+from spark_hvd.runner.watch.tracking import Facts, without_password
 
 if TYPE_CHECKING:
-    from spark_hvd.vitals import Vitals
+    from spark_hvd.world.vitals import Vitals
 
 _SYSTEM_EVERY = 10.0
 _RANKS_AT_ONCE = 64

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from spark_hvd.runner.tracking import without_password
+from spark_hvd.runner.watch.tracking import without_password
 
 _log = logging.getLogger(__name__)
 _MOST_A_CALL = 1000  # MLflow's own limit

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spark_hvd.runner.picture import Slowest
-from spark_hvd.vitals import Vitals
+from spark_hvd.runner.watch.picture import Slowest
+from spark_hvd.world.vitals import Vitals
 
 WINDOW = 10.0
 """Seconds over which rates are taken, where a step is shorter than a few of them."""
@@ -137,7 +137,7 @@ class Recent:
 
 
 def slowest_of(spans: Mapping[int, Span]) -> Slowest | None:
-    """The rank for which the others wait, if it is worth a word; see :class:`spark_hvd.runner.run_view.RunView`.
+    """The rank for which the others wait, if it is worth a word; see :class:`spark_hvd.runner.watch.view.RunView`.
 
     Args:
         spans: What each rank did, over about the same time.

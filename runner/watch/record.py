@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from spark_hvd.runner.picture import LONG, Row, Slowest
-from spark_hvd.runner.rates import Recent, Span
-from spark_hvd.vitals import Vitals
+from spark_hvd.runner.watch.picture import LONG, Row, Slowest
+from spark_hvd.runner.watch.rates import Recent, Span
+from spark_hvd.world.vitals import Vitals
 
 
 class RankRecord:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from spark_hvd.runner.picture import Remaining
-from spark_hvd.vitals import Vitals
+from spark_hvd.runner.watch.picture import Remaining
+from spark_hvd.world.vitals import Vitals
 
 _LEAST = 3.0
 """Seconds of work before anything is said."""

@@ -13,8 +13,8 @@ import spark_hvd
 from spark_hvd.runner.config import RunConfig
 
 if TYPE_CHECKING:
-    from spark_hvd.runner.summary import Summary
-    from spark_hvd.vitals import Vitals
+    from spark_hvd.runner.watch.summary import Summary
+    from spark_hvd.world.vitals import Vitals
 
 _log = logging.getLogger(__name__)
 Facts = Mapping[str, str | int | float]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
-from spark_hvd.runner.picture import LONG, Picture, Row
-from spark_hvd.runner.rank_record import RankRecord
-from spark_hvd.runner.rates import slowest_of
-from spark_hvd.runner.remaining import Pace
-from spark_hvd.runner.summary import Summary, mean_share, steady_rate
-from spark_hvd.vitals import Vitals
+from spark_hvd.runner.watch.picture import LONG, Picture, Row
+from spark_hvd.runner.watch.rates import slowest_of
+from spark_hvd.runner.watch.record import RankRecord
+from spark_hvd.runner.watch.remaining import Pace
+from spark_hvd.runner.watch.summary import Summary, mean_share, steady_rate
+from spark_hvd.world.vitals import Vitals
 
 _JUDGED = 4.0
 """Seconds of each rank's work that are looked at, at least, before one is called the slowest."""

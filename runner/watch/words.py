@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from spark_hvd.runner.picture import Remaining, Row, Slowest
-from spark_hvd.runner.report import count
+from spark_hvd.runner.diagnosis.report import count
+from spark_hvd.runner.watch.picture import Remaining, Row, Slowest
 
 
 def duration(seconds: float) -> str:

@@ -1,17 +1,4 @@
-"""``hvd.checkpoint``: what a training function needs to go on after a restart, in a folder or a store.
-
-::
-
-    saved = hvd.checkpoint.load(folder)                  # None the first time; the same on every rank
-    first = 0
-    if saved is not None:
-        model.load_state_dict(saved.state["model"])
-        first = saved.step
-    for step in range(first, steps):
-        ...
-        if (step + 1) % 100 == 0:
-            hvd.checkpoint.save(folder, {"model": model.state_dict()}, step + 1)
-"""
+"""Saving and loading the state of a training function: whole on rank 0, or a shard on each rank."""
 
 from __future__ import annotations
 
@@ -20,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd import checkpoint_sharded
-from spark_hvd.basics import rank
-from spark_hvd.checkpoint_folder import ONE_FILE, SHARDED, Folder, check_step, store_of
-from spark_hvd.checkpoint_format import Found, read, read_by_rank_0, write
+from spark_hvd.checkpoint import sharded as checkpoint_sharded
+from spark_hvd.checkpoint.folder import ONE_FILE, SHARDED, Folder, check_step, store_of
+from spark_hvd.checkpoint.format import Found, read, read_by_rank_0, write
+from spark_hvd.context.who import rank
 
 if TYPE_CHECKING:
     from spark_hvd.store import Store

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.checkpoint_format import Found, NewerFormatError
-from spark_hvd.store_errors import CheckpointError, StoreError
+from spark_hvd.checkpoint.format import Found, NewerFormatError
+from spark_hvd.store.errors import CheckpointError, StoreError
 
 if TYPE_CHECKING:
     from spark_hvd.store import Store

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from spark_hvd.basics import rank
-from spark_hvd.context import is_initialized
-from spark_hvd.objects import broadcast_object
-from spark_hvd.store_errors import CheckpointError
+from spark_hvd.collectives.objects import broadcast_object
+from spark_hvd.context.init import is_initialized
+from spark_hvd.context.who import rank
+from spark_hvd.store.errors import CheckpointError
 
 if TYPE_CHECKING:
     from spark_hvd.store import Store

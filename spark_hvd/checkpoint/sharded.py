@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.basics import size
-from spark_hvd.checkpoint_folder import SHARDED, Folder, stem
-from spark_hvd.checkpoint_format import FORMAT, Found, NewerFormatError, on_rank_0, read, read_by_rank_0, write
-from spark_hvd.objects import allgather_object, broadcast_object
-from spark_hvd.store_errors import CheckpointError, StoreError
-from spark_hvd.store_paths import one_name
-from spark_hvd.torch_private import sharded_objects_by, sharded_reader, sharded_writer
+from spark_hvd.checkpoint.folder import SHARDED, Folder, stem
+from spark_hvd.checkpoint.format import FORMAT, Found, NewerFormatError, on_rank_0, read, read_by_rank_0, write
+from spark_hvd.collectives.objects import allgather_object, broadcast_object
+from spark_hvd.context.who import size
+from spark_hvd.store.errors import CheckpointError, StoreError
+from spark_hvd.store.paths import one_name
+from spark_hvd.transport.torch_private import sharded_objects_by, sharded_reader, sharded_writer
 
 if TYPE_CHECKING:
     from spark_hvd.store import Store

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from spark_hvd.communicator import Communicator, Handle
-from spark_hvd.fusion import unflatten_into
-from spark_hvd.shapes import require_dense
+from spark_hvd.collectives.fusion import unflatten_into
+from spark_hvd.transport.communicator import Communicator, Handle
+from spark_hvd.transport.shapes import require_dense
 
 T = TypeVar("T")
 Steps = Generator[Handle[Any], None, T]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from spark_hvd.request import Entry, Request
+from spark_hvd.collectives.request import Entry, Request
 
 
 class Learn(NamedTuple):

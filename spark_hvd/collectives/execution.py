@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from spark_hvd.adasum import adasum
-from spark_hvd.communicator import Communicator, Handle, ReduceOp
-from spark_hvd.dtypes import divide, identity_element, is_integer
-from spark_hvd.errors import CollectiveError
-from spark_hvd.fusion import Batch, flatten, flatten_into, unflatten_into
-from spark_hvd.handles import Together
-from spark_hvd.members import Members
-from spark_hvd.pages import prefer_huge
-from spark_hvd.request import Entry, Request, dtype_of, op_of
-from spark_hvd.staging import Staging
+from spark_hvd.collectives.adasum import adasum
+from spark_hvd.collectives.fusion import Batch, flatten, flatten_into, unflatten_into
+from spark_hvd.collectives.members import Members
+from spark_hvd.collectives.request import Entry, Request, dtype_of, op_of
+from spark_hvd.collectives.staging import Staging
+from spark_hvd.transport.communicator import Communicator, Handle, ReduceOp
+from spark_hvd.transport.dtypes import divide, identity_element, is_integer
+from spark_hvd.transport.handles import Together
+from spark_hvd.transport.host.pages import prefer_huge
+from spark_hvd.world.errors import CollectiveError
 
 Steps = Generator[Handle[Any], None, None]
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from spark_hvd.activity import activity
-from spark_hvd.errors import CollectiveError
-from spark_hvd.execution import Execution, Work
-from spark_hvd.request import Request
+from spark_hvd.collectives.execution import Execution, Work
+from spark_hvd.collectives.request import Request
+from spark_hvd.world.activity import activity
+from spark_hvd.world.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from spark_hvd.lane import Lane
+    from spark_hvd.collectives.lane import Lane
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from spark_hvd.named_handle import NamedHandle
-from spark_hvd.request import op_of
+from spark_hvd.collectives.handle import NamedHandle
+from spark_hvd.collectives.request import op_of
 
 
 class KnownCall:

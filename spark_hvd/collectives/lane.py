@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from spark_hvd.activity import activity
-from spark_hvd.coordinator import bits
-from spark_hvd.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown, Tune
-from spark_hvd.errors import CollectiveError, DuplicateNameError, MismatchError, StalledError
-from spark_hvd.execution import Execution, Work
-from spark_hvd.fusion import Batch, plan_batches
-from spark_hvd.known_call import KnownCall
-from spark_hvd.members import Members
-from spark_hvd.named_handle import NamedHandle
-from spark_hvd.request import Entry, Request
-from spark_hvd.runs import Runs
-from spark_hvd.tracing import Tracing
-from spark_hvd.unnamed import Unnamed
-from spark_hvd.vitals import Underway
+from spark_hvd.collectives.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown, Tune
+from spark_hvd.collectives.execution import Execution, Work
+from spark_hvd.collectives.fusion import Batch, plan_batches
+from spark_hvd.collectives.handle import NamedHandle
+from spark_hvd.collectives.known_call import KnownCall
+from spark_hvd.collectives.members import Members
+from spark_hvd.collectives.request import Entry, Request
+from spark_hvd.collectives.runs import Runs
+from spark_hvd.collectives.tracing import Tracing
+from spark_hvd.collectives.unnamed import Unnamed
+from spark_hvd.engine.coordinator import bits
+from spark_hvd.world.activity import activity
+from spark_hvd.world.errors import CollectiveError, DuplicateNameError, MismatchError, StalledError
+from spark_hvd.world.vitals import Underway
 
 if TYPE_CHECKING:
-    from spark_hvd.links import Link
+    from spark_hvd.engine.links import Link
 
 T = TypeVar("T")
 

@@ -8,15 +8,15 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from spark_hvd import mpi_backend
-from spark_hvd.communicator import Communicator
-from spark_hvd.config import Config
-from spark_hvd.distributed import TorchCommunicator
-from spark_hvd.groups import GROUP_PREFIX, Groups
-from spark_hvd.layout import WorldLayout
-from spark_hvd.local import LocalCommunicator
-from spark_hvd.nccl import NcclGroups
-from spark_hvd.staging import Staging
+from spark_hvd.collectives.staging import Staging
+from spark_hvd.transport.communicator import Communicator
+from spark_hvd.transport.distributed import TorchCommunicator
+from spark_hvd.transport.groups import GROUP_PREFIX, Groups
+from spark_hvd.transport.local import LocalCommunicator
+from spark_hvd.transport.mpi import backend as mpi_backend
+from spark_hvd.transport.nccl import NcclGroups
+from spark_hvd.world.config import Config
+from spark_hvd.world.layout import WorldLayout
 
 
 class Severable(Protocol):

@@ -21,10 +21,10 @@ import cloudpickle
 import numpy as np
 import torch
 
-from spark_hvd.errors import CollectiveError
-from spark_hvd.execution import Work, only
-from spark_hvd.named import start_allgather, start_broadcast, start_sealing
-from spark_hvd.process_sets import ProcessSet, global_process_set, lane_of
+from spark_hvd.collectives.execution import Work, only
+from spark_hvd.collectives.process_set import ProcessSet, global_process_set, lane_of
+from spark_hvd.collectives.start import start_allgather, start_broadcast, start_sealing
+from spark_hvd.world.errors import CollectiveError
 
 T = TypeVar("T")
 

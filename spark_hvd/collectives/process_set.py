@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from spark_hvd import context
-from spark_hvd.errors import MismatchError
-from spark_hvd.groups import let_end
-from spark_hvd.kv import PrefixStore
-from spark_hvd.members import open_members
-from spark_hvd.nccl import NcclGroups
+from spark_hvd.collectives.members import open_members
+from spark_hvd.context import init as context
+from spark_hvd.transport.groups import let_end
+from spark_hvd.transport.kv import PrefixStore
+from spark_hvd.transport.nccl import NcclGroups
+from spark_hvd.world.errors import MismatchError
 
 if TYPE_CHECKING:
-    from spark_hvd.lane import Lane
+    from spark_hvd.collectives.lane import Lane
 
 
 class ProcessSet:
@@ -127,7 +127,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         MismatchError: Ranks add different sets. Raised on every rank.
         CollectiveError: A peer or the network failed.
     """
-    from spark_hvd.objects import allgather_object
+    from spark_hvd.collectives.objects import allgather_object
 
     here = context.current()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -179,7 +179,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         MismatchError: Ranks remove different sets. Raised on every rank.
         CollectiveError: A peer or the network failed.
     """
-    from spark_hvd.objects import allgather_object
+    from spark_hvd.collectives.objects import allgather_object
 
     here = context.current()
     number = process_set.process_set_id

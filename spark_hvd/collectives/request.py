@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from spark_hvd.communicator import ReduceOp
+from spark_hvd.transport.communicator import ReduceOp
 
 AUTO = ".noname."
 """Part of every made-up name; such names never come back."""
@@ -39,7 +39,7 @@ class Request(NamedTuple):
     fault: str | None = None
     """Why the call cannot run, if its arguments do not fit each other."""
     seal: str | None = None
-    """By which the others know the pickle that this rank sends, see :mod:`spark_hvd.objects`; ranks' seals differ."""
+    """By which the others know this rank's pickle, see :mod:`spark_hvd.collectives.objects`; ranks' seals differ."""
 
 
 class Entry(NamedTuple):

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from spark_hvd.errors import CollectiveError
-from spark_hvd.execution import Execution, Steps, rounds, run
-from spark_hvd.fusion import Batch
-from spark_hvd.handles import is_out_of_memory
-from spark_hvd.members import Members
-from spark_hvd.named_handle import Moment, NamedHandle
-from spark_hvd.tracing import Tracing
+from spark_hvd.collectives.execution import Execution, Steps, rounds, run
+from spark_hvd.collectives.fusion import Batch
+from spark_hvd.collectives.handle import Moment, NamedHandle
+from spark_hvd.collectives.members import Members
+from spark_hvd.collectives.tracing import Tracing
+from spark_hvd.transport.handles import is_out_of_memory
+from spark_hvd.world.errors import CollectiveError
 
 
 class _Started:

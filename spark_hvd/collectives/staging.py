@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.exchange import exchange
-from spark_hvd.fusion import Batch
-from spark_hvd.shared_memory import SharedArena, sum_share
+from spark_hvd.collectives.fusion import Batch
+from spark_hvd.transport.communicator import ReduceOp
+from spark_hvd.transport.exchange import exchange
+from spark_hvd.transport.host.shared_memory import SharedArena, sum_share
 
 CAPACITY = 8 << 20
 """Bytes of each rank's buffer; larger all-reduces take several rounds."""

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.dtypes import check_op
-from spark_hvd.execution import Work, every
-from spark_hvd.named_handle import NamedHandle
-from spark_hvd.process_sets import ProcessSet, lane_of
-from spark_hvd.request import Request, dtype_text
-from spark_hvd.shapes import even_rows, require_dense, require_rows, split_fault_text
+from spark_hvd.collectives.execution import Work, every
+from spark_hvd.collectives.handle import NamedHandle
+from spark_hvd.collectives.process_set import ProcessSet, lane_of
+from spark_hvd.collectives.request import Request, dtype_text
+from spark_hvd.transport.communicator import ReduceOp
+from spark_hvd.transport.dtypes import check_op
+from spark_hvd.transport.shapes import even_rows, require_dense, require_rows, split_fault_text
 
 T = TypeVar("T")
 Tensors = list[torch.Tensor]

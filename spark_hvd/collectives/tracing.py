@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd import mpi_backend
-from spark_hvd.request import AUTO
-from spark_hvd.trace import (
+from spark_hvd.collectives.request import AUTO
+from spark_hvd.timeline.recorder import (
     CYCLE_START,
     MEMCPY_IN_FUSION_BUFFER,
     MEMCPY_OUT_FUSION_BUFFER,
@@ -21,9 +20,10 @@ from spark_hvd.trace import (
     negotiate_phase,
     wire_phase,
 )
+from spark_hvd.transport.mpi import backend as mpi_backend
 
 if TYPE_CHECKING:
-    from spark_hvd.named_handle import NamedHandle
+    from spark_hvd.collectives.handle import NamedHandle
 
 _log = logging.getLogger("spark_hvd")
 

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from spark_hvd.named_handle import NamedHandle
-from spark_hvd.request import AUTO
+from spark_hvd.collectives.handle import NamedHandle
+from spark_hvd.collectives.request import AUTO
 
 _log = logging.getLogger("spark_hvd")
 _told = False

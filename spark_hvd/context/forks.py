@@ -11,8 +11,8 @@ import ctypes
 import os
 import threading
 
-from spark_hvd.standing import Provisional, standing
-from spark_hvd.torch_private import process_groups
+from spark_hvd.context.standing import Provisional, standing
+from spark_hvd.transport.torch_private import process_groups
 
 
 def _leave_world_to_parent() -> None:

@@ -16,28 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from spark_hvd import (
-    elastic_launcher,
-    forks,  # noqa: F401  what it registers keeps forked processes out of the world
-    mpi_backend,
-)
-from spark_hvd.channel import own_address
-from spark_hvd.communicator import Communicator
-from spark_hvd.config import Config
-from spark_hvd.connections import Connections, sockets
-from spark_hvd.departure import abandon, abort, end, is_aborted, shutdown
-from spark_hvd.engine import Engine
-from spark_hvd.errors import CollectiveError
-from spark_hvd.groups import Groups
-from spark_hvd.kv import HashStore, PrefixStore, Store
-from spark_hvd.launch_env import read_config, read_launch_env, read_mpi_env
-from spark_hvd.layout import RankInfo, WorldLayout, ranks_in
-from spark_hvd.local import LocalCommunicator
-from spark_hvd.members import communicator_over, open_members
-from spark_hvd.mpi_world import abort_on_exceptions, is_mpi_communicator, part_of, ranks_of, world_of
-from spark_hvd.nccl import NcclGroups
-from spark_hvd.rendezvous import adopted_world, everyones, launched_world, meeting
-from spark_hvd.standing import (
+from spark_hvd.collectives.members import communicator_over, open_members
+from spark_hvd.context import forks  # noqa: F401  what it registers keeps forked processes out of the world
+from spark_hvd.context.leave import abandon, abort, end, is_aborted, shutdown
+from spark_hvd.context.standing import (
     Context,
     Joined,
     Provisional,
@@ -49,13 +31,29 @@ from spark_hvd.standing import (
     refuse_fork,
     standing,
 )
-from spark_hvd.torch_private import forget_names
-from spark_hvd.wires import Wires
-from spark_hvd.world import World
+from spark_hvd.engine.channel import own_address
+from spark_hvd.engine.engine import Engine
+from spark_hvd.transport.communicator import Communicator
+from spark_hvd.transport.connections import Connections, sockets
+from spark_hvd.transport.groups import Groups
+from spark_hvd.transport.kv import HashStore, PrefixStore, Store
+from spark_hvd.transport.local import LocalCommunicator
+from spark_hvd.transport.mpi import backend as mpi_backend
+from spark_hvd.transport.mpi.start import abort_on_exceptions, is_mpi_communicator, part_of, ranks_of, world_of
+from spark_hvd.transport.nccl import NcclGroups
+from spark_hvd.transport.rendezvous import adopted_world, everyones, launched_world, meeting
+from spark_hvd.transport.torch_private import forget_names
+from spark_hvd.transport.wires import Wires
+from spark_hvd.world import launcher as elastic_launcher
+from spark_hvd.world.config import Config
+from spark_hvd.world.env import read_config, read_launch_env, read_mpi_env
+from spark_hvd.world.errors import CollectiveError
+from spark_hvd.world.layout import RankInfo, WorldLayout, ranks_in
+from spark_hvd.world.world import World
 
 if TYPE_CHECKING:
-    from spark_hvd.mpi_library import MPI
-    from spark_hvd.process_sets import ProcessSet
+    from spark_hvd.collectives.process_set import ProcessSet
+    from spark_hvd.transport.mpi.library import MPI
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -101,9 +99,10 @@ def init(
             ascending order; each of them must pass the same list. Or a communicator of mpi4py: the world is then made
             by MPI out of its ranks, with their numbers there; each of them must pass it. None: all ranks.
         process_sets: Process sets to register, the same on every rank, see
-            :func:`spark_hvd.process_sets.add_process_set`. Horovod's "dynamic" is understood, and needed no more.
-        **settings: Values that tune the named lane, see :class:`spark_hvd.config.Config`. Rank 0's count for all. They
-            can be given in a world that was joined already, too. They come before the environment's, HOROVOD_*.
+            :func:`spark_hvd.torch.add_process_set`. Horovod's "dynamic" is understood, and needed no more.
+        **settings: Values that tune the named lane, see :class:`spark_hvd.world.config.Config`. Rank 0's count for
+            all. They can be given in a world that was joined already, too. They come before the
+            environment's, HOROVOD_*.
 
     Raises:
         ValueError: A setting is wrong, `comm` is no list of ranks with this one in it, a process set cannot be made,
@@ -128,7 +127,7 @@ def init(
         if _started_by_mpi:
             abort_on_exceptions()  # no launcher of ours looks after the ranks
     if process_sets is not None and process_sets != "dynamic":
-        from spark_hvd.process_sets import register_all
+        from spark_hvd.collectives.process_set import register_all
 
         register_all(process_sets)
     if starts_timeline and comm is None and config.timeline is not None:

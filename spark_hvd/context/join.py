@@ -13,12 +13,12 @@ import threading
 
 import torch
 
-from spark_hvd.errors import CollectiveError, MismatchError
-from spark_hvd.named_handle import NamedHandle
-from spark_hvd.objects import allgather_object
-from spark_hvd.process_sets import ProcessSet, lane_of
-from spark_hvd.rank_words import ranks_text
-from spark_hvd.standing import StandIn, current
+from spark_hvd.collectives.handle import NamedHandle
+from spark_hvd.collectives.objects import allgather_object
+from spark_hvd.collectives.process_set import ProcessSet, lane_of
+from spark_hvd.context.standing import StandIn, current
+from spark_hvd.world.errors import CollectiveError, MismatchError
+from spark_hvd.world.words import ranks_text
 
 Ends = queue.SimpleQueue[tuple[int, BaseException | None]]
 
@@ -59,7 +59,7 @@ def join(*, counts: bool) -> int:
         _hear(ends, ended, handle)
     last = handle.wait()  # raises if a rank has gone
     # What some rank has no more, nobody can step through, nor need its other owners wait for its last step.
-    wanted = set.intersection(*map(set, allgather_object(list(stand_ins), name="spark_hvd.join")))
+    wanted = set.intersection(*map(set, allgather_object(list(stand_ins), name="spark_hvd.context.join")))
     while not ended >= wanted:
         _hear(ends, ended, handle)
     return last

@@ -7,9 +7,9 @@ import sys
 
 import torch.distributed as dist
 
-from spark_hvd import mpi_backend
-from spark_hvd.groups import let_end
-from spark_hvd.standing import Provisional, standing
+from spark_hvd.context.standing import Provisional, standing
+from spark_hvd.transport.groups import let_end
+from spark_hvd.transport.mpi import backend as mpi_backend
 
 
 def shutdown() -> None:
@@ -96,7 +96,7 @@ def _leave() -> None:
     if standing.forked is not None:
         return
     shutdown()
-    library = sys.modules.get("spark_hvd.mpi_library")
+    library = sys.modules.get("spark_hvd.transport.mpi.library")
     if library is not None:
         library.finalize()
 

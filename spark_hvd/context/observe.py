@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from spark_hvd.activity import activity
-from spark_hvd.standing import standing
-from spark_hvd.vitals import Vitals
+from spark_hvd.context.standing import standing
+from spark_hvd.world.activity import activity
+from spark_hvd.world.vitals import Vitals
 
 _PAGE = resource.getpagesize()
 

@@ -6,7 +6,8 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 
-from spark_hvd import context, elastic_launcher
+from spark_hvd.context import init as context
+from spark_hvd.world import launcher as elastic_launcher
 
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 

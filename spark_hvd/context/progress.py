@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from spark_hvd.activity import activity
+from spark_hvd.world.activity import activity
 
 _log = logging.getLogger("spark_hvd")
 T = TypeVar("T")
@@ -143,7 +143,7 @@ class Progress(Generic[T]):
         return self._totals
 
     def facts(self, now: float) -> dict[str, Any]:
-        """The fields of :class:`spark_hvd.vitals.Vitals` that are known here. From any thread."""
+        """The fields of :class:`spark_hvd.world.vitals.Vitals` that are known here. From any thread."""
         totals, started, fetching = self._totals, self._started, self._fetching
         fetched = 0.0 if fetching is None else now - fetching
         return {

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from spark_hvd.communicator import Communicator
-from spark_hvd.config import Config
-from spark_hvd.engine import Engine
-from spark_hvd.errors import NotInitializedError
-from spark_hvd.groups import Groups
-from spark_hvd.kv import Store
-from spark_hvd.lane import Lane
-from spark_hvd.layout import RankInfo, WorldLayout
-from spark_hvd.pipes import Pipes
-from spark_hvd.waits import stand_by
-from spark_hvd.wires import Wires
-from spark_hvd.world import World
+from spark_hvd.collectives.lane import Lane
+from spark_hvd.engine.engine import Engine
+from spark_hvd.transport.communicator import Communicator
+from spark_hvd.transport.groups import Groups
+from spark_hvd.transport.host.pipes import Pipes
+from spark_hvd.transport.kv import Store
+from spark_hvd.transport.waits import stand_by
+from spark_hvd.transport.wires import Wires
+from spark_hvd.world.config import Config
+from spark_hvd.world.errors import NotInitializedError
+from spark_hvd.world.layout import RankInfo, WorldLayout
+from spark_hvd.world.world import World
 
 if TYPE_CHECKING:
-    from spark_hvd.process_sets import ProcessSet
+    from spark_hvd.collectives.process_set import ProcessSet
 
 _NO_GENERATION = (
     "this elastic rank is in no world at the moment, so there is nobody to talk to: collectives belong inside the "
@@ -75,7 +75,7 @@ class Context:
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """For process sets; none is used twice, as keys of the key-value store must not be."""
     ordinals: defaultdict[str, Iterator[int]] = field(default_factory=lambda: defaultdict(itertools.count))
-    """See :mod:`spark_hvd.ordinals`."""
+    """See :mod:`spark_hvd.context.ordinals`."""
     wires: Wires | None = None
     """Of an elastic world."""
     stand_ins: weakref.WeakValueDictionary[int, StandIn] = field(default_factory=weakref.WeakValueDictionary)
@@ -96,7 +96,7 @@ class Context:
         return self.groups.make(process_set_id, lane.ranks, gloo_threads)
 
     def pipes(self, process_set_id: int, group: dist.ProcessGroup, device: torch.device) -> Pipes | None:
-        """Pipes between the ranks of a process set that are on one host, see :meth:`spark_hvd.groups.Groups.pipes`."""
+        """Pipes between a process set's ranks of one host, see :meth:`spark_hvd.transport.groups.Groups.pipes`."""
         lane = self.lanes[process_set_id] if process_set_id else self.lane
         return self.groups.pipes(process_set_id, lane.ranks, group, device)
 
@@ -136,7 +136,7 @@ class Standing:
         self.aborted: tuple[int, str] | None = None
         """The last generation that was aborted by its number, and why."""
         self.forked: str | None = None
-        """In a process that a rank has forked: what it must not do, see :mod:`spark_hvd.forks`."""
+        """In a process that a rank has forked: what it must not do, see :mod:`spark_hvd.context.forks`."""
 
     def wired(self, wires: Wires) -> Wires:
         """These connections are to be made; they are cut at once if their generation was aborted already."""

@@ -7,8 +7,9 @@ import importlib.util
 import torch
 import torch.distributed as dist
 
-from spark_hvd import context, mpi_backend
-from spark_hvd.context import current, in_world, place
+from spark_hvd.context import init as context
+from spark_hvd.context.init import current, in_world, place
+from spark_hvd.transport.mpi import backend as mpi_backend
 
 
 def rank() -> int:
@@ -66,7 +67,7 @@ def mpi_threads_supported() -> bool:
     current()
     if not mpi_enabled():
         raise ValueError("this world was not made by MPI, so there is nothing to say of its threads.")
-    from spark_hvd.mpi_library import THREADS
+    from spark_hvd.transport.mpi.library import THREADS
 
     return THREADS
 

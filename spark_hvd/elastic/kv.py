@@ -6,11 +6,11 @@ import socket
 import time
 from datetime import timedelta
 
-from spark_hvd.errors import CollectiveError
-from spark_hvd.kv import TCPStore
-from spark_hvd.standing import standing
-from spark_hvd.wires import Wires
-from spark_hvd.world import Endpoint
+from spark_hvd.context.standing import standing
+from spark_hvd.transport.kv import TCPStore
+from spark_hvd.transport.wires import Wires
+from spark_hvd.world.errors import CollectiveError
+from spark_hvd.world.world import Endpoint
 
 _CONNECT_SECONDS = 30.0
 """The store is served before its address is known, so this is long."""
@@ -20,7 +20,7 @@ _PAUSE_SECONDS = 0.1
 
 
 def reach_store(endpoint: Endpoint, generation: int, timeout: float) -> TCPStore:
-    """Connect to the store that rank 0 of a generation serves; :func:`spark_hvd.context.abort` ends that too.
+    """Connect to the store that rank 0 of a generation serves; :func:`spark_hvd.context.init.abort` ends that too.
 
     Args:
         endpoint: Where it listens.

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from spark_hvd import context, elastic_launcher
-from spark_hvd.elastic_launcher import ElasticLauncher
-from spark_hvd.errors import CollectiveError, DuplicateNameError, HostsUpdatedInterrupt, MismatchError
+from spark_hvd.context import init as context
+from spark_hvd.world import launcher as elastic_launcher
+from spark_hvd.world.errors import CollectiveError, DuplicateNameError, HostsUpdatedInterrupt, MismatchError
+from spark_hvd.world.launcher import ElasticLauncher
 
 
 class Restorable(Protocol):
-    """What the function's first argument must be able to do; see :class:`spark_hvd.elastic_state.State`."""
+    """What the function's first argument must be able to do; see :class:`spark_hvd.elastic.state.State`."""
 
     @property
     def commits(self) -> int:

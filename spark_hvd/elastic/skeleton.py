@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from spark_hvd.communicator import Communicator
-from spark_hvd.fusion import batches, flatten, unflatten_into
-from spark_hvd.shapes import require_dense
+from spark_hvd.collectives.fusion import batches, flatten, unflatten_into
+from spark_hvd.transport.communicator import Communicator
+from spark_hvd.transport.shapes import require_dense
 
 DICTS = dict, OrderedDict, defaultdict
 """What is looked into, besides lists and tuples; of these types themselves, as others may not be rebuilt so."""

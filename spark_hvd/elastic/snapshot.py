@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from spark_hvd.skeleton import Bone, Bones, put_together
-from spark_hvd.state_sync import take_all_apart
-from spark_hvd.torch_private import changes, copy_all
+from spark_hvd.elastic.skeleton import Bone, Bones, put_together
+from spark_hvd.elastic.sync import take_all_apart
+from spark_hvd.transport.torch_private import changes, copy_all
 
 
 @dataclass(slots=True)
@@ -103,8 +103,8 @@ class Snapshots:
             number: Of the commit.
             content: Values by name.
             things: Kept beside it, by reference.
-            steady: Keys (:func:`spark_hvd.skeleton.tensor_key`) of tensors that will not change before :meth:`settle`
-                is called.
+            steady: Keys (:func:`spark_hvd.elastic.skeleton.tensor_key`) of tensors that will not change before
+                :meth:`settle` is called.
 
         Raises:
             TypeError: There is something that cannot be copied: a sparse tensor or a lock, for example.

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from spark_hvd import elastic_launcher
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.context import current
-from spark_hvd.errors import HostsUpdatedInterrupt, MismatchError
-from spark_hvd.snapshot import Snapshots
-from spark_hvd.state_sync import synchronize
+from spark_hvd.context.init import current
+from spark_hvd.elastic.snapshot import Snapshots
+from spark_hvd.elastic.sync import synchronize
+from spark_hvd.transport.communicator import ReduceOp
+from spark_hvd.world import launcher as elastic_launcher
+from spark_hvd.world.errors import HostsUpdatedInterrupt, MismatchError
 
 
 class State:

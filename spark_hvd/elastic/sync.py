@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spark_hvd.communicator import Communicator
-from spark_hvd.errors import MismatchError
-from spark_hvd.objects import allgather_object, broadcast_object
-from spark_hvd.skeleton import Bones, Receivers, broadcast_all, put_together
+from spark_hvd.collectives.objects import allgather_object, broadcast_object
+from spark_hvd.elastic.skeleton import Bones, Receivers, broadcast_all, put_together
+from spark_hvd.transport.communicator import Communicator
+from spark_hvd.world.errors import MismatchError
 
 
 def synchronize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from spark_hvd.rank_words import ranks_text, shortened
-from spark_hvd.request import Request
+from spark_hvd.collectives.request import Request
+from spark_hvd.world.words import ranks_text, shortened
 
 
 def disagreement(name: str, requests: Mapping[int, Request], joined: Sequence[int] = ()) -> str | None:

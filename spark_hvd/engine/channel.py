@@ -23,10 +23,10 @@ import zmq
 import zmq.auth
 import zmq.utils.monitor
 
-from spark_hvd.decisions import Decision, decode, encode
-from spark_hvd.errors import CollectiveError
-from spark_hvd.ports import PortRange, bound
-from spark_hvd.world import Endpoint
+from spark_hvd.collectives.decisions import Decision, decode, encode
+from spark_hvd.world.errors import CollectiveError
+from spark_hvd.world.ports import PortRange, bound
+from spark_hvd.world.world import Endpoint
 
 _HEARTBEAT_MS = 1000
 _HANDSHAKE_MS = 5000

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from spark_hvd.agreement import disagreement
-from spark_hvd.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown
-from spark_hvd.rank_words import ranks_text
-from spark_hvd.request import AUTO, Entry, Request
+from spark_hvd.collectives.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown
+from spark_hvd.collectives.request import AUTO, Entry, Request
+from spark_hvd.engine.agreement import disagreement
+from spark_hvd.world.words import ranks_text
 
 V = TypeVar("V")
 

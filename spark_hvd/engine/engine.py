@@ -20,19 +20,19 @@ from typing import Any
 
 import zmq
 
-from spark_hvd.channel import FAREWELL, CoordinatorSockets, Keys, MemberSockets
-from spark_hvd.config import Config
-from spark_hvd.coordination import Coordination
-from spark_hvd.decisions import Decision
-from spark_hvd.doorman import Doorman
-from spark_hvd.errors import CollectiveError
-from spark_hvd.kv import Store
-from spark_hvd.lane import Lane
-from spark_hvd.links import Alone, Here, Member
-from spark_hvd.members import Members
-from spark_hvd.ports import PortRange
-from spark_hvd.tracing import Tracing
-from spark_hvd.world_timeline import WorldTimeline
+from spark_hvd.collectives.decisions import Decision
+from spark_hvd.collectives.lane import Lane
+from spark_hvd.collectives.members import Members
+from spark_hvd.collectives.tracing import Tracing
+from spark_hvd.engine.channel import FAREWELL, CoordinatorSockets, Keys, MemberSockets
+from spark_hvd.engine.doorman import Doorman
+from spark_hvd.engine.links import Alone, Here, Member
+from spark_hvd.engine.service import Coordination
+from spark_hvd.engine.timeline import WorldTimeline
+from spark_hvd.transport.kv import Store
+from spark_hvd.world.config import Config
+from spark_hvd.world.errors import CollectiveError
+from spark_hvd.world.ports import PortRange
 
 _log = logging.getLogger("spark_hvd")
 

@@ -6,12 +6,12 @@ import json
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
-from spark_hvd.channel import MemberSockets
-from spark_hvd.coordination import Coordination
+from spark_hvd.engine.channel import MemberSockets
+from spark_hvd.engine.service import Coordination
 
 if TYPE_CHECKING:
-    from spark_hvd.engine import Engine
-    from spark_hvd.lane import Lane
+    from spark_hvd.collectives.lane import Lane
+    from spark_hvd.engine.engine import Engine
 
 
 class Link(Protocol):

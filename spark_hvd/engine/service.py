@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spark_hvd.activity import activity
-from spark_hvd.channel import FAREWELL, CoordinatorSockets
-from spark_hvd.config import Config
-from spark_hvd.coordinator import Coordinator, bits
-from spark_hvd.decisions import Decision, Pong, Run, RunKnown, Tune
-from spark_hvd.lane import Lane
-from spark_hvd.rank_words import ranks_text
-from spark_hvd.request import Request
+from spark_hvd.collectives.decisions import Decision, Pong, Run, RunKnown, Tune
+from spark_hvd.collectives.lane import Lane
+from spark_hvd.collectives.request import Request
+from spark_hvd.engine.channel import FAREWELL, CoordinatorSockets
+from spark_hvd.engine.coordinator import Coordinator, bits
+from spark_hvd.world.activity import activity
+from spark_hvd.world.config import Config
+from spark_hvd.world.words import ranks_text
 
 _log = logging.getLogger("spark_hvd")
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.collector import Collector
-from spark_hvd.decisions import Decision, Pong, Trace
-from spark_hvd.tracing import Tracing
+from spark_hvd.collectives.decisions import Decision, Pong, Trace
+from spark_hvd.collectives.tracing import Tracing
+from spark_hvd.timeline.collector import Collector
 
 if TYPE_CHECKING:
-    from spark_hvd.links import Member
+    from spark_hvd.engine.links import Member
 
 
 class WorldTimeline:

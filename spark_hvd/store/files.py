@@ -15,8 +15,8 @@ from typing import IO, Any, BinaryIO, cast
 import fsspec
 
 from spark_hvd.scratch import Scratch
-from spark_hvd.store_errors import StoreError, explaining, staged
-from spark_hvd.store_paths import (
+from spark_hvd.store.errors import StoreError, explaining, staged
+from spark_hvd.store.paths import (
     OBJECT_STORES,
     check_protocol,
     complete,

@@ -8,7 +8,7 @@ import uuid
 
 import fsspec
 
-from spark_hvd.store_errors import StoreError
+from spark_hvd.store.errors import StoreError
 
 # A PUT to these is atomic: an object has its old content until the upload is complete. They have no rename.
 OBJECT_STORES = frozenset({"s3", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "r2"})

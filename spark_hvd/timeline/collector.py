@@ -7,8 +7,8 @@ import queue
 import threading
 from collections.abc import Sequence
 
-from spark_hvd.rank_words import ranks_text
-from spark_hvd.trace import Event, TraceWriter, is_event
+from spark_hvd.timeline.recorder import Event, TraceWriter, is_event
+from spark_hvd.world.words import ranks_text
 
 _log = logging.getLogger("spark_hvd")
 

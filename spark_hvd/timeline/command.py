@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from spark_hvd.timeline_events import NotATraceError, Trace, parse_trace
-from spark_hvd.timeline_summary import RankTimes, RowTime, Straggler, Summary, summarize
+from spark_hvd.timeline.events import NotATraceError, Trace, parse_trace
+from spark_hvd.timeline.summary import RankTimes, RowTime, Straggler, Summary, summarize
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,7 +117,7 @@ def _table(title: str, rows: Sequence[Sequence[str]], left: int = 0) -> str:
 
 def _plot(events: Trace, picture: Path, from_ms: float | None, to_ms: float | None) -> int:
     try:
-        from spark_hvd.timeline_plot import draw
+        from spark_hvd.timeline.plot import draw
     except ModuleNotFoundError as error:
         return _fail(f"plot needs matplotlib ({error}): pip install matplotlib")
     try:

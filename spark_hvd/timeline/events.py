@@ -10,7 +10,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from spark_hvd import trace
+from spark_hvd.timeline import recorder as trace
 
 
 class NotATraceError(ValueError):

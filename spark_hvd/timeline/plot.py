@@ -15,7 +15,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from spark_hvd.timeline_events import Activity, Span, Trace, activity_of
+from spark_hvd.timeline.events import Activity, Span, Trace, activity_of
 
 # Lanes from top to bottom. An operation only encloses what is drawn anyway, and a step is drawn as its end.
 # Colours that colour-blind readers can tell apart (Okabe and Ito, "Color Universal Design", 2008).

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from spark_hvd import trace
-from spark_hvd.timeline_events import Activity, Span, Trace, activity_of
+from spark_hvd.timeline import recorder as trace
+from spark_hvd.timeline.events import Activity, Span, Trace, activity_of
 
 Interval = tuple[int, int]
 

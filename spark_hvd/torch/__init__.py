@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from spark_hvd import checkpoint
-from spark_hvd import torch_elastic as elastic
-from spark_hvd.basics import (
+from spark_hvd.collectives.compression import Compression, Compressor
+from spark_hvd.collectives.handle import NamedHandle
+from spark_hvd.collectives.objects import allgather_object, broadcast_object
+from spark_hvd.collectives.process_set import ProcessSet, add_process_set, global_process_set, remove_process_set
+from spark_hvd.context.init import init, is_initialized, shutdown, start_timeline, stop_timeline
+from spark_hvd.context.progress import Progress, progress
+from spark_hvd.context.who import (
     ccl_built,
     cross_rank,
     cross_size,
@@ -24,19 +29,8 @@ from spark_hvd.basics import (
     rocm_built,
     size,
 )
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.compression import Compression, Compressor
-from spark_hvd.config import Config
-from spark_hvd.context import init, is_initialized, shutdown, start_timeline, stop_timeline
-from spark_hvd.errors import (
-    CollectiveError,
-    DuplicateNameError,
-    MismatchError,
-    NotInitializedError,
-    PlanMismatchError,
-    StalledError,
-)
-from spark_hvd.movement import (
+from spark_hvd.torch import elastic
+from spark_hvd.torch.move import (
     allgather,
     allgather_async,
     alltoall,
@@ -52,9 +46,8 @@ from spark_hvd.movement import (
     poll,
     synchronize,
 )
-from spark_hvd.named_handle import NamedHandle
-from spark_hvd.objects import allgather_object, broadcast_object
-from spark_hvd.ops import (
+from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
+from spark_hvd.torch.reduce import (
     allreduce,
     allreduce_,
     allreduce_async,
@@ -68,12 +61,19 @@ from spark_hvd.ops import (
     reducescatter,
     reducescatter_async,
 )
-from spark_hvd.optimizer import DistributedOptimizer
-from spark_hvd.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from spark_hvd.progress import Progress, progress
-from spark_hvd.sparse_async import sparse_allreduce_async
-from spark_hvd.sync import broadcast_optimizer_state, broadcast_parameters
-from spark_hvd.sync_batch_norm import SyncBatchNorm
+from spark_hvd.torch.sparse import sparse_allreduce_async
+from spark_hvd.torch.sync import broadcast_optimizer_state, broadcast_parameters
+from spark_hvd.torch.sync_batch_norm import SyncBatchNorm
+from spark_hvd.transport.communicator import ReduceOp
+from spark_hvd.world.config import Config
+from spark_hvd.world.errors import (
+    CollectiveError,
+    DuplicateNameError,
+    MismatchError,
+    NotInitializedError,
+    PlanMismatchError,
+    StalledError,
+)
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM

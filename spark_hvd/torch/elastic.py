@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from spark_hvd.elastic_run import run
-from spark_hvd.elastic_sampler import ElasticSampler
-from spark_hvd.elastic_state import ObjectState, State
-from spark_hvd.errors import HostsUpdatedInterrupt
-from spark_hvd.snapshot import Snapshots
-from spark_hvd.state_handlers import (
+from spark_hvd.elastic.run import run
+from spark_hvd.elastic.snapshot import Snapshots
+from spark_hvd.elastic.state import ObjectState, State
+from spark_hvd.torch.handlers import (
     ModelStateHandler,
     OptimizerStateHandler,
     SamplerStateHandler,
@@ -23,6 +21,8 @@ from spark_hvd.state_handlers import (
     handler_of,
     set_handler_registry,
 )
+from spark_hvd.torch.sampler import ElasticSampler
+from spark_hvd.world.errors import HostsUpdatedInterrupt
 
 
 class TorchState(ObjectState):
@@ -36,7 +36,7 @@ class TorchState(ObjectState):
         optimizer: A torch.optim.Optimizer; a DistributedOptimizer as a rule.
         **kwargs: More of these, ElasticSampler, or anything with `state_dict` and `load_state_dict`; they keep their
             identity, and what they are made of is state. Whatever else is a plain object, see
-            :class:`spark_hvd.elastic_state.ObjectState`. All become attributes, which may be assigned to: a restore
+            :class:`spark_hvd.elastic.state.ObjectState`. All become attributes, which may be assigned to: a restore
             then puts the one back that was there at the commit.
     """
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.compression import Compression
-from spark_hvd.execution import every
-from spark_hvd.named import (
+from spark_hvd.collectives.compression import Compression
+from spark_hvd.collectives.execution import every
+from spark_hvd.collectives.process_set import ProcessSet, lane_of
+from spark_hvd.collectives.start import (
     Reducing,
     Tensors,
     compressed_allreduce,
@@ -25,7 +25,7 @@ from spark_hvd.named import (
     start_alltoall,
     start_broadcast,
 )
-from spark_hvd.process_sets import ProcessSet, lane_of
+from spark_hvd.transport.communicator import ReduceOp
 
 Forward = Callable[[Sequence[torch.Tensor]], Tensors]
 

@@ -7,10 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from spark_hvd.elastic_sampler import ElasticSampler
-from spark_hvd.skeleton import Bone, tensor_key
-from spark_hvd.sync import load_optimizer_state
-from spark_hvd.torch_private import with_versions
+from spark_hvd.elastic.skeleton import Bone, tensor_key
+from spark_hvd.torch.sampler import ElasticSampler
+from spark_hvd.torch.sync import load_optimizer_state
+from spark_hvd.transport.torch_private import with_versions
 
 
 class StateHandler:

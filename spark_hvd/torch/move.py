@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from spark_hvd import gradients
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.execution import every, only
-from spark_hvd.gradients import Call
-from spark_hvd.join import join as stand_in
-from spark_hvd.named import (
+from spark_hvd.collectives.execution import every, only
+from spark_hvd.collectives.handle import NamedHandle
+from spark_hvd.collectives.process_set import ProcessSet, global_process_set
+from spark_hvd.collectives.start import (
     Reducing,
     require_tensor,
     require_tensors,
@@ -20,8 +18,10 @@ from spark_hvd.named import (
     start_barrier,
     start_broadcast,
 )
-from spark_hvd.named_handle import NamedHandle
-from spark_hvd.process_sets import ProcessSet, global_process_set
+from spark_hvd.context.join import join as stand_in
+from spark_hvd.torch import gradients
+from spark_hvd.torch.gradients import Call
+from spark_hvd.transport.communicator import ReduceOp
 
 Tensors = list[torch.Tensor]
 Splits = Sequence[int] | torch.Tensor

@@ -8,20 +8,14 @@ from typing import Any
 
 import torch
 
-from spark_hvd import gradients
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.compression import Compression
-from spark_hvd.execution import every, only
-from spark_hvd.gradients import Call
-from spark_hvd.named import (
-    Reducing,
-    require_tensor,
-    require_tensors,
-    start_allreduce,
-    start_reducescatter,
-)
-from spark_hvd.named_handle import NamedHandle
-from spark_hvd.process_sets import ProcessSet, global_process_set
+from spark_hvd.collectives.compression import Compression
+from spark_hvd.collectives.execution import every, only
+from spark_hvd.collectives.handle import NamedHandle
+from spark_hvd.collectives.process_set import ProcessSet, global_process_set
+from spark_hvd.collectives.start import Reducing, require_tensor, require_tensors, start_allreduce, start_reducescatter
+from spark_hvd.torch import gradients
+from spark_hvd.torch.gradients import Call
+from spark_hvd.transport.communicator import ReduceOp
 
 Tensors = list[torch.Tensor]
 

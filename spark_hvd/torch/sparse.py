@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.errors import MismatchError
-from spark_hvd.execution import Work
-from spark_hvd.named import start_allgather
-from spark_hvd.named_handle import NamedHandle
-from spark_hvd.process_sets import ProcessSet, global_process_set
+from spark_hvd.collectives.execution import Work
+from spark_hvd.collectives.handle import NamedHandle
+from spark_hvd.collectives.process_set import ProcessSet, global_process_set
+from spark_hvd.collectives.start import start_allgather
+from spark_hvd.transport.communicator import ReduceOp
+from spark_hvd.world.errors import MismatchError
 
 
 def sparse_allreduce_async(
@@ -32,7 +32,7 @@ def sparse_allreduce_async(
     Raises:
         TypeError: `tensor` is not sparse.
         ValueError: `op` is another reduction, or the process set is not this rank's.
-        MismatchError, DuplicateNameError, CollectiveError: See :func:`spark_hvd.movement.allgather`.
+        MismatchError, DuplicateNameError, CollectiveError: See :func:`spark_hvd.torch.move.allgather`.
     """
     if not isinstance(tensor, torch.Tensor) or not tensor.is_sparse:
         kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from spark_hvd.communicator import Communicator
-from spark_hvd.context import current
-from spark_hvd.errors import MismatchError
-from spark_hvd.objects import allgather_object, broadcast_object
-from spark_hvd.shapes import require_dense, require_root
-from spark_hvd.skeleton import Bones, Receivers, broadcast_all, put_together
+from spark_hvd.collectives.objects import allgather_object, broadcast_object
+from spark_hvd.context.init import current
+from spark_hvd.elastic.skeleton import Bones, Receivers, broadcast_all, put_together
+from spark_hvd.transport.communicator import Communicator
+from spark_hvd.transport.shapes import require_dense, require_root
+from spark_hvd.world.errors import MismatchError
 
 Description = list[tuple[str, str, list[int]]]
 """Name, dtype and shape of each tensor."""

@@ -9,12 +9,12 @@ from typing import Any, TypeGuard
 import torch
 from torch.autograd.function import once_differentiable
 
-from spark_hvd import basics
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.ops import allreduce
-from spark_hvd.ordinals import ordinal
-from spark_hvd.process_sets import ProcessSet, global_process_set, lane_of
-from spark_hvd.torch_private import BatchNormBase, children
+from spark_hvd.collectives.process_set import ProcessSet, global_process_set, lane_of
+from spark_hvd.context import who as basics
+from spark_hvd.context.ordinals import ordinal
+from spark_hvd.torch.reduce import allreduce
+from spark_hvd.transport.communicator import ReduceOp
+from spark_hvd.transport.torch_private import BatchNormBase, children
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

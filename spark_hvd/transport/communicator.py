@@ -20,7 +20,7 @@ class ReduceOp(Enum):
     MAX = "max"
     PRODUCT = "product"
     ADASUM = "adasum"
-    """Adaptive summation, see :mod:`spark_hvd.adasum`; made of several collectives, so no communicator's own."""
+    """Adaptive summation, see :mod:`spark_hvd.collectives.adasum`; made of several collectives."""
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Set
 import torch
 import torch.distributed as dist
 
-from spark_hvd.exchange import exchange
+from spark_hvd.transport.exchange import exchange
 
 Sockets = dict[int, int]
 """The inode of each file descriptor that is a socket."""

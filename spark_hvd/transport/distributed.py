@@ -9,11 +9,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from spark_hvd.communicator import Handle, ReduceOp
-from spark_hvd.dtypes import as_bytes, check_op, copy_unless_shared, divide, to_dense, to_wire
-from spark_hvd.handles import Finished, Pending, failed
-from spark_hvd.nccl import NcclGroups
-from spark_hvd.shapes import (
+from spark_hvd.transport.communicator import Handle, ReduceOp
+from spark_hvd.transport.dtypes import as_bytes, check_op, copy_unless_shared, divide, to_dense, to_wire
+from spark_hvd.transport.handles import Finished, Pending, failed
+from spark_hvd.transport.nccl import NcclGroups
+from spark_hvd.transport.shapes import (
     HEADER,
     describe,
     even_rows,
@@ -42,7 +42,7 @@ PADDED_LIMIT = 1 << 20
 
 
 class TorchCommunicator:
-    """See :class:`spark_hvd.communicator.Communicator`. Uses a process group that others may use as well.
+    """See :class:`spark_hvd.transport.communicator.Communicator`. Uses a process group that others may use as well.
 
     The group's backends are chosen by the device of each tensor.
     """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from spark_hvd.communicator import ReduceOp
+from spark_hvd.transport.communicator import ReduceOp
 
 _WIDER = {
     torch.int16: torch.int32,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spark_hvd.activity import activity
-from spark_hvd.waits import wait_for
+from spark_hvd.transport.waits import wait_for
+from spark_hvd.world.activity import activity
 
 
 def exchange(fact: Any, group: dist.ProcessGroup, device: torch.device, about: str = "facts") -> list[Any]:

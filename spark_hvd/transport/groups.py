@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from spark_hvd.connections import Connections, sockets
-from spark_hvd.exchange import exchange
-from spark_hvd.kv import PrefixStore, Store
-from spark_hvd.pipes import Pipes
-from spark_hvd.torch_private import process_group
+from spark_hvd.transport.connections import Connections, sockets
+from spark_hvd.transport.exchange import exchange
+from spark_hvd.transport.host.pipes import Pipes
+from spark_hvd.transport.kv import PrefixStore, Store
+from spark_hvd.transport.torch_private import process_group
 
 if TYPE_CHECKING:
-    from spark_hvd.lane import Lane
-    from spark_hvd.wires import Wires
+    from spark_hvd.collectives.lane import Lane
+    from spark_hvd.transport.wires import Wires
 
 GROUP_PREFIX = "spark_hvd."
 """Of the names of all process groups made here."""

@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from spark_hvd.activity import activity
-from spark_hvd.communicator import Handle
-from spark_hvd.errors import CollectiveError
-from spark_hvd.waits import wait_for
+from spark_hvd.transport.communicator import Handle
+from spark_hvd.transport.waits import wait_for
+from spark_hvd.world.activity import activity
+from spark_hvd.world.errors import CollectiveError
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ _OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "out of memory")
 
 
 class Finished(Generic[T]):
-    """See :class:`spark_hvd.communicator.Handle`."""
+    """See :class:`spark_hvd.transport.communicator.Handle`."""
 
     def __init__(self, result: T) -> None:
         self._result = result
@@ -40,7 +40,7 @@ class Finished(Generic[T]):
 
 
 class Pending(Generic[T]):
-    """See :class:`spark_hvd.communicator.Handle`."""
+    """See :class:`spark_hvd.transport.communicator.Handle`."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Pending(Generic[T]):
 
 
 class Together:
-    """Several collectives under way as one. See :class:`spark_hvd.communicator.Handle`."""
+    """Several collectives under way as one. See :class:`spark_hvd.transport.communicator.Handle`."""
 
     def __init__(self, handles: Sequence[Handle[Any]]) -> None:
         self._handles = handles

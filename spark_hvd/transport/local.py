@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from spark_hvd.communicator import Handle, ReduceOp
-from spark_hvd.dtypes import check_op
-from spark_hvd.handles import Finished
-from spark_hvd.shapes import describe, require_dense, require_root, require_rows, require_same, split_fault
+from spark_hvd.transport.communicator import Handle, ReduceOp
+from spark_hvd.transport.dtypes import check_op
+from spark_hvd.transport.handles import Finished
+from spark_hvd.transport.shapes import describe, require_dense, require_root, require_rows, require_same, split_fault
 
 
 class LocalCommunicator:
-    """See :class:`spark_hvd.communicator.Communicator`."""
+    """See :class:`spark_hvd.transport.communicator.Communicator`."""
 
     @property
     def rank(self) -> int:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from spark_hvd.torch_private import cuda_backend, nccl_calls_together
+from spark_hvd.transport.torch_private import cuda_backend, nccl_calls_together
 
 _log = logging.getLogger("spark_hvd")
 

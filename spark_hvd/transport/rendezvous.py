@@ -10,12 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from spark_hvd.errors import CollectiveError
-from spark_hvd.kv import PrefixStore, Store, TCPStore
-from spark_hvd.launch_env import LaunchEnv, read_launch_env
-from spark_hvd.layout import WorldLayout
-from spark_hvd.torch_private import default_group_store
-from spark_hvd.world import World
+from spark_hvd.transport.kv import PrefixStore, Store, TCPStore
+from spark_hvd.transport.torch_private import default_group_store
+from spark_hvd.world.env import LaunchEnv, read_launch_env
+from spark_hvd.world.errors import CollectiveError
+from spark_hvd.world.layout import WorldLayout
+from spark_hvd.world.world import World
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from spark_hvd.dtypes import dtype_code, dtype_name
-from spark_hvd.errors import MismatchError
+from spark_hvd.transport.dtypes import dtype_code, dtype_name
+from spark_hvd.world.errors import MismatchError
 
 _DIMS = 7
 HEADER = _DIMS + 4

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 
-from spark_hvd.kv import Store
+from spark_hvd.transport.kv import Store
 
 __all__ = [
     "BatchNormBase",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from spark_hvd.errors import CollectiveError
+from spark_hvd.world.errors import CollectiveError
 
 _LOOK = timedelta(seconds=0.25)
 _GRACE = 0.5

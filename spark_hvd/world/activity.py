@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from spark_hvd.vitals import Underway
+from spark_hvd.world.vitals import Underway
 
 if TYPE_CHECKING:
-    from spark_hvd.progress import Progress
+    from spark_hvd.context.progress import Progress
 
 _SHOWN = 8
 

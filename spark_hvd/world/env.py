@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spark_hvd.config import Config
-from spark_hvd.world import Endpoint
+from spark_hvd.world.config import Config
+from spark_hvd.world.world import Endpoint
 
 
 @dataclass(frozen=True, slots=True)

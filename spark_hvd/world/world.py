@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from spark_hvd.layout import RankInfo
-from spark_hvd.ports import PortRange
+from spark_hvd.world.layout import RankInfo
+from spark_hvd.world.ports import PortRange
 
 if TYPE_CHECKING:
-    from spark_hvd.mpi_library import MPI
+    from spark_hvd.transport.mpi.library import MPI
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import spark_hvd.torch as hvd
-from spark_hvd.optimizer import DistributedOptimizer
+from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
 from tests.contract.optimizer_cases import assert_matches, assert_same_bits, batch, lane_of, loss_of, net, sgd
 
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.compression import Compression
-from spark_hvd.optimizer import DistributedOptimizer, ReducedOptimizer
-from spark_hvd.planned import PlannedLane
+from spark_hvd.collectives.compression import Compression
+from spark_hvd.torch.optimizer.distributed import DistributedOptimizer, ReducedOptimizer
+from spark_hvd.torch.optimizer.lane import PlannedLane
+from spark_hvd.transport.communicator import ReduceOp
 
 STEPS = 4
 ROWS = 6

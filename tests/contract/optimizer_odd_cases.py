@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.errors import CollectiveError, PlanMismatchError
-from spark_hvd.optimizer import DistributedOptimizer
+from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
+from spark_hvd.transport.communicator import ReduceOp
+from spark_hvd.world.errors import CollectiveError, PlanMismatchError
 from tests.contract.optimizer_cases import (
     STEPS,
     assert_matches,

@@ -74,7 +74,7 @@ def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from spark_hvd.context import init
+    from spark_hvd.context.init import init
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_hvd.estimators.dataset import Column, DatasetMeta, RowGroup
-from spark_hvd.estimators.reader import Batch, Reader, ReaderSpec, open_reader
+from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup
+from spark_hvd.estimators.readers.reader import Batch, Reader, ReaderSpec, open_reader
 from spark_hvd.store import Store
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.sync_batch_norm import SyncBatchNorm
+from spark_hvd.torch.sync_batch_norm import SyncBatchNorm
 
 KINDS = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d, 5: torch.nn.BatchNorm3d}
 SPACE = {2: (), 3: (5,), 4: (4, 3), 5: (2, 3, 2)}

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spark_hvd import adasum as adasum_module
-from spark_hvd.adasum import adasum, run_now
-from spark_hvd.communicator import Communicator, Handle
-from spark_hvd.context import current
-from spark_hvd.distributed import TorchCommunicator
-from spark_hvd.local import LocalCommunicator
+from spark_hvd.collectives import adasum as adasum_module
+from spark_hvd.collectives.adasum import adasum, run_now
+from spark_hvd.context.init import current
+from spark_hvd.transport.communicator import Communicator, Handle
+from spark_hvd.transport.distributed import TorchCommunicator
+from spark_hvd.transport.local import LocalCommunicator
 from tests.ranks import Ranks, ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

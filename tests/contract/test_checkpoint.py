@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import spark_hvd.torch as hvd
-from spark_hvd.checkpoint_format import unpack, write
+from spark_hvd.checkpoint.format import unpack, write
 from spark_hvd.store import Store
-from spark_hvd.store_errors import CheckpointError, StoreError
+from spark_hvd.store.errors import CheckpointError, StoreError
 from tests.ranks import Ranks, ranks
 from tests.stores import everything, s3  # noqa: F401
 

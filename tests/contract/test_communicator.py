@@ -10,9 +10,9 @@ import cloudpickle
 import pytest
 import torch
 
-from spark_hvd.communicator import Communicator, Handle, ReduceOp
-from spark_hvd.context import current
-from spark_hvd.errors import MismatchError
+from spark_hvd.context.init import current
+from spark_hvd.transport.communicator import Communicator, Handle, ReduceOp
+from spark_hvd.world.errors import MismatchError
 from tests.ranks import Ranks, ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -20,11 +20,11 @@ import torch
 import zmq
 
 import spark_hvd.torch as hvd
-from spark_hvd import context
-from spark_hvd.channel import MAX_MESSAGE, Keys
-from spark_hvd.config import Config
-from spark_hvd.coordination import Coordination
-from spark_hvd.decisions import decode
+from spark_hvd.collectives.decisions import decode
+from spark_hvd.context import init as context
+from spark_hvd.engine.channel import MAX_MESSAGE, Keys
+from spark_hvd.engine.service import Coordination
+from spark_hvd.world.config import Config
 from tests.ranks import Ranks, ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

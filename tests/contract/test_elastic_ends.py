@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.errors import NotInitializedError
 from spark_hvd.runner import (
     RankFailedError,
     ResetLimitError,
@@ -29,6 +28,7 @@ from spark_hvd.runner import (
     run_local,
 )
 from spark_hvd.testing import FaultPlan, InjectedFaultError
+from spark_hvd.world.errors import NotInitializedError
 from tests.conftest import wait_until
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -70,7 +70,7 @@ def test_a_rank_that_lives_through_many_worlds_keeps_nothing_of_them(tmp_path: P
         @hvd.elastic.run
         def go(state: Any) -> None:
             if len(counts) == worlds:
-                # What Gloo loses on the way (see spark_hvd.waits) is held until the collective timeout.
+                # What Gloo loses on the way (see spark_hvd.transport.waits) is held until the collective timeout.
                 deadline = time.monotonic() + 40
                 while not settled() and time.monotonic() < deadline:
                     time.sleep(0.1)

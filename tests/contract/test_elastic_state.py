@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd import elastic_launcher
+from spark_hvd.world import launcher as elastic_launcher
 from tests.ranks import Ranks, ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -167,7 +167,7 @@ def test_first_sync_is_the_lowest_ranks(two: Ranks) -> None:
 
 def test_large_state_is_streamed(two: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     def fn() -> Any:
-        from spark_hvd import state_sync
+        from spark_hvd.elastic import sync as state_sync
 
         sizes: list[int] = []
         original = state_sync.broadcast_object

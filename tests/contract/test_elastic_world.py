@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd import context
-from spark_hvd.elastic_run import run
+from spark_hvd.context import init as context
+from spark_hvd.elastic.run import run
 from tests.elastic_ranks import TrainState, elastic_job
 from tests.elastic_training import batch, model_of, resources, train_a_step, weights
 
@@ -91,7 +91,7 @@ def through_generations(count: int) -> None:
         results = job.finish(members)
     assert len({str((result["weights"], result["momentum"], result["step"])) for result in results}) == 1
     assert results[0]["step"] == 3 * count + 6
-    # What Gloo loses on the way (see spark_hvd.waits) is held until the collective timeout.
+    # What Gloo loses on the way (see spark_hvd.transport.waits) is held until the collective timeout.
     found = [each for each in results[0]["resources"] if each and not each["farewells"]]
     half, some = len(found) // 2, max(1, len(found) // 5)
     for kind in found[0]:

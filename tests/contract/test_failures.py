@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.context import current
+from spark_hvd.context.init import current
+from spark_hvd.transport.communicator import ReduceOp
 from tests.ranks import ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from spark_hvd.channel import CoordinatorSockets, Keys, MemberSockets
-from spark_hvd.runner.hub import Hub
-from spark_hvd.runner.hub_state import HubState
+from spark_hvd.engine.channel import CoordinatorSockets, Keys, MemberSockets
+from spark_hvd.runner.channel.hub import Hub
+from spark_hvd.runner.channel.state import HubState
 from tests.conftest import wait_until
 
 KEYS = Keys.of(bytes(32))
@@ -75,7 +75,7 @@ def test_a_coordinator_waits_for_a_moment_only() -> None:
 
 
 def test_a_hub_whose_context_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spark_hvd.runner.hub._PATIENCE", 0.2)
+    monkeypatch.setattr("spark_hvd.runner.channel.hub._PATIENCE", 0.2)
     hub = Hub(HubState(1), "127.0.0.1")
     # libzmq does this by itself now and then; an open socket does it always.
     with hub._context.socket(zmq.PUSH):

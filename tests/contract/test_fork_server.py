@@ -6,7 +6,7 @@ import os
 import select
 import signal
 
-from spark_hvd.runner.processes import fork_server
+from spark_hvd.runner.supervise.processes import fork_server
 
 
 def test_a_rank_that_has_just_been_forked_can_be_killed() -> None:

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.errors import NotInitializedError
 from spark_hvd.runner import run_elastic_local, run_local
+from spark_hvd.world.errors import NotInitializedError
 from tests.ranks import ranks
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

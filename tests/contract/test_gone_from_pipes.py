@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd import shared_memory
+from spark_hvd.transport.host import shared_memory
 from tests.ranks import ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -15,7 +15,7 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.runner import RankFailedError, RunTimeoutError, run_local
-from spark_hvd.runner.hang_verdict import Kind
+from spark_hvd.runner.watch.hang.verdict import Kind
 
 WARNING = 2.0
 LONG = 12.0  # more than a warning, a look at all ranks and one more record of each
@@ -32,7 +32,7 @@ def _run(fn: Any, size: int, *, stall_warning: float = WARNING, **options: Any) 
 
 
 def _verdicts(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "spark_hvd.runner.monitor"]
+    return [record.getMessage() for record in caplog.records if record.name == "spark_hvd.runner.launch.monitor"]
 
 
 @pytest.mark.slow

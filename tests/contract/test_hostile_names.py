@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import spark_hvd.torch as hvd
-from spark_hvd.estimators.leases import delete_unused
-from spark_hvd.estimators.lightning_files import RunFiles
-from spark_hvd.estimators.reuse import clear_materialized_data
+from spark_hvd.estimators.data.leases import delete_unused
+from spark_hvd.estimators.data.reuse import clear_materialized_data
+from spark_hvd.estimators.lightning.files import RunFiles
 from spark_hvd.store import Store
-from spark_hvd.store_errors import StoreError
-from spark_hvd.store_paths import local_below
+from spark_hvd.store.errors import StoreError
+from spark_hvd.store.paths import local_below
 from tests import stores
 
 s3 = stores.s3  # pytest finds fixtures among the names of a module

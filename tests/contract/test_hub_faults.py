@@ -20,11 +20,11 @@ import pytest
 import zmq
 
 from spark_hvd.runner import HubError, run, run_elastic, run_elastic_local, run_local
-from spark_hvd.runner.elastic_hub import ElasticState
-from spark_hvd.runner.hub import Hub, HubServer
-from spark_hvd.runner.hub_state import HubState
-from spark_hvd.runner.link import Link
-from spark_hvd.runner.membership_events import Limits
+from spark_hvd.runner.channel.hub import Hub, HubServer
+from spark_hvd.runner.channel.link import Link
+from spark_hvd.runner.channel.state import HubState
+from spark_hvd.runner.elastic.hub import ElasticState
+from spark_hvd.runner.elastic.membership.events import Limits
 from tests.conftest import wait_until
 from tests.strangers import GREETING
 
@@ -248,7 +248,7 @@ def test_a_flood_of_output_does_not_starve_the_driver(hub: HubServer) -> None:
 RUN_UNDER_ATTACK = """
 import resource, subprocess, sys, time
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-from spark_hvd.runner.hub import HubServer
+from spark_hvd.runner.channel.hub import HubServer
 from spark_hvd.runner import run_local
 begin = HubServer.__init__
 def init(self, *args, **kwargs):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.channel import CoordinatorSockets
+from spark_hvd.engine.channel import CoordinatorSockets
 from tests.ranks import ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

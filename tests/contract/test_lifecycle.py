@@ -17,7 +17,7 @@ import torch.distributed as dist
 import zmq
 
 import spark_hvd.torch as hvd
-from spark_hvd import context
+from spark_hvd.context import init as context
 from tests.ranks import ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -188,9 +188,9 @@ def test_unreachable_rank_zero() -> None:
     def fn() -> str:
         from datetime import timedelta
 
-        from spark_hvd.kv import HashStore
-        from spark_hvd.layout import WorldLayout
-        from spark_hvd.world import World
+        from spark_hvd.transport.kv import HashStore
+        from spark_hvd.world.layout import WorldLayout
+        from spark_hvd.world.world import World
 
         kv = HashStore()
         kv.set_timeout(timedelta(seconds=1))

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import spark_hvd.torch as hvd
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.context import current
+from spark_hvd.context.init import current
+from spark_hvd.transport.communicator import ReduceOp
 from tests.contract import optimizer_cases, optimizer_odd_cases, shared_memory_cases
 from tests.ranks import Ranks, ranks
 
@@ -159,7 +159,7 @@ def futures() -> None:
 
 def defects_reach_who_waits() -> None:
     """Whatever goes wrong in the thread that keeps MPI moving, futures are completed, and the next collective runs."""
-    from spark_hvd.mpi_progress import PROGRESS, Operation
+    from spark_hvd.transport.mpi.progress import PROGRESS, Operation
 
     def future_of(*tensors: torch.Tensor) -> torch.futures.Future[Any]:
         return dist.all_reduce(tensors[0], async_op=True).get_future()
@@ -236,11 +236,11 @@ def process_sets() -> None:
 
 def unreachable_memory() -> None:
     """The cases of the contract that move most, as if MPI could not reach any tensor."""
-    from spark_hvd.mpi_communicator import MpiCommunicator
-    from spark_hvd.mpi_endpoint import Endpoint
-    from spark_hvd.mpi_group import MpiProcessGroup
-    from spark_hvd.mpi_library import MPI
-    from spark_hvd.mpi_memory import Memory
+    from spark_hvd.transport.mpi.communicator import MpiCommunicator
+    from spark_hvd.transport.mpi.endpoint import Endpoint
+    from spark_hvd.transport.mpi.group import MpiProcessGroup
+    from spark_hvd.transport.mpi.library import MPI
+    from spark_hvd.transport.mpi.memory import Memory
 
     memory = Memory(reaches=lambda tensor: False)
     endpoint = Endpoint.over(MPI.COMM_WORLD, None, "unreachable", 20.0)

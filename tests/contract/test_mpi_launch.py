@@ -131,10 +131,10 @@ def test_a_rank_that_exits_is_an_error_on_the_others(tmp_path: Path) -> None:
 
 OTHER_NUMBERS = """
 import spark_hvd.torch as hvd
-from spark_hvd import context
-from spark_hvd.kv import HashStore
-from spark_hvd.layout import WorldLayout
-from spark_hvd.world import World
+from spark_hvd.context import init as context
+from spark_hvd.transport.kv import HashStore
+from spark_hvd.world.layout import WorldLayout
+from spark_hvd.world.world import World
 try:
     context.join(World(WorldLayout.from_hosts(["here"]).ranks[0], None), HashStore(), backend="mpi")
 except RuntimeError as error:
@@ -205,8 +205,8 @@ def test_one_program_everywhere(tmp_path: Path) -> None:
 
 LARGE = """
 import torch, spark_hvd.torch as hvd
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.context import current
+from spark_hvd.transport.communicator import ReduceOp
+from spark_hvd.context.init import current
 hvd.init()
 communicator = current().communicator
 count = (1 << 31) + 8

@@ -17,14 +17,14 @@ import psutil
 import pytest
 
 from spark_hvd.runner import RankFailedError, run_local
-from spark_hvd.runner.mpi_shim import FOLDER
-from spark_hvd.runner.outcome import FailureKind
+from spark_hvd.runner.outcome.rows import FailureKind
+from spark_hvd.runner.supervise.mpi.shim import FOLDER
 from tests.conftest import wait_until
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "no_mpi_left")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-MANAGERS = ["mpiexec.hydra", "hydra_pmi_proxy", "mpirun.openmpi", "orted", "mpi_shim.py"]
+MANAGERS = ["mpiexec.hydra", "hydra_pmi_proxy", "mpirun.openmpi", "orted", "mpi/shim.py"]
 needs_open_mpi = pytest.mark.skipif(
     shutil.which("mpirun.openmpi") is None, reason="Open MPI is not installed: apt-get install openmpi-bin"
 )

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 
 import spark_hvd.torch as hvd
-from spark_hvd.context import current
-from spark_hvd.decisions import Gone, Run
-from spark_hvd.execution import Work, only
-from spark_hvd.lane import Lane
-from spark_hvd.local import LocalCommunicator
-from spark_hvd.members import Members
-from spark_hvd.nccl import NcclGroups, abort
-from spark_hvd.request import Entry, Request
-from spark_hvd.tracing import Tracing
+from spark_hvd.collectives.decisions import Gone, Run
+from spark_hvd.collectives.execution import Work, only
+from spark_hvd.collectives.lane import Lane
+from spark_hvd.collectives.members import Members
+from spark_hvd.collectives.request import Entry, Request
+from spark_hvd.collectives.tracing import Tracing
+from spark_hvd.context.init import current
+from spark_hvd.transport.local import LocalCommunicator
+from spark_hvd.transport.nccl import NcclGroups, abort
 from tests.ranks import ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -12,9 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 CELL = r"""
 import sys
-from spark_hvd.runner.displays import make_display
-from spark_hvd.runner.run_view import RunView
-from spark_hvd.vitals import Vitals
+from spark_hvd.runner.watch.display.choose import make_display
+from spark_hvd.runner.watch.view import RunView
+from spark_hvd.world.vitals import Vitals
 
 display, view = make_display("auto", 1, None, None), RunView("train on 2 ranks", 2, 0.0)
 for second in range(1, 41):

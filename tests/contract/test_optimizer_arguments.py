@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.context import init, shutdown
-from spark_hvd.errors import NotInitializedError
-from spark_hvd.optimizer import DistributedOptimizer, ReducedOptimizer
+from spark_hvd.context.init import init, shutdown
+from spark_hvd.torch.optimizer.distributed import DistributedOptimizer, ReducedOptimizer
+from spark_hvd.transport.communicator import ReduceOp
+from spark_hvd.world.errors import NotInitializedError
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spark_hvd.estimators import petastorm_bridge as bridge
 from spark_hvd.estimators.errors import EstimatorError
+from spark_hvd.estimators.petastorm import bridge
 
 if importlib.util.find_spec("petastorm") is None:
     pytest.skip("needs petastorm", allow_module_level=True)
@@ -80,7 +80,7 @@ def test_nothing_else_changes() -> None:
             return {m.__name__: {name: id(v) for name, v in vars(m).items() if not isinstance(v, types.ModuleType)}
                     for m in (pyarrow, pyarrow.parquet, numpy, pandas)}
         before = look()
-        from spark_hvd.estimators.petastorm_bridge import import_petastorm
+        from spark_hvd.estimators.petastorm.bridge import import_petastorm
         import_petastorm()
         import petastorm.pytorch, petastorm.spark, petastorm.etl.rowgroup_indexing
         import petastorm.weighted_sampling_reader, petastorm.etl.petastorm_generate_metadata
@@ -98,7 +98,7 @@ def test_after_an_import_without_it() -> None:
             import petastorm
         except ImportError:
             pass
-        from spark_hvd.estimators.petastorm_bridge import install
+        from spark_hvd.estimators.petastorm.bridge import install
         try:
             install()
         except Exception as error:

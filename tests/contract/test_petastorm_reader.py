@@ -21,12 +21,12 @@ import pyarrow as pa
 import pytest
 import torch
 
-from spark_hvd.estimators.dataset import DatasetMeta
 from spark_hvd.estimators.errors import DataError, EstimatorError
-from spark_hvd.estimators.petastorm_reader import PetastormReader
-from spark_hvd.estimators.reader import ReaderSpec, open_reader
+from spark_hvd.estimators.petastorm.reader import PetastormReader
+from spark_hvd.estimators.readers.dataset import DatasetMeta
+from spark_hvd.estimators.readers.reader import ReaderSpec, open_reader
 from spark_hvd.store import Store
-from spark_hvd.store_errors import StoreError
+from spark_hvd.store.errors import StoreError
 from tests import stores
 from tests.contract.reader_data import local, numbered, write
 

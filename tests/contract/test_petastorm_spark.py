@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from spark_hvd.estimators import petastorm_bridge as bridge
-from spark_hvd.estimators.dataset import DatasetMeta
+from spark_hvd.estimators.data.parquet import dataset_of
 from spark_hvd.estimators.errors import DataError
-from spark_hvd.estimators.parquet import dataset_of
-from spark_hvd.estimators.petastorm_schema import columns_of_unischema, load_unischema
-from spark_hvd.estimators.reader import ReaderSpec, open_reader
+from spark_hvd.estimators.petastorm import bridge
+from spark_hvd.estimators.petastorm.schema import columns_of_unischema, load_unischema
+from spark_hvd.estimators.readers.dataset import DatasetMeta
+from spark_hvd.estimators.readers.reader import ReaderSpec, open_reader
 from spark_hvd.store import Store
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def opened(written: str, **options: Any) -> Any:
 
 
 def test_reader_by_value(written: str) -> None:
-    from spark_hvd.estimators.petastorm_reader import PetastormReader
+    from spark_hvd.estimators.petastorm.reader import PetastormReader
 
     reader = opened(written)
     assert isinstance(reader, PetastormReader)
@@ -277,7 +277,7 @@ def daemon(spark: SparkSession) -> Iterator[SparkSession]:
     """The session with spark.python.daemon.module set: Spark reads it for every job, but takes it at the start only."""
     context: Any = spark.sparkContext
     conf = context._jsc.sc().conf()
-    conf.set("spark.python.daemon.module", "spark_hvd.estimators.petastorm_daemon")
+    conf.set("spark.python.daemon.module", "spark_hvd.estimators.petastorm.daemon")
     yield spark
     conf.remove("spark.python.daemon.module")
 

@@ -18,12 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
-from spark_hvd.layout import WorldLayout
-from spark_hvd.runner import private_sockets, processes
-from spark_hvd.runner.mpi_side import MpiPlan, MpiSide
-from spark_hvd.runner.network import Address
-from spark_hvd.runner.private_sockets import SocketFolder, is_ours
-from spark_hvd.runner.process_manager import SHIM_PROGRAM, manager_env
+from spark_hvd.runner.channel.address import Address
+from spark_hvd.runner.supervise import private_sockets, processes
+from spark_hvd.runner.supervise.mpi.manager import SHIM_PROGRAM, manager_env
+from spark_hvd.runner.supervise.mpi.side import MpiPlan, MpiSide
+from spark_hvd.runner.supervise.private_sockets import SocketFolder, is_ours
+from spark_hvd.world.layout import WorldLayout
 from tests.conftest import wait_until
 
 NOBODY = 65534

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from spark_hvd.estimators.batches import ColumnBatch
-from spark_hvd.estimators.dataset import Column
 from spark_hvd.estimators.errors import DataError
+from spark_hvd.estimators.readers.batches import ColumnBatch
+from spark_hvd.estimators.readers.dataset import Column
 from spark_hvd.store import Store
 from tests.contract.reader_data import arrow, every, local, no_thread_stays, numbered, opened, read, rows, write
 

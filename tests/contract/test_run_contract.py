@@ -15,7 +15,7 @@ import cloudpickle
 import pytest
 
 from spark_hvd.runner import RankFailedError, RunTimeoutError, UnpicklableError, run, run_local
-from spark_hvd.runner.outcome import FailureKind
+from spark_hvd.runner.outcome.rows import FailureKind
 from tests.conftest import ranks_alive, wait_until
 
 Launcher = Callable[..., list[Any]]

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import spark_hvd.torch as hvd
-from spark_hvd.context import current
-from spark_hvd.staging import CAPACITY, LEAST
+from spark_hvd.collectives.staging import CAPACITY, LEAST
+from spark_hvd.context.init import current
 from tests.ranks import Ranks, ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

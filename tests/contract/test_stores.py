@@ -19,9 +19,9 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from spark_hvd.estimators.arrow_store import arrow_filesystem
+from spark_hvd.estimators.readers.store import arrow_filesystem
 from spark_hvd.store import Store
-from spark_hvd.store_errors import StoreError
+from spark_hvd.store.errors import StoreError
 from tests import stores
 from tests.stores import everything, scratch
 

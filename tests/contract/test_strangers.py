@@ -19,10 +19,12 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd import context, groups, objects
-from spark_hvd.kv import Store, TCPStore
-from spark_hvd.layout import WorldLayout
-from spark_hvd.world import Endpoint, World
+from spark_hvd.collectives import objects
+from spark_hvd.context import init as context
+from spark_hvd.transport import groups
+from spark_hvd.transport.kv import Store, TCPStore
+from spark_hvd.world.layout import WorldLayout
+from spark_hvd.world.world import Endpoint, World
 from tests.ranks import Ranks, ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

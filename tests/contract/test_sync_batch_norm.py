@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.sync_batch_norm import SyncBatchNorm
+from spark_hvd.torch.sync_batch_norm import SyncBatchNorm
 from tests.contract.sync_batch_norm_cases import CHANNELS, EXACT, compare, joined_batch, mine, pair, uneven
 from tests.ranks import Ranks, ranks
 

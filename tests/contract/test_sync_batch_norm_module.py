@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.errors import NotInitializedError
-from spark_hvd.sync_batch_norm import SyncBatchNorm
+from spark_hvd.torch.sync_batch_norm import SyncBatchNorm
+from spark_hvd.world.errors import NotInitializedError
 from tests.contract.sync_batch_norm_cases import CHANNELS, EXACT, compare, joined_batch, mine, pair
 from tests.ranks import Ranks, ranks
 
@@ -38,7 +38,7 @@ def test_one_message_each_way(two: Ranks) -> None:
 
         first, second = (SyncBatchNorm(CHANNELS).double() for _ in range(2))
         batch = joined_batch([2], 4, 0).requires_grad_()
-        with mock.patch("spark_hvd.sync_batch_norm.allreduce", spy):
+        with mock.patch("spark_hvd.torch.sync_batch_norm.allreduce", spy):
             second(first(batch)).sum().backward()
             first(batch.detach()).sum().backward()  # the input needs no gradient: nothing is sent for it
             with torch.no_grad():

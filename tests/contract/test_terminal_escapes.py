@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from spark_hvd.runner.output import LineWriter
-from spark_hvd.runner.report import Finding, Level, Report
+from spark_hvd.runner.diagnosis.report import Finding, Level, Report
 from spark_hvd.runner.terminal import harmless
+from spark_hvd.runner.watch.display.lines import LineWriter
 from tests.contract.test_terminal_view import look
 
 NASTY = {
@@ -36,10 +36,10 @@ HARM = re.compile(r"\x1b(?!\[[0-9;:]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u2
 PROGRAM = rf"""
 import sys, traceback
 from spark_hvd.runner import run_local
-from spark_hvd.runner.displays import make_display
-from spark_hvd.runner.run_view import RunView
-from spark_hvd.runner.errors import RankFailedError
-from spark_hvd.vitals import Vitals
+from spark_hvd.runner.watch.display.choose import make_display
+from spark_hvd.runner.watch.view import RunView
+from spark_hvd.runner.outcome.errors import RankFailedError
+from spark_hvd.world.vitals import Vitals
 
 NASTY = {ALL!r}
 for progress in ("plain", "table", "off"):

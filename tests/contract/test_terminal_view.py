@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = r"""
 import logging, os, sys, time
-from spark_hvd.runner.displays import make_display
-from spark_hvd.runner.run_view import RunView
-from spark_hvd.vitals import Vitals
+from spark_hvd.runner.watch.display.choose import make_display
+from spark_hvd.runner.watch.view import RunView
+from spark_hvd.world.vitals import Vitals
 
 def record(rank, size, second):
     return Vitals(

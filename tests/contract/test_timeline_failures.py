@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.context import current
-from spark_hvd.trace import Recorder
+from spark_hvd.context.init import current
+from spark_hvd.timeline.recorder import Recorder
 from tests.ranks import ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

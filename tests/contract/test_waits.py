@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spark_hvd import waits
-from spark_hvd.errors import CollectiveError
+from spark_hvd.transport import waits
+from spark_hvd.world.errors import CollectiveError
 from tests.ranks import Ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

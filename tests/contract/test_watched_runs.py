@@ -14,9 +14,9 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.runner import RankFailedError, run_elastic_local, run_local
-from spark_hvd.runner.hang import HangWatch
-from spark_hvd.runner.history import History
-from spark_hvd.runner.run_view import RunView
+from spark_hvd.runner.watch.hang.watch import HangWatch
+from spark_hvd.runner.watch.history import History
+from spark_hvd.runner.watch.view import RunView
 from spark_hvd.testing import FaultPlan
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_hvd.runner.doctor_facts import packages
-from spark_hvd.runner.doctor_jobs import PROBE
+from spark_hvd.runner.diagnosis.facts import packages
+from spark_hvd.runner.diagnosis.jobs import PROBE
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -63,7 +63,7 @@ def test_the_doctors_probe_imports_none_of_it(shared: Path, tmp_path: Path, monk
 
 def test_petastorms_processes_import_none_of_it(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("dill")
-    from spark_hvd.estimators.petastorm_overlays import launch
+    from spark_hvd.estimators.petastorm.overlays import launch
 
     monkeypatch.chdir(shared)
     assert launch(print, "there").wait(60) == 0

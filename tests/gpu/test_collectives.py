@@ -17,7 +17,7 @@ import torch.distributed as dist
 import spark_hvd.torch as hvd
 from spark_hvd import run_local
 from spark_hvd.runner import RankFailedError
-from spark_hvd.sync_batch_norm import SyncBatchNorm
+from spark_hvd.torch.sync_batch_norm import SyncBatchNorm
 from tests.gpu.conftest import ONE_DEVICE
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pyspark
 
-from spark_hvd.runner import spark as on_spark
-from spark_hvd.runner.profiles import Ask, task_resources
+from spark_hvd.runner.spark import session as on_spark
+from spark_hvd.runner.spark.profiles import Ask, task_resources
 from tests.conftest import start_session, wait_until
 from tests.daemons import command_line, end, listens
 from tests.multihost.hosts import Host, Hosts, environment

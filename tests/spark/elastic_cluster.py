@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pyspark
 
-from spark_hvd.runner import spark as on_spark
-from spark_hvd.runner.profiles import Ask, task_resources
+from spark_hvd.runner.spark import session as on_spark
+from spark_hvd.runner.spark.profiles import Ask, task_resources
 from tests.conftest import SHORT_LIVED, start_session
 from tests.daemons import command_line, end, listens
 from tests.elastic_jobs import Line, read

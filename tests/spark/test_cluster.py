@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from spark_hvd.runner import ClusterError, ExecutorLostError, NotEnoughSlotsError, RankFailedError, run
-from spark_hvd.runner import spark as on_spark
-from spark_hvd.runner.outcome import FailureKind
+from spark_hvd.runner.outcome.rows import FailureKind
+from spark_hvd.runner.spark import session as on_spark
 from tests.conftest import LOCAL_CLUSTER, ranks_alive, start_session, wait_until
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from spark_hvd.runner import (
     run,
     run_elastic,
 )
-from spark_hvd.runner import attempt as attempt_module
+from spark_hvd.runner.launch import attempt as attempt_module
 from tests.conftest import ranks_alive, wait_until
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def cut_off(*partitions: int) -> Any:
 
             from pyspark import BarrierTaskContext
 
-            from spark_hvd.runner import task, team
+            from spark_hvd.runner.supervise import task, team
 
             told = pickle.loads(spec)
             context = BarrierTaskContext.get()

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from spark_hvd.runner import ClusterError, NotEnoughSlotsError, RankFailedError, run
-from spark_hvd.runner.outcome import FailureKind
-from spark_hvd.runner.profiles import Ask, task_resources
+from spark_hvd.runner.outcome.rows import FailureKind
+from spark_hvd.runner.spark.profiles import Ask, task_resources
 from tests.conftest import LOCAL_CLUSTER, fake_gpus, start_session, wait_until
 
 if TYPE_CHECKING:

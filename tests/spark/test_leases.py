@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from spark_hvd.estimators import LocalBackend, leases, reuse
-from spark_hvd.estimators.dataset import DatasetMeta
-from spark_hvd.estimators.leases import delete_unused, in_use
+from spark_hvd.estimators import LocalBackend
+from spark_hvd.estimators.data import leases, reuse
+from spark_hvd.estimators.data.leases import delete_unused, in_use
+from spark_hvd.estimators.readers.dataset import DatasetMeta
 from spark_hvd.store import Store
-from spark_hvd.store_errors import StoreError
+from spark_hvd.store.errors import StoreError
 from tests.conftest import wait_until
 from tests.spark.estimator_support import estimator, frame
 from tests.spark.test_reuse import ROWS, write
@@ -154,7 +155,7 @@ def test_a_fit_that_starts_during_a_clean_up_has_its_data(
         found: list[DatasetMeta] = []
         call = functools.partial(take_up, found, path, store, keep)
         with monkeypatch.context() as patch:
-            patch.setattr("spark_hvd.estimators.materialize.delete_unused", lambda store: None)
+            patch.setattr("spark_hvd.estimators.data.materialize.delete_unused", lambda store: None)
             delete_unused(Interrupted(store.url, calls=[None] * place + [call]))
         if not found:  # the clean-up touches fewer places
             assert not Path(old.url).exists()

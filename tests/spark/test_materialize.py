@@ -15,12 +15,12 @@ from pyspark.ml.linalg import DenseMatrix, Vectors
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark_hvd.estimators.columns import columns_of
-from spark_hvd.estimators.dataset import DatasetMeta
+from spark_hvd.estimators.data.columns import columns_of
+from spark_hvd.estimators.data.materialize import materialize
 from spark_hvd.estimators.errors import DataError
-from spark_hvd.estimators.materialize import materialize
+from spark_hvd.estimators.readers.dataset import DatasetMeta
 from spark_hvd.store import Store
-from spark_hvd.store_errors import StoreError
+from spark_hvd.store.errors import StoreError
 
 
 @pytest.fixture

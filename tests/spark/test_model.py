@@ -26,12 +26,12 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import ArrayType, DoubleType, IntegerType, StructField, StructType
 from torch import nn
 
-from spark_hvd.estimators.dataset import Column
 from spark_hvd.estimators.errors import DataError, ModelError
-from spark_hvd.estimators.head import Head
-from spark_hvd.estimators.model import TorchModel
-from spark_hvd.estimators.model_meta import ModelMeta
-from spark_hvd.estimators.tensors import TensorSpec
+from spark_hvd.estimators.readers.dataset import Column
+from spark_hvd.estimators.torch.model import TorchModel
+from spark_hvd.estimators.training.head import Head
+from spark_hvd.estimators.training.inputs import TensorSpec
+from spark_hvd.estimators.transform.meta import ModelMeta
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

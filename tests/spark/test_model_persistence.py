@@ -20,15 +20,15 @@ from pyspark.ml.tuning import CrossValidatorModel
 from pyspark.ml.util import DefaultParamsReadable, DefaultParamsWritable
 from torch import nn
 
-from spark_hvd.estimators import checks
-from spark_hvd.estimators.dataset import Column
-from spark_hvd.estimators.head import Head
-from spark_hvd.estimators.model import TorchModel
-from spark_hvd.estimators.model_meta import ModelMeta
-from spark_hvd.estimators.params import TableParams, rows
-from spark_hvd.estimators.persistence import read_params, write_params
-from spark_hvd.estimators.tensors import TensorSpec
-from spark_hvd.store_errors import CheckpointError, StoreError
+from spark_hvd.estimators.params import checks
+from spark_hvd.estimators.params.params import TableParams, rows
+from spark_hvd.estimators.params.persistence import read_params, write_params
+from spark_hvd.estimators.readers.dataset import Column
+from spark_hvd.estimators.torch.model import TorchModel
+from spark_hvd.estimators.training.head import Head
+from spark_hvd.estimators.training.inputs import TensorSpec
+from spark_hvd.estimators.transform.meta import ModelMeta
+from spark_hvd.store.errors import CheckpointError, StoreError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -15,11 +15,14 @@ import pytest
 from pyspark.ml.param import Params
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
 
-from spark_hvd.estimators import reuse
-from spark_hvd.runner import ClusterError, RankFailedError, cli_session, run, spark_job, spark_private
-from spark_hvd.runner import spark as on_spark
-from spark_hvd.runner.profiles import Ask, task_resources
-from spark_hvd.runner.spark_names import call_site, job_named
+from spark_hvd.estimators.data import reuse
+from spark_hvd.runner import ClusterError, RankFailedError, run
+from spark_hvd.runner.cli import session as cli_session
+from spark_hvd.runner.spark import job as spark_job
+from spark_hvd.runner.spark import private as spark_private
+from spark_hvd.runner.spark import session as on_spark
+from spark_hvd.runner.spark.names import call_site, job_named
+from spark_hvd.runner.spark.profiles import Ask, task_resources
 from tests.conftest import wait_until
 
 if TYPE_CHECKING:

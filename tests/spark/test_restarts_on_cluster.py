@@ -78,7 +78,7 @@ def test_a_lost_executor_is_survived_to_the_bit(
     assert [(one["generation"], one["count"], one["size"]) for one in again] == [(1, "1", 2)] * 2
     assert all(2 <= one["first"] <= 3 for one in again)
     assert all(same(one, whole) for one in again)
-    (record,) = [record for record in caplog.records if record.name == "spark_hvd.runner.restart"]
+    (record,) = [record for record in caplog.records if record.name == "spark_hvd.runner.launch.restart"]
     assert record.message.startswith("restart 1 of 3: Spark lost the executor of rank 1 on ")
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from spark_hvd.runner import RankFailedError, run
-from spark_hvd.runner.outcome import FailureKind
+from spark_hvd.runner.outcome.rows import FailureKind
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -13,7 +13,7 @@ import pytest
 
 from spark_hvd.estimators import Store
 from spark_hvd.runner import RankFailedError, RunError, run, run_elastic
-from spark_hvd.runner.spark_private import items
+from spark_hvd.runner.spark.private import items
 from tests.conftest import wait_until
 from tests.spark.estimator_support import estimator, frame
 

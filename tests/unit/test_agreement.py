@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.agreement import disagreement
-from spark_hvd.rank_words import ranks_text
-from spark_hvd.request import Request
+from spark_hvd.collectives.request import Request
+from spark_hvd.engine.agreement import disagreement
+from spark_hvd.world.words import ranks_text
 
 REDUCE = Request("allreduce", ["float32"], [[17, 3]], "cpu", "SUM")
 GATHER = Request("allgather", ["float32"], [[17, 3]], "cpu")

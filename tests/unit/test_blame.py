@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from spark_hvd.runner.blame import Blame, Suspect
+from spark_hvd.runner.supervise.mpi.blame import Blame, Suspect
 
 
 def test_a_killed_manager_counts_before_the_proxy_that_lost_it() -> None:

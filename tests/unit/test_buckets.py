@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spark_hvd.buckets import ParamSpec, describe_mismatch, fingerprint, plan_buckets, split_evenly
+from spark_hvd.torch.optimizer.buckets import ParamSpec, describe_mismatch, fingerprint, plan_buckets, split_evenly
 
 
 def spec(name: str, numel: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> ParamSpec:

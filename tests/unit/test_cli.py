@@ -13,14 +13,15 @@ import pytest
 from click.testing import CliRunner, Result
 
 from spark_hvd import __version__
-from spark_hvd.launch_env import read_config
-from spark_hvd.runner import RankFailedError, local
-from spark_hvd.runner.check_build import describe
+from spark_hvd.runner import RankFailedError
 from spark_hvd.runner.cli import exit_code_of, main
-from spark_hvd.runner.doctor_facts import Package
-from spark_hvd.runner.horovodrun import REFUSED, TUNING
-from spark_hvd.runner.outcome import Failed, FailureKind
-from spark_hvd.runner.script import Script, ScriptExitError, exit_code
+from spark_hvd.runner.cli.horovodrun import REFUSED, TUNING
+from spark_hvd.runner.diagnosis.build import describe
+from spark_hvd.runner.diagnosis.facts import Package
+from spark_hvd.runner.launch import local
+from spark_hvd.runner.outcome.rows import Failed, FailureKind
+from spark_hvd.runner.rank.script import Script, ScriptExitError, exit_code
+from spark_hvd.world.env import read_config
 
 
 @pytest.fixture

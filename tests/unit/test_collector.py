@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.collector import Collector
+from spark_hvd.timeline.collector import Collector
 
 GOOD: list[Any] = ["X", "loss", "ALLREDUCE", 10, 20, None]
 ODD: dict[str, Any] = {

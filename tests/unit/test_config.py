@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.config import NAMES, Config
-from spark_hvd.launch_env import read_config
+from spark_hvd.world.config import NAMES, Config
+from spark_hvd.world.env import read_config
 
 
 def test_nothing_set() -> None:

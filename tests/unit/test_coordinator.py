@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from spark_hvd.coordinator import Coordinator, bits
-from spark_hvd.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown
-from spark_hvd.request import AUTO, Entry, Request
+from spark_hvd.collectives.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown
+from spark_hvd.collectives.request import AUTO, Entry, Request
+from spark_hvd.engine.coordinator import Coordinator, bits
 
 USUAL = Request("allreduce", ["float32"], [[3]], "cpu", "SUM")
 OTHER = USUAL._replace(shapes=[[4]])

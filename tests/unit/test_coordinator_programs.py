@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from spark_hvd.coordinator import Coordinator, bits
-from spark_hvd.decisions import Decision, Fail, Joined, Learn, Run, RunKnown, decode, encode
-from spark_hvd.request import Entry, Request
+from spark_hvd.collectives.decisions import Decision, Fail, Joined, Learn, Run, RunKnown, decode, encode
+from spark_hvd.collectives.request import Entry, Request
+from spark_hvd.engine.coordinator import Coordinator, bits
 
 RANKS = [0, 3, 4, 7, 8]
 
@@ -117,7 +117,7 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[Epoch]]:
 
 
 class Rank:
-    """What spark_hvd.lane.Lane does for one rank, tensors aside."""
+    """What spark_hvd.collectives.lane.Lane does for one rank, tensors aside."""
 
     def __init__(self, place: int, program: Program) -> None:
         self.place = place

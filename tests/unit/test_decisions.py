@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_hvd.decisions import (
+from spark_hvd.collectives.decisions import (
     Decision,
     Fail,
     Gone,
@@ -23,7 +23,7 @@ from spark_hvd.decisions import (
     decode,
     encode,
 )
-from spark_hvd.request import Entry, Request, bytes_of
+from spark_hvd.collectives.request import Entry, Request, bytes_of
 
 NUMBERS = st.integers(0, 1 << 40)
 LISTS = st.lists(NUMBERS, max_size=3)

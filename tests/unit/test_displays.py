@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.runner.display_json import JsonDisplay
-from spark_hvd.runner.display_notebook import page
-from spark_hvd.runner.display_plain import PlainDisplay
-from spark_hvd.runner.displays import CHOICES, make_display
-from spark_hvd.runner.output import LineWriter
-from spark_hvd.runner.run_view import RunView
-from spark_hvd.runner.table_text import table
-from spark_hvd.vitals import Vitals
+from spark_hvd.runner.watch.display.choose import CHOICES, make_display
+from spark_hvd.runner.watch.display.json_lines import JsonDisplay
+from spark_hvd.runner.watch.display.lines import LineWriter
+from spark_hvd.runner.watch.display.notebook import page
+from spark_hvd.runner.watch.display.plain import PlainDisplay
+from spark_hvd.runner.watch.display.text import table
+from spark_hvd.runner.watch.view import RunView
+from spark_hvd.world.vitals import Vitals
 
 
 class Terminal(io.StringIO):

@@ -11,8 +11,8 @@ from pathlib import Path
 import click
 import pytest
 
-from spark_hvd import timeline
 from spark_hvd.runner import cli
+from spark_hvd.timeline import command
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -49,15 +49,16 @@ def fault(line: str) -> str | None:
     module, rest = words[2], words[3:]
     if module == "spark_hvd.runner.cli":
         return _fault_of_ours(rest)
-    if importlib.util.find_spec(module) is None:
+    found = importlib.util.find_spec(module)
+    if found is None:
         return f"no module {module}"
     if module == "spark_hvd.timeline" and rest:
         try:
-            timeline._parser().parse_args(rest)
+            command._parser().parse_args(rest)
         except SystemExit:
             return f"not understood: {rest}"
         return None
-    source = (ROOT / Path(*module.split("."))).with_suffix(".py").read_text()
+    source = Path(str(found.origin)).read_text()
     options = [word.partition("=")[0] for word in rest if word.startswith("-")]
     return next((f"no option {option}" for option in options if f'"{option}"' not in source), None)
 

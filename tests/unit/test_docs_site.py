@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from spark_hvd.communicator import ReduceOp
+from spark_hvd.transport.communicator import ReduceOp
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -123,7 +123,7 @@ def test_lists_and_tables_begin_after_a_blank_line(page: Path) -> None:
     [
         ("spark_hvd", {"__version__"}),
         ("spark_hvd.torch", {*ReduceOp.__members__, "HorovodInternalError", "checkpoint", "elastic"}),
-        ("spark_hvd.torch_elastic", set()),
+        ("spark_hvd.torch.elastic", set()),
         ("spark_hvd.checkpoint", set()),
         ("spark_hvd.estimators", set()),
         ("spark_hvd.runner", {"run", "run_local", "run_elastic", "run_elastic_local", "doctor"}),

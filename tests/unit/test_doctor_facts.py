@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_hvd.runner import doctor_probe
-from spark_hvd.runner.doctor_facts import (
+from spark_hvd.runner.diagnosis import probe as doctor_probe
+from spark_hvd.runner.diagnosis.facts import (
     FirstOnHost,
     clean_store,
     disk,

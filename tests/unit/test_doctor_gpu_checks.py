@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from spark_hvd.runner.doctor_gpu_checks import Assigned, check_gpus
-from spark_hvd.runner.report import Finding, Level
+from spark_hvd.runner.diagnosis.gpu_checks import Assigned, check_gpus
+from spark_hvd.runner.diagnosis.report import Finding, Level
 from tests.doctor_cases import application, host, levels, of, with_gpus
 
 BOTH = {"spark.executor.resource.gpu.amount": "2", "spark.task.resource.gpu.amount": "1"}

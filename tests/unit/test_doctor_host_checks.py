@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.runner.doctor_facts import Disk, Package, StoreTrial
-from spark_hvd.runner.doctor_host_checks import (
+from spark_hvd.runner.diagnosis.facts import Disk, Package, StoreTrial
+from spark_hvd.runner.diagnosis.host_checks import (
     check_clocks,
     check_names,
     check_packages,
@@ -15,7 +15,7 @@ from spark_hvd.runner.doctor_host_checks import (
     check_resources,
     check_store,
 )
-from spark_hvd.runner.report import Level
+from spark_hvd.runner.diagnosis.report import Level
 from tests.doctor_cases import GIB, host, levels, of, with_package
 
 

@@ -9,11 +9,11 @@ from itertools import combinations
 
 import pytest
 
-from spark_hvd.ports import PortRange
-from spark_hvd.runner.doctor_allreduce import Measured, rounds
-from spark_hvd.runner.doctor_network import TOKEN_BYTES, EchoServer, Ping, TaskNetwork, ping, targets
-from spark_hvd.runner.doctor_network_checks import check_allreduce, check_driver_ways, check_rank_ways
-from spark_hvd.runner.report import Level
+from spark_hvd.runner.diagnosis.allreduce import Measured, rounds
+from spark_hvd.runner.diagnosis.network import TOKEN_BYTES, EchoServer, Ping, TaskNetwork, ping, targets
+from spark_hvd.runner.diagnosis.network_checks import check_allreduce, check_driver_ways, check_rank_ways
+from spark_hvd.runner.diagnosis.report import Level
+from spark_hvd.world.ports import PortRange
 from tests.conftest import wait_until
 from tests.doctor_cases import of, task
 

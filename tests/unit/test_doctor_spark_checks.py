@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spark_hvd.runner.doctor_spark_checks import check_spark, explain_job_failure, size_of
-from spark_hvd.runner.report import Level
+from spark_hvd.runner.diagnosis.report import Level
+from spark_hvd.runner.diagnosis.spark_checks import check_spark, explain_job_failure, size_of
 from tests.doctor_cases import GIB, application, levels, of
 
 

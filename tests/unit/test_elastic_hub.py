@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from spark_hvd.runner import RunTimeoutError
+from spark_hvd.runner.channel.silence import SILENT_AFTER
+from spark_hvd.runner.channel.state import Send
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.elastic import attend
-from spark_hvd.runner.elastic_hub import ElasticHub, ElasticState
-from spark_hvd.runner.hub_state import Send
-from spark_hvd.runner.membership_events import End, Limits, Verdict
-from spark_hvd.runner.monitor import make_monitor
-from spark_hvd.runner.silence import SILENT_AFTER
+from spark_hvd.runner.elastic.hub import ElasticHub, ElasticState
+from spark_hvd.runner.elastic.membership.events import End, Limits, Verdict
+from spark_hvd.runner.elastic.run import attend
+from spark_hvd.runner.launch.monitor import make_monitor
 
 LIMITS = Limits(num_proc=2, min_num_proc=1, max_num_proc=2)
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.elastic_state import ObjectState, State
-from spark_hvd.skeleton import Bones, put_together
-from spark_hvd.torch_elastic import TorchState, get_handler_registry, set_handler_registry
+from spark_hvd.elastic.skeleton import Bones, put_together
+from spark_hvd.elastic.state import ObjectState, State
+from spark_hvd.torch.elastic import TorchState, get_handler_registry, set_handler_registry
 
 
 def test_objects_are_restored_whole() -> None:

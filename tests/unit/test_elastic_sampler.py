@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_hvd import basics
-from spark_hvd.elastic_sampler import ElasticSampler
+from spark_hvd.context import who as basics
+from spark_hvd.torch.sampler import ElasticSampler
 
 
 class Generation(NamedTuple):

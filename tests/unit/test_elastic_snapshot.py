@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd import snapshot
-from spark_hvd.torch_private import copy_all
+from spark_hvd.elastic import snapshot
+from spark_hvd.transport.torch_private import copy_all
 from tests.conftest import wait_until
 
 

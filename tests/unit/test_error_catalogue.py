@@ -20,7 +20,7 @@ def error_classes() -> set[str]:
     nodes = [
         node
         for package in PACKAGES
-        for file in (ROOT / package).glob("*.py")
+        for file in (ROOT / package).rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
     ]
     names = {node.name for node in nodes if isinstance(node, ast.ClassDef)}

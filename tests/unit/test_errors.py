@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import spark_hvd.torch as hvd
-from spark_hvd import elastic_run, errors
+from spark_hvd.elastic import run as elastic_run
+from spark_hvd.world import errors
 
 
 @pytest.mark.parametrize(

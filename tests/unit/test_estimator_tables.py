@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from spark_hvd.estimators import LightningEstimator, TorchEstimator
-from spark_hvd.estimators.params import in_page
-from spark_hvd.estimators.tables import GONE, TORCH
+from spark_hvd.estimators.params.params import in_page
+from spark_hvd.estimators.params.tables import GONE, TORCH
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,7 +64,7 @@ def test_horovods_parameters_are_all_there() -> None:
 
 def test_the_page_shows_the_table() -> None:
     page = (ROOT / "docs" / "estimators.md").read_text()
-    assert page == in_page(page, TORCH), "write it anew: python -m spark_hvd.estimators.tables"
+    assert page == in_page(page, TORCH), "write it anew: python -m spark_hvd.estimators.params.tables"
 
 
 @pytest.mark.parametrize("kind", [TorchEstimator, LightningEstimator])

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from spark_hvd.runner.collect import results
-from spark_hvd.runner.errors import RankFailedError, RunTimeoutError, StartTimeoutError
-from spark_hvd.runner.failure_report import WIDTH, Where, failure_report, timeout_report
-from spark_hvd.runner.hang_verdict import HangVerdict, Kind
-from spark_hvd.runner.next_step import next_step
-from spark_hvd.runner.outcome import Failed, FailureKind, Packed
+from spark_hvd.runner.outcome.collect import results
+from spark_hvd.runner.outcome.errors import RankFailedError, RunTimeoutError, StartTimeoutError
+from spark_hvd.runner.outcome.next_step import next_step
+from spark_hvd.runner.outcome.report import WIDTH, Where, failure_report, timeout_report
+from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
+from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind
 
 TRACEBACK = """\
 Traceback (most recent call last):
   File "/home/u/train.py", line 31, in train
     x = batch["distance"]
         ~~~~~^^^^^^^^^^^^
-  File "/opt/venv/lib/python3.11/site-packages/spark_hvd/ops.py", line 4, in allreduce
+  File "/opt/venv/lib/python3.11/site-packages/spark_hvd/torch/reduce.py", line 4, in allreduce
     raise KeyError
 KeyError: 'distance'"""
 STACK = 'Thread 0x1 (most recent call first):\n  File "/home/u/train.py", line {line} in train\n'

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from spark_hvd.runner.gpus import (
+from spark_hvd.runner.rank.gpus import (
     Choice,
     GpuError,
     GpuShare,
@@ -162,7 +162,7 @@ asked = []
 def started(*args, **kwargs):
     asked.append(1)
 torch.cuda._lazy_init = started
-from spark_hvd.runner.forkserver import _preload
+from spark_hvd.runner.supervise.forkserver import _preload
 _preload()
 assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
 assert not torch.cuda.is_initialized()

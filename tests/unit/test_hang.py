@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_hvd.runner.hang import Examine, HangWatch
-from spark_hvd.runner.hang_verdict import HangVerdict, Kind
-from spark_hvd.runner.probe import Examination
-from spark_hvd.vitals import Underway, Vitals
+from spark_hvd.runner.supervise.probe import Examination
+from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind
+from spark_hvd.runner.watch.hang.watch import Examine, HangWatch
+from spark_hvd.world.vitals import Underway, Vitals
 
 WARNING = 60.0
 TICK = 0.5

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.runner.growth import grown, rates
-from spark_hvd.runner.history import _LEAST_POINTS, MOST_POINTS, Generation, History
-from spark_hvd.vitals import Vitals
+from spark_hvd.runner.watch.growth import grown, rates
+from spark_hvd.runner.watch.history import _LEAST_POINTS, MOST_POINTS, Generation, History
+from spark_hvd.world.vitals import Vitals
 
 
 def vitals(rank: int = 0, at: float = 0.0, **changed: Any) -> Vitals:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_hvd.runner.hub_state import ECHO_GRACE, FALLBACK_AFTER, HubState, Send
+from spark_hvd.runner.channel.state import ECHO_GRACE, FALLBACK_AFTER, HubState, Send
 
 
 def hello(rank: int, attempt: int | None = None) -> dict[str, object]:

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from spark_hvd.launch_env import read_launch_env
-from spark_hvd.world import Endpoint
+from spark_hvd.world.env import read_launch_env
+from spark_hvd.world.world import Endpoint
 
 TORCHRUN = {
     "RANK": "3",

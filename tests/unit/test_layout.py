@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_hvd.layout import RankInfo, WorldLayout
+from spark_hvd.world.layout import RankInfo, WorldLayout
 
 
 def test_hosts_are_grouped_in_order_of_appearance() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from spark_hvd.runner.membership_events import (
+from spark_hvd.runner.elastic.membership.events import (
     AgentLost,
     AgentUp,
     Broken,

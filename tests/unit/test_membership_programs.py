@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spark_hvd.runner.membership_events import End, Limits
+from spark_hvd.runner.elastic.membership.events import End, Limits
 from tests.elastic_model import Model
 
 

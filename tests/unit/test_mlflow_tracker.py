@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.runner import mlflow_outbox, mlflow_tracker
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.mlflow_tracker import MlflowTracker
-from spark_hvd.runner.summary import Share, Summary
-from spark_hvd.runner.tracking import Tracking, facts_of
+from spark_hvd.runner.watch import mlflow as mlflow_tracker
+from spark_hvd.runner.watch import outbox as mlflow_outbox
+from spark_hvd.runner.watch.mlflow import MlflowTracker
+from spark_hvd.runner.watch.summary import Share, Summary
+from spark_hvd.runner.watch.tracking import Tracking, facts_of
 from tests.unit.test_history import vitals
 
 mlflow: Any = pytest.importorskip("mlflow")
@@ -148,7 +149,7 @@ def test_what_has_not_changed_is_not_logged_again() -> None:
 
 def test_each_rank_is_logged_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10_000))
-    monkeypatch.setattr("spark_hvd.runner.mlflow_tracker.time.time", lambda: 1e9 + next(clock))
+    monkeypatch.setattr("spark_hvd.runner.watch.mlflow.time.time", lambda: 1e9 + next(clock))
     tracker = MlflowTracker()
     tracker.start(FACTS)
     for at in range(35):

@@ -12,8 +12,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from spark_hvd.estimators.modules import PackedModule, pack, unpack
-from spark_hvd.runner.payload import UnpicklableError
+from spark_hvd.estimators.training.packing import PackedModule, pack, unpack
+from spark_hvd.runner.outcome.payload import UnpicklableError
 
 
 class Odd(nn.Module):

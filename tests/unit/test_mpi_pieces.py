@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from spark_hvd.launch_env import MpiEnv, read_mpi_cuda, read_mpi_env
-from spark_hvd.mpi_pace import Pace
-from spark_hvd.mpi_world import is_mpi_communicator
+from spark_hvd.transport.mpi.pace import Pace
+from spark_hvd.transport.mpi.start import is_mpi_communicator
+from spark_hvd.world.env import MpiEnv, read_mpi_cuda, read_mpi_env
 
 
 def test_pace_asks_at_once_while_bytes_move() -> None:
@@ -77,6 +77,6 @@ def test_nothing_is_an_mpi_communicator_without_mpi4py() -> None:
 
 def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    monkeypatch.delitem(sys.modules, "spark_hvd.mpi_library", raising=False)
+    monkeypatch.delitem(sys.modules, "spark_hvd.transport.mpi.library", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'spark_hvd\[mpi\]'"):
-        importlib.import_module("spark_hvd.mpi_library")
+        importlib.import_module("spark_hvd.transport.mpi.library")

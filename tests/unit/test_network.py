@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from spark_hvd.runner.network import Address, NoAddressError, check_wishes, choose_address, own_addresses
+from spark_hvd.runner.channel.address import Address, NoAddressError, check_wishes, choose_address, own_addresses
 
 LO, ETH0, ETH1 = Address("lo", "127.0.0.1"), Address("eth0", "192.0.2.5"), Address("eth1", "198.51.100.7")
 ETH0_V6 = Address("eth0", "2001:db8::5")

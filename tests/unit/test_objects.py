@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from spark_hvd import objects
-from spark_hvd.errors import CollectiveError
+from spark_hvd.collectives import objects
+from spark_hvd.world.errors import CollectiveError
 
 NUMBERS = np.arange(20_000, dtype=np.int64)
 

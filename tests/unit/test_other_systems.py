@@ -10,7 +10,7 @@ import os, platform, signal, socket
 del signal.SIGPWR, os.sched_getaffinity, os.memfd_create, os.pipe2, socket.SO_PEERCRED
 platform.system = lambda: "Darwin"
 import spark_hvd
-from spark_hvd.runner.doctor_facts import _cores
+from spark_hvd.runner.diagnosis.facts import _cores
 """
 
 
@@ -26,7 +26,9 @@ def test_a_driver_elsewhere_has_all_launchers() -> None:
 def test_ranks_elsewhere_are_refused_before_anything_is_started() -> None:
     for launcher in ("run_local", "run_elastic_local"):
         error = said(f"spark_hvd.{launcher}(print)")
-        assert error.startswith("spark_hvd.runner.processes.ForkServerError: ranks need Linux, this is Darwin"), error
+        assert error.startswith(
+            "spark_hvd.runner.supervise.processes.ForkServerError: ranks need Linux, this is Darwin"
+        ), error
 
 
 def test_windows_is_named() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from spark_hvd.runner.outcome import Failed, FailureKind, Ok, Packed, from_rows, to_rows
+from spark_hvd.runner.outcome.rows import Failed, FailureKind, Ok, Packed, from_rows, to_rows
 
 
 @pytest.mark.parametrize("size", [0, 1, 9, 10, 11, 95])

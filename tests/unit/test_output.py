@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from spark_hvd.runner.output import LineCutter, LineWriter, OutputQueue, Tail
+from spark_hvd.runner.watch.display.lines import LineCutter, LineWriter, OutputQueue, Tail
 
 
 def test_lines_are_cut_at_every_kind_of_line_end() -> None:

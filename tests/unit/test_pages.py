@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spark_hvd.pages import prefer_huge
+from spark_hvd.transport.host.pages import prefer_huge
 
 
 def faults_of(numel: int) -> int:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from spark_hvd.runner.payload import UnpicklableError, dump_call, dump_exception, dump_result, load_exception
+from spark_hvd.runner.outcome.payload import UnpicklableError, dump_call, dump_exception, dump_result, load_exception
 
 
 class Holder:

@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from spark_hvd.ports import PortRange, listen
+from spark_hvd.world.ports import PortRange, listen
 
 
 def free_range() -> PortRange:

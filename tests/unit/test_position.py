@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_hvd.estimators.feed import Feed
-from spark_hvd.estimators.position import Position, Shares
-from spark_hvd.estimators.reader import Batch
-from spark_hvd.estimators.sharding import batch_rows
+from spark_hvd.estimators.readers.feed import Feed
+from spark_hvd.estimators.readers.position import Position, Shares
+from spark_hvd.estimators.readers.reader import Batch
+from spark_hvd.estimators.readers.sharding import batch_rows
 
 
 class Numbers:

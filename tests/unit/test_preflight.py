@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from spark_hvd.kv import HashStore, PrefixStore
-from spark_hvd.layout import WorldLayout
-from spark_hvd.ports import PortRange, listen
-from spark_hvd.runner.preflight import UnreachableError, check_hosts, connect
+from spark_hvd.runner.rank.preflight import UnreachableError, check_hosts, connect
+from spark_hvd.transport.kv import HashStore, PrefixStore
+from spark_hvd.world.layout import WorldLayout
+from spark_hvd.world.ports import PortRange, listen
 
 LAYOUT = WorldLayout.from_hosts(["a", "a", "b", "c"])
 

@@ -1,4 +1,4 @@
-"""Every private name of torch's, used once; and no file but torch_private.py, or spark_private.py, uses one."""
+"""Every private name of torch's, used once; and no file but torch_private.py, or spark/private.py, uses one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from spark_hvd import torch_private
-from spark_hvd.kv import HashStore, PrefixStore
 from spark_hvd.store import Store
+from spark_hvd.transport import torch_private
+from spark_hvd.transport.kv import HashStore, PrefixStore
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "versions.md").read_text()
@@ -157,8 +157,8 @@ def privates(path: Path) -> set[str]:
 
 
 def test_each_package_has_one_file_for_them_and_the_page_lists_them() -> None:
-    files = (ROOT / "spark_hvd" / "torch_private.py", ROOT / "runner" / "spark_private.py")
+    files = (ROOT / "spark_hvd" / "transport" / "torch_private.py", ROOT / "runner" / "spark" / "private.py")
     assert privates(files[0]) | privates(files[1]) == known()
-    others = [path for folder in ("spark_hvd", "runner", "estimators") for path in (ROOT / folder).glob("*.py")]
+    others = [path for folder in ("spark_hvd", "runner", "estimators") for path in (ROOT / folder).rglob("*.py")]
     strays = {path.name: privates(path) for path in others if path not in files}
     assert {name: names for name, names in strays.items() if names} == {}

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from spark_hvd.layout import WorldLayout
-from spark_hvd.ports import PortRange
-from spark_hvd.runner import mpich, openmpi
-from spark_hvd.runner.mpi_shim import FOLDER, LAUNCH
-from spark_hvd.runner.network import Address
-from spark_hvd.runner.process_manager import MpiMissingError, counts_by_host, find, manager_env
+from spark_hvd.runner.channel.address import Address
+from spark_hvd.runner.supervise.mpi import mpich, openmpi
+from spark_hvd.runner.supervise.mpi.manager import MpiMissingError, counts_by_host, find, manager_env
+from spark_hvd.runner.supervise.mpi.shim import FOLDER, LAUNCH
+from spark_hvd.world.layout import WorldLayout
+from spark_hvd.world.ports import PortRange
 
 LAYOUT = WorldLayout.from_hosts(["b", "a", "b", "c", "a", "b"])
 ADDRESS = Address("eth0", "192.0.2.1")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.errors import ClusterError
-from spark_hvd.runner.profiles import Application, Ask, plan
+from spark_hvd.runner.outcome.errors import ClusterError
+from spark_hvd.runner.spark.profiles import Application, Ask, plan
 
 STANDALONE = Application("spark://a:7077", executor_gpus=4)
 MANAGERS = ["spark://a:7077", "local-cluster[2,1,1024]", "yarn", "k8s://https://a:6443", ""]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.activity import Activity, activity
-from spark_hvd.progress import Progress, progress
-from spark_hvd.vitals import Underway, Vitals
+from spark_hvd.context.progress import Progress, progress
+from spark_hvd.world.activity import Activity, activity
+from spark_hvd.world.vitals import Underway, Vitals
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +166,7 @@ def test_vitals_travel() -> None:
 
 
 def test_a_world_of_one_can_be_observed() -> None:
-    from spark_hvd.observe import observe
+    from spark_hvd.context.observe import observe
 
     hvd.shutdown()
     assert observe() is None

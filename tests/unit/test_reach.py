@@ -8,9 +8,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from spark_hvd.runner.errors import ExecutorLostError, SetupError
-from spark_hvd.runner.reach import Placement, Reach, unanswered
-from spark_hvd.runner.spark_errors import translate
+from spark_hvd.runner.outcome.errors import ExecutorLostError, SetupError
+from spark_hvd.runner.spark.errors import translate
+from spark_hvd.runner.spark.reach import Placement, Reach, unanswered
 
 TASKS = {0: ("2", "10.0.0.2"), 1: ("1", "10.0.0.1"), 2: ("2", "10.0.0.2")}
 

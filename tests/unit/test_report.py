@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from spark_hvd.runner.report import Finding, Level, Report
+from spark_hvd.runner.diagnosis.report import Finding, Level, Report
 
 FINE = Finding("slots", Level.OK, "4 there")
 BAD = Finding("disk <1>", Level.ERROR, "no space & no hope " + "word " * 40, "--conf a=b\nrm -r /x   # " + "y " * 60)

@@ -8,7 +8,8 @@ import pickle
 import pytest
 
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.errors import (
+from spark_hvd.runner.launch.restart import check_least, reason_to_restart, with_restarts
+from spark_hvd.runner.outcome.errors import (
     ClusterError,
     ExecutorLostError,
     NotEnoughSlotsError,
@@ -17,9 +18,8 @@ from spark_hvd.runner.errors import (
     RunTimeoutError,
     StartTimeoutError,
 )
-from spark_hvd.runner.outcome import Failed, FailureKind
-from spark_hvd.runner.restart import check_least, reason_to_restart, with_restarts
-from spark_hvd.runner.spark import listening
+from spark_hvd.runner.outcome.rows import Failed, FailureKind
+from spark_hvd.runner.spark.session import listening
 
 
 def failed(kind: FailureKind) -> RankFailedError:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.runner.history import History
-from spark_hvd.runner.result import RunResult
+from spark_hvd.runner.launch.result import RunResult
+from spark_hvd.runner.watch.history import History
 from tests.unit.test_history import history_of, vitals
 from tests.unit.test_timeline_summary import some_step, write
 
@@ -166,7 +166,7 @@ def test_nothing_to_draw() -> None:
 @pytest.mark.parametrize("plot", ["plot_loss", "plot_throughput", "timeline"])
 def test_without_matplotlib(plot: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("plots", "figures"):
-        monkeypatch.delitem(sys.modules, f"spark_hvd.runner.{module}", raising=False)
+        monkeypatch.delitem(sys.modules, f"spark_hvd.runner.watch.display.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     with pytest.raises(ImportError, match=r"pip install 'spark_hvd\[plots\]'"):
         getattr(run_of(), plot)()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.runner.picture import shown_rows
-from spark_hvd.runner.run_view import RunView
-from spark_hvd.vitals import Underway, Vitals
+from spark_hvd.runner.watch.picture import shown_rows
+from spark_hvd.runner.watch.view import RunView
+from spark_hvd.world.vitals import Underway, Vitals
 
 
 class Training:

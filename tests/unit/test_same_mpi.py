@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from spark_hvd.kv import HashStore, PrefixStore
-from spark_hvd.layout import WorldLayout
-from spark_hvd.runner.same_mpi import MpiMismatchError, check_same_mpi, library_version
+from spark_hvd.runner.rank.same_mpi import MpiMismatchError, check_same_mpi, library_version
+from spark_hvd.transport.kv import HashStore, PrefixStore
+from spark_hvd.world.layout import WorldLayout
 
 
 def check(others: list[str]) -> None:

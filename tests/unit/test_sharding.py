@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_hvd.estimators.sharding import Piece, batch_rows, pieces_of, rows_of, steps_of
-from spark_hvd.estimators.windows import windows_of
+from spark_hvd.estimators.readers.sharding import Piece, batch_rows, pieces_of, rows_of, steps_of
+from spark_hvd.estimators.readers.windows import windows_of
 
 groups = st.lists(st.integers(1, 50), min_size=1, max_size=30)
 case = st.fixed_dictionaries(

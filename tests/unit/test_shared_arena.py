@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from spark_hvd.shared_memory import SharedArena
+from spark_hvd.transport.host.shared_memory import SharedArena
 
 ROOT = Path(__file__).parents[2]
 NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc"]
 RANK = """
 import json, os, sys
 import torch
-from spark_hvd.shared_memory import SharedArena, sum_share
+from spark_hvd.transport.host.shared_memory import SharedArena, sum_share
 
 rank, connection = int(sys.argv[1]), os.fdopen(int(sys.argv[2]), "r+b", buffering=0)
 

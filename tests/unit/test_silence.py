@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_hvd.runner.hub_state import HubState, Send
-from spark_hvd.runner.silence import BEAT, HUB_PATIENCE, SILENT_AFTER, Silences, describe
+from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE, SILENT_AFTER, Silences, describe
+from spark_hvd.runner.channel.state import HubState, Send
 
 TICK = 0.05
 

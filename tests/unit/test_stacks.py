@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import spark_hvd
-from spark_hvd.runner.stacks import folded, grouped, library_of, place, threads, trim_traceback
-from spark_hvd.vitals import Vitals
+from spark_hvd.runner.tracebacks import folded, grouped, library_of, place, threads, trim_traceback
+from spark_hvd.world.vitals import Vitals
 
 SITE = "/opt/venv/lib/python3.11/site-packages"
 STACKS = f"""\
@@ -25,8 +25,8 @@ Thread 0x00007f2222222222 [reader] (most recent call first):
 
 Current thread 0x00007f3333333333 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 331 in wait
-  File "{SITE}/spark_hvd/named_handle.py", line 90 in wait
-  File "{SITE}/spark_hvd/ops.py", line 40 in allreduce
+  File "{SITE}/spark_hvd/collectives/handle.py", line 90 in wait
+  File "{SITE}/spark_hvd/torch/reduce.py", line 40 in allreduce
   File "/home/u/train.py", line 31 in average
   File "{SITE}/torch/nn/modules/module.py", line 1500 in _call_impl
   File "{SITE}/torch/nn/modules/module.py", line 1490 in _wrapped_call_impl
@@ -42,8 +42,8 @@ Current thread 0x00007f3333333333 (most recent call first):
         ("/tmp/ipykernel_77/123.py", ""),
         ("<stdin>", ""),
         (f"{SITE}/torch/nn/modules/module.py", "torch"),
-        (f"{SITE}/spark_hvd/runner/child.py", "spark_hvd"),
-        ("/elsewhere/src/spark_hvd/lane.py", "spark_hvd"),
+        (f"{SITE}/spark_hvd/runner/rank/main.py", "spark_hvd"),
+        ("/elsewhere/src/spark_hvd/collectives/lane.py", "spark_hvd"),
         (str(Path(spark_hvd.__file__).parents[1] / "runner" / "child.py"), "spark_hvd"),
         ("/usr/lib/python3.11/threading.py", "Python"),
         ("<frozen runpy>", "Python"),
@@ -58,7 +58,7 @@ def test_the_user_s_frames_stay_and_others_are_a_line() -> None:
         'File "/home/u/train.py", line 60, in train',
         "[2 frames of torch, module.py, line 1500, in _call_impl]",
         'File "/home/u/train.py", line 31, in average',
-        "[2 frames of spark_hvd, named_handle.py, line 90, in wait]",
+        "[2 frames of spark_hvd, handle.py, line 90, in wait]",
         "[1 frame of Python, threading.py, line 331, in wait]",
         "another thread:",
         'File "/home/u/reader.py", line 7, in fetch',
@@ -108,17 +108,17 @@ KeyError: 'distance'"""
 def test_our_frames_and_torch_s_plumbing_are_a_line() -> None:
     text = f"""\
 Traceback (most recent call last):
-  File "{SITE}/spark_hvd/estimators/training.py", line 5, in train
+  File "{SITE}/spark_hvd/estimators/training/train.py", line 5, in train
     loop()
-  File "{SITE}/spark_hvd/estimators/torch_loop.py", line 7, in loop
+  File "{SITE}/spark_hvd/estimators/torch/loop.py", line 7, in loop
     model(x)
   File "{SITE}/torch/nn/modules/module.py", line 1, in _wrapped_call_impl
     return self._call_impl(*args)
   File "/home/u/model.py", line 3, in forward
     return hvd.allreduce(x)
-  File "{SITE}/spark_hvd/ops.py", line 40, in allreduce
+  File "{SITE}/spark_hvd/torch/reduce.py", line 40, in allreduce
     return handle.wait()
-spark_hvd.errors.MismatchError: allreduce 'x': no
+spark_hvd.world.errors.MismatchError: allreduce 'x': no
 
 The above exception was the direct cause of the following exception:
 
@@ -134,7 +134,7 @@ ValueError: two
         '  File "/home/u/model.py", line 3, in forward',
         "    return hvd.allreduce(x)",
         "  [1 frame of spark_hvd]",
-        "spark_hvd.errors.MismatchError: allreduce 'x': no",
+        "spark_hvd.world.errors.MismatchError: allreduce 'x': no",
         *text.splitlines()[12:],
     ]
 

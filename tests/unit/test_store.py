@@ -21,10 +21,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spark_hvd.estimators.arrow_store import arrow_filesystem
-from spark_hvd.estimators.parquet import dataset_of
+from spark_hvd.estimators.data.parquet import dataset_of
+from spark_hvd.estimators.readers.store import arrow_filesystem
 from spark_hvd.store import Store
-from spark_hvd.store_errors import StoreError, store_error
+from spark_hvd.store.errors import StoreError, store_error
 from tests import stores
 from tests.stores import everything, scratch
 
@@ -79,11 +79,11 @@ def test_relative_and_home_paths_become_absolute(monkeypatch: pytest.MonkeyPatch
 
 
 def test_dbfs_is_the_mount_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("spark_hvd.store_paths._DBFS_MOUNT", str(tmp_path))
+    monkeypatch.setattr("spark_hvd.store.paths._DBFS_MOUNT", str(tmp_path))
     store = Store.create("dbfs:/fits/x")
     assert store.url == Store.create("dbfs:///fits/x").url == f"{tmp_path}/fits/x"
     store.check_writable()
-    monkeypatch.setattr("spark_hvd.store_paths._DBFS_MOUNT", str(tmp_path / "absent"))
+    monkeypatch.setattr("spark_hvd.store.paths._DBFS_MOUNT", str(tmp_path / "absent"))
     assert Store.create("dbfs:/fits/x").url == "dbfs:///fits/x"
 
 

@@ -8,10 +8,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from spark_hvd.runner.picture import Slowest
-from spark_hvd.runner.run_view import RunView
-from spark_hvd.runner.summary import Share, Summary
-from spark_hvd.vitals import Vitals
+from spark_hvd.runner.watch.picture import Slowest
+from spark_hvd.runner.watch.summary import Share, Summary
+from spark_hvd.runner.watch.view import RunView
+from spark_hvd.world.vitals import Vitals
 
 FULL = Summary(
     title="train on 8 ranks",

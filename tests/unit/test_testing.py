@@ -14,9 +14,9 @@ import cloudpickle
 import psutil
 import pytest
 
-from spark_hvd import basics
-from spark_hvd.errors import NotInitializedError
+from spark_hvd.context import who as basics
 from spark_hvd.testing import KINDS, Fault, FaultPlan, InjectedFaultError
+from spark_hvd.world.errors import NotInitializedError
 from tests.conftest import wait_until
 from tests.ranks import ranks
 

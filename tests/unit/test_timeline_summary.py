@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_hvd.timeline import describe, main, read_trace
-from spark_hvd.timeline_events import Activity, Instant, NotATraceError, Span, Trace, activity_of, parse_trace
-from spark_hvd.timeline_summary import Straggler, common, length, summarize, union
-from spark_hvd.trace import Event, Recorder, TraceWriter
+from spark_hvd.timeline.events import Activity, Instant, NotATraceError, Span, Trace, activity_of, parse_trace
+from spark_hvd.timeline.recorder import Event, Recorder, TraceWriter
+from spark_hvd.timeline.summary import Straggler, common, length, summarize, union
 
 MS = 10**6
 
@@ -379,7 +379,7 @@ def test_plot_without_matplotlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "t.json", some_step())
-    monkeypatch.delitem(sys.modules, "spark_hvd.timeline_plot", raising=False)
+    monkeypatch.delitem(sys.modules, "spark_hvd.timeline.plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     assert main(["plot", str(path), "--out", str(tmp_path / "t.png")]) == 1
     assert "pip install matplotlib" in capsys.readouterr().err

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from spark_hvd import trace
-from spark_hvd.trace import Event, Recorder, TraceWriter
+from spark_hvd.timeline import recorder as trace
+from spark_hvd.timeline.recorder import Event, Recorder, TraceWriter
 
 HOSTS = ["alpha", "alpha", "beta"]
 

@@ -11,9 +11,9 @@ import pytest
 
 from spark_hvd import run_elastic_local, run_local
 from spark_hvd.runner import MlflowTracker, RankFailedError
-from spark_hvd.runner.summary import Summary
-from spark_hvd.runner.tracking import Tracking
-from spark_hvd.vitals import Vitals
+from spark_hvd.runner.watch.summary import Summary
+from spark_hvd.runner.watch.tracking import Tracking
+from spark_hvd.world.vitals import Vitals
 from tests.unit.test_history import vitals
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -7,7 +7,14 @@ import random
 import pytest
 import torch
 
-from spark_hvd.turnout import EVERYONE, Presence, Turnout, correction_on_device, notes_numel, write
+from spark_hvd.torch.optimizer.participation import (
+    EVERYONE,
+    Presence,
+    Turnout,
+    correction_on_device,
+    notes_numel,
+    write,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

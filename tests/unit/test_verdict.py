@@ -6,11 +6,11 @@ import pickle
 
 import pytest
 
-from spark_hvd.runner.collect import results
-from spark_hvd.runner.errors import RankFailedError, RunTimeoutError
-from spark_hvd.runner.hang_verdict import HangVerdict, Kind
-from spark_hvd.runner.outcome import Failed, FailureKind, Packed
-from spark_hvd.runner.verdict import is_echo, rank_failures
+from spark_hvd.runner.outcome.cause import is_echo, rank_failures
+from spark_hvd.runner.outcome.collect import results
+from spark_hvd.runner.outcome.errors import RankFailedError, RunTimeoutError
+from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
+from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind
 
 
 def failed(rank: int, error: str = "ValueError: bad", **fields: object) -> Failed:

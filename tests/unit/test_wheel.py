@@ -37,7 +37,8 @@ def test_wheel_holds_our_packages_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"spark_hvd"}
     for folder, package in (("spark_hvd", ""), ("runner", "runner/"), ("estimators", "estimators/")):
-        sources = {f"spark_hvd/{package}{path.name}" for path in (ROOT / folder).glob("*.py")}
+        paths = (path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.py"))
+        sources = {f"spark_hvd/{package}{path}" for path in paths}
         assert sources
         assert sources <= set(names)
     assert "spark_hvd/py.typed" in names

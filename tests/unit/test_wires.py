@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from spark_hvd.errors import CollectiveError
-from spark_hvd.wires import Wires
+from spark_hvd.transport.wires import Wires
+from spark_hvd.world.errors import CollectiveError
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from spark_hvd.layout import RankInfo
+from spark_hvd.world.layout import RankInfo
 
 # An agent is one attempt of a Spark task; it supervises one worker at a time. A worker is one rank process.
 

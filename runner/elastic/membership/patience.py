@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spark_hvd.runner import membership_texts as texts
-from spark_hvd.runner.membership_events import End, Limits, Loss, Verdict
-from spark_hvd.runner.membership_records import Generation, Worker
-from spark_hvd.runner.membership_roster import Roster
+from spark_hvd.runner.elastic.membership import texts
+from spark_hvd.runner.elastic.membership.events import End, Limits, Loss, Verdict
+from spark_hvd.runner.elastic.membership.records import Generation, Worker
+from spark_hvd.runner.elastic.membership.roster import Roster
 
 
 @dataclass(slots=True)

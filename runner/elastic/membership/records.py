@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from spark_hvd.runner.membership_events import Loss
+from spark_hvd.runner.elastic.membership.events import Loss
 
 
 class Stage(Enum):

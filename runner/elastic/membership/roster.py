@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from spark_hvd.layout import RankInfo, WorldLayout
-from spark_hvd.runner.exclusion import Exclusion
-from spark_hvd.runner.membership_records import Agent, Generation, Stage, Worker
+from spark_hvd.runner.elastic.membership.exclusion import Exclusion
+from spark_hvd.runner.elastic.membership.records import Agent, Generation, Stage, Worker
+from spark_hvd.world.layout import RankInfo, WorldLayout
 
 _BACKOFF = 0.5
 _GREATEST_BACKOFF = 16.0

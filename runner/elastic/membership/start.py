@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from spark_hvd.runner.membership_events import Limits
+from spark_hvd.runner.elastic.membership.events import Limits
 
 SETTLE = 1.0
 """Seconds that tasks which Spark starts together get to come, when there are enough already."""

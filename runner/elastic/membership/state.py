@@ -15,15 +15,15 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from spark_hvd.layout import WorldLayout
-from spark_hvd.runner import membership_events as ev
-from spark_hvd.runner import membership_texts as texts
-from spark_hvd.runner.exclusion import Exclusion
-from spark_hvd.runner.membership_patience import Patience
-from spark_hvd.runner.membership_records import Agent, Generation, Stage, Worker
-from spark_hvd.runner.membership_roster import Roster
-from spark_hvd.runner.membership_start import Beginning, Start
-from spark_hvd.runner.report import count
+from spark_hvd.runner.diagnosis.report import count
+from spark_hvd.runner.elastic.membership import events as ev
+from spark_hvd.runner.elastic.membership import texts
+from spark_hvd.runner.elastic.membership.exclusion import Exclusion
+from spark_hvd.runner.elastic.membership.patience import Patience
+from spark_hvd.runner.elastic.membership.records import Agent, Generation, Stage, Worker
+from spark_hvd.runner.elastic.membership.roster import Roster
+from spark_hvd.runner.elastic.membership.start import Beginning, Start
+from spark_hvd.world.layout import WorldLayout
 
 
 class Membership:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from spark_hvd.runner.membership_events import Limits
+from spark_hvd.runner.elastic.membership.events import Limits
 
 
 def not_started(there: int, limits: Limits) -> str:

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from spark_hvd.layout import WorldLayout
-from spark_hvd.ports import PortRange
-from spark_hvd.runner import mpi_shim
-from spark_hvd.runner.network import Address
+from spark_hvd.runner.channel.address import Address
+from spark_hvd.runner.supervise.mpi import shim as mpi_shim
+from spark_hvd.world.layout import WorldLayout
+from spark_hvd.world.ports import PortRange
 
 _PYTHON, _SHIM = "SPARK_HVD_MPI_PYTHON", "SPARK_HVD_MPI_SHIM"
 _THE_SHIM = str(Path(mpi_shim.__file__).resolve())

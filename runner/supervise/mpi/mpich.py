@@ -10,10 +10,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from spark_hvd.layout import WorldLayout
-from spark_hvd.ports import PortRange
-from spark_hvd.runner.network import Address
-from spark_hvd.runner.process_manager import SHIM_PROGRAM, find, host_list
+from spark_hvd.runner.channel.address import Address
+from spark_hvd.runner.supervise.mpi.manager import SHIM_PROGRAM, find, host_list
+from spark_hvd.world.layout import WorldLayout
+from spark_hvd.world.ports import PortRange
 
 _LAUNCH, _LAUNCH_END = "HYDRA_LAUNCH:", "HYDRA_LAUNCH_END"
 _REMEDY = (
@@ -23,26 +23,26 @@ _REMEDY = (
 
 
 def manager_command(layout: WorldLayout, address: Address, ports: PortRange | None) -> list[str]:
-    """See :class:`spark_hvd.runner.process_manager.ProcessManager`."""
+    """See :class:`spark_hvd.runner.supervise.mpi.manager.ProcessManager`."""
     limits = [] if ports is None else ["env", f"MPIEXEC_PORT_RANGE={ports.low}:{ports.high}"]
     where = ["-localhost", address.ip, "-hosts", host_list(layout), "-n", str(len(layout.ranks))]
     return [*limits, find("mpiexec.hydra", _REMEDY), "-launcher", "manual", "-genvnone", *where, *SHIM_PROGRAM]
 
 
 def read_launch(lines: Sequence[str], hosts: int) -> list[list[str]] | None:
-    """See :class:`spark_hvd.runner.process_manager.ProcessManager`."""
+    """See :class:`spark_hvd.runner.supervise.mpi.manager.ProcessManager`."""
     if not any(line.startswith(_LAUNCH_END) for line in lines):
         return None
     return [shlex.split(line[len(_LAUNCH) :])[1:] for line in lines if line.startswith(_LAUNCH)]
 
 
 def host_command(arguments: Sequence[str], interface: str | None) -> list[str]:
-    """See :class:`spark_hvd.runner.process_manager.ProcessManager`."""
+    """See :class:`spark_hvd.runner.supervise.mpi.manager.ProcessManager`."""
     return [find("hydra_pmi_proxy", _REMEDY), *arguments]
 
 
 def rank_variables(interface: str | None, ports: PortRange | None) -> dict[str, str]:
-    """See :class:`spark_hvd.runner.process_manager.ProcessManager`.
+    """See :class:`spark_hvd.runner.supervise.mpi.manager.ProcessManager`.
 
     They are those of UCX, over which MPICH's wheel talks, and of libfabric, over which other builds do.
     """

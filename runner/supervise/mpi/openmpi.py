@@ -14,11 +14,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from spark_hvd.layout import WorldLayout
-from spark_hvd.ports import PortRange
-from spark_hvd.runner.mpi_shim import LAUNCH
-from spark_hvd.runner.network import Address
-from spark_hvd.runner.process_manager import SHIM_PROGRAM, find, host_list, shim
+from spark_hvd.runner.channel.address import Address
+from spark_hvd.runner.supervise.mpi.manager import SHIM_PROGRAM, find, host_list, shim
+from spark_hvd.runner.supervise.mpi.shim import LAUNCH
+from spark_hvd.world.layout import WorldLayout
+from spark_hvd.world.ports import PortRange
 
 _INTERFACE = "oob_tcp_if_include"
 _REMEDY = (
@@ -28,7 +28,7 @@ _REMEDY = (
 
 
 def manager_command(layout: WorldLayout, address: Address, ports: PortRange | None) -> list[str]:
-    """See :class:`spark_hvd.runner.process_manager.ProcessManager`."""
+    """See :class:`spark_hvd.runner.supervise.mpi.manager.ProcessManager`."""
     settings = {
         "plm": "rsh",
         "plm_rsh_agent": " ".join(map(shlex.quote, shim("agent"))),
@@ -46,7 +46,7 @@ def manager_command(layout: WorldLayout, address: Address, ports: PortRange | No
 
 
 def read_launch(lines: Sequence[str], hosts: int) -> list[list[str]] | None:
-    """See :class:`spark_hvd.runner.process_manager.ProcessManager`."""
+    """See :class:`spark_hvd.runner.supervise.mpi.manager.ProcessManager`."""
     asked = dict(json.loads(line[len(LAUNCH) :]) for line in lines if line.startswith(LAUNCH))
     if len(asked) < hosts:
         return None
@@ -62,7 +62,7 @@ def _arguments(command: Sequence[str]) -> list[str]:
 
 
 def host_command(arguments: Sequence[str], interface: str | None) -> list[str]:
-    """See :class:`spark_hvd.runner.process_manager.ProcessManager`."""
+    """See :class:`spark_hvd.runner.supervise.mpi.manager.ProcessManager`."""
     own = list(arguments)
     if interface is not None and _INTERFACE in own:  # rank 0's host may call its own by another name
         own[own.index(_INTERFACE) + 1] = interface
@@ -70,7 +70,7 @@ def host_command(arguments: Sequence[str], interface: str | None) -> list[str]:
 
 
 def rank_variables(interface: str | None, ports: PortRange | None) -> dict[str, str]:
-    """See :class:`spark_hvd.runner.process_manager.ProcessManager`."""
+    """See :class:`spark_hvd.runner.supervise.mpi.manager.ProcessManager`."""
     variables = {"MPI4PY_MPIABI": "openmpi"}  # which of the libraries that it finds mpi4py's wheel loads
     if interface is not None:
         variables["OMPI_MCA_btl_tcp_if_include"] = interface

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
-from spark_hvd.runner.display import Display
-from spark_hvd.runner.display_json import JsonDisplay
-from spark_hvd.runner.display_notebook import NotebookDisplay
-from spark_hvd.runner.display_plain import LinesDisplay, PlainDisplay
-from spark_hvd.runner.output import LineWriter
-from spark_hvd.runner.run_view import RunView
-from spark_hvd.runner.summary import Summary
 from spark_hvd.runner.terminal import is_terminal
+from spark_hvd.runner.watch.display.display import Display
+from spark_hvd.runner.watch.display.json_lines import JsonDisplay
+from spark_hvd.runner.watch.display.lines import LineWriter
+from spark_hvd.runner.watch.display.notebook import NotebookDisplay
+from spark_hvd.runner.watch.display.plain import LinesDisplay, PlainDisplay
+from spark_hvd.runner.watch.summary import Summary
+from spark_hvd.runner.watch.view import RunView
 
 _log = logging.getLogger(__name__)
 CHOICES = ("auto", "table", "notebook", "plain", "json", "off")
@@ -71,7 +71,7 @@ def make_display(progress: str, verbose: int, stdout: TextIO | None, stderr: Tex
                 return _Split(display, both, given - {"out"})
             given.discard("out")
         case "table":
-            from spark_hvd.runner.display_table import TableDisplay  # rich takes a tenth of a second to import
+            from spark_hvd.runner.watch.display.table import TableDisplay  # rich takes a tenth of a second to import
 
             targets = {"out": stdout or sys.stdout, "err": stderr or sys.stderr}
             above = frozenset(name for name, target in targets.items() if is_terminal(target))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from spark_hvd.runner.run_view import RunView
-    from spark_hvd.runner.summary import Summary
+    from spark_hvd.runner.watch.summary import Summary
+    from spark_hvd.runner.watch.view import RunView
 
 
 class Display(Protocol):

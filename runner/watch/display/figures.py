@@ -16,12 +16,12 @@ try:
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
-    from spark_hvd.timeline_plot import Picture
+    from spark_hvd.timeline.plot import Picture
 except ImportError as error:
     raise ImportError(f"plots need matplotlib: pip install 'spark_hvd[plots]' ({error})") from error
 
 if TYPE_CHECKING:
-    from spark_hvd.runner.history import Generation
+    from spark_hvd.runner.watch.history import Generation
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 DASHES: tuple[str, ...] = ("-", "--", "-.", ":")

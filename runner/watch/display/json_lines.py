@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from spark_hvd.runner.run_view import RunView
-from spark_hvd.runner.summary import Summary
+from spark_hvd.runner.watch.summary import Summary
+from spark_hvd.runner.watch.view import RunView
 
 INTERVAL = 1.0
 

@@ -6,12 +6,12 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-from spark_hvd.runner import words
-from spark_hvd.runner.output import LineWriter
-from spark_hvd.runner.picture import Picture, Row, shown_rows
-from spark_hvd.runner.run_view import RunView
-from spark_hvd.runner.summary import Summary
-from spark_hvd.runner.table_text import columns_of, head, table
+from spark_hvd.runner.watch import words
+from spark_hvd.runner.watch.display.lines import LineWriter
+from spark_hvd.runner.watch.display.text import columns_of, head, table
+from spark_hvd.runner.watch.picture import Picture, Row, shown_rows
+from spark_hvd.runner.watch.summary import Summary
+from spark_hvd.runner.watch.view import RunView
 
 _INTERVAL = 0.5
 _MOST_ROWS = 32

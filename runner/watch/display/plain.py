@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from spark_hvd.runner import words
-from spark_hvd.runner.output import LineWriter
-from spark_hvd.runner.picture import Picture
-from spark_hvd.runner.report import count
-from spark_hvd.runner.run_view import RunView
-from spark_hvd.runner.summary import Summary
+from spark_hvd.runner.diagnosis.report import count
+from spark_hvd.runner.watch import words
+from spark_hvd.runner.watch.display.lines import LineWriter
+from spark_hvd.runner.watch.picture import Picture
+from spark_hvd.runner.watch.summary import Summary
+from spark_hvd.runner.watch.view import RunView
 
 INTERVAL = 30.0
 

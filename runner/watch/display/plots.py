@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spark_hvd.runner.figures import FONT, SIZE, Axes, Curve, Figure, Patch, draw, figure_of, mark
+from spark_hvd.runner.watch.display.figures import FONT, SIZE, Axes, Curve, Figure, Patch, draw, figure_of, mark
 
 if TYPE_CHECKING:
-    from spark_hvd.runner.history import History, Point
+    from spark_hvd.runner.watch.history import History, Point
 
 PARTS = {"compute": "#56B4E9", "communication": "#D55E00", "data": "#CC79A7"}
 OUTSIDE = "#DDDDDD"

@@ -12,12 +12,12 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from spark_hvd.runner.output import LineWriter
-from spark_hvd.runner.picture import Picture
-from spark_hvd.runner.run_view import RunView
-from spark_hvd.runner.summary import Summary
-from spark_hvd.runner.table_text import table
 from spark_hvd.runner.terminal import harmless
+from spark_hvd.runner.watch.display.lines import LineWriter
+from spark_hvd.runner.watch.display.text import table
+from spark_hvd.runner.watch.picture import Picture
+from spark_hvd.runner.watch.summary import Summary
+from spark_hvd.runner.watch.view import RunView
 
 _MOST_ROWS = 16
 _OTHER_LINES = 5

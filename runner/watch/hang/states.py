@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from spark_hvd.runner.probe import Examination
-from spark_hvd.runner.stacks import place
-from spark_hvd.vitals import Underway, Vitals
+from spark_hvd.runner.supervise.probe import Examination
+from spark_hvd.runner.tracebacks import place
+from spark_hvd.world.vitals import Underway, Vitals
 
 SILENT_SECONDS = 4.0
 """Without a record for so long a rank is not merely late with it."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from spark_hvd.rank_words import ranks_text
-from spark_hvd.runner.hang_states import Doing, Sight, State, entered, state_of
-from spark_hvd.runner.stacks import grouped
+from spark_hvd.runner.tracebacks import grouped
+from spark_hvd.runner.watch.hang.states import Doing, Sight, State, entered, state_of
+from spark_hvd.world.words import ranks_text
 
 _LOG_LINES = 40
 _CULPRITS = 3

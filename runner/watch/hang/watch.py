@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from spark_hvd.rank_words import ranks_text
-from spark_hvd.runner.hang_states import SILENT_SECONDS, Sight
-from spark_hvd.runner.hang_verdict import HangVerdict, Kind, Wait, judge
-from spark_hvd.runner.probe import Examination
-from spark_hvd.runner.silence import BEAT
-from spark_hvd.vitals import Underway, Vitals
+from spark_hvd.runner.channel.silence import BEAT
+from spark_hvd.runner.supervise.probe import Examination
+from spark_hvd.runner.watch.hang.states import SILENT_SECONDS, Sight
+from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind, Wait, judge
+from spark_hvd.world.vitals import Underway, Vitals
+from spark_hvd.world.words import ranks_text
 
 _ANSWER_SECONDS = 2.5
 """How long the looks of all tasks are waited for."""

@@ -7,15 +7,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from spark_hvd import elastic_launcher
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.context import current, in_world
-from spark_hvd.gradient_plan import require_same
-from spark_hvd.named import Reducing, compressed_allreduce
-from spark_hvd.objects import allgather_object
-from spark_hvd.optimizer_arguments import spec_of
-from spark_hvd.ordinals import ordinal
-from spark_hvd.process_sets import ProcessSet, global_process_set, lane_of
+from spark_hvd.collectives.objects import allgather_object
+from spark_hvd.collectives.process_set import ProcessSet, global_process_set, lane_of
+from spark_hvd.collectives.start import Reducing, compressed_allreduce
+from spark_hvd.context.init import current, in_world
+from spark_hvd.context.ordinals import ordinal
+from spark_hvd.torch.optimizer.arguments import spec_of
+from spark_hvd.torch.optimizer.plan import require_same
+from spark_hvd.transport.communicator import ReduceOp
+from spark_hvd.world import launcher as elastic_launcher
 
 
 class AdasumOptimizer(torch.optim.Optimizer):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from spark_hvd.buckets import ParamSpec, split_evenly
+from spark_hvd.torch.optimizer.buckets import ParamSpec, split_evenly
 
 
 def check_passes(passes: int) -> None:

@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
-from spark_hvd import elastic_launcher
-from spark_hvd.adasum_optimizer import AdasumOptimizer, take_over_with_adasum
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.compression import Compression
-from spark_hvd.context import in_world
-from spark_hvd.elastic_run import Bound, goes_along
-from spark_hvd.errors import MismatchError, NotInitializedError
-from spark_hvd.flat import Compressor
-from spark_hvd.join import require_everyone
-from spark_hvd.objects import allgather_object
-from spark_hvd.optimizer_arguments import check_passes, chosen_groups, group_indices, names_of, spec_of
-from spark_hvd.optimizer_recipe import Recipe
-from spark_hvd.planned import PlannedLane
-from spark_hvd.process_sets import ProcessSet, global_process_set
+from spark_hvd.collectives.compression import Compression
+from spark_hvd.collectives.objects import allgather_object
+from spark_hvd.collectives.process_set import ProcessSet, global_process_set
+from spark_hvd.context.init import in_world
+from spark_hvd.context.join import require_everyone
+from spark_hvd.elastic.run import Bound, goes_along
+from spark_hvd.torch.optimizer.adasum import AdasumOptimizer, take_over_with_adasum
+from spark_hvd.torch.optimizer.arguments import check_passes, chosen_groups, group_indices, names_of, spec_of
+from spark_hvd.torch.optimizer.flat import Compressor
+from spark_hvd.torch.optimizer.lane import PlannedLane
+from spark_hvd.torch.optimizer.recipe import Recipe
+from spark_hvd.transport.communicator import ReduceOp
+from spark_hvd.world import launcher as elastic_launcher
+from spark_hvd.world.errors import MismatchError, NotInitializedError
 
 _NOT_YET = (
     "this DistributedOptimizer belongs to an elastic rank that is in no world at the moment, so there is nobody to "

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from spark_hvd import mpi_backend
-from spark_hvd.buckets import BucketPlan, ParamSpec
-from spark_hvd.pipes import Pipes
-from spark_hvd.shared_memory import CopiedSum, SharedSum, in_memory
-from spark_hvd.torch_private import copy_all
-from spark_hvd.turnout import Presence, notes_numel, write
-from spark_hvd.waits import wait_for
+from spark_hvd.torch.optimizer.buckets import BucketPlan, ParamSpec
+from spark_hvd.torch.optimizer.participation import Presence, notes_numel, write
+from spark_hvd.transport.host.pipes import Pipes
+from spark_hvd.transport.host.shared_memory import CopiedSum, SharedSum, in_memory
+from spark_hvd.transport.mpi import backend as mpi_backend
+from spark_hvd.transport.torch_private import copy_all
+from spark_hvd.transport.waits import wait_for
 
 # Above this mean size one fused "scale into the buffer" a gradient beats one batched copy and a second pass to scale.
 FUSED_COPY_NUMEL = 16_384
@@ -60,8 +60,8 @@ class FlatBucket:
     """A flat buffer shared by the gradients of some parameters of one dtype and device.
 
     The buffer ends in one flag a parameter, 1 where this rank has a gradient, and the notes of
-    :mod:`spark_hvd.turnout`. The flags are summed with the gradients, so that a rank which lacks one learns, without a
-    message of its own, whether any other rank had it.
+    :mod:`spark_hvd.torch.optimizer.participation`. The flags are summed with the gradients, so that a rank which lacks
+    one learns, without a message of its own, whether any other rank had it.
     """
 
     def __init__(

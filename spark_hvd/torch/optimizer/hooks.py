@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spark_hvd.flat import FlatBucket
+from spark_hvd.torch.optimizer.flat import FlatBucket
 
 if TYPE_CHECKING:
-    from spark_hvd.planned import PlannedLane
+    from spark_hvd.torch.optimizer.lane import PlannedLane
 
 
 class Unplanned:

@@ -23,21 +23,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from spark_hvd.activity import activity
-from spark_hvd.buckets import ParamSpec
-from spark_hvd.flat import FlatBucket, Reduction
-from spark_hvd.flight import Flight
-from spark_hvd.gradient_hooks import Progress, Unplanned, make_hook, remove_all
-from spark_hvd.gradient_plan import GradientPlan, require_same
-from spark_hvd.pipes import Pipes
-from spark_hvd.planned_trace import StepTrace
-from spark_hvd.torch_private import at_end_of_backward, changes
-from spark_hvd.tracing import Tracing
-from spark_hvd.turnout import Presence
-from spark_hvd.vitals import Underway
+from spark_hvd.collectives.tracing import Tracing
+from spark_hvd.torch.optimizer.buckets import ParamSpec
+from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction
+from spark_hvd.torch.optimizer.hooks import Progress, Unplanned, make_hook, remove_all
+from spark_hvd.torch.optimizer.participation import Presence
+from spark_hvd.torch.optimizer.plan import GradientPlan, require_same
+from spark_hvd.torch.optimizer.step import Flight
+from spark_hvd.torch.optimizer.trace import StepTrace
+from spark_hvd.transport.host.pipes import Pipes
+from spark_hvd.transport.torch_private import at_end_of_backward, changes
+from spark_hvd.world.activity import activity
+from spark_hvd.world.vitals import Underway
 
 if TYPE_CHECKING:
-    from spark_hvd.tuning import StepTuner
+    from spark_hvd.torch.optimizer.tuner import StepTuner
 
 
 class Phase(enum.Enum):

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from spark_hvd.buckets import ParamSpec, describe_mismatch, fingerprint, plan_buckets
-from spark_hvd.errors import PlanMismatchError
-from spark_hvd.flat import FlatBucket, Reduction, make_buckets
-from spark_hvd.pipes import Pipes
+from spark_hvd.torch.optimizer.buckets import ParamSpec, describe_mismatch, fingerprint, plan_buckets
+from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction, make_buckets
+from spark_hvd.transport.host.pipes import Pipes
+from spark_hvd.world.errors import PlanMismatchError
 
 Exchange = Callable[[Any], list[Any]]
 """Gives every rank the facts of all ranks, in rank order."""

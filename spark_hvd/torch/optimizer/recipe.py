@@ -10,17 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spark_hvd import mpi_backend
-from spark_hvd.buckets import MEGABYTE
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.compression import Compression
-from spark_hvd.config import Config
-from spark_hvd.context import Context, current
-from spark_hvd.flat import Compressor, Reduction
-from spark_hvd.optimizer_arguments import exchange_device, spec_of
-from spark_hvd.planned import PlannedLane
-from spark_hvd.process_sets import ProcessSet, global_process_set, lane_of
-from spark_hvd.tuning import GLOO_THREADS, TAIL_MB, Groups, StepTuner
+from spark_hvd.collectives.compression import Compression
+from spark_hvd.collectives.process_set import ProcessSet, global_process_set, lane_of
+from spark_hvd.context.init import Context, current
+from spark_hvd.torch.optimizer.arguments import exchange_device, spec_of
+from spark_hvd.torch.optimizer.buckets import MEGABYTE
+from spark_hvd.torch.optimizer.flat import Compressor, Reduction
+from spark_hvd.torch.optimizer.lane import PlannedLane
+from spark_hvd.torch.optimizer.tuner import GLOO_THREADS, TAIL_MB, Groups, StepTuner
+from spark_hvd.transport.communicator import ReduceOp
+from spark_hvd.transport.mpi import backend as mpi_backend
+from spark_hvd.world.config import Config
 
 # The last bucket has no backward left to hide behind: small enough to be all latency, it costs one round trip.
 TAIL_BYTES = int(TAIL_MB * MEGABYTE)

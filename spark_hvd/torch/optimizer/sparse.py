@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from spark_hvd.turnout import Presence, Turnout
+from spark_hvd.torch.optimizer.participation import Presence, Turnout
 
 AllGather = Callable[[torch.Tensor], list[torch.Tensor]]
 

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spark_hvd.activity import activity
-from spark_hvd.errors import CollectiveError
-from spark_hvd.exchange import all_gather, exchange
-from spark_hvd.flat import FlatBucket, Reduction
-from spark_hvd.handles import is_out_of_memory
-from spark_hvd.planned_trace import StepTrace
-from spark_hvd.sparse import reduce_sparse
-from spark_hvd.standing import refuse_fork
-from spark_hvd.turnout import EVERYONE, Presence, Turnout, correction_on_device
-from spark_hvd.vitals import Underway
+from spark_hvd.context.standing import refuse_fork
+from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction
+from spark_hvd.torch.optimizer.participation import EVERYONE, Presence, Turnout, correction_on_device
+from spark_hvd.torch.optimizer.sparse import reduce_sparse
+from spark_hvd.torch.optimizer.trace import StepTrace
+from spark_hvd.transport.exchange import all_gather, exchange
+from spark_hvd.transport.handles import is_out_of_memory
+from spark_hvd.world.activity import activity
+from spark_hvd.world.errors import CollectiveError
+from spark_hvd.world.vitals import Underway
 
 
 class Flight:

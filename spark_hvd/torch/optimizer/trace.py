@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from spark_hvd.flat import FlatBucket
-from spark_hvd.trace import BACKWARD, BUCKET_FILL, SHARED_MEMORY, STEP, WAIT, wire_phase
-from spark_hvd.tracing import Tracing
+from spark_hvd.collectives.tracing import Tracing
+from spark_hvd.timeline.recorder import BACKWARD, BUCKET_FILL, SHARED_MEMORY, STEP, WAIT, wire_phase
+from spark_hvd.torch.optimizer.flat import FlatBucket
 
 _ROW = "step"
 

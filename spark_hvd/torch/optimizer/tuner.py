@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from spark_hvd.autotune import Autotuner, Knob
-from spark_hvd.buckets import MEGABYTE
-from spark_hvd.config import Config
-from spark_hvd.exchange import exchange
+from spark_hvd.torch.optimizer.buckets import MEGABYTE
+from spark_hvd.torch.optimizer.search import Autotuner, Knob
+from spark_hvd.transport.exchange import exchange
+from spark_hvd.world.config import Config
 
 if TYPE_CHECKING:
-    from spark_hvd.engine import Engine
-    from spark_hvd.planned import PlannedLane
+    from spark_hvd.engine.engine import Engine
+    from spark_hvd.torch.optimizer.lane import PlannedLane
 
 _log = logging.getLogger("spark_hvd")
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spark_hvd.waits import why_broken
+from spark_hvd.transport.waits import why_broken
 
 _READ = 4096
 _FULL_SECONDS = 0.001

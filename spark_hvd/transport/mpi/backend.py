@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from spark_hvd.communicator import Communicator
+from spark_hvd.transport.communicator import Communicator
 
 if TYPE_CHECKING:
-    from spark_hvd.mpi_endpoint import Endpoint
-    from spark_hvd.mpi_group import MpiProcessGroup
-    from spark_hvd.mpi_library import MPI
+    from spark_hvd.transport.mpi.endpoint import Endpoint
+    from spark_hvd.transport.mpi.group import MpiProcessGroup
+    from spark_hvd.transport.mpi.library import MPI
 
 NAME = "mpi4py"
 """torch has taken "mpi" for a backend that its wheels do not have."""
@@ -50,7 +50,7 @@ def use(parent: MPI.Intracomm | None, rank: int, size: int) -> None:
         RuntimeError: MPI counts the ranks in another way.
     """
     global _parent
-    from spark_hvd.mpi_library import MPI
+    from spark_hvd.transport.mpi.library import MPI
 
     _require_same(MPI.COMM_WORLD if parent is None else parent, rank, size)
     _parent = parent
@@ -68,14 +68,14 @@ def communicator_over(group: dist.ProcessGroup | None) -> Communicator:
     Args:
         group: None for the default one.
     """
-    from spark_hvd.mpi_communicator import MpiCommunicator
+    from spark_hvd.transport.mpi.communicator import MpiCommunicator
 
     return MpiCommunicator(endpoint_of(group))
 
 
 def endpoint_of(group: dist.ProcessGroup | None) -> Endpoint:
     """What a process group of this backend talks over; None for the default one."""
-    from spark_hvd.mpi_group import MpiProcessGroup
+    from spark_hvd.transport.mpi.group import MpiProcessGroup
 
     ours: Any = dist.group.WORLD if group is None else group
     assert isinstance(ours, MpiProcessGroup)
@@ -83,16 +83,16 @@ def endpoint_of(group: dist.ProcessGroup | None) -> Endpoint:
 
 
 def on_loss(prefix: str) -> Callable[[int, str], None]:
-    """What to call with a rank that is gone, and what is known of it; see :func:`spark_hvd.mpi_endpoint.lose`."""
-    from spark_hvd.mpi_endpoint import lose
+    """What to call with a lost rank, and what is known of it; see :func:`spark_hvd.transport.mpi.endpoint.lose`."""
+    from spark_hvd.transport.mpi.endpoint import lose
 
     return functools.partial(lose, prefix=prefix)
 
 
 def _create(options: Any, backend_options: Any) -> MpiProcessGroup:
-    from spark_hvd.mpi_endpoint import Endpoint
-    from spark_hvd.mpi_group import MpiProcessGroup
-    from spark_hvd.mpi_library import MPI
+    from spark_hvd.transport.mpi.endpoint import Endpoint
+    from spark_hvd.transport.mpi.group import MpiProcessGroup
+    from spark_hvd.transport.mpi.library import MPI
 
     parent = MPI.COMM_WORLD if _parent is None else _parent
     name = options.group_id

@@ -7,14 +7,14 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from spark_hvd.communicator import Handle, ReduceOp
-from spark_hvd.dtypes import check_op, copy_unless_shared, divide, to_dense
-from spark_hvd.mpi_endpoint import Endpoint
-from spark_hvd.mpi_library import MPI
-from spark_hvd.mpi_memory import Memory
-from spark_hvd.mpi_progress import Operation
-from spark_hvd.mpi_wire import elements, in_blocks, in_bytes, in_parts, ready, to_mpi
-from spark_hvd.shapes import (
+from spark_hvd.transport.communicator import Handle, ReduceOp
+from spark_hvd.transport.dtypes import check_op, copy_unless_shared, divide, to_dense
+from spark_hvd.transport.mpi.endpoint import Endpoint
+from spark_hvd.transport.mpi.library import MPI
+from spark_hvd.transport.mpi.memory import Memory
+from spark_hvd.transport.mpi.progress import Operation
+from spark_hvd.transport.mpi.wire import elements, in_blocks, in_bytes, in_parts, ready, to_mpi
+from spark_hvd.transport.shapes import (
     HEADER,
     describe,
     even_rows,
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class MpiHandle(Generic[T]):
-    """See :class:`spark_hvd.communicator.Handle`.
+    """See :class:`spark_hvd.transport.communicator.Handle`.
 
     Args:
         operation: What is under way.
@@ -68,7 +68,7 @@ class MpiHandle(Generic[T]):
 
 
 class MpiCommunicator:
-    """See :class:`spark_hvd.communicator.Communicator`.
+    """See :class:`spark_hvd.transport.communicator.Communicator`.
 
     Args:
         endpoint: What it talks over; others may use it as well, and it is not closed with the communicator.

@@ -8,9 +8,9 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spark_hvd.errors import CollectiveError
-from spark_hvd.mpi_library import MPI, TURNS
-from spark_hvd.mpi_progress import PROGRESS, Operation
+from spark_hvd.transport.mpi.library import MPI, TURNS
+from spark_hvd.transport.mpi.progress import PROGRESS, Operation
+from spark_hvd.world.errors import CollectiveError
 
 _LAST_SECONDS = 1.0
 """How long what is under way has left when a rank leaves: it may still end well, and the other ranks may need it."""
@@ -59,7 +59,7 @@ class Endpoint:
             raise CollectiveError(f"MPI made no communicator for {name}: {error.Get_error_string()}") from error
 
     def start(self, name: str, call: Callable[..., MPI.Request], *arguments: Any, keep: Any = None) -> Operation:
-        """Start one of the communicator's operations, see :meth:`spark_hvd.mpi_progress.Progress.start`."""
+        """Start one of the communicator's operations, see :meth:`spark_hvd.transport.mpi.progress.Progress.start`."""
         with self._lock:
             if self._closed is not None:
                 raise CollectiveError(f"{name} cannot start on rank {self.rank}: {self._closed}")

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.dtypes import check_op, copy_unless_shared, divide, to_dense
-from spark_hvd.mpi_endpoint import Endpoint
-from spark_hvd.mpi_library import MPI
-from spark_hvd.mpi_memory import Memory
-from spark_hvd.mpi_progress import Operation
-from spark_hvd.mpi_wire import Buffer, elements, in_blocks, in_bytes, in_parts, ready, to_mpi
-from spark_hvd.mpi_work import MpiWork
-from spark_hvd.shapes import require_dense
+from spark_hvd.transport.communicator import ReduceOp
+from spark_hvd.transport.dtypes import check_op, copy_unless_shared, divide, to_dense
+from spark_hvd.transport.mpi.endpoint import Endpoint
+from spark_hvd.transport.mpi.library import MPI
+from spark_hvd.transport.mpi.memory import Memory
+from spark_hvd.transport.mpi.progress import Operation
+from spark_hvd.transport.mpi.wire import Buffer, elements, in_blocks, in_bytes, in_parts, ready, to_mpi
+from spark_hvd.transport.mpi.work import MpiWork
+from spark_hvd.transport.shapes import require_dense
 
 _OPS = {
     "SUM": ReduceOp.SUM,

@@ -62,7 +62,7 @@ def finalize() -> None:
 
     MPI is not ended where operations were given up: it would wait for ever for what belongs to them.
     """
-    progress = sys.modules.get("spark_hvd.mpi_progress")
+    progress = sys.modules.get("spark_hvd.transport.mpi.progress")
     ended = True if progress is None else progress.PROGRESS.close()
     if _ours and ended and not MPI.Is_finalized():
         MPI.Finalize()

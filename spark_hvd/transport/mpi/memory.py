@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from spark_hvd.launch_env import read_mpi_cuda
-from spark_hvd.mpi_library import MPI
+from spark_hvd.transport.mpi.library import MPI
+from spark_hvd.world.env import read_mpi_cuda
 
 
 @functools.cache

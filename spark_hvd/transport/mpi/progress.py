@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spark_hvd.errors import CollectiveError
-from spark_hvd.mpi_library import MPI, THREADS, TURNS
-from spark_hvd.mpi_pace import Pace
+from spark_hvd.transport.mpi.library import MPI, THREADS, TURNS
+from spark_hvd.transport.mpi.pace import Pace
+from spark_hvd.world.errors import CollectiveError
 
 _log = logging.getLogger("spark_hvd")
 

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import psutil
 
-from spark_hvd.channel import own_address
-from spark_hvd.errors import CollectiveError
-from spark_hvd.kv import HashStore, Store, TCPStore
-from spark_hvd.layout import WorldLayout
-from spark_hvd.world import Endpoint, World
+from spark_hvd.engine.channel import own_address
+from spark_hvd.transport.kv import HashStore, Store, TCPStore
+from spark_hvd.world.errors import CollectiveError
+from spark_hvd.world.layout import WorldLayout
+from spark_hvd.world.world import Endpoint, World
 
 if TYPE_CHECKING:
-    from spark_hvd.mpi_library import MPI
+    from spark_hvd.transport.mpi.library import MPI
 
 _STORE_SECONDS = 300.0
 _LAST_WORDS_SECONDS = 0.5
@@ -49,7 +49,7 @@ def world_of(comm: MPI.Intracomm | None = None, master: str | None = None) -> tu
         ValueError: `comm` is no communicator of one set of ranks that this process is in.
         CollectiveError: No store could be made, or not be reached.
     """
-    from spark_hvd.mpi_library import MPI
+    from spark_hvd.transport.mpi.library import MPI
 
     given = MPI.COMM_WORLD if comm is None else comm
     if given == MPI.COMM_NULL or given.Is_inter():
@@ -88,7 +88,7 @@ def world_of(comm: MPI.Intracomm | None = None, master: str | None = None) -> tu
 
 def _everyones(comm: MPI.Comm, fact: Any) -> list[Any]:
     """What each rank says, in rank order; as JSON, since mpi4py's own exchange of objects unpickles what comes."""
-    from spark_hvd.mpi_library import MPI
+    from spark_hvd.transport.mpi.library import MPI
 
     mine = json.dumps(fact).encode()
     counts = array("i", [0] * comm.size)
@@ -113,7 +113,7 @@ def ranks_of(comm: MPI.Intracomm, parent: MPI.Intracomm | None, size: int) -> li
     Raises:
         ValueError: Some of its ranks are not in the world, or the world was not made by MPI.
     """
-    from spark_hvd.mpi_library import MPI
+    from spark_hvd.transport.mpi.library import MPI
 
     mine, theirs = (MPI.COMM_WORLD if parent is None else parent).Get_group(), comm.Get_group()
     ranks = MPI.Group.Translate_ranks(theirs, list(range(theirs.size)), mine)
@@ -132,8 +132,8 @@ def part_of(parent: MPI.Intracomm | None, ranks: Sequence[int]) -> MPI.Intracomm
         parent: None for MPI_COMM_WORLD.
         ranks: In `parent`, in the order that they are to have.
     """
-    from spark_hvd import mpi_endpoint
-    from spark_hvd.mpi_library import MPI
+    from spark_hvd.transport.mpi import endpoint as mpi_endpoint
+    from spark_hvd.transport.mpi.library import MPI
 
     return mpi_endpoint.part_of(MPI.COMM_WORLD if parent is None else parent, ranks, f"part {ranks}")
 
@@ -179,7 +179,7 @@ def abort_on_exceptions() -> None:
     Without that the process would wait in MPI_Finalize for others that wait for it. To be called again whenever the
     default process group has been made: torch puts a hook of its own before ours then, which keeps what we print.
     """
-    from spark_hvd.mpi_library import MPI
+    from spark_hvd.transport.mpi.library import MPI
 
     previous = sys.excepthook
     if MPI.COMM_WORLD.size == 1 or getattr(previous, "aborts_mpi", False):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from spark_hvd.communicator import ReduceOp
-from spark_hvd.dtypes import Restore, to_wire
-from spark_hvd.mpi_library import MPI
+from spark_hvd.transport.communicator import ReduceOp
+from spark_hvd.transport.dtypes import Restore, to_wire
+from spark_hvd.transport.mpi.library import MPI
 
 Buffer = list[Any]
 """Memory, a count or counts with displacements, and a datatype: what mpi4py's methods take."""
@@ -47,7 +47,7 @@ _address = MPI.buffer.fromaddress
 
 
 def to_mpi(tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, MPI.Op, Restore]:
-    """Give a tensor the form in which MPI can reduce it; as :func:`spark_hvd.dtypes.to_wire`.
+    """Give a tensor the form in which MPI can reduce it; as :func:`spark_hvd.transport.dtypes.to_wire`.
 
     Args:
         tensor: Contiguous.

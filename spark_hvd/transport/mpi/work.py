@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spark_hvd.errors import CollectiveError
-from spark_hvd.mpi_progress import Operation
+from spark_hvd.transport.mpi.progress import Operation
+from spark_hvd.world.errors import CollectiveError
 
 
 class MpiWork(dist.Work):

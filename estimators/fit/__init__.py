@@ -1,0 +1,4 @@
+"""From a DataFrame and parameters to a trained model, whatever the framework; on the driver.
+
+May import every room below and runner.launch. Doors: estimator, backend.
+"""

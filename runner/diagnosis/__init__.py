@@ -1,0 +1,4 @@
+"""Will run() work here, and if not, why not.
+
+May import launch and what is below it. Doors: examine, report.
+"""

@@ -1,0 +1,20 @@
+"""``hvd.checkpoint``: what a training function needs to go on after a restart, in a folder or a store.
+
+::
+
+    saved = hvd.checkpoint.load(folder)                  # None the first time; the same on every rank
+    first = 0
+    if saved is not None:
+        model.load_state_dict(saved.state["model"])
+        first = saved.step
+    for step in range(first, steps):
+        ...
+        if (step + 1) % 100 == 0:
+            hvd.checkpoint.save(folder, {"model": model.state_dict()}, step + 1)
+"""
+
+from __future__ import annotations
+
+from spark_hvd.checkpoint.api import Checkpoint, latest, load, load_sharded, save, save_sharded
+
+__all__ = ["Checkpoint", "latest", "load", "load_sharded", "save", "save_sharded"]

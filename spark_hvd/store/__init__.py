@@ -1,0 +1,10 @@
+"""The store: where data, checkpoints and logs of a fit lie. One class over fsspec, for every kind of file system.
+
+Imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+from spark_hvd.store.files import Store
+
+__all__ = ["Store"]
