@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.runner import ResetLimitError, StateLostError, run_elastic_local
+from spark_hvd.runner.elastic.agent import Agent
 from spark_hvd.testing import FaultPlan
+from tests.conftest import wait_until
 from tests.elastic_jobs import SAMPLES, Job, Result, checked, read, train
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -95,9 +98,29 @@ def test_the_same_fault_in_each_generation_is_survived_when_there_are_commits_be
     assert (first.seen, first.weights) == (unbroken.seen, unbroken.weights)
 
 
-def test_a_smaller_world_goes_on_at_once_and_grows_again() -> None:
-    job = Job(FaultPlan().kill(rank=0, step=4), epochs=5, pause=0.04)
-    first = launch(job, min_num_proc=1)[0]
+def test_a_smaller_world_goes_on_at_once_and_grows_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replacement starts when the survivor has made a step alone, and the job ends when it has made one too."""
+    log, both = tmp_path / "log", tmp_path / "both"
+    start = Agent._start
+
+    def reached(generation: int) -> bool:
+        return any(line.generation == generation for line in read(log))
+
+    def start_late(agent: Agent, number: int, *args: Any) -> None:
+        if number >= 2:
+            wait_until(lambda: reached(1))
+        start(agent, number, *args)
+
+    def end_job() -> None:
+        wait_until(lambda: reached(2))
+        both.touch()
+
+    monkeypatch.setattr(Agent, "_start", start_late)
+    watcher = threading.Thread(target=end_job)
+    watcher.start()
+    job = Job(FaultPlan().kill(rank=0, step=4), epochs=5, log=str(log), until=str(both))
+    first = checked(run_elastic_local(train, [job], num_proc=2, min_num_proc=1, timeout=60, verbose=0))
+    watcher.join()
     assert first.sizes == [2, 1, 2]
     generations = sorted({generation for generation, _ in first.worlds})
     assert generations == [0, 1, 2]
