@@ -6,6 +6,8 @@ from __future__ import annotations
 class EstimatorError(RuntimeError):
     """Base of what can go wrong with a fit or a transform once its parameters are accepted."""
 
+    __module__ = "spark_hvd.estimators"
+
     def __reduce__(self) -> tuple[type[EstimatorError], tuple[str]]:
         return type(self), (str(self),)
 
@@ -13,10 +15,16 @@ class EstimatorError(RuntimeError):
 class DataError(EstimatorError, ValueError):
     """The data do not fit the parameters: a column missing or of a wrong type, nulls, ragged arrays, too few rows."""
 
+    __module__ = "spark_hvd.estimators"
+
 
 class ModelError(EstimatorError, ValueError):
     """The model, its loss or its optimizer does not work on a batch of these data; found before any rank is started."""
 
+    __module__ = "spark_hvd.estimators"
+
 
 class NotFiniteLossError(EstimatorError):
     """The loss became NaN or infinite; the text names rank, epoch and batch."""
+
+    __module__ = "spark_hvd.estimators"

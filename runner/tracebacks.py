@@ -23,7 +23,7 @@ _STANDARD = re.compile(r"/lib(?:64)?/python3\.\d+/|^<frozen ")
 _HOME = os.path.dirname(os.path.abspath(spark_hvd.__file__))
 _OURS = re.compile(
     # In a checkout the runner and the estimators lie beside the core.
-    rf"/spark_hvd/(?:\w+/)?\w+\.py$|^(?:{re.escape(_HOME)}|{re.escape(os.path.dirname(_HOME))}/(?:runner|estimators))/"
+    rf"/spark_hvd/(?:\w+/)*\w+\.py$|^(?:{re.escape(_HOME)}|{re.escape(os.path.dirname(_HOME))}/(?:runner|estimators))/"
 )
 _CHAIN = "\n\nThe above exception was the direct cause of the following exception:\n\n"
 _PLUMBING = ("_wrapped_call_impl", "_call_impl", "_engine_run_backward")

@@ -7,20 +7,44 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spark_hvd.runner import doctor, run, run_elastic, run_elastic_local, run_local
+    from spark_hvd.world.errors import (
+        CollectiveError,
+        DuplicateNameError,
+        HostsUpdatedInterrupt,
+        MismatchError,
+        NotInitializedError,
+        PlanMismatchError,
+        StalledError,
+    )
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "doctor", "run", "run_elastic", "run_elastic_local", "run_local"]
+__all__ = [
+    "CollectiveError",
+    "DuplicateNameError",
+    "HostsUpdatedInterrupt",
+    "MismatchError",
+    "NotInitializedError",
+    "PlanMismatchError",
+    "StalledError",
+    "__version__",
+    "doctor",
+    "run",
+    "run_elastic",
+    "run_elastic_local",
+    "run_local",
+]
 
 # The launchers bring pyspark; a rank that imports the collectives loads none of it (PEP 562).
 _LAUNCHERS = ("doctor", "run", "run_elastic", "run_elastic_local", "run_local")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAUNCHERS:
-        return getattr(importlib.import_module("spark_hvd.runner"), name)
+    if name in __all__:
+        home = "spark_hvd.runner" if name in _LAUNCHERS else "spark_hvd.world.errors"
+        return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAUNCHERS})
+    return sorted({*globals(), *__all__})

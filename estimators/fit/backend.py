@@ -46,6 +46,8 @@ class SparkBackend:
             verbose, progress, cpus_per_proc, gpus_per_proc, max_restarts, min_num_proc, tracker, stdout, stderr.
     """
 
+    __module__ = "spark_hvd.estimators"
+
     def __init__(self, num_proc: int | None = None, *, spark: SparkSession | None = None, **options: Any) -> None:
         self._num_proc = num_proc
         self._spark = spark
@@ -74,6 +76,8 @@ class LocalBackend:
         num_proc: Number of ranks.
         options: Further keywords of :func:`spark_hvd.run_local`.
     """
+
+    __module__ = "spark_hvd.estimators"
 
     def __init__(self, num_proc: int = 2, **options: Any) -> None:
         self._num_proc = num_proc

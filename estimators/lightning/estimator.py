@@ -31,6 +31,8 @@ _LOSSES = {
 class LightningModel(TorchModel):
     """A trained LightningModule in Spark ML; see TorchModel. Its ``forward`` gets the features, one argument each."""
 
+    __module__ = "spark_hvd.estimators"
+
 
 class LightningEstimator(SparkEstimator):
     """Trains a ``LightningModule`` on the rows of a DataFrame, on several ranks, and gives a LightningModel.
@@ -50,6 +52,8 @@ class LightningEstimator(SparkEstimator):
     Raises:
         TypeError, ValueError: a parameter is unknown or its value is not allowed.
     """
+
+    __module__ = "spark_hvd.estimators"
 
     _table = LIGHTNING
     _gone = GONE

@@ -27,6 +27,8 @@ class TorchEstimator(SparkEstimator):
         TypeError, ValueError: a parameter is unknown or its value is not allowed.
     """
 
+    __module__ = "spark_hvd.estimators"
+
     _table = TORCH
     _gone = GONE
     _required: ClassVar[Mapping[str, str]] = {

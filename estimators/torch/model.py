@@ -87,6 +87,8 @@ class TorchModel(TableParams, Model, MLWritable, MLReadable["TorchModel"]):
     A saved model holds a pickle of the model's code: only load models that you trust.
     """
 
+    __module__ = "spark_hvd.estimators"
+
     _table: ClassVar = TABLE
     _from_json: ClassVar = {"metadata": ModelMeta.from_json}
 

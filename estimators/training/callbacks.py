@@ -42,6 +42,8 @@ class TrainState:
         stop: Set it, on any rank, to end training on all ranks after this epoch.
     """
 
+    __module__ = "spark_hvd.estimators"
+
     rank: int
     size: int
     epochs: int
@@ -60,6 +62,8 @@ class TrainState:
 
 class Callback:
     """Base class; override what is of interest."""
+
+    __module__ = "spark_hvd.estimators"
 
     def on_train_begin(self, state: TrainState) -> None:
         """Once, when the ranks start from the same weights."""
@@ -86,6 +90,8 @@ class EarlyStopping(Callback):
         min_delta: By how much it has to be better to count.
         mode: "min" or "max": which is better.
     """
+
+    __module__ = "spark_hvd.estimators"
 
     def __init__(
         self, monitor: str | None = None, patience: int = 3, min_delta: float = 0.0, mode: str = "min"
@@ -115,6 +121,8 @@ class EarlyStopping(Callback):
 class CSVLogger(Callback):
     """Writes the history as ``logs/history.csv`` of the run, after every epoch."""
 
+    __module__ = "spark_hvd.estimators"
+
     def on_epoch_end(self, state: TrainState) -> None:
         """See base class."""
         if state.rank == 0:
@@ -133,6 +141,8 @@ class TensorBoard(Callback):
     Read with ``tensorboard --logdir <store>/runs``. On stores that are no local directory, the event file is written
     locally and copied after every epoch.
     """
+
+    __module__ = "spark_hvd.estimators"
 
     def __init__(self) -> None:
         self._writer: Any = None
@@ -179,6 +189,8 @@ class MLflow(Callback):
     Args:
         run_name: Name of the MLflow run, where none is active; None for the run's id.
     """
+
+    __module__ = "spark_hvd.estimators"
 
     def __init__(self, run_name: str | None = None) -> None:
         import mlflow

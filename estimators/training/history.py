@@ -22,6 +22,8 @@ class History(list[Row]):
     had been started again when the epoch ended (``max_restarts``); without any there is no such key.
     """
 
+    __module__ = "spark_hvd.estimators"
+
     @property
     def restarts(self) -> int:
         """How often the ranks were started again."""

@@ -12,7 +12,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,7 @@ def unpack(packed: PackedModule) -> Any:
         ModuleNotFoundError, AttributeError: its code is not here, or is another version.
         Exception: the bytes are damaged (pickle's and safetensors' own errors).
     """
-    entries, body = pickle.loads(packed.structure)
+    entries, body = _ByDoor(io.BytesIO(packed.structure)).load()
     return _Unpickler(io.BytesIO(body), entries, safetensors.torch.load(packed.weights)).load()
 
 
@@ -131,7 +131,21 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc] # cloudpickle ha
         return super().reducer_override(obj)
 
 
-class _Unpickler(pickle.Unpickler):
+class _ByDoor(pickle.Unpickler):
+    """Also reads what was saved before files of ours moved: what they called by the old path is at a door, or here."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except (ImportError, AttributeError):
+            if module.startswith("spark_hvd."):
+                for door in ("spark_hvd.estimators", "spark_hvd.torch", "spark_hvd.collectives.compression", __name__):
+                    with suppress(AttributeError):
+                        return super().find_class(door, name)
+            raise
+
+
+class _Unpickler(_ByDoor):
     def __init__(self, file: io.BytesIO, entries: list[_Entry], values: dict[str, torch.Tensor]) -> None:
         super().__init__(file)
         self._entries, self._values = entries, values

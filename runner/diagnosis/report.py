@@ -20,6 +20,8 @@ _COLORS = {"OK": "#2e7d32", "warning": "#b26a00", "error": "#c62828"}
 class Level(str, Enum):
     """How much a finding matters."""
 
+    __module__ = "spark_hvd.runner"
+
     OK = "OK"
     WARNING = "warning"  # runs work, but slower or less safely than they could
     ERROR = "error"  # a run will fail
@@ -36,6 +38,8 @@ class Finding:
         remedy: What to do about it, as a setting or a command to copy; empty when all is well.
     """
 
+    __module__ = "spark_hvd.runner"
+
     check: str
     level: Level
     found: str
@@ -51,6 +55,8 @@ class Report:
         findings: In the order of the checks.
         seconds: How long it took.
     """
+
+    __module__ = "spark_hvd.runner"
 
     subject: str
     findings: tuple[Finding, ...]

@@ -31,6 +31,8 @@ class RunResult(list[R]):
         history: See above; None for one without records.
     """
 
+    __module__ = "spark_hvd.runner"
+
     def __init__(
         self, values: Iterable[R] = (), summary: Summary | None = None, history: History | None = None
     ) -> None:

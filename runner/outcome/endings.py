@@ -11,7 +11,9 @@ _HINTS = {
     "SIGKILL": " (often the kernel or the cluster manager: out of memory)",
     "SIGSEGV": " (a crash in native code)",
 }
-_OURS = re.compile(r'\s*File ".*/runner/(rank|supervise)/\w+\.py"|\s*File "<frozen runpy>"|Extension modules:')
+_OURS = re.compile(
+    r'\s*File ".*/runner/(?:rank|supervise)/(?:\w+/)*\w+\.py"|\s*File "<frozen runpy>"|Extension modules:'
+)
 
 
 def exit_failure(exitcode: int) -> tuple[FailureKind, str]:

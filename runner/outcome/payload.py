@@ -19,6 +19,8 @@ _MAX_DEPTH = 6
 class UnpicklableError(Brief, TypeError):
     """Something that has to travel between processes cannot be pickled; the message names the part of it."""
 
+    __module__ = "spark_hvd.runner"
+
 
 def dump_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
     """Pickle a call. Functions and classes of ``__main__`` (a notebook, a script) travel by value.

@@ -6,6 +6,7 @@ import atexit
 import faulthandler
 import os
 import pickle
+import re
 import socket
 import sys
 import threading
@@ -22,7 +23,7 @@ from spark_hvd.world.layout import RankInfo
 if TYPE_CHECKING:
     from spark_hvd.runner.rank.elastic import ElasticRank
 
-_OURS = (__name__, "spark_hvd.runner.rank.elastic", "spark_hvd.runner.rank.script", "runpy")
+_OURS = re.compile(r"spark_hvd\.runner\.|runpy$")
 """Modules whose frames above fn, or above a script, are no part of the user's program."""
 
 
@@ -272,7 +273,7 @@ def _send_failure(control: socket.socket, kind: str, error: str, exception: Base
 def _format(error: BaseException) -> str:
     """The traceback as the user would see it in a program of his own: from fn on, without our frames above it."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals.get("__name__") in _OURS:
+    while trace is not None and _OURS.match(trace.tb_frame.f_globals.get("__name__") or ""):
         trace = trace.tb_next
     if trace is None:
         trace = error.__traceback__

@@ -38,6 +38,8 @@ class MlflowTracker:
         nested: Make a new run below the active one, instead of using that.
     """
 
+    __module__ = "spark_hvd.runner"
+
     def __init__(self, experiment: str | None = None, run_name: str | None = None, *, nested: bool = False) -> None:
         try:
             import mlflow  # noqa: F401

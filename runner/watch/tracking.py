@@ -23,6 +23,8 @@ Facts = Mapping[str, str | int | float]
 class Tracker(Protocol):
     """Takes note of one run after the other. Always called by the thread that called ``run``."""
 
+    __module__: str = "spark_hvd.runner"
+
     def start(self, facts: Facts) -> None:
         """A run begins; no rank has been started yet. An exception ends it here.
 

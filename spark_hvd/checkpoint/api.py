@@ -29,6 +29,8 @@ class Checkpoint:
         state: What was saved; tensors are on the CPU.
     """
 
+    __module__ = "spark_hvd.checkpoint"
+
     step: int
     state: dict[str, Any]
 

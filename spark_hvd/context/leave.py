@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import sys
 
 import torch.distributed as dist
 
@@ -96,9 +95,8 @@ def _leave() -> None:
     if standing.forked is not None:
         return
     shutdown()
-    library = sys.modules.get("spark_hvd.transport.mpi.library")
-    if library is not None:
-        library.finalize()
+    for end in mpi_backend.at_exit:
+        end()
 
 
 atexit.register(_leave)

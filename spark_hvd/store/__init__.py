@@ -5,6 +5,7 @@ Imports nothing of ours.
 
 from __future__ import annotations
 
+from spark_hvd.store.errors import CheckpointError, StoreError
 from spark_hvd.store.files import Store
 
-__all__ = ["Store"]
+__all__ = ["CheckpointError", "Store", "StoreError"]

@@ -14,12 +14,16 @@ from typing import Any, BinaryIO
 class StoreError(RuntimeError):
     """A store cannot be reached, read, written, or holds something else than expected."""
 
+    __module__ = "spark_hvd.store"
+
     def __reduce__(self) -> tuple[type[StoreError], tuple[str]]:
         return type(self), (str(self),)
 
 
 class CheckpointError(StoreError):
     """A checkpoint or a saved model is damaged, of another model, or of a newer version of spark_hvd."""
+
+    __module__ = "spark_hvd.store"
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -48,6 +48,8 @@ class Store:
         val_path: Directory of the validation data; None likewise.
     """
 
+    __module__ = "spark_hvd.store"
+
     url: str
     storage_options: dict[str, Any] = field(default_factory=dict, repr=False, hash=False)
     runs_path: str | None = None

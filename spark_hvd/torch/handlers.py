@@ -26,6 +26,8 @@ class StateHandler:
         root_rank: Set before `sync` is called: the rank whose state counts.
     """
 
+    __module__: str = "spark_hvd.torch.elastic"
+
     root_rank = 0
 
     def __init__(self, value: Any) -> None:
@@ -55,6 +57,8 @@ class StateDictHandler(StateHandler):
     for things with other names for these two.
     """
 
+    __module__ = "spark_hvd.torch.elastic"
+
     copies = False
     """Whether :meth:`load` only copies from the tensors it is given, from whatever device."""
 
@@ -80,6 +84,8 @@ class StateDictHandler(StateHandler):
 
 class ModelStateHandler(StateDictHandler):
     """Handles a torch.nn.Module: its parameters, and its buffers if they are persistent."""
+
+    __module__ = "spark_hvd.torch.elastic"
 
     copies = True
 
@@ -107,6 +113,8 @@ class OptimizerStateHandler(StateDictHandler):
     A restore or a sync sets them to None: a gradient from before it must not be added to the next.
     """
 
+    __module__ = "spark_hvd.torch.elastic"
+
     def load(self, state: Any) -> None:
         """See base class."""
         load_optimizer_state(self.value, state)
@@ -132,6 +140,8 @@ class OptimizerStateHandler(StateDictHandler):
 
 class SamplerStateHandler(StateDictHandler):
     """Handles an ElasticSampler: epoch and progress."""
+
+    __module__ = "spark_hvd.torch.elastic"
 
     def renewed(self) -> None:
         """Deal out what is left among the ranks that are there now."""

@@ -39,6 +39,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         processed_num: How many indices of it all ranks together have processed.
     """
 
+    __module__ = "spark_hvd.torch.elastic"
+
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0, *, drop_last: bool = False) -> None:
         self.dataset = dataset
         self.shuffle = shuffle

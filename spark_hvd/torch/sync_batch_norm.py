@@ -49,6 +49,8 @@ class SyncBatchNorm(BatchNormBase):
         CollectiveError: From calls in training mode and their backward: a peer or the network failed.
     """
 
+    __module__ = "spark_hvd.torch"
+
     def __init__(
         self,
         num_features: int,

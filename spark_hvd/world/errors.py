@@ -6,6 +6,8 @@ from __future__ import annotations
 class NotInitializedError(ValueError):
     """A call that needs a world came before ``hvd.init()`` or after ``hvd.shutdown()``."""
 
+    __module__ = "spark_hvd"
+
     def __init__(self, message: str = "spark_hvd has not been initialized; call hvd.init() first.") -> None:
         super().__init__(message)
 
@@ -19,6 +21,8 @@ class CollectiveError(RuntimeError):
     The world is of no use afterwards: shut down, and join a new one or end.
     """
 
+    __module__ = "spark_hvd"
+
     def __reduce__(self) -> tuple[type[CollectiveError], tuple[str]]:
         return type(self), (str(self),)
 
@@ -29,12 +33,16 @@ class MismatchError(ValueError, RuntimeError):
     Nothing was exchanged but the descriptions, so the world stays usable. A RuntimeError too, as Horovod's errors are.
     """
 
+    __module__ = "spark_hvd"
+
     def __reduce__(self) -> tuple[type[MismatchError], tuple[str]]:
         return type(self), (str(self),)
 
 
 class PlanMismatchError(MismatchError):
     """Ranks wrapped optimizers whose parameters differ, so that their gradient buckets would not fit together."""
+
+    __module__ = "spark_hvd"
 
 
 class DuplicateNameError(ValueError, RuntimeError):
@@ -43,6 +51,8 @@ class DuplicateNameError(ValueError, RuntimeError):
     A RuntimeError too, as Horovod's errors are.
     """
 
+    __module__ = "spark_hvd"
+
     def __reduce__(self) -> tuple[type[DuplicateNameError], tuple[str]]:
         return type(self), (str(self),)
 
@@ -50,6 +60,10 @@ class DuplicateNameError(ValueError, RuntimeError):
 class StalledError(CollectiveError):
     """Some ranks did not call a collective within ``stall_timeout``; the text names them. The world goes on."""
 
+    __module__ = "spark_hvd"
+
 
 class HostsUpdatedInterrupt(Exception):  # noqa: N818  Horovod's name
     """The members of an elastic world are to change; raised on all ranks at the same commit, and no failure."""
+
+    __module__ = "spark_hvd"

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+import spark_hvd.torch as hvd
 from spark_hvd.transport.communicator import ReduceOp
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,7 +122,7 @@ def test_lists_and_tables_begin_after_a_blank_line(page: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "elsewhere"),
     [
-        ("spark_hvd", {"__version__"}),
+        ("spark_hvd", {"__version__", *hvd.__all__, *hvd.elastic.__all__}),
         ("spark_hvd.torch", {*ReduceOp.__members__, "HorovodInternalError", "checkpoint", "elastic"}),
         ("spark_hvd.torch.elastic", set()),
         ("spark_hvd.checkpoint", set()),

@@ -28,6 +28,13 @@ def modules_after(statement: str) -> dict[str, str]:
 
 def test_public_names() -> None:
     assert sorted(spark_hvd.__all__) == [
+        "CollectiveError",
+        "DuplicateNameError",
+        "HostsUpdatedInterrupt",
+        "MismatchError",
+        "NotInitializedError",
+        "PlanMismatchError",
+        "StalledError",
         "__version__",
         "doctor",
         "run",

@@ -43,6 +43,7 @@ Current thread 0x00007f3333333333 (most recent call first):
         ("<stdin>", ""),
         (f"{SITE}/torch/nn/modules/module.py", "torch"),
         (f"{SITE}/spark_hvd/runner/rank/main.py", "spark_hvd"),
+        (f"{SITE}/spark_hvd/runner/watch/hang/states.py", "spark_hvd"),
         ("/elsewhere/src/spark_hvd/collectives/lane.py", "spark_hvd"),
         (str(Path(spark_hvd.__file__).parents[1] / "runner" / "child.py"), "spark_hvd"),
         ("/usr/lib/python3.11/threading.py", "Python"),
@@ -118,7 +119,7 @@ Traceback (most recent call last):
     return hvd.allreduce(x)
   File "{SITE}/spark_hvd/torch/reduce.py", line 40, in allreduce
     return handle.wait()
-spark_hvd.world.errors.MismatchError: allreduce 'x': no
+spark_hvd.MismatchError: allreduce 'x': no
 
 The above exception was the direct cause of the following exception:
 
@@ -134,7 +135,7 @@ ValueError: two
         '  File "/home/u/model.py", line 3, in forward',
         "    return hvd.allreduce(x)",
         "  [1 frame of spark_hvd]",
-        "spark_hvd.world.errors.MismatchError: allreduce 'x': no",
+        "spark_hvd.MismatchError: allreduce 'x': no",
         *text.splitlines()[12:],
     ]
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+
+from spark_hvd.transport.mpi import backend
 
 if TYPE_CHECKING:
     from mpi4py import MPI as MPI
@@ -57,12 +60,17 @@ TURNS: AbstractContextManager[Any] = contextlib.nullcontext() if THREADS else th
 """To be held in every call of MPI: a lock where MPI lets in one thread at a time."""
 
 
+before_end: list[Callable[[], bool]] = []
+"""What ends first; each tells whether nothing is left under way."""
+
+
 def finalize() -> None:
     """Stop keeping MPI moving, and end it if it was us who started it, which blocks until every process does.
 
     MPI is not ended where operations were given up: it would wait for ever for what belongs to them.
     """
-    progress = sys.modules.get("spark_hvd.transport.mpi.progress")
-    ended = True if progress is None else progress.PROGRESS.close()
-    if _ours and ended and not MPI.Is_finalized():
+    if all([end() for end in before_end]) and _ours and not MPI.Is_finalized():
         MPI.Finalize()
+
+
+backend.at_exit.append(finalize)

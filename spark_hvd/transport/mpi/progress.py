@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spark_hvd.transport.mpi.library import MPI, THREADS, TURNS
+from spark_hvd.transport.mpi.library import MPI, THREADS, TURNS, before_end
 from spark_hvd.transport.mpi.pace import Pace
 from spark_hvd.world.errors import CollectiveError
 
@@ -275,3 +275,5 @@ class Progress:
 
 PROGRESS = Progress()
 """Of this process; MPI is one in it, too."""
+
+before_end.append(PROGRESS.close)

@@ -1,0 +1,65 @@
+"""Every name that docs/api lists is where it says, and a class is called by that path: in tracebacks, in pickles."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import pkgutil
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOORS = (
+    "spark_hvd",
+    "spark_hvd.checkpoint",
+    "spark_hvd.estimators",
+    "spark_hvd.runner",
+    "spark_hvd.store",
+    "spark_hvd.testing",
+    "spark_hvd.timeline",
+    "spark_hvd.torch",
+    "spark_hvd.torch.elastic",
+)
+PAGES = "".join(page.read_text() for page in sorted((Path(__file__).parents[2] / "docs" / "api").glob("*.md")))
+LISTED = sorted(set(re.findall(r"^::: ([\w.]+)$", PAGES, flags=re.MULTILINE)))
+SHARED = {
+    "Compression",
+    "Compressor",
+    "Config",
+    "NamedHandle",
+    "ObjectState",
+    "ProcessSet",
+    "Progress",
+    "ReduceOp",
+    "State",
+}
+"""Classes that every framework's face hands on, and none of them owns."""
+
+
+def listed(path: str) -> Any:
+    if path.startswith("spark_hvd.estimators.Lightning"):
+        pytest.importorskip("lightning")
+    door, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(door), name)
+
+
+@pytest.mark.parametrize("path", LISTED)
+def test_a_class_is_called_by_a_path_of_its_door(path: str) -> None:
+    found = listed(path)
+    if not isinstance(found, type) or found.__name__ in SHARED:
+        return
+    assert found.__module__ in (*DOORS, path.rpartition(".")[0])
+    assert getattr(importlib.import_module(found.__module__), found.__name__) is found
+    assert pickle.loads(pickle.dumps(found)) is found
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_no_module_stands_where_a_name_is_public(door: str) -> None:
+    """Importing a submodule binds its name in the package, over what is there."""
+    module = importlib.import_module(door)
+    inside = {found.name for found in pkgutil.iter_modules(getattr(module, "__path__", []))}
+    public = {path.removeprefix(f"{door}.") for path in LISTED if path.startswith(f"{door}.")}
+    face = {"elastic"} if door == "spark_hvd.torch" else set()
+    assert inside & (public | set(getattr(module, "__all__", []))) == face
