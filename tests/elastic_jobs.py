@@ -22,6 +22,7 @@ import torch
 import spark_hvd.torch as hvd
 from spark_hvd.context.init import place
 from spark_hvd.testing import FaultPlan
+from spark_hvd.world.launcher import installed
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors cannot import tests
 
@@ -40,6 +41,7 @@ class Job:
         every: Steps from commit to commit.
         log: File to which each rank adds a :class:`Line` after each commit.
         until: After the epochs training goes on until this file is there; None: it does not.
+        stay: The step before which the first generation stays until its members are to change; None: at none.
     """
 
     faults: FaultPlan = field(default_factory=FaultPlan)
@@ -49,6 +51,7 @@ class Job:
     every: int = 1
     log: str | None = None
     until: str | None = None
+    stay: int | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,8 @@ def train(job: Job) -> Result:
             sampler.set_epoch(state.epoch)
             for batch in batches(list(sampler), job.batch):
                 job.faults.at(state.step)
+                if state.step == job.stay and hvd.generation() == 0:
+                    await_update()
                 time.sleep(job.pause)
                 optimizer.zero_grad()
                 torch.nn.functional.mse_loss(model(x[batch]), y[batch]).backward()
@@ -164,6 +169,14 @@ def batches(indices: list[int], size: int) -> Iterator[list[int]]:
     """Indices in lists of a size; the last may be shorter."""
     for start in range(0, len(indices), size):
         yield indices[start : start + size]
+
+
+def await_update() -> None:
+    """Stay until the members of this rank's world are to change, which they do at the next commit."""
+    launcher = installed()
+    assert launcher is not None
+    while not launcher.update_wanted:
+        time.sleep(0.01)
 
 
 def together(path: str) -> bool:
