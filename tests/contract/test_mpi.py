@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 import threading
 import time
@@ -390,3 +391,15 @@ def test_abort_and_a_world_after_it(world: Ranks) -> None:
         return float(hvd.allreduce(torch.tensor(1.0 + hvd.rank()), op=hvd.Sum))
 
     assert world.run(fn) == [3.0, 3.0]
+
+
+def test_a_program_that_ends_ends_mpi() -> None:
+    program = """
+import atexit, sys
+atexit.register(lambda: print(sys.modules["mpi4py.MPI"].Is_finalized(), PROGRESS._closed))  # called last
+import spark_hvd.torch as hvd
+from spark_hvd.transport.mpi.progress import PROGRESS  # starts MPI
+PROGRESS.later(60.0, print)  # a thread keeps it moving
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True True\n"
