@@ -41,7 +41,9 @@ class Job:
         every: Steps from commit to commit.
         log: File to which each rank adds a :class:`Line` after each commit.
         until: After the epochs training goes on until this file is there; None: it does not.
-        stay: The step before which the first generation stays until its members are to change; None: at none.
+        stay: A generation, and the step before which it stays until its members are to change.
+        late: A number of processes, and a size: those after the first so many wait until a world of this size, which
+            they are to enlarge, has made a step.
     """
 
     faults: FaultPlan = field(default_factory=FaultPlan)
@@ -51,7 +53,8 @@ class Job:
     every: int = 1
     log: str | None = None
     until: str | None = None
-    stay: int | None = None
+    stay: tuple[int, int] | None = None
+    late: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ def train(job: Job) -> Result:
             sampler.set_epoch(state.epoch)
             for batch in batches(list(sampler), job.batch):
                 job.faults.at(state.step)
-                if state.step == job.stay and hvd.generation() == 0:
+                if (hvd.generation(), state.step) == job.stay:
                     await_update()
                 time.sleep(job.pause)
                 optimizer.zero_grad()
@@ -148,6 +151,7 @@ def train(job: Job) -> Result:
                     note(job.log, state.step)
             state.epoch += 1
 
+    come_late(job)
     fit(state)
     weights = torch.cat([param.detach().flatten() for param in model.parameters()]).tolist()
     assert started is not None
@@ -169,6 +173,20 @@ def batches(indices: list[int], size: int) -> Iterator[list[int]]:
     """Indices in lists of a size; the last may be shorter."""
     for start in range(0, len(indices), size):
         yield indices[start : start + size]
+
+
+def come_late(job: Job) -> None:
+    """Wait until the world is there which this process is to enlarge, unless it is one of the first."""
+    if job.late is None:
+        return
+    assert job.log is not None
+    first, size = job.late
+    come = Path(job.log + ".come")
+    with come.open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    if come.read_text().split().index(str(os.getpid())) >= first:
+        while not any(line.size == size for line in read(Path(job.log))):
+            time.sleep(0.01)
 
 
 def await_update() -> None:

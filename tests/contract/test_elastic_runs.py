@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.runner import ResetLimitError, StateLostError, run_elastic_local
-from spark_hvd.runner.elastic.agent import Agent
 from spark_hvd.testing import FaultPlan
-from tests.conftest import wait_until
 from tests.elastic_jobs import SAMPLES, Job, Result, checked, read, train
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -98,36 +95,10 @@ def test_the_same_fault_in_each_generation_is_survived_when_there_are_commits_be
     assert (first.seen, first.weights) == (unbroken.seen, unbroken.weights)
 
 
-def start_late(monkeypatch: pytest.MonkeyPatch, number: int, log: Path, generation: int) -> None:
-    """Let the process of this number start when this generation has made a step."""
-    start = Agent._start
-
-    def start_it(agent: Agent, this: int, *args: Any) -> None:
-        if this == number:
-            wait_until(lambda: reached(log, generation), 60)
-        start(agent, this, *args)
-
-    monkeypatch.setattr(Agent, "_start", start_it)
-
-
-def reached(log: Path, generation: int) -> bool:
-    return any(line.generation == generation for line in read(log))
-
-
-def test_a_smaller_world_goes_on_at_once_and_grows_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The replacement starts when the survivor has made a step alone, and the job ends when it has made one too."""
-    log, both = tmp_path / "log", tmp_path / "both"
-
-    def end_job() -> None:
-        wait_until(lambda: reached(log, 2), 60)
-        both.touch()
-
-    start_late(monkeypatch, 2, log, 1)
-    watcher = threading.Thread(target=end_job)
-    watcher.start()
-    job = Job(FaultPlan().kill(rank=0, step=4), epochs=5, log=str(log), until=str(both))
-    first = checked(run_elastic_local(train, [job], num_proc=2, min_num_proc=1, timeout=60, verbose=0))
-    watcher.join()
+def test_a_smaller_world_goes_on_at_once_and_grows_again(tmp_path: Path) -> None:
+    """The replacement comes when the survivor has made a step alone; the survivor makes one more, and then waits."""
+    job = Job(FaultPlan().kill(rank=0, step=4), epochs=5, log=str(tmp_path / "log"), late=(2, 1), stay=(1, 6))
+    first = launch(job, min_num_proc=1)[0]
     assert first.sizes == [2, 1, 2]
     generations = sorted({generation for generation, _ in first.worlds})
     assert generations == [0, 1, 2]
@@ -186,7 +157,7 @@ def test_a_survivor_that_does_not_come_back_is_taken_for_hung() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_notice_is_no_failure(rank: int, unbroken: Result) -> None:
     """The rank leaves at a commit, and hands over what it has; the task comes back with a new one."""
-    first = launch(Job(FaultPlan().notice(rank=rank, step=4), stay=5), reset_limit=0)[0]
+    first = launch(Job(FaultPlan().notice(rank=rank, step=4), stay=(0, 5)), reset_limit=0)[0]
     assert first.generation >= 1
     assert first.sizes == [2]
     assert (first.seen, first.weights) == (unbroken.seen, unbroken.weights)
@@ -194,9 +165,8 @@ def test_a_notice_is_no_failure(rank: int, unbroken: Result) -> None:
         launch(Job(FaultPlan().kill(rank=rank, step=4)), reset_limit=0)
 
 
-def test_a_world_grows_at_a_commit_and_that_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start_late(monkeypatch, 1, tmp_path / "log", 0)
-    job = Job(epochs=3, log=str(tmp_path / "log"), stay=5)
+def test_a_world_grows_at_a_commit_and_that_is_no_failure(tmp_path: Path) -> None:
+    job = Job(epochs=3, log=str(tmp_path / "log"), late=(1, 1), stay=(0, 5))
     first = launch(job, num_proc=1, max_num_proc=2, reset_limit=0)[0]
     assert first.size == 2
     assert first.sizes == [1, 2]

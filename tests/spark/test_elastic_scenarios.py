@@ -44,18 +44,23 @@ def progress(tmp_path: Path) -> Progress:
     return Progress(tmp_path)
 
 
-def launch(hosts: ElasticCluster, faults: FaultPlan | None = None, epochs: int = 2, **options: Any) -> Result:
+def launch(hosts: ElasticCluster, job: Job | FaultPlan, **options: Any) -> Result:
     """Train for some epochs, with what happens in the ranks alone."""
-    job = Job(faults or FaultPlan(), epochs)
+    job = job if isinstance(job, Job) else Job(job)
     given = {"num_proc": 2, "timeout": 120, "verbose": 0, **options}
     return checked(run_elastic(train, [job], spark=hosts.session, **given))
 
 
 def direct(
-    hosts: ElasticCluster, progress: Progress, script: Callable[[Progress], None], **options: Any
+    hosts: ElasticCluster,
+    progress: Progress,
+    script: Callable[[Progress], None],
+    *,
+    late: tuple[int, int] | None = None,
+    **options: Any,
 ) -> list[Result]:
     """Train for as long as a script has something to do to the cluster."""
-    job = Job(epochs=0, pause=0.02, log=str(progress.log), until=str(progress.until))
+    job = Job(epochs=0, pause=0.02, log=str(progress.log), until=str(progress.until), late=late)
     given = {"num_proc": 2, "timeout": 200, "verbose": 0, **options}
     with directed(progress, script):
         results = run_elastic(train, [job], spark=hosts.session, **given)
@@ -129,16 +134,16 @@ def test_with_exclusion_for_a_while_the_host_comes_back(hosts: ElasticCluster) -
         launch(hosts, faults, host_failure_limit=1, cooldown_range=(60, 60), elastic_timeout=2)
 
 
-def test_without_exclusion_the_world_grows_again(hosts: ElasticCluster) -> None:
+def test_without_exclusion_the_world_grows_again(hosts: ElasticCluster, progress: Progress) -> None:
     hosts.provide(h2=2, h3=1)
-    options: dict[str, Any] = {"num_proc": 3, "min_num_proc": 1, "epochs": 60, "host_failure_limit": 100}
-    assert launch(hosts, FaultPlan().raises(1, 4), **options).sizes == [3, 2, 3]
+    job = Job(FaultPlan().raises(1, 4), epochs=3, log=str(progress.log), late=(3, 2), stay=(1, 6))
+    assert launch(hosts, job, num_proc=3, min_num_proc=1, host_failure_limit=100).sizes == [3, 2, 3]
 
 
 def test_with_exclusion_it_does_not(hosts: ElasticCluster) -> None:
     hosts.provide(h2=2, h3=1)
-    options: dict[str, Any] = {"num_proc": 3, "min_num_proc": 1, "epochs": 60, "host_failure_limit": 1}
-    assert launch(hosts, FaultPlan().raises(1, 4), **options).sizes == [3, 2]
+    job = Job(FaultPlan().raises(1, 4), epochs=60)
+    assert launch(hosts, job, num_proc=3, min_num_proc=1, host_failure_limit=1).sizes == [3, 2]
 
 
 def test_a_world_shrinks_by_exceptions(hosts: ElasticCluster) -> None:
@@ -253,7 +258,7 @@ def test_an_executor_that_is_killed_is_left_behind_at_once(hosts: ElasticCluster
         assert progress.wait(lambda line: line.generation == 1).time - killed < RECOVERED
         progress.wait(lambda line: line.generation >= 2 and line.size == 2)
 
-    first = direct(hosts, progress, script, min_num_proc=1, reset_limit=1)[0]
+    first = direct(hosts, progress, script, late=(2, 1), min_num_proc=1, reset_limit=1)[0]
     assert first.sizes == [2, 1, 2]
 
 
@@ -266,6 +271,6 @@ def test_an_executor_that_is_decommissioned_is_no_failure(hosts: ElasticCluster,
         left = progress.wait(lambda line: line.size == 1)
         progress.wait(lambda line: line.size == 2 and line.generation > left.generation)
 
-    results = direct(hosts, progress, script, min_num_proc=1, reset_limit=0)
+    results = direct(hosts, progress, script, late=(2, 1), min_num_proc=1, reset_limit=0)
     assert results[0].sizes == [2, 1, 2]
     assert {result.host for result in results} == {H2, H3}
