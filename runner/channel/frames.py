@@ -14,6 +14,10 @@ from typing import Any
 
 STACKS_SIGNAL = signal.SIGUSR2
 """On this signal a rank writes the stack of each of its threads to the file that its supervisor gave it."""
+NOTICES = (signal.SIGTERM, *([signal.SIGPWR] if hasattr(signal, "SIGPWR") else []))
+"""Signals that say that a machine or container will go. A driver elsewhere than on Linux knows only one."""
+REQUEST_LENGTH = struct.Struct("!I")
+"""Before each request to a fork server."""
 _LENGTHS = struct.Struct("!IQ")
 
 

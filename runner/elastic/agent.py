@@ -37,8 +37,6 @@ _OUTPUT_GRACE = 5.0
 _EXIT_GRACE = 5.0
 _LEAVE_GRACE = 60.0
 """Seconds that a worker has for its last commit once its executor was told to go."""
-NOTICES = (signal.SIGTERM, *([signal.SIGPWR] if hasattr(signal, "SIGPWR") else []))
-"""Signals that say that a machine or container will go. A driver elsewhere than on Linux knows only one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from spark_hvd.runner.channel.address import choose_address, is_loopback, own_addresses
+from spark_hvd.runner.channel.frames import NOTICES
 from spark_hvd.runner.channel.link import Link
-from spark_hvd.runner.elastic.agent import NOTICES, Agent, GivenUpError, Report, WorkerSetup
+from spark_hvd.runner.elastic.agent import Agent, GivenUpError, Report, WorkerSetup
 from spark_hvd.runner.outcome.rows import Packed
 from spark_hvd.runner.rank.gpus import GpuShare, devices_of
 from spark_hvd.runner.supervise.processes import fork_server

@@ -20,11 +20,10 @@ from typing import Any
 from spark_hvd.context import init as context
 from spark_hvd.context.standing import refuse_fork, standing
 from spark_hvd.elastic.kv import reach_store
-from spark_hvd.runner.channel.frames import recv_frame, send_frame
-from spark_hvd.runner.elastic.agent import NOTICES
+from spark_hvd.runner.channel.frames import NOTICES, recv_frame, send_frame
 from spark_hvd.runner.rank.gpus import GpuError, GpuShare
-from spark_hvd.runner.rank.main import SetupError, call, end_process, unpickle_call
 from spark_hvd.runner.rank.own_gpu import settle, take
+from spark_hvd.runner.rank.process import SetupError, call, end_process, unpickle_call
 from spark_hvd.runner.rank.reporting import Reporting
 from spark_hvd.transport.kv import TCPStore
 from spark_hvd.transport.wires import Wires

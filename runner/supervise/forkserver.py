@@ -31,11 +31,10 @@ from typing import Any, NoReturn
 
 import psutil
 
-from spark_hvd.runner.channel.frames import recv_exactly
+from spark_hvd.runner.channel.frames import REQUEST_LENGTH, recv_exactly
 from spark_hvd.runner.supervise.private_sockets import BACKLOG, SocketFolder, is_ours
 from spark_hvd.scratch import sweep, temporary_directory
 
-REQUEST_LENGTH = struct.Struct("!I")
 _PR_SET_PDEATHSIG = 1
 _WATCH_SECONDS = 1.0
 _MOST_BYTES = 8 << 20  # of a request: an environment and a path

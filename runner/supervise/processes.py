@@ -22,8 +22,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from spark_hvd.runner.channel.frames import STACKS_SIGNAL
-from spark_hvd.runner.supervise.forkserver import REQUEST_LENGTH
+from spark_hvd.runner.channel.frames import REQUEST_LENGTH, STACKS_SIGNAL
 from spark_hvd.runner.supervise.private_sockets import SocketFolder, is_ours, namespaces
 
 _log = logging.getLogger(__name__)

@@ -1,0 +1,113 @@
+"""The process that a rank is: torch and fn are taken up in it, fn is called, and it ends."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+_OURS = re.compile(r"spark_hvd\.runner\.|runpy$")
+"""Modules whose frames above fn, or above a script, are no part of the user's program."""
+
+
+class SetupError(Exception):
+    """The rank could not get as far as calling fn."""
+
+    def __init__(self, message: str, cause: BaseException) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+def check_torch() -> None:
+    """Import torch, with as many threads as this rank's environment says.
+
+    Raises:
+        SetupError: there is none, or it cannot be loaded.
+    """
+    try:
+        import torch
+    except Exception as error:  # OSError where a shared library is missing, and others of broken installs
+        raise SetupError(
+            f"torch cannot be imported by {sys.executable} (Python {sys.version.split()[0]}): {one_line(error)}. "
+            "Install it in that Python on every executor, or point PYSPARK_PYTHON at one that has it.",
+            error,
+        ) from error
+    # The fork server read OMP_NUM_THREADS when it started; this rank's environment may say otherwise.
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) > 0 and int(threads) != torch.get_num_threads():
+        torch.set_num_threads(int(threads))
+
+
+def unpickle_call(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Fn with its arguments.
+
+    Raises:
+        SetupError: something that it needs is missing here.
+    """
+    try:
+        fn, args, kwargs = pickle.loads(payload)
+    except Exception as error:
+        raise SetupError(
+            f"fn could not be unpickled by {sys.executable} (Python {sys.version.split()[0]}): {one_line(error)}. "
+            "If a module of yours is missing there, ship it with spark-submit --py-files or spark.addArtifact.",
+            error,
+        ) from error
+    return fn, args, kwargs
+
+
+def call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call fn. A process that it forks, and that comes out of it, ends here as a program does: it is not the rank."""
+    rank = os.getpid()
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        if os.getpid() != rank:
+            _end_fork(sys.exc_info()[1])
+
+
+def _end_fork(error: BaseException | None) -> NoReturn:
+    if isinstance(error, SystemExit):
+        end_process(exit_code(error))
+    if error is not None:
+        sys.stderr.write(format_error(error))
+    end_process(int(error is not None))
+
+
+def exit_code(left: SystemExit) -> int:
+    """What the process is to end with; prints a text, as Python does."""
+    if isinstance(left.code, str):
+        print(left.code, file=sys.stderr)
+    return left.code if isinstance(left.code, int) else int(left.code is not None)
+
+
+def format_error(error: BaseException) -> str:
+    """The traceback as the user would see it in a program of his own: from fn on, without our frames above it."""
+    trace = error.__traceback__
+    while trace is not None and _OURS.match(trace.tb_frame.f_globals.get("__name__") or ""):
+        trace = trace.tb_next
+    if trace is None:
+        trace = error.__traceback__
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def one_line(error: BaseException) -> str:
+    """What is raised, without where."""
+    return traceback.format_exception_only(type(error), error)[-1].strip()
+
+
+def end_process(code: int) -> NoReturn:
+    """End as a forked process does (see multiprocessing): exit handlers run, the torn-down interpreter is spared.
+
+    Taking torch apart object by object costs a third of a second, in which the caller would wait for nothing.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

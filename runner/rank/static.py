@@ -1,0 +1,124 @@
+"""A rank of a run that starts with all its ranks: meets them once, runs fn, stays until all have ended."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from datetime import timedelta
+from typing import Any
+
+from spark_hvd.context import init as context
+from spark_hvd.runner.channel.frames import recv_frame, send_frame
+from spark_hvd.runner.rank.gpus import GpuError, GpuShare
+from spark_hvd.runner.rank.own_gpu import settle
+from spark_hvd.runner.rank.preflight import SECONDS, UnreachableError, check_hosts, connect
+from spark_hvd.runner.rank.process import SetupError, call, unpickle_call
+from spark_hvd.runner.rank.reporting import Reporting
+from spark_hvd.runner.rank.same_mpi import MpiMismatchError, check_same_mpi
+from spark_hvd.transport.kv import TCPStore
+from spark_hvd.world.layout import RankInfo
+from spark_hvd.world.ports import PortRange, listen
+from spark_hvd.world.world import Endpoint, World
+
+
+class StaticRank:
+    """See the module's description.
+
+    Args:
+        control: To the supervisor.
+        job: The first frame's header.
+    """
+
+    def __init__(self, control: socket.socket, job: dict[str, Any]) -> None:
+        self._control = control
+        self._job = job
+        self.rank: int = job["rank_info"]["rank"]
+        self._kv: Any = None
+        self._ended_well = False
+
+    def run(self, payload: bytes) -> Any:
+        """Meet the others, and call fn."""
+        fn, args, kwargs = unpickle_call(payload)
+        if not self._join():
+            sys.exit(1)  # the supervisor closed: another rank has failed before we could meet
+        reporting = Reporting(lambda vitals: send_frame(self._control, {"type": "vitals", "vitals": vitals}))
+        if self._job["watched"]:
+            reporting.start()
+        try:
+            value = call(fn, args, kwargs)
+        finally:
+            reporting.stop()
+        self._ended_well = True
+        return value
+
+    def leave(self) -> None:
+        """Leave the world as soon as fn has returned: peers that still wait for this rank must hear of it.
+
+        A rank whose fn failed stays until it is killed instead, so that no peer reports its absence as an error.
+        """
+        if self._ended_well:
+            context.shutdown()
+
+    def linger(self) -> None:
+        """Stay until the supervisor closes: rank 0 holds the store that others may still use."""
+        while recv_frame(self._control) is not None:
+            pass
+
+    def _join(self) -> bool:
+        """Meet the other ranks in rank 0's store; False when the run was stopped before."""
+        me, ip = RankInfo(**self._job["rank_info"]), self._job["ip"]
+        ports = None if self._job["ports"] is None else PortRange.parse(self._job["ports"])
+        timeout = timedelta(seconds=self._job["join_timeout"])
+        store = None
+        if me.rank == 0:
+            # The store takes over a socket that is bound already, so the published port cannot be lost to a race,
+            # and it listens on this address only.
+            listener = listen(ip, ports)
+            store = ip, listener.getsockname()[1]
+            self._kv = TCPStore(
+                *store, me.size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+        send_frame(self._control, {"type": "ready", "store": store})
+        go = recv_frame(self._control)
+        if go is None:
+            return False
+        host, port = go[0]["store"]
+        mpi = go[0]["mpi"]
+        if mpi is not None:
+            os.environ.update(mpi)
+            if "PMI_FD" in mpi:
+                _, fds, _, _ = socket.recv_fds(self._control, 1, 1)
+                os.environ["PMI_FD"] = str(fds[0])
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+        patience = min(SECONDS, self._job["join_timeout"] / 2)  # less than the supervisor's, so that it is our words
+        try:
+            if self._kv is None:
+                connect(host, port, "the store of rank 0", f"rank {me.rank} on host {me.host} ({ip})", patience)
+                self._kv = TCPStore(host, port, me.size, False, timeout)
+            check_hosts(me, ip, self._kv, ports if mpi is not None else None, patience)
+            if mpi is not None:
+                check_same_mpi(me, self._kv)
+        except (UnreachableError, MpiMismatchError) as error:
+            raise SetupError(str(error), error) from error
+        context.join(
+            World(
+                me,
+                Endpoint(host, port),
+                self._job["generation"],
+                secret=bytes.fromhex(self._job["secret"]),
+                ports=ports,
+            ),
+            self._kv,
+            timeout=self._job["collective_timeout"],
+            backend=self._settle_gpu(me),
+        )
+        send_frame(self._control, {"type": "joined"})
+        return True
+
+    def _settle_gpu(self, me: RankInfo) -> str | None:
+        """Take this rank's GPU, and return the backend that suits those of all ranks."""
+        try:
+            return settle(me, GpuShare(**self._job["gpus"]), self._kv, self._job["backend"])
+        except GpuError as error:
+            raise SetupError(str(error), error) from error

@@ -1,0 +1,31 @@
+"""What a driver, a Spark task and a rank load: each its own side of a run, so that starting one costs what it needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.test_public_api import modules_after
+
+TASK_SIDE = ("runner.supervise", "runner.elastic", "runner.channel.hub", "runner.channel.link")
+OTHERS = ("torch", "pyspark", "zmq")
+DRIVER_SIDE = ("runner.launch", "runner.spark")
+
+
+@pytest.mark.parametrize(
+    ("module", "most", "not_these"),
+    [
+        ("runner.rank.main", 10, ("torch", "zmq", "pyspark", *TASK_SIDE, *DRIVER_SIDE)),
+        ("runner.rank.static", 72, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
+        ("runner.rank.elastic", 72, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
+        ("runner.supervise.task", 55, ("torch", "pyspark", *DRIVER_SIDE)),
+        ("runner.elastic.task", 60, ("torch", "pyspark", "runner.elastic.hub", *DRIVER_SIDE)),
+        ("runner.launch.run", 85, ("torch", "pyspark", "runner.rank.main", "runner.elastic")),
+        ("runner.elastic.run", 98, ("torch", "pyspark", "runner.rank.main")),
+    ],
+)
+def test_a_process_loads_its_own_side_of_a_run(module: str, most: int, not_these: tuple[str, ...]) -> None:
+    loaded = modules_after(f"import spark_hvd.{module}")
+    unwanted = {name if name in OTHERS else f"spark_hvd.{name}" for name in not_these}
+    ours = [name for name, file in loaded.items() if name.startswith("spark_hvd.") and "__init__" not in file]
+    assert sorted(unwanted & loaded.keys()) == []
+    assert len(ours) <= most, f"{module} loads {len(ours)} of our files: {sorted(ours)}"
