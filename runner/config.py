@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spark_hvd.runner.channel.address import check_wishes
-from spark_hvd.runner.watch.display.choose import check_progress
 from spark_hvd.world.ports import PortRange
 
 BACKENDS = ("gloo", "nccl", "mpi")
 MPIS = ("mpich", "openmpi")
+CHOICES = ("auto", "table", "notebook", "plain", "json", "off")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,3 +115,27 @@ class RunConfig:
                 f"min_num_proc={least} with num_proc={self.num_proc}, procs_per_task={each}: expected a multiple of "
                 "procs_per_task, from 1 to num_proc"
             )
+
+
+def check_progress(progress: str) -> None:
+    """Make sure that there is such a display.
+
+    Args:
+        progress: The argument of ``run``.
+
+    Raises:
+        ValueError: There is not, or it is "notebook" outside of one.
+    """
+    if progress not in CHOICES:
+        raise ValueError(f"progress={progress!r}: expected one of {', '.join(map(repr, CHOICES))}.")
+    if progress == "notebook" and not in_notebook():
+        raise ValueError(
+            "progress='notebook': this program does not run in a notebook; 'auto' is a table where it does."
+        )
+
+
+def in_notebook() -> bool:
+    """Whether this program runs in a notebook's kernel."""
+    interactive = sys.modules.get("IPython")  # a notebook's kernel has imported it
+    shell = None if interactive is None else interactive.get_ipython()
+    return getattr(shell, "kernel", None) is not None

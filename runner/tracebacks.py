@@ -9,11 +9,15 @@ from __future__ import annotations
 import linecache
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import groupby
+from typing import ParamSpec, TypeVar
 
 import spark_hvd
+from spark_hvd.world.words import count
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
@@ -30,6 +34,8 @@ _PLUMBING = ("_wrapped_call_impl", "_call_impl", "_engine_run_backward")
 """Functions of torch's on the way from one of the user's to the next."""
 _INNERMOST = 6
 """Frames shown of a thread that has none of the user's."""
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +109,7 @@ def _folded(frames: Sequence[Frame]) -> list[str]:
     for library, run in groupby(reversed(frames[: own[-1] + 1]), key=lambda frame: frame.library):
         calls = list(run)
         if library:
-            lines.append(f"[{_count(len(calls))} of {library}, {_where(calls[-1])}]")
+            lines.append(f"[{count(len(calls), 'frame')} of {library}, {_where(calls[-1])}]")
         else:
             lines += [line for frame in calls for line in _shown(frame)]
     return lines
@@ -159,7 +165,11 @@ def trim_traceback(text: str) -> str:
             continue
         for name, run in groupby(zip(hidden, blocks, strict=True), key=lambda pair: pair[0]):
             calls = list(run)
-            lines += [f"  [{_count(len(calls))} of {name}]"] if name else [line for _, block in calls for line in block]
+            lines += (
+                [f"  [{count(len(calls), 'frame')} of {name}]"]
+                if name
+                else [line for _, block in calls for line in block]
+            )
     return "\n".join(lines)
 
 
@@ -181,5 +191,31 @@ def _hidden(line: str) -> str:
     return library if library == "spark_hvd" or (library == "torch" and frame["function"] in _PLUMBING) else ""
 
 
-def _count(frames: int) -> str:
-    return f"{frames} frame{'s' if frames != 1 else ''}"
+class Brief(BaseException):
+    """Base of errors whose message says it all. Python's own traceback stays whole: ``traceback.print_exception``."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows instead of a traceback, as lines."""
+        lines = []
+        for frame in traceback.extract_tb(self.__traceback__):
+            library = library_of(frame.filename)
+            if library == "spark_hvd":
+                break
+            if not library:
+                cell = "/ipykernel_" in frame.filename or frame.filename.startswith("<ipython-input")
+                lines.append(f"{'Cell' if cell else f'File {frame.filename}'}, line {frame.lineno}, in {frame.name}")
+                lines.append(f"    {frame.line}")
+        return [*lines, *([""] if lines else []), *f"{type(self).__name__}: {self}".splitlines()]
+
+
+def briefly(function: Callable[P, R]) -> Callable[P, R]:
+    """Have errors that say it all leave a function without the frames in it, so that the caller's come last."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except Brief as error:
+            raise error.with_traceback(None) from error.__cause__
+
+    return call

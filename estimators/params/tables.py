@@ -5,7 +5,7 @@ from __future__ import annotations
 from spark_hvd.estimators.params import checks as c
 from spark_hvd.estimators.params.params import rows
 from spark_hvd.estimators.training.spec import PRECISIONS
-from spark_hvd.runner.watch.display.choose import CHOICES
+from spark_hvd.runner.config import CHOICES
 
 _MODEL = rows(
     "Model and columns",

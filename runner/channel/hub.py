@@ -18,12 +18,11 @@ import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
+from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.link import MAX_MESSAGE, HubAddress, zmq_url
 from spark_hvd.runner.channel.messages import ASIDE, decode, decode_vitals
 from spark_hvd.runner.channel.newcomers import Newcomers
 from spark_hvd.runner.channel.state import HubState, Kinds, Message, Send
-from spark_hvd.runner.outcome.errors import HubError
-from spark_hvd.runner.supervise.probe import Examination
 from spark_hvd.world.ports import PortRange, bound
 from spark_hvd.world.vitals import Vitals
 
@@ -140,7 +139,7 @@ class HubServer:
         self._questions: deque[Callable[[], list[Send]]] = deque()
         self._closing = threading.Event()
         self._identities: dict[int, bytes] = {}
-        self._failure: HubError | None = None
+        self._failure: RuntimeError | None = None
         self._observes = True
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -168,7 +167,7 @@ class HubServer:
         self._thread.start()
 
     @property
-    def failure(self) -> HubError | None:
+    def failure(self) -> RuntimeError | None:
         """What has ended this hub's work, and is to be raised where the run is waited for; None while all is well."""
         return self._failure
 
@@ -229,7 +228,7 @@ class HubServer:
                 self._closing.wait(_TICK_MS / 1000)
                 return
             _log.exception("the hub failed")
-            self._failure = HubError(
+            self._failure = RuntimeError(
                 f"the hub of this run failed ({type(error).__name__}: {error}) and all ranks were stopped. This is a "
                 "defect of spark_hvd: please report it, with the traceback that the driver has logged."
             )
@@ -284,7 +283,7 @@ class HubServer:
     def _refuse(self, error: ValueError) -> None:
         """A task has sent what is no message: nothing that it will say can be relied on."""
         if self._failure is None:
-            self._failure = HubError(
+            self._failure = RuntimeError(
                 f"the driver was sent a malformed message and all ranks were stopped: {error}. Driver and executors "
                 "with different versions of spark_hvd are the usual reason: install the same one everywhere."
             )

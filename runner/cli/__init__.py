@@ -18,11 +18,10 @@ import spark_hvd
 from spark_hvd.runner.cli import session as cli_session
 from spark_hvd.runner.cli.elastic import check_static, elastic_arguments, elastic_options, is_elastic
 from spark_hvd.runner.cli.horovodrun import refused_options, tuning_env, tuning_options
-from spark_hvd.runner.config import BACKENDS, MPIS
+from spark_hvd.runner.config import BACKENDS, CHOICES, MPIS
 from spark_hvd.runner.outcome.errors import RankFailedError, RunError
 from spark_hvd.runner.outcome.payload import renamed
 from spark_hvd.runner.rank.script import Script, ScriptExitError, run_script
-from spark_hvd.runner.watch.display.choose import CHOICES
 
 _INTERRUPTED = 130
 _SPARK_ONLY = ("procs_per_task", "cpus_per_proc", "gpus_per_proc", "ports")

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from spark_hvd.runner.diagnosis.facts import HostFacts, Package, StoreTrial
-from spark_hvd.runner.diagnosis.report import Finding, Level, count
+from spark_hvd.runner.diagnosis.report import Finding, Level
+from spark_hvd.world.words import count
 
 _MIB = 1 << 20
 _GIB = 1 << 30

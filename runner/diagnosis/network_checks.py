@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from spark_hvd.runner.diagnosis.allreduce import Measured
 from spark_hvd.runner.diagnosis.network import Ping, TaskNetwork
-from spark_hvd.runner.diagnosis.report import Finding, Level, count
+from spark_hvd.runner.diagnosis.report import Finding, Level
 from spark_hvd.world.ports import PortRange
+from spark_hvd.world.words import count
 
 _SLOW = 3.0
 """A pair this many times slower than the median pair is named."""

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from spark_hvd.runner.terminal import harmless
+from spark_hvd.world.words import count
 
 _COLORS = {"OK": "#2e7d32", "warning": "#b26a00", "error": "#c62828"}
 
@@ -139,8 +140,3 @@ def _wrapped(text: str, first: str, rest: str, width: int) -> Sequence[str]:
         break_long_words=False,
         break_on_hyphens=False,
     ) or [first.rstrip()]
-
-
-def count(number: int, noun: str) -> str:
-    """The number and the noun: 1 host, 2 hosts."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"

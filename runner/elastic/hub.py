@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, ClassVar
 
+from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.hub import HubServer, Listener
 from spark_hvd.runner.channel.silence import SILENT_AFTER, Silences
 from spark_hvd.runner.channel.state import Kinds, Message, Send
@@ -45,7 +46,6 @@ from spark_hvd.runner.elastic.membership.events import (
 )
 from spark_hvd.runner.elastic.membership.state import Membership
 from spark_hvd.runner.outcome.rows import Packed
-from spark_hvd.runner.supervise.probe import Examination
 from spark_hvd.world.ports import PortRange
 from spark_hvd.world.vitals import Vitals
 

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TextIO, TypeVar
 
-from spark_hvd.runner.brief import briefly
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.elastic.agent import GivenUpError, Report
 from spark_hvd.runner.elastic.config import ElasticConfig
@@ -25,6 +24,7 @@ from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.outcome.payload import dump_call, name_of
 from spark_hvd.runner.supervise.processes import check_system
 from spark_hvd.runner.supervise.task import TaskSpec
+from spark_hvd.runner.tracebacks import briefly
 from spark_hvd.runner.watch.tracking import Tracker
 
 R = TypeVar("R")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import zmq
 
-from spark_hvd.runner.brief import briefly
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.elastic.agent import Report
 from spark_hvd.runner.elastic.config import ElasticConfig
@@ -24,7 +23,7 @@ from spark_hvd.runner.elastic.results import elastic_results
 from spark_hvd.runner.elastic.task import ElasticSpec
 from spark_hvd.runner.launch.monitor import Monitor, make_monitor
 from spark_hvd.runner.launch.result import RunResult
-from spark_hvd.runner.outcome.errors import ClusterError, RunTimeoutError
+from spark_hvd.runner.outcome.errors import ClusterError, RunTimeoutError, check_hub
 from spark_hvd.runner.outcome.payload import dump_call, name_of
 from spark_hvd.runner.outcome.report import with_hang
 from spark_hvd.runner.outcome.rows import from_rows
@@ -36,6 +35,7 @@ from spark_hvd.runner.spark.profiles import Ask, task_resources
 from spark_hvd.runner.supervise.processes import check_system
 from spark_hvd.runner.supervise.task import TaskSpec
 from spark_hvd.runner.terminal import harmless
+from spark_hvd.runner.tracebacks import briefly
 from spark_hvd.runner.watch.tracking import Tracker
 from spark_hvd.world.ports import PortRange
 
@@ -231,7 +231,7 @@ def attend(
         while job.running and hub.verdict is None:
             job.wait(0.02)
             _tell(hub, monitor)
-            _check(hub)
+            check_hub(hub.failure)
             watch()
             if deadline is not None and time.monotonic() > deadline:
                 text = (
@@ -245,7 +245,7 @@ def attend(
         while job.running:  # values may be large
             job.wait(0.02)
             _tell(hub, monitor)
-            _check(hub)
+            check_hub(hub.failure)
             if hub.handed_over:
                 hub.wait_gone(_CANCEL_GRACE)
                 job.cancel()
@@ -259,18 +259,13 @@ def attend(
                     (),
                     monitor.hang,
                 )
-        _check(hub)  # the agents may have been stopped before anybody looked
+        check_hub(hub.failure)  # the agents may have been stopped before anybody looked
     except BaseException:
         _end(job, hub)
         monitor.flush()
         raise
     _tell(hub, monitor)
     return hub.verdict
-
-
-def _check(hub: ElasticHub) -> None:
-    if hub.failure is not None:
-        raise hub.failure
 
 
 def _tell(hub: ElasticHub, monitor: Monitor) -> None:

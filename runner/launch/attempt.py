@@ -18,7 +18,7 @@ from spark_hvd.runner.channel.state import HubState
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.launch.monitor import Monitor
 from spark_hvd.runner.outcome.collect import results
-from spark_hvd.runner.outcome.errors import RunError, StartTimeoutError
+from spark_hvd.runner.outcome.errors import RunError, StartTimeoutError, check_hub
 from spark_hvd.runner.outcome.rows import from_rows
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.entry import task_of
@@ -101,8 +101,8 @@ class Attempt:
             )
             _attend(job, hub, size, config, monitor)
             monitor.flush()
-            if hub is not None and hub.failure is not None:  # the ranks may have been stopped before anybody looked
-                raise hub.failure
+            if hub is not None:
+                check_hub(hub.failure)  # the ranks may have been stopped before anybody looked
             if job.error is not None:
                 if hub is not None:  # Spark kills the other tasks in its own time; ours are told now
                     hub.stop("lost")
@@ -151,7 +151,7 @@ def _attend(job: TaskJob, hub: Hub | None, size: int, config: RunConfig, monitor
                 continue
             if hub.failure is not None:
                 _end(job, hub, "lost")
-                raise hub.failure
+                check_hub(hub.failure)
             if (lost := hub.lost) is not None:
                 _end(job, hub, "lost")
                 raise silent(lost)

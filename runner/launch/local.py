@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TextIO, TypeVar
 
-from spark_hvd.runner.brief import briefly
 from spark_hvd.runner.channel.hub import Hub
 from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.channel.state import HubState
@@ -19,12 +18,13 @@ from spark_hvd.runner.launch.monitor import Monitor, make_monitor
 from spark_hvd.runner.launch.restart import with_restarts
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.outcome.collect import results
-from spark_hvd.runner.outcome.errors import RunError
+from spark_hvd.runner.outcome.errors import RunError, check_hub
 from spark_hvd.runner.outcome.payload import dump_call, name_of
 from spark_hvd.runner.outcome.rows import Packed
 from spark_hvd.runner.supervise.processes import check_system, fork_server
 from spark_hvd.runner.supervise.task import TaskSpec, run_ranks
 from spark_hvd.runner.supervise.team import RefusedError, meet
+from spark_hvd.runner.tracebacks import briefly
 from spark_hvd.runner.watch.tracking import Tracker
 from spark_hvd.world.layout import WorldLayout
 
@@ -139,16 +139,14 @@ def _attempt(
             while thread.is_alive():
                 thread.join(0.01)
                 monitor.flush()
-                if hub.failure is not None:
-                    raise hub.failure
+                check_hub(hub.failure)
         except BaseException:
             hub.stop("interrupt")
             thread.join(_STOP_GRACE)
             raise
         finally:
             monitor.flush()
-        if hub.failure is not None:  # the ranks may have been stopped before anybody looked
-            raise hub.failure
+        check_hub(hub.failure)  # the ranks may have been stopped before anybody looked
         order = hub.snapshot()[1]
     monitor.flush()
     (outcome,) = outcomes

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, TextIO, TypeVar
 
+from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.hub import HubServer
 from spark_hvd.runner.launch.result import RunResult
-from spark_hvd.runner.supervise.probe import Examination
 from spark_hvd.runner.terminal import harmless
-from spark_hvd.runner.watch.display.choose import make_display
-from spark_hvd.runner.watch.display.display import Display
+from spark_hvd.runner.watch.display.choose import Display, make_display
 from spark_hvd.runner.watch.display.lines import OutputQueue
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind
 from spark_hvd.runner.watch.hang.watch import Examine, HangWatch

@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from spark_hvd.runner.brief import briefly
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.launch.attempt import Attempt
 from spark_hvd.runner.launch.monitor import make_monitor
@@ -16,6 +15,7 @@ from spark_hvd.runner.outcome.errors import RunError
 from spark_hvd.runner.outcome.payload import dump_call, name_of
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.profiles import Ask, TaskResources, task_resources
+from spark_hvd.runner.tracebacks import briefly
 from spark_hvd.runner.watch.tracking import Tracker
 
 if TYPE_CHECKING:

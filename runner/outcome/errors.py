@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from spark_hvd.runner.brief import Brief
 from spark_hvd.runner.outcome.payload import UnpicklableError
 from spark_hvd.runner.outcome.rows import Failed
 from spark_hvd.runner.terminal import harmless
+from spark_hvd.runner.tracebacks import Brief
 from spark_hvd.runner.watch.hang.verdict import HangVerdict
 
 __all__ = [
@@ -72,6 +72,16 @@ class HubError(RunError):
     """The hub, through which the driver and its tasks speak, has failed: on a malformed message, or by a defect."""
 
     __module__ = "spark_hvd.runner"
+
+
+def check_hub(failure: Exception | None) -> None:
+    """Raise what has ended a hub's work, if anything has.
+
+    Raises:
+        HubError: with the hub's own text.
+    """
+    if failure is not None:
+        raise HubError(str(failure)) from failure.__cause__
 
 
 class ResultTooLargeError(RunError):

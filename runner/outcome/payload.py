@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
-from spark_hvd.runner.brief import Brief
+from spark_hvd.runner.tracebacks import Brief
 
 R = TypeVar("R")
 

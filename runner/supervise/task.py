@@ -21,6 +21,7 @@ from spark_hvd.runner.channel.link import HubAddress, Link
 from spark_hvd.runner.channel.silence import BEAT, SILENT_AFTER
 from spark_hvd.runner.channel.state import HubState
 from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.outcome.errors import check_hub
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed, to_rows
 from spark_hvd.runner.rank.gpus import GpuError, GpuShare, devices_of
 from spark_hvd.runner.supervise.mpi.side import MANAGERS, MpiPlan
@@ -267,8 +268,7 @@ def _close_hub(hub: Hub) -> None:
     hub.wait_gone(SILENT_AFTER + 2 * BEAT)
     lost = hub.lost
     hub.close()
-    if hub.failure is not None:
-        raise hub.failure
+    check_hub(hub.failure)
     if lost is not None:
         raise LostError(f"SPARK_HVD_LOST: lost {lost}; all other ranks were stopped:END")
 

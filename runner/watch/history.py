@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.runner.watch.growth import GROWING, Rates, grown, rates
+from spark_hvd.runner.watch.rates import GROWING, Rates, grown, rates
 from spark_hvd.world.vitals import Vitals
 
 if TYPE_CHECKING:

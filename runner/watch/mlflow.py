@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.runner.watch.growth import grown, rates
 from spark_hvd.runner.watch.outbox import Outbox, Value
+from spark_hvd.runner.watch.rates import grown, rates
 from spark_hvd.runner.watch.summary import Share, Summary
 from spark_hvd.runner.watch.tracking import Facts, without_password
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from spark_hvd.runner.diagnosis.report import count
 from spark_hvd.runner.terminal import harmless
 from spark_hvd.runner.watch import words
 from spark_hvd.runner.watch.picture import Slowest
 from spark_hvd.runner.watch.rates import Span
+from spark_hvd.world.words import count
 
 _CELL = "text-align:left;padding:1px 8px"
 _LONG = 30.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from spark_hvd.runner.diagnosis.report import count
 from spark_hvd.runner.watch.picture import Remaining, Row, Slowest
+from spark_hvd.world.words import count
 
 
 def duration(seconds: float) -> str:

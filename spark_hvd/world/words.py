@@ -1,4 +1,4 @@
-"""Ranks in words, for messages; knows no torch, as launchers write them too."""
+"""Ranks and counts in words, for messages; knows no torch, as launchers write them too."""
 
 from __future__ import annotations
 
@@ -26,3 +26,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
     for run in runs:
         parts += [str(rank) for rank in run] if len(run) < 3 else [f"{run[0]}-{run[-1]}"]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shortened(parts))}"
+
+
+def count(number: int, noun: str) -> str:
+    """The number and the noun: 1 host, 2 hosts."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

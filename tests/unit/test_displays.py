@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.runner.watch.display.choose import CHOICES, make_display
+from spark_hvd.runner.config import CHOICES
+from spark_hvd.runner.watch.display.choose import make_display
 from spark_hvd.runner.watch.display.json_lines import JsonDisplay
 from spark_hvd.runner.watch.display.lines import LineWriter
 from spark_hvd.runner.watch.display.notebook import page

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_hvd.runner.supervise.probe import Examination
+from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind
 from spark_hvd.runner.watch.hang.watch import Examine, HangWatch
 from spark_hvd.world.vitals import Underway, Vitals

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.runner.watch.growth import grown, rates
 from spark_hvd.runner.watch.history import _LEAST_POINTS, MOST_POINTS, Generation, History
+from spark_hvd.runner.watch.rates import grown, rates
 from spark_hvd.world.vitals import Vitals
 
 

@@ -15,7 +15,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from spark_hvd.runner.diagnosis.report import count
 from spark_hvd.runner.elastic.membership import events as ev
 from spark_hvd.runner.elastic.membership import texts
 from spark_hvd.runner.elastic.membership.exclusion import Exclusion
@@ -24,6 +23,7 @@ from spark_hvd.runner.elastic.membership.records import Agent, Generation, Stage
 from spark_hvd.runner.elastic.membership.roster import Roster
 from spark_hvd.runner.elastic.membership.start import Beginning, Start
 from spark_hvd.world.layout import WorldLayout
+from spark_hvd.world.words import count
 
 
 class Membership:

@@ -7,10 +7,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import TextIO
+from typing import Protocol, TextIO
 
+from spark_hvd.runner.config import check_progress, in_notebook
 from spark_hvd.runner.terminal import is_terminal
-from spark_hvd.runner.watch.display.display import Display
 from spark_hvd.runner.watch.display.json_lines import JsonDisplay
 from spark_hvd.runner.watch.display.lines import LineWriter
 from spark_hvd.runner.watch.display.notebook import NotebookDisplay
@@ -19,24 +19,33 @@ from spark_hvd.runner.watch.summary import Summary
 from spark_hvd.runner.watch.view import RunView
 
 _log = logging.getLogger(__name__)
-CHOICES = ("auto", "table", "notebook", "plain", "json", "off")
 
 
-def check_progress(progress: str) -> None:
-    """Make sure that there is such a display.
+class Display(Protocol):
+    """Shows one run. Called by one thread, the one that called ``run``: a notebook's cell belongs to it."""
 
-    Args:
-        progress: The argument of ``run``.
+    def lines(self, rank: int, stream: str, text: str) -> None:
+        """Write whole lines that a rank has printed.
 
-    Raises:
-        ValueError: There is not, or it is "notebook" outside of one.
-    """
-    if progress not in CHOICES:
-        raise ValueError(f"progress={progress!r}: expected one of {', '.join(map(repr, CHOICES))}.")
-    if progress == "notebook" and not _in_notebook():
-        raise ValueError(
-            "progress='notebook': this program does not run in a notebook; 'auto' is a table where it does."
-        )
+        Args:
+            rank: Whose; -1 for a note of ours.
+            stream: "out" or "err".
+            text: Lines, separated by newlines, without the last newline.
+        """
+        ...
+
+    def show(self, view: RunView, now: float) -> None:
+        """The state of the run; called about four times a second. The display decides what of it to draw, and when.
+
+        Args:
+            view: All there is to know.
+            now: ``time.monotonic()``.
+        """
+        ...
+
+    def end(self, summary: Summary | None) -> None:
+        """The run is over: show the summary, if there is one, and let go of the terminal. Idempotent."""
+        ...
 
 
 def make_display(progress: str, verbose: int, stdout: TextIO | None, stderr: TextIO | None) -> Display:
@@ -152,14 +161,8 @@ class _Guarded:
 
 
 def _automatic() -> str:
-    if _in_notebook():
+    if in_notebook():
         return "notebook"
     # A shell command of a notebook's cell (!python train.py) has a terminal that knows no cursor.
     plain = os.environ.get("TERM") in (None, "", "dumb") or "JPY_PARENT_PID" in os.environ
     return "table" if is_terminal(sys.stderr) and not plain else "plain"
-
-
-def _in_notebook() -> bool:
-    interactive = sys.modules.get("IPython")  # a notebook's kernel has imported it
-    shell = None if interactive is None else interactive.get_ipython()
-    return getattr(shell, "kernel", None) is not None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from spark_hvd.runner.diagnosis.report import count
 from spark_hvd.runner.watch import words
 from spark_hvd.runner.watch.display.lines import LineWriter
 from spark_hvd.runner.watch.picture import Picture
 from spark_hvd.runner.watch.summary import Summary
 from spark_hvd.runner.watch.view import RunView
+from spark_hvd.world.words import count
 
 INTERVAL = 30.0
 

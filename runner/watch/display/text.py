@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from spark_hvd.runner.diagnosis.report import count
 from spark_hvd.runner.terminal import harmless
 from spark_hvd.runner.watch import words
 from spark_hvd.runner.watch.picture import Picture, Row, shown_rows
+from spark_hvd.world.words import count
 
 T = TypeVar("T")
 _GAP = "  "

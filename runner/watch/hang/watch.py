@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
+from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.silence import BEAT
-from spark_hvd.runner.supervise.probe import Examination
 from spark_hvd.runner.watch.hang.states import SILENT_SECONDS, Sight
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind, Wait, judge
 from spark_hvd.world.vitals import Underway, Vitals
