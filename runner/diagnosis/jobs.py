@@ -23,6 +23,7 @@ from spark_hvd.runner.outcome.errors import NotEnoughSlotsError
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.job import TaskJob
 from spark_hvd.runner.spark.profiles import TaskResources
+from spark_hvd.runner.spark.slots import task_slots, wait_for_slots
 from spark_hvd.world.ports import PortRange
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def spark_facts(spark: SparkSession, asked: int | None, resources: TaskResources
     """
     if asked is not None:
         with contextlib.suppress(NotEnoughSlotsError):
-            on_spark.wait_for_slots(spark, asked, 20.0, resources)
+            wait_for_slots(spark, asked, 20.0, resources)
     connect = on_spark.is_connect(spark)
     settings = {key: value for key in SETTINGS if (value := on_spark.conf(spark, key)) is not None}
     return SparkFacts(
@@ -54,7 +55,7 @@ def spark_facts(spark: SparkSession, asked: int | None, resources: TaskResources
         master=settings.get("spark.master", "Spark Connect" if connect else "unknown"),
         local=on_spark.is_local(spark),
         connect=connect,
-        slots=on_spark.slots(spark, resources),
+        slots=task_slots(spark, resources),
         asked=asked,
         procs_per_task=resources.plan.ask.procs_per_task,
         task_cpus=resources.plan.cpus,

@@ -32,6 +32,7 @@ from spark_hvd.runner.spark.entry import task_of
 from spark_hvd.runner.spark.errors import translate_elastic
 from spark_hvd.runner.spark.job import TaskJob
 from spark_hvd.runner.spark.profiles import Ask, task_resources
+from spark_hvd.runner.spark.slots import wait_for_slots
 from spark_hvd.runner.supervise.processes import check_system
 from spark_hvd.runner.supervise.task import TaskSpec
 from spark_hvd.runner.terminal import harmless
@@ -166,7 +167,7 @@ def run_elastic(
     on_spark.check_elastic_possible(session)
     resources = task_resources(session, Ask(cpus_per_proc, gpus_per_proc, 1))
     if num_proc is None or not on_spark.has_dynamic_allocation(session):
-        there = on_spark.wait_for_slots(session, min_num_proc or num_proc, start_timeout, resources)
+        there = wait_for_slots(session, min_num_proc or num_proc, start_timeout, resources)
         num_proc = num_proc or there
     config = ElasticConfig(common=RunConfig(num_proc=num_proc, **common), **elastic)
     name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"

@@ -13,6 +13,7 @@ from spark_hvd.runner.outcome.rows import FailureKind
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.profiles import TaskResources
 from spark_hvd.runner.spark.reach import unanswered
+from spark_hvd.runner.spark.slots import task_slots
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -97,7 +98,7 @@ def tasks_again(session: SparkSession, config: RunConfig, resources: TaskResourc
     each = config.procs_per_task
     least = wanted if config.min_num_proc is None else config.min_num_proc // each
     while True:
-        there = on_spark.slots(session, resources)
+        there = task_slots(session, resources)
         if there is None:  # Spark Connect cannot be asked
             return wanted
         if there >= wanted and not unanswered(on_spark.executor_addresses(session).values(), _ANSWER):

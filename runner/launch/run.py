@@ -15,6 +15,7 @@ from spark_hvd.runner.outcome.errors import RunError
 from spark_hvd.runner.outcome.payload import dump_call, name_of
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.profiles import Ask, TaskResources, task_resources
+from spark_hvd.runner.spark.slots import wait_for_slots
 from spark_hvd.runner.tracebacks import briefly
 from spark_hvd.runner.watch.tracking import Tracker
 
@@ -150,4 +151,4 @@ def tasks_of(session: SparkSession, config: RunConfig) -> tuple[int, TaskResourc
     """
     ask = Ask(config.cpus_per_proc, config.gpus_per_proc, config.procs_per_task)
     resources = task_resources(session, ask)
-    return on_spark.wait_for_slots(session, config.num_tasks, config.start_timeout, resources), resources
+    return wait_for_slots(session, config.num_tasks, config.start_timeout, resources), resources

@@ -115,7 +115,7 @@ def plan(app: Application, ask: Ask) -> Plan:
     cpus = app.task_cpus if ask.cpus is None else ask.cpus
     gpus = app.task_gpus if ask.gpus is None else float(ask.gpus)
     if app.is_local:
-        # Spark has cores only here, and counts those of a task by its own setting; slots() counts the larger.
+        # Spark has cores only here, and counts those of a task by its own setting; task_slots() counts the larger.
         return Plan(ask, max(cpus, app.task_cpus), gpus, False, app.driver_gpus)
     if ask.gpus and not app.executor_gpus:
         raise ClusterError(

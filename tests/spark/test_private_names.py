@@ -23,6 +23,7 @@ from spark_hvd.runner.spark import private as spark_private
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.names import call_site, job_named
 from spark_hvd.runner.spark.profiles import Ask, task_resources
+from spark_hvd.runner.spark.slots import wait_for_slots
 from tests.conftest import wait_until
 
 if TYPE_CHECKING:
@@ -203,9 +204,9 @@ Connect.__module__ = "pyspark.sql.connect.session"
 def test_connect_has_to_be_told_the_number_of_ranks(spark: SparkSession) -> None:
     session: Any = Connect()
     resources = task_resources(spark, Ask())
-    assert on_spark.wait_for_slots(session, 3, 1.0, resources) == 3
+    assert wait_for_slots(session, 3, 1.0, resources) == 3
     with pytest.raises(ClusterError, match=r"Spark Connect client cannot count .* num_proc="):
-        on_spark.wait_for_slots(session, None, 1.0, resources)
+        wait_for_slots(session, None, 1.0, resources)
 
 
 def test_connect_takes_artifacts() -> None:
