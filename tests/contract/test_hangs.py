@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import spark_hvd.torch as hvd
 from spark_hvd.runner import RankFailedError, RunTimeoutError, run_local
 from spark_hvd.runner.watch.hang.verdict import Kind
 
+_LOG = logging.getLogger("spark_hvd.runner.launch.monitor")
 WARNING = 2.0
 LONG = 12.0  # more than a warning, a look at all ranks and one more record of each
 
@@ -32,7 +34,7 @@ def _run(fn: Any, size: int, *, stall_warning: float = WARNING, **options: Any) 
 
 
 def _verdicts(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "spark_hvd.runner.launch.monitor"]
+    return [record.getMessage() for record in caplog.records if record.name == _LOG.name]
 
 
 @pytest.mark.slow
@@ -56,12 +58,28 @@ def test_a_run_that_is_ended_while_it_hangs_says_why(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.slow
-def test_each_way_to_keep_others_waiting_and_none(caplog: pytest.LogCaptureFixture) -> None:
-    """One run goes through them all; what is said of it meanwhile is looked at afterwards."""
+def test_each_way_to_keep_others_waiting_and_none(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """One run goes through them all, each until it is told; what is said of it is looked at afterwards."""
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if (text := record.getMessage()).count("'") > 1 and "goes on" not in text:
+                (tmp_path / text.split("'")[1]).touch()
+
+    begun = time.monotonic()
+
+    def told(name: str) -> bool:
+        return (tmp_path / name).exists() or time.monotonic() > begun + 100
 
     def slow_data() -> Iterator[torch.Tensor]:
-        time.sleep(LONG)
+        while not told("data"):
+            time.sleep(0.2)
         yield torch.ones(1)
+
+    def other(name: str) -> None:
+        while not told("this"):
+            time.sleep(0.2)
+        _together(name)
 
     def train() -> None:
         me = hvd.rank()
@@ -73,12 +91,11 @@ def test_each_way_to_keep_others_waiting_and_none(caplog: pytest.LogCaptureFixtu
         if me == 2:
             time.sleep(3 * WARNING)
         _together("healthy")
-        end = time.monotonic() + LONG
-        while me == 1 and time.monotonic() < end:
+        while me == 1 and not told("spinning"):
             pass
         _together("spinning")
-        if me == 2:
-            time.sleep(LONG)
+        while me == 2 and not told("sleeping"):
+            time.sleep(0.5)  # here
         _together("sleeping")
         if me == 1:
             for _ in hvd.progress(slow_data()):
@@ -86,16 +103,20 @@ def test_each_way_to_keep_others_waiting_and_none(caplog: pytest.LogCaptureFixtu
         _together("data")
         # Ranks wait in two collectives, until a thread of each comes to the other one.
         names = ["this", "that"] if me == 0 else ["that", "this"]
-        later = threading.Timer(LONG, _together, [names[1]])
+        later = threading.Thread(target=other, args=[names[1]])
         later.start()
         _together(names[0])
         later.join()
 
     with caplog.at_level(logging.INFO):
-        _run(train, 3)
-    told = _verdicts(caplog)
+        _LOG.addHandler(handler := Told())
+        try:
+            _run(train, 3)
+        finally:
+            _LOG.removeHandler(handler)
+    verdicts = _verdicts(caplog)
     # Once for each, or again where it lasted twice as long as when it was told first.
-    first = {text.split("'")[1]: text.splitlines()[0] for text in reversed(told) if "goes on" not in text}
+    first = {text.split("'")[1]: text.splitlines()[0] for text in reversed(verdicts) if "goes on" not in text}
     assert [*first][::-1] == ["spinning", "sleeping", "data", "this"]
     headlines = [*first.values()][::-1]
     assert "rank 1 keeps ranks 0, 2 waiting in allreduce 'spinning'" in headlines[0]
@@ -103,11 +124,11 @@ def test_each_way_to_keep_others_waiting_and_none(caplog: pytest.LogCaptureFixtu
     assert (
         "ranks 0, 1 wait in allreduce 'sleeping' for rank 2, which has not entered it: rank 2 is idle" in headlines[1]
     )
-    assert "time.sleep(LONG)" in headlines[1]
+    assert "time.sleep(0.5)  # here" in headlines[1]
     assert "ranks 0, 2 wait in allreduce 'data' for rank 1" in headlines[2]
     assert "rank 1 is waiting for its next batch" in headlines[2]
     assert "different collectives, rank 0 in allreduce 'this', ranks 1, 2 in allreduce 'that'" in headlines[3]
-    ends = [text for text in told if "goes on" in text]
+    ends = [text for text in verdicts if "goes on" in text]
     assert len(ends) == 4
     assert all("has ended after" in text for text in ends)
 

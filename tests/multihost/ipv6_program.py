@@ -14,8 +14,8 @@ from typing import Any
 
 import cloudpickle
 
-import tests.conftest  # noqa: F401  sets SPARK_LOCAL_IP, which is set otherwise here
 from spark_hvd.runner import run
+from tests.conftest import SHORT_LIVED  # sets SPARK_LOCAL_IP, which is set otherwise here
 from tests.multihost.hosts import make_hosts
 from tests.multihost.standalone import bracketed, make_cluster
 
@@ -37,7 +37,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ipv6-") as folder, make_hosts(2, six=True) as net:
         os.environ["SPARK_LOCAL_IP"] = bracketed(net.driver)
         os.environ["SPARK_PREFER_IPV6"] = "true"  # else PySpark looks for its JVM at 127.0.0.1
-        six = "-Djava.net.preferIPv6Addresses=true"
+        six = f"-Djava.net.preferIPv6Addresses=true {SHORT_LIVED}"
         os.environ["PYSPARK_SUBMIT_ARGS"] = f'--driver-java-options "{six}" pyspark-shell'
         settings: dict[str, Any] = {"spark.executor.extraJavaOptions": six}
         with make_cluster(net, Path(folder), **settings) as cluster:

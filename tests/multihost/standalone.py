@@ -15,7 +15,7 @@ import pyspark
 
 from spark_hvd.runner.spark.profiles import Ask, task_resources
 from spark_hvd.runner.spark.slots import task_slots
-from tests.conftest import start_session, wait_until
+from tests.conftest import SHORT_LIVED, start_session, wait_until
 from tests.daemons import command_line, end, listens
 from tests.multihost.hosts import Host, Hosts, environment
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 _HOME = Path(pyspark.__file__).parent
 _PORT = 7077
-_LIGHT = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-"""For JVMs that live for a minute: half the processor time of their start."""
 DRIVER_PORTS = {"spark.driver.port": "7078", "spark.driver.blockManager.port": "7079"}
 """Fixed, so that tests can block the hub's port, which is above 49151, and leave Spark's alone."""
 
@@ -138,7 +136,6 @@ def make_cluster(net: Hosts, folder: Path, cores: int = 1, **settings: str) -> I
                 "spark.driver.host": bracketed(net.driver),
                 "spark.driver.bindAddress": bracketed(net.driver),
                 "spark.executor.memory": "768m",
-                "spark.executor.extraJavaOptions": _LIGHT,
                 **DRIVER_PORTS,
                 **settings,
             },
@@ -155,7 +152,7 @@ def bracketed(address: str) -> str:
 
 def _daemon_env(net: Hosts) -> dict[str, str]:
     # The master would give up a worker after a minute without heartbeats, which hosts that were cut off need again.
-    options = f"-Dspark.worker.timeout=600 {_LIGHT}" + (" -Djava.net.preferIPv6Addresses=true" if net.six else "")
+    options = f"-Dspark.worker.timeout=600 {SHORT_LIVED}" + (" -Djava.net.preferIPv6Addresses=true" if net.six else "")
     return {
         "SPARK_HOME": str(_HOME),
         "SPARK_NO_DAEMONIZE": "1",
