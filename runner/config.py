@@ -63,8 +63,7 @@ class RunConfig:
             raise TypeError(
                 f'interfaces={self.interfaces!r}: expected a list of names and networks, such as ["eth1", "10.0.0.0/8"]'
             )
-        if self.ports is not None:
-            PortRange.parse(self.ports)
+        self.port_range  # noqa: B018 - raises
         check_wishes(self.interfaces)
         for name, least, what in (("cpus_per_proc", 1, "cores"), ("gpus_per_proc", 0, "GPUs")):
             value = getattr(self, name)
@@ -79,6 +78,11 @@ class RunConfig:
         for key, value in self.env.items():
             if not isinstance(key, str) or not isinstance(value, str | None):
                 raise TypeError(f"env[{key!r}]={value!r}: expected text, or None to unset the variable in the ranks")
+
+    @property
+    def port_range(self) -> PortRange | None:
+        """Where ranks and the driver may listen; None for any port."""
+        return None if self.ports is None else PortRange.parse(self.ports)
 
     @property
     def num_tasks(self) -> int | None:

@@ -33,7 +33,6 @@ from spark_hvd.runner.launch.run import run
 from spark_hvd.runner.outcome.errors import ClusterError
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.profiles import Ask, TaskResources, task_resources
-from spark_hvd.world.ports import PortRange
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -114,7 +113,7 @@ class _Examination:
     def __init__(self, spark: SparkSession, config: RunConfig, store: str | StoreLike | None, seconds: float) -> None:
         self._spark = spark
         self._config = config
-        self._ports = None if config.ports is None else PortRange.parse(config.ports)
+        self._ports = config.port_range
         self._seconds = seconds
         self._store = None if store is None else _StoreTrials(store)
         self._findings: list[Finding] = []

@@ -24,6 +24,7 @@ from spark_hvd.runner.channel.state import Message
 from spark_hvd.runner.elastic.membership.events import Loss
 from spark_hvd.runner.outcome.endings import exit_failure, trim_stacks, value_too_large
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
+from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.supervise.output import RankOutput
 from spark_hvd.runner.supervise.probe import Probe
 from spark_hvd.runner.supervise.processes import ForkServer, ForkServerError, RankProcess
@@ -62,13 +63,13 @@ class WorkerSetup:
 
     Attributes:
         env: Gives a worker's complete environment, by its first place.
-        job: Gives the header of its first frame, by its first place and its agent's slot.
+        order: Gives what it is told first, by its first place and its agent's slot.
         payload: The pickled call.
         start_timeout: Seconds for the process to come up.
     """
 
     env: Callable[[RankInfo], dict[str, str]]
-    job: Callable[[RankInfo, int], dict[str, Any]]
+    order: Callable[[RankInfo, int], RankOrder]
     payload: bytes = field(repr=False)
     start_timeout: float
 
@@ -202,7 +203,7 @@ class Agent:
         gpus = env.get("CUDA_VISIBLE_DEVICES", "")
         self._worker = _Worker(number, place, process, FrameReader(process.control), output, gpus)
         with contextlib.suppress(OSError):
-            send_frame(process.control, {"worker": number, **setup.job(place, slot)}, setup.payload)
+            send_frame(process.control, setup.order(place, slot).to_message(), setup.payload)
         for fd in (*output.fds, process.control.fileno(), process.status_fd):
             self._poller.register(fd, zmq.POLLIN)
 

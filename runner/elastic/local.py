@@ -120,7 +120,7 @@ def run_elastic_local(
         hub = ElasticHub(config.limits, HOST, None, monitor)
         closing.callback(hub.close)
         monitor.ask(hub)
-        task = TaskSpec.of(common, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address)
+        task = TaskSpec(common, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address)
         job = _Threads(ElasticSpec(task, rejoin_timeout), payload, config.limits.max_num_proc)
         verdict = attend(job, hub, common, monitor)
         if job.errors:

@@ -38,7 +38,6 @@ from spark_hvd.runner.supervise.task import TaskSpec
 from spark_hvd.runner.terminal import harmless
 from spark_hvd.runner.tracebacks import briefly
 from spark_hvd.runner.watch.tracking import Tracker
-from spark_hvd.world.ports import PortRange
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -179,7 +178,7 @@ def run_elastic(
         hub = _open_hub(session, config, monitor)
         closing.callback(hub.close)
         monitor.ask(hub)
-        common_spec = TaskSpec.of(config.common, run_id, hub.address, spool, may_share_gpus=resources.plan.may_share)
+        common_spec = TaskSpec(config.common, run_id, hub.address, spool, may_share_gpus=resources.plan.may_share)
         most = None if local else on_spark.max_result_bytes(session)
         value_limit = None if most is None else most // config.limits.max_num_proc
         spec = ElasticSpec(common_spec, rejoin_timeout, value_limit, not local)
@@ -289,10 +288,9 @@ def _end(job: Any, hub: ElasticHub) -> None:
 
 def _open_hub(session: SparkSession, config: ElasticConfig, monitor: Monitor) -> ElasticHub:
     public, bind = on_spark.driver_hosts(session)
-    ports = None if config.common.ports is None else PortRange.parse(config.common.ports)
     try:
         address = str(socket.getaddrinfo(bind.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
-        return ElasticHub(config.limits, address, public.strip("[]"), monitor, ports)
+        return ElasticHub(config.limits, address, public.strip("[]"), monitor, config.common.port_range)
     except (OSError, zmq.ZMQBaseError) as error:
         raise ClusterError(
             f"the driver cannot listen on {bind} ({error}), where elastic runs are decided: set "

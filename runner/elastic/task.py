@@ -10,9 +10,9 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -21,10 +21,9 @@ from spark_hvd.runner.channel.frames import NOTICES
 from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.elastic.agent import Agent, GivenUpError, Report, WorkerSetup
 from spark_hvd.runner.outcome.rows import Packed
-from spark_hvd.runner.rank.gpus import GpuShare, devices_of
+from spark_hvd.runner.rank.gpus import devices_of
 from spark_hvd.runner.supervise.processes import fork_server
 from spark_hvd.runner.supervise.task import TaskSpec, executor_pid, host_of, rank_env, to_batches
-from spark_hvd.world.layout import RankInfo
 
 if TYPE_CHECKING:
     import pyarrow
@@ -119,13 +118,13 @@ def be_agent(
         GivenUpError: Spark is to start the task elsewhere.
         NoAddressError, GpuError: the host's network or GPUs are not what the run was asked for.
     """
-    common = spec.task
+    common, config = spec.task, spec.task.config
     assert common.hub is not None
     alone = is_loopback(common.hub.host)  # who reaches the driver there is on its machine
-    address = choose_address(host, common.interfaces, common.hub.host, alone=alone, own=own_addresses())
+    address = choose_address(host, config.interfaces, common.hub.host, alone=alone, own=own_addresses())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    own = devices_of(gpus, 1, 0, visible, common.gpus_per_proc)
-    server = fork_server(common.env, anchor)  # starts to import torch while we meet the driver
+    own = devices_of(gpus, 1, 0, visible, config.gpus_per_proc)
+    server = fork_server(config.env, anchor)  # starts to import torch while we meet the driver
     link = Link(common.hub, number, host)
     closing.callback(link.close)
     if not link.wait_connected(_CONNECT_WAIT):
@@ -136,24 +135,12 @@ def be_agent(
             "its ports (ports=), or use spark_hvd.run, which needs no such connection.:END"
         )
 
-    def job(place: RankInfo, slot: int) -> dict[str, Any]:
-        assigned = None if "CUDA_VISIBLE_DEVICES" in common.env else own
-        share = GpuShare(assigned, common.gpus_per_proc, common.may_share_gpus)
-        return {
-            "type": "job",
-            "elastic": True,
-            "rank_info": asdict(place),
-            "slot": slot,
-            "secret": common.secret.hex(),
-            "ip": address.ip,
-            "ports": common.ports,
-            "backend": common.backend,
-            "gpus": asdict(share),
-            "rejoin_timeout": spec.rejoin_timeout,
-            "collective_timeout": common.collective_timeout,
-        }
-
-    setup = WorkerSetup(lambda place: rank_env(common, place, address, own), job, payload, common.start_timeout)
+    setup = WorkerSetup(
+        env=lambda place: rank_env(common, place, address, own),
+        order=lambda place, slot: common.order(place, address, own, join_timeout=spec.rejoin_timeout, slot=slot),
+        payload=payload,
+        start_timeout=config.start_timeout,
+    )
     link.hello(number, task=task)
     agent = Agent(link, server, setup, spec.value_limit, executor)
     with _notices(agent):

@@ -28,7 +28,6 @@ from spark_hvd.runner.spark.profiles import TaskResources
 from spark_hvd.runner.spark.reach import Reach
 from spark_hvd.runner.supervise.processes import check_system
 from spark_hvd.runner.supervise.task import TaskSpec
-from spark_hvd.world.ports import PortRange
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -82,7 +81,7 @@ class Attempt:
                 closing.callback(hub.close)
                 monitor.ask(hub)
             spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
-            spec = TaskSpec.of(
+            spec = TaskSpec(
                 config,
                 self.run_id,
                 None if hub is None else hub.address,
@@ -125,9 +124,8 @@ def _open_hub(
     try:
         # ZeroMQ binds to addresses only, and the driver's host is often a name.
         address = str(socket.getaddrinfo(bind.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
-        ports = None if config.ports is None else PortRange.parse(config.ports)
         # Spark writes IPv6 addresses in brackets.
-        return Hub(state, address, public.strip("[]"), monitor, ports)
+        return Hub(state, address, public.strip("[]"), monitor, config.port_range)
     except (OSError, zmq.ZMQBaseError) as error:
         _log.warning(
             "the driver cannot listen on %s (%s): set spark.driver.bindAddress to an address of this machine. Training "

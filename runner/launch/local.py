@@ -125,7 +125,7 @@ def _attempt(
         hub = Hub(HubState(num_proc, timeout=config.timeout), HOST, listener=monitor)
         cleanup.callback(hub.close)
         monitor.ask(hub)
-        spec = TaskSpec.of(config, run_id, hub.address, generation=generation)
+        spec = TaskSpec(config, run_id, hub.address, generation=generation)
 
         def ranks() -> None:
             try:
@@ -163,10 +163,10 @@ def cores_each(num_proc: int) -> int:
 def _run_ranks(spec: TaskSpec, payload: bytes, size: int) -> list[Packed]:
     layout = WorldLayout.from_hosts([HOST] * size)
     assert spec.hub is not None
-    server = fork_server(spec.env, os.getpid())
+    server = fork_server(spec.config.env, os.getpid())
     links = [Link(spec.hub, rank) for rank in range(size)]
     try:
-        if not meet(links, 0, spec.start_timeout):
+        if not meet(links, 0, spec.config.start_timeout):
             raise RefusedError(f"the ranks cannot connect to this process on {HOST}: is the loopback interface up?")
         return run_ranks(spec, payload, layout, layout.ranks, links, server, None)
     finally:

@@ -21,7 +21,8 @@ from spark_hvd.context import init as context
 from spark_hvd.context.standing import refuse_fork, standing
 from spark_hvd.elastic.kv import reach_store
 from spark_hvd.runner.channel.frames import NOTICES, recv_frame, send_frame
-from spark_hvd.runner.rank.gpus import GpuError, GpuShare
+from spark_hvd.runner.rank.gpus import GpuError
+from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.own_gpu import settle, take
 from spark_hvd.runner.rank.process import SetupError, call, end_process, unpickle_call
 from spark_hvd.runner.rank.reporting import Reporting
@@ -30,7 +31,7 @@ from spark_hvd.transport.wires import Wires
 from spark_hvd.world import launcher as elastic_launcher
 from spark_hvd.world.errors import CollectiveError
 from spark_hvd.world.layout import RankInfo
-from spark_hvd.world.ports import PortRange, listen
+from spark_hvd.world.ports import listen
 from spark_hvd.world.world import Endpoint, World
 
 
@@ -39,15 +40,15 @@ class ElasticRank:
 
     Args:
         control: To the agent.
-        job: The first frame's header.
+        order: What to do.
     """
 
-    def __init__(self, control: socket.socket, job: dict[str, Any]) -> None:
+    def __init__(self, control: socket.socket, order: RankOrder) -> None:
         self._control = control
-        self._job = job
+        self._order = order
         self._sending = threading.Lock()
         self._changed = threading.Condition()
-        self._me = RankInfo(**job["rank_info"])
+        self._me = order.me
         self._generation = -1
         self._assigned: dict[str, Any] | None = None
         self._store: tuple[str, int] | None = None  # where all are to meet
@@ -67,7 +68,7 @@ class ElasticRank:
         """Call fn."""
         fn, args, kwargs = unpickle_call(payload)
         try:
-            take(self._local(self._me), self._gpus)
+            take(self._local(self._me), self._order.gpus)
         except GpuError as error:
             raise SetupError(str(error), error) from error
         context.expect(self._me)
@@ -103,12 +104,12 @@ class ElasticRank:
                 end_process(0)
             assigned, self._assigned = self._assigned, None
         me, generation = self._me, assigned["generation"]
-        ports = None if self._job["ports"] is None else PortRange.parse(self._job["ports"])
-        seconds = self._job["rejoin_timeout"] / 2
+        ports = self._order.ports
+        seconds = self._order.join_timeout / 2
         self._kv, store = None, None
         if me.rank == 0:
-            listener = listen(self._job["ip"], ports)
-            store = self._job["ip"], listener.getsockname()[1]
+            listener = listen(self._order.ip, ports)
+            store = self._order.ip, listener.getsockname()[1]
             self._kv = TCPStore(
                 *store, None, True, timedelta(seconds=seconds), False, master_listen_fd=listener.detach()
             )
@@ -123,11 +124,11 @@ class ElasticRank:
         if self._kv is None:
             self._kv = reach_store(endpoint, generation, seconds)
         with standing.wired(Wires(generation, endpoint, me.size)).making():
-            backend = settle(me, self._gpus, self._kv, self._job["backend"], self._local(me))
+            backend = settle(me, self._order.gpus, self._kv, self._order.backend, self._local(me))
         context.join(
-            World(me, endpoint, generation, bytes.fromhex(self._job["secret"]), ports),
+            World(me, endpoint, generation, self._order.secret, ports),
             self._kv,
-            timeout=self._job["collective_timeout"],
+            timeout=self._order.collective_timeout,
             backend=backend,
         )
         # LOCAL_RANK stays: other libraries choose the GPU by it.
@@ -222,9 +223,6 @@ class ElasticRank:
 
     def _local(self, me: RankInfo) -> RankInfo:
         """The place with the agent's slot as local rank: with ranks that come and go a GPU must stay the same."""
-        slot = self._job["slot"]
+        slot = self._order.slot
+        assert slot is not None
         return replace(me, local_rank=slot, local_size=max(me.local_size, slot + 1))
-
-    @property
-    def _gpus(self) -> GpuShare:
-        return GpuShare(**self._job["gpus"])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import faulthandler
 import socket
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from spark_hvd.runner.channel.frames import STACKS_SIGNAL, recv_frame, send_frame
 from spark_hvd.runner.outcome.cause import is_echo
 from spark_hvd.runner.outcome.payload import dump_exception, dump_result
+from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.process import SetupError, check_torch, end_process, exit_code, format_error, one_line
 
 if TYPE_CHECKING:
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
 def run_rank(control: socket.socket, stacks_fd: int) -> NoReturn:
     """Run one rank and exit; the only caller is the fork server's child.
 
-    Frames in: ``job`` (payload: the pickled call), ``go``. Frames out: ``ready``, ``joined``, ``outcome``.
+    Frames in: the order (payload: the pickled call), ``go``. Frames out: ``ready``, ``joined``, ``outcome``.
     """
     frame = recv_frame(control)
     if frame is None:  # the supervisor is gone
         end_process(1)
-    job, payload = frame
+    message, payload = frame
     # Crashes and STACKS_SIGNAL leave the Python stacks where the supervisor reads them.
     faulthandler.enable(stacks_fd, all_threads=True)
     faulthandler.register(STACKS_SIGNAL, stacks_fd, all_threads=True)
-    world = _open(control, job)
+    world = _open(control, RankOrder.from_message(message))
     try:
         value = world.run(payload)
     except SystemExit as left:
@@ -53,7 +54,7 @@ def run_rank(control: socket.socket, stacks_fd: int) -> NoReturn:
     end_process(0)
 
 
-def _open(control: socket.socket, job: dict[str, Any]) -> StaticRank | ElasticRank:
+def _open(control: socket.socket, order: RankOrder) -> StaticRank | ElasticRank:
     try:
         check_torch()
     except SetupError as error:
@@ -61,13 +62,13 @@ def _open(control: socket.socket, job: dict[str, Any]) -> StaticRank | ElasticRa
         while recv_frame(control) is not None:
             pass
         end_process(1)
-    if job.get("elastic"):
+    if order.slot is not None:
         from spark_hvd.runner.rank.elastic import ElasticRank
 
-        return ElasticRank(control, job)
+        return ElasticRank(control, order)
     from spark_hvd.runner.rank.static import StaticRank
 
-    return StaticRank(control, job)
+    return StaticRank(control, order)
 
 
 def _send_failure(control: socket.socket, kind: str, error: str, exception: BaseException | None) -> None:

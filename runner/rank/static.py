@@ -10,7 +10,8 @@ from typing import Any
 
 from spark_hvd.context import init as context
 from spark_hvd.runner.channel.frames import recv_frame, send_frame
-from spark_hvd.runner.rank.gpus import GpuError, GpuShare
+from spark_hvd.runner.rank.gpus import GpuError
+from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.own_gpu import settle
 from spark_hvd.runner.rank.preflight import SECONDS, UnreachableError, check_hosts, connect
 from spark_hvd.runner.rank.process import SetupError, call, unpickle_call
@@ -18,7 +19,7 @@ from spark_hvd.runner.rank.reporting import Reporting
 from spark_hvd.runner.rank.same_mpi import MpiMismatchError, check_same_mpi
 from spark_hvd.transport.kv import TCPStore
 from spark_hvd.world.layout import RankInfo
-from spark_hvd.world.ports import PortRange, listen
+from spark_hvd.world.ports import listen
 from spark_hvd.world.world import Endpoint, World
 
 
@@ -27,13 +28,13 @@ class StaticRank:
 
     Args:
         control: To the supervisor.
-        job: The first frame's header.
+        order: What to do.
     """
 
-    def __init__(self, control: socket.socket, job: dict[str, Any]) -> None:
+    def __init__(self, control: socket.socket, order: RankOrder) -> None:
         self._control = control
-        self._job = job
-        self.rank: int = job["rank_info"]["rank"]
+        self._order = order
+        self.rank: int = order.me.rank
         self._kv: Any = None
         self._ended_well = False
 
@@ -43,7 +44,7 @@ class StaticRank:
         if not self._join():
             sys.exit(1)  # the supervisor closed: another rank has failed before we could meet
         reporting = Reporting(lambda vitals: send_frame(self._control, {"type": "vitals", "vitals": vitals}))
-        if self._job["watched"]:
+        if self._order.watched:
             reporting.start()
         try:
             value = call(fn, args, kwargs)
@@ -67,9 +68,9 @@ class StaticRank:
 
     def _join(self) -> bool:
         """Meet the other ranks in rank 0's store; False when the run was stopped before."""
-        me, ip = RankInfo(**self._job["rank_info"]), self._job["ip"]
-        ports = None if self._job["ports"] is None else PortRange.parse(self._job["ports"])
-        timeout = timedelta(seconds=self._job["join_timeout"])
+        me, ip = self._order.me, self._order.ip
+        ports = self._order.ports
+        timeout = timedelta(seconds=self._order.join_timeout)
         store = None
         if me.rank == 0:
             # The store takes over a socket that is bound already, so the published port cannot be lost to a race,
@@ -91,7 +92,7 @@ class StaticRank:
                 _, fds, _, _ = socket.recv_fds(self._control, 1, 1)
                 os.environ["PMI_FD"] = str(fds[0])
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
-        patience = min(SECONDS, self._job["join_timeout"] / 2)  # less than the supervisor's, so that it is our words
+        patience = min(SECONDS, self._order.join_timeout / 2)  # less than the supervisor's, so that it is our words
         try:
             if self._kv is None:
                 connect(host, port, "the store of rank 0", f"rank {me.rank} on host {me.host} ({ip})", patience)
@@ -105,12 +106,12 @@ class StaticRank:
             World(
                 me,
                 Endpoint(host, port),
-                self._job["generation"],
-                secret=bytes.fromhex(self._job["secret"]),
+                self._order.generation,
+                secret=self._order.secret,
                 ports=ports,
             ),
             self._kv,
-            timeout=self._job["collective_timeout"],
+            timeout=self._order.collective_timeout,
             backend=self._settle_gpu(me),
         )
         send_frame(self._control, {"type": "joined"})
@@ -119,6 +120,6 @@ class StaticRank:
     def _settle_gpu(self, me: RankInfo) -> str | None:
         """Take this rank's GPU, and return the backend that suits those of all ranks."""
         try:
-            return settle(me, GpuShare(**self._job["gpus"]), self._kv, self._job["backend"])
+            return settle(me, self._order.gpus, self._kv, self._order.backend)
         except GpuError as error:
             raise SetupError(str(error), error) from error

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import zmq
@@ -19,7 +19,7 @@ from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE
 from spark_hvd.runner.channel.state import Message
 from spark_hvd.runner.outcome.endings import exit_failure, start_took_too_long, stopped, too_large, trim_stacks
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
-from spark_hvd.runner.rank.gpus import GpuShare
+from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.supervise.mpi.blame import Blame, Suspect
 from spark_hvd.runner.supervise.mpi.manager import MpiMissingError
 from spark_hvd.runner.supervise.mpi.side import MpiPlan, MpiSide
@@ -27,7 +27,6 @@ from spark_hvd.runner.supervise.output import RankOutput
 from spark_hvd.runner.supervise.probe import Probe
 from spark_hvd.runner.supervise.processes import ForkServer, ForkServerError, RankProcess
 from spark_hvd.world.layout import RankInfo
-from spark_hvd.world.ports import PortRange
 
 _TERM_GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 _STACKS_WAIT = 0.5  # seconds that a fault handler may take to write the stacks
@@ -41,34 +40,25 @@ class RankJob:
     """What one supervisor is to run.
 
     Attributes:
-        me: The rank.
-        ip: This host's address, by which other ranks reach it.
-        ports: Where ranks may listen; None for any port.
-        payload: The pickled call.
+        order: What the rank is told.
         env: Complete environment of the rank.
-        backend: "gloo", "nccl", "mpi", or None for Gloo and NCCL.
+        payload: The pickled call.
         mpi: How MPI comes up, if it is the backend.
-        gpus: What the rank is told of its GPUs.
         start_timeout: Seconds for the process to come up and to join the others' world.
-        collective_timeout: Seconds after which a collective that peers do not join fails.
         timeout: The run's ``timeout=``, for messages.
-        secret: The world's.
-        generation: The world's.
     """
 
-    me: RankInfo
-    ip: str
-    ports: PortRange | None
-    payload: bytes = field(repr=False)
+    order: RankOrder
     env: Mapping[str, str] = field(repr=False)
-    backend: str | None
+    payload: bytes = field(repr=False)
     mpi: MpiPlan | None
-    gpus: GpuShare
     start_timeout: float
-    collective_timeout: float
     timeout: float | None
-    secret: bytes = field(repr=False)
-    generation: int
+
+    @property
+    def me(self) -> RankInfo:
+        """The rank."""
+        return self.order.me
 
 
 def supervise(
@@ -121,7 +111,6 @@ class _Watch:
         self._link = link
         self._process = process
         self._frames = FrameReader(process.control)
-        self._watched = on_lines is None  # else the driver does not hear of this rank
         self._output = RankOutput({process.stdout_fd: "out", process.stderr_fd: "err"}, link, on_lines)
         self._outcome: Packed | None = None
         self._failure: Failed | None = None  # as the child told it, before its last output is known
@@ -145,21 +134,8 @@ class _Watch:
     def run(self) -> Packed:
         """Watch until the rank has its outcome and all ranks have theirs."""
         job = self._job
-        header = {
-            "type": "job",
-            "rank_info": asdict(job.me),
-            "secret": job.secret.hex(),  # over the anonymous socket pair of this rank alone
-            "generation": job.generation,
-            "watched": self._watched,
-            "ip": job.ip,
-            "ports": None if job.ports is None else str(job.ports),
-            "backend": job.backend,
-            "gpus": asdict(job.gpus),
-            "join_timeout": job.start_timeout,
-            "collective_timeout": job.collective_timeout,
-        }
         with contextlib.suppress(OSError):  # a child that died already is seen by its status
-            send_frame(self._process.control, header, job.payload)
+            send_frame(self._process.control, job.order.to_message(), job.payload)
         if job.mpi is not None:
             try:
                 self._mpi = MpiSide(job.mpi, job.me, self._link, self._mpi_failed)
@@ -334,7 +310,7 @@ class _Watch:
             exception=exception,
             ended_at=time.time(),
             exitcode=self._exitcode,
-            gpus=", ".join(self._job.gpus.assigned or ()),
+            gpus=", ".join(self._job.order.gpus.assigned or ()),
         )
 
     def _fail_now(self, kind: FailureKind, error: str, trace: str = "", *, echo: bool = False) -> None:

@@ -8,9 +8,10 @@ import os
 import pickle
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import psutil
@@ -24,12 +25,12 @@ from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.outcome.errors import check_hub
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed, to_rows
 from spark_hvd.runner.rank.gpus import GpuError, GpuShare, devices_of
+from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.supervise.mpi.side import MANAGERS, MpiPlan
 from spark_hvd.runner.supervise.processes import ForkServer, apply_env, fork_server
 from spark_hvd.runner.supervise.supervisor import RankJob, not_started
 from spark_hvd.runner.supervise.team import LostError, RefusedError, meet, supervise_all
 from spark_hvd.world.layout import RankInfo, WorldLayout
-from spark_hvd.world.ports import PortRange
 
 if TYPE_CHECKING:
     import pyarrow
@@ -41,108 +42,65 @@ class TaskSpec:
     """What the driver tells every task of a run.
 
     Attributes:
+        config: What the run was asked for.
         run_id: Unique name of the run.
         hub: The driver's hub; None where executors cannot know the driver (Spark Connect).
-        env: Changes to the environment of the ranks; None unsets a variable.
-        backend: "gloo", "nccl", "mpi" or None for Gloo and NCCL.
-        start_timeout: Seconds for ranks to come up and meet.
-        collective_timeout: Seconds after which a collective that peers do not join fails.
-        timeout: Seconds that ranks may run, or None.
-        secret: The world's, from which the keys between ranks are derived. It travels in Spark's closure only.
-        procs_per_task: Ranks in each task.
-        interfaces: On which interfaces or networks ranks are to meet; empty for no wish.
-        ports: Where they may listen; None for any port.
-        mpi: "mpich" or "openmpi"; None where the backend is another.
-        mpi_token: Names the sockets over which MPI is brought up.
         spool: A directory of the driver's for large values, where all tasks run on the driver's machine.
-        cpus_per_proc: Cores of a rank, if the run was asked for a number.
-        gpus_per_proc: GPUs of a rank, if the run was asked for a number.
         may_share_gpus: Whether several ranks are meant to use one GPU.
         generation: How often the ranks of this run were started before.
+        secret: The world's, from which the keys between ranks are derived. It travels in Spark's closure only.
+        mpi_token: Names the sockets over which MPI is brought up.
     """
 
+    config: RunConfig = field(repr=False)
     run_id: str
     hub: HubAddress | None = field(repr=False)
-    env: Mapping[str, str | None] = field(repr=False)
-    backend: str | None
-    start_timeout: float
-    collective_timeout: float
-    timeout: float | None
-    secret: bytes = field(repr=False)
-    procs_per_task: int
-    interfaces: Sequence[str]
-    ports: str | None
-    mpi: str | None
-    mpi_token: str = field(repr=False)
-    spool: str | None
-    cpus_per_proc: int | None
-    gpus_per_proc: int | None
-    may_share_gpus: bool
-    generation: int
+    spool: str | None = None
+    may_share_gpus: bool = False
+    generation: int = 0
+    secret: bytes = field(default_factory=partial(secrets.token_bytes, 32), repr=False)
+    mpi_token: str = field(default_factory=MpiPlan.new_token, repr=False)
 
-    @classmethod
-    def of(
-        cls,
-        config: RunConfig,
-        run_id: str,
-        hub: HubAddress | None,
-        spool: str | None = None,
+    @property
+    def mpi(self) -> str | None:
+        """Which one, "mpich" or "openmpi"; None where the backend is another."""
+        return (self.config.mpi or "mpich") if self.config.backend == "mpi" else None
+
+    def order(
+        self,
+        me: RankInfo,
+        address: Address,
+        gpus: Sequence[str] | None,
         *,
-        may_share_gpus: bool = False,
-        generation: int = 0,
-    ) -> TaskSpec:
-        """What tasks need of a run's arguments."""
-        return cls(
-            run_id=run_id,
-            hub=hub,
-            env=config.env,
-            backend=config.backend,
-            start_timeout=config.start_timeout,
-            collective_timeout=config.collective_timeout,
-            timeout=config.timeout,
-            secret=secrets.token_bytes(32),
-            procs_per_task=config.procs_per_task,
-            interfaces=tuple(config.interfaces),
-            ports=config.ports,
-            mpi=(config.mpi or "mpich") if config.backend == "mpi" else None,
-            mpi_token=MpiPlan.new_token(),
-            spool=spool,
-            cpus_per_proc=config.cpus_per_proc,
-            gpus_per_proc=config.gpus_per_proc,
-            may_share_gpus=may_share_gpus,
-            generation=generation,
-        )
-
-    def job(
-        self, me: RankInfo, layout: WorldLayout, address: Address, payload: bytes, gpus: Sequence[str] | None
-    ) -> RankJob:
-        """What the supervisor of one rank is to run.
+        join_timeout: float,
+        watched: bool = True,
+        slot: int | None = None,
+    ) -> RankOrder:
+        """What one rank is to do.
 
         Args:
             me: The rank.
-            layout: All ranks.
             address: By which other ranks reach this host.
-            payload: The pickled call.
             gpus: Those that Spark assigned; None if it assigns none.
+            join_timeout: Seconds to join the others' world.
+            watched: Whether the driver hears how far the rank is.
+            slot: See :class:`RankOrder`.
         """
-        ports = None if self.ports is None else PortRange.parse(self.ports)
-        return RankJob(
+        config = self.config
+        # A CUDA_VISIBLE_DEVICES of the user's own is the same for all ranks, who divide it by their local rank.
+        assigned = None if "CUDA_VISIBLE_DEVICES" in config.env else gpus
+        return RankOrder(
             me=me,
             ip=address.ip,
-            ports=ports,
-            payload=payload,
-            env=rank_env(self, me, address, gpus),
-            backend=self.backend,
-            mpi=None if self.mpi is None else MpiPlan(layout, self.mpi, self.mpi_token, address, ports),
-            # A CUDA_VISIBLE_DEVICES of the user's own is the same for all ranks, who divide it by their local rank.
-            gpus=GpuShare(
-                None if "CUDA_VISIBLE_DEVICES" in self.env else gpus, self.gpus_per_proc, self.may_share_gpus
-            ),
-            start_timeout=self.start_timeout,
-            collective_timeout=self.collective_timeout,
-            timeout=self.timeout,
+            ports=config.port_range,
+            backend=config.backend,
+            gpus=GpuShare(assigned, config.gpus_per_proc, self.may_share_gpus),
             secret=self.secret,
             generation=self.generation,
+            join_timeout=join_timeout,
+            collective_timeout=config.collective_timeout,
+            watched=watched,
+            slot=slot,
         )
 
 
@@ -184,17 +142,17 @@ def to_batches(packed: Iterable[Packed], spool: str | None) -> Iterator[pyarrow.
 
 def _run_ranks(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> list[Packed]:
     # Every task sees the same list in the same order, so all compute the same ranks without a message.
-    each = spec.procs_per_task
+    each = spec.config.procs_per_task
     hosts = [host_of(info.address) for info in context.getTaskInfos() for _ in range(each)]
     layout = WorldLayout.from_hosts(hosts)
     mine = [layout.of_process(context.partitionId() * each + place) for place in range(each)]
     gpus = context.resources().get("gpu")
     addresses = None if gpus is None else gpus.addresses
-    server = fork_server(spec.env, executor_pid())  # starts to import torch while we meet the others
+    server = fork_server(spec.config.env, executor_pid())  # starts to import torch while we meet the others
     with ExitStack() as closing:
         links = None if spec.hub is None else [Link(spec.hub, me.rank, me.host) for me in mine]
         on_lines = None
-        if links is None or not meet(links, context.taskAttemptId(), spec.start_timeout):
+        if links is None or not meet(links, context.taskAttemptId(), spec.config.start_timeout):
             on_lines = _print_here
             links = _meet_at_rank_0(spec, mine, layout, context, closing)
         for link in links:
@@ -227,12 +185,24 @@ def run_ranks(
     towards = None if spec.hub is None else spec.hub.host
     alone = mine[0].local_size == mine[0].size
     try:
-        address = choose_address(mine[0].host, spec.interfaces, towards, alone=alone, own=own_addresses())
+        address = choose_address(mine[0].host, spec.config.interfaces, towards, alone=alone, own=own_addresses())
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        own = [devices_of(gpus, len(mine), place, visible, spec.gpus_per_proc) for place in range(len(mine))]
+        own = [devices_of(gpus, len(mine), place, visible, spec.config.gpus_per_proc) for place in range(len(mine))]
     except (NoAddressError, GpuError) as error:
         return [not_started(me, link, str(error)) for me, link in zip(mine, links, strict=True)]
-    jobs = [spec.job(me, layout, address, payload, share) for me, share in zip(mine, own, strict=True)]
+    mpi = None if spec.mpi is None else MpiPlan(layout, spec.mpi, spec.mpi_token, address, spec.config.port_range)
+    start_timeout, watched = spec.config.start_timeout, on_lines is None
+    jobs = [
+        RankJob(
+            spec.order(me, address, share, join_timeout=start_timeout, watched=watched),
+            rank_env(spec, me, address, share),
+            payload,
+            mpi,
+            start_timeout,
+            spec.config.timeout,
+        )
+        for me, share in zip(mine, own, strict=True)
+    ]
     return supervise_all(jobs, links, server, on_lines)
 
 
@@ -248,14 +218,14 @@ def _meet_at_rank_0(
     """Meet in a hub inside rank 0's task, whose address and keys travel by Spark's barrier messages."""
     address = b""
     if mine[0].rank == 0:
-        hub = Hub(HubState(mine[0].size, timeout=spec.timeout), mine[0].host)
+        hub = Hub(HubState(mine[0].size, timeout=spec.config.timeout), mine[0].host)
         closing.callback(_close_hub, hub)
         address = pickle.dumps(hub.address)
     gathered = context.allGather(base64.b64encode(address).decode())  # costs a second: its wait polls once a second
-    encoded = gathered[layout.rank_of.index(0) // spec.procs_per_task]
+    encoded = gathered[layout.rank_of.index(0) // spec.config.procs_per_task]
     hub_address = pickle.loads(base64.b64decode(encoded))
     links = [Link(hub_address, me.rank, me.host) for me in mine]
-    if not meet(links, context.taskAttemptId(), spec.start_timeout):
+    if not meet(links, context.taskAttemptId(), spec.config.start_timeout):
         raise RefusedError(
             f"rank {mine[0].rank} on {mine[0].host} can reach neither the driver nor rank 0 on {layout.ranks[0].host}. "
             "Open the network between the executors, or see spark.driver.host for the driver's address."
@@ -306,16 +276,15 @@ def rank_env(spec: TaskSpec, me: RankInfo, address: Address, gpus: Sequence[str]
     }
     if address.interface is not None:
         # Gloo would resolve this machine's name, which often gives 127.0.1.1 or nothing.
-        if spec.interfaces or "GLOO_SOCKET_IFNAME" not in os.environ:
+        if spec.config.interfaces or "GLOO_SOCKET_IFNAME" not in os.environ:
             ours["GLOO_SOCKET_IFNAME"] = address.interface
-        if spec.interfaces:
+        if spec.config.interfaces:
             ours["NCCL_SOCKET_IFNAME"] = f"={address.interface}"  # the sign means: this one, not all that begin so
     if spec.mpi is not None:
-        ports = None if spec.ports is None else PortRange.parse(spec.ports)
-        only = address.interface if spec.interfaces or me.local_size == me.size else None
-        ours |= MANAGERS[spec.mpi].rank_variables(only, ports)
-    if spec.cpus_per_proc is not None:
-        ours["OMP_NUM_THREADS"] = str(spec.cpus_per_proc)  # Spark's own value is that of the application's tasks
+        only = address.interface if spec.config.interfaces or me.local_size == me.size else None
+        ours |= MANAGERS[spec.mpi].rank_variables(only, spec.config.port_range)
+    if spec.config.cpus_per_proc is not None:
+        ours["OMP_NUM_THREADS"] = str(spec.config.cpus_per_proc)  # Spark's own value is that of the application's tasks
     if gpus is not None:
         ours["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    return apply_env(os.environ, {**ours, **spec.env})
+    return apply_env(os.environ, {**ours, **spec.config.env})

@@ -14,7 +14,7 @@ DRIVER_SIDE = ("runner.launch", "runner.spark")
 @pytest.mark.parametrize(
     ("module", "most", "not_these"),
     [
-        ("runner.rank.main", 10, ("torch", "zmq", "pyspark", *TASK_SIDE, *DRIVER_SIDE)),
+        ("runner.rank.main", 14, ("torch", "zmq", "pyspark", *TASK_SIDE, *DRIVER_SIDE)),
         ("runner.rank.static", 72, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
         ("runner.rank.elastic", 72, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
         ("runner.supervise.task", 55, ("torch", "pyspark", *DRIVER_SIDE)),
