@@ -27,8 +27,9 @@ from tests.ranks import Ranks, ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-SECONDS = 5.0
-"""Within which the others must have heard, and must be able to shut down and to end."""
+SECONDS = 20.0
+"""Within which the others must have heard, and must be able to shut down and to end. Enough on a busy machine, and long
+before the timeout of collectives, a minute, would free them."""
 FEW, MANY = 1000, 8 << 20
 """Elements."""
 
@@ -178,7 +179,7 @@ def play(end: str, size: int, victim: int, moment: str, folder: Path) -> None:
             for text in answers[rank]["errors"]:
                 assert re.search(rf"rank {victim}\b.* {ENDS[end][1]}", text), text
             assert answers[rank]["told"] < SECONDS, answers[rank]
-            assert answers[rank]["again"] < 0.2, answers[rank]
+            assert answers[rank]["again"] < SECONDS, answers[rank]
             assert answers[rank]["shutdown"] < SECONDS, answers[rank]
         for rank in survivors if moment.endswith("in flight") else []:
             assert seconds_to_end(world, rank) < SECONDS
@@ -221,12 +222,20 @@ def test_a_rank_is_stopped(size: int, victim: int, tmp_path: Path) -> None:
             done.result()
 
 
-STALL = {"stall_warning": 0.3, "stall_timeout": 1.0}
-LATE = 2.5
-"""Seconds after the others, when the late rank comes."""
+STALL = {"stall_warning": 0.8, "stall_timeout": 1.5}
 
 
-def stalls(late: int, numbered: bool) -> dict[str, Any]:
+def await_notes(folder: Path, name: str, count: int = 1) -> None:
+    """Wait until so many ranks have left a note of this name."""
+    while len(list(folder.glob(f"{name} *"))) < count:
+        time.sleep(0.01)
+
+
+def note(folder: Path, name: str) -> None:
+    (folder / f"{name} {hvd.rank()}").touch()
+
+
+def stalls(late: int, numbered: bool, folder: Path) -> dict[str, Any]:
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -236,7 +245,7 @@ def stalls(late: int, numbered: bool) -> dict[str, Any]:
         hvd.allreduce(torch.ones(3), name="loss")
     hvd.allreduce(torch.ones(3), name="what they did last")
     if hvd.rank() == late:
-        time.sleep(LATE)
+        await_notes(folder, "told", 2)
     began = time.monotonic()
     handle = hvd.allreduce_async(torch.ones(3), name="loss")
     if hvd.rank() != late:
@@ -245,34 +254,34 @@ def stalls(late: int, numbered: bool) -> dict[str, Any]:
     with pytest.raises(hvd.StalledError) as caught:
         handle.wait()
     told = time.monotonic()
-    time.sleep(0 if hvd.rank() == late else max(0.0, began + LATE - told))  # or they were told again
+    note(folder, "late" if hvd.rank() == late else "told")
+    await_notes(folder, "late")  # or the others were told again
     for name in ("loss", "loss", "loss", "another"):
         assert hvd.allreduce(torch.ones(3), op=hvd.Sum, name=name).tolist() == [hvd.size()] * 3
     return {"text": str(caught.value), "began": began, "told": told, "logged": logged}
 
 
 @pytest.mark.parametrize(("late", "numbered"), [(0, True), (2, False), pytest.param(2, True, marks=pytest.mark.slow)])
-def test_a_rank_is_late(late: int, numbered: bool) -> None:
+def test_a_rank_is_late(late: int, numbered: bool, tmp_path: Path) -> None:
     with ranks(3) as world:
-        answers = world.run(stalls, late, numbered)
+        answers = world.run(stalls, late, numbered, tmp_path)
     assert len({answer["text"] for answer in answers}) == 1
-    said = rf"for rank {late} \(rank {late} last called 'what they did last', \d\.\d s ago\)"
+    said = rf"for rank {late} \(rank {late} last called 'what they did last', \d+\.\d s ago\)"
     ready = "ready: ranks 0, 1" if late == 2 else "ready: ranks 1, 2"
-    assert re.fullmatch(rf"allreduce 'loss' has waited [12]\.\d s {said}; {ready}\.", answers[0]["text"])
+    assert re.fullmatch(rf"allreduce 'loss' has waited \d+\.\d s {said}; {ready}\.", answers[0]["text"])
     others = [answer for rank, answer in enumerate(answers) if rank != late]
     assert max(answer["told"] - answer["began"] for answer in others) >= 1
-    assert max(answer["told"] for answer in others) < answers[late]["began"]
     assert [bool(answer["logged"]) for answer in answers] == [True, False, False]
-    assert re.search(rf"Some ranks wait.*\n  allreduce 'loss' has waited \d\.\d s {said}", answers[0]["logged"][0])
+    assert re.search(rf"Some ranks wait.*\n  allreduce 'loss' has waited \d+\.\d s {said}", answers[0]["logged"][0])
 
 
-def test_others_try_again_before_the_late_rank_comes() -> None:
+def test_others_try_again_before_the_late_rank_comes(tmp_path: Path) -> None:
     def fn() -> list[str]:
-        hvd.init(**STALL)
+        hvd.init(stall_timeout=2.0)
         for _ in range(3):
             hvd.allreduce(torch.ones(1), name="loss")
         if hvd.rank() == 1:
-            time.sleep(1.5)
+            await_notes(tmp_path, "again", 2)
         outcomes = []
         while "[6.0]" not in outcomes:
             try:
@@ -280,6 +289,7 @@ def test_others_try_again_before_the_late_rank_comes() -> None:
                 outcomes.append(str(total.tolist()))
             except hvd.StalledError as error:
                 outcomes.append(type(error).__name__)
+                note(tmp_path, "again")
         return outcomes
 
     with ranks(3) as world:
@@ -288,12 +298,12 @@ def test_others_try_again_before_the_late_rank_comes() -> None:
 
 def test_what_goes_on_beside_what_waits_is_not_late() -> None:
     def fn() -> str:
-        hvd.init(stall_warning=None, stall_timeout=0.5)
+        hvd.init(stall_warning=None, stall_timeout=1.0)
         for _ in range(3):
             for name in ("rare", "frequent"):
                 hvd.allreduce(torch.ones(1), name=name)
         handle = hvd.allreduce_async(torch.ones(1), name="rare") if hvd.rank() == 0 else None
-        until = time.monotonic() + 1.5
+        until = time.monotonic() + 2.5
         on = torch.ones(1)
         while on:
             time.sleep(0.01 * hvd.rank())
