@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,7 @@ class Reporting:
 
     def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
         self._send = send
+        self._process = uuid.uuid4().hex
         self._sending = threading.Lock()
         self._stopped = threading.Event()
         self._silent = False
@@ -68,7 +70,7 @@ class Reporting:
             _log.exception("this rank can tell no more of itself")
 
     def _tell(self, vitals: Vitals) -> None:
-        message = vitals.to_message()
+        message = replace(vitals, process=self._process).to_message()
         with self._sending:
             if not self._silent:
                 self._send(message)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.runner.watch.rates import GROWING, Rates, grown, rates
+from spark_hvd.runner.watch.rates import GROWING, Rates, goes_on, rates
 from spark_hvd.world.vitals import Vitals
 
 if TYPE_CHECKING:
@@ -159,18 +159,16 @@ class _Track:
 
     def is_new(self, vitals: Vitals) -> bool:
         """Whether this is a process of which nothing is known."""
-        return self._last is None or vitals.total_steps < self._last.total_steps
+        return self._last is None or vitals.process != self._last.process
 
     def go_on_from(self, done: int) -> None:
         """The next record is of a process that joins others, which have done so many steps."""
         self.done = done
 
     def take(self, vitals: Vitals, seconds: float, stage: int, most: int) -> None:
-        if self._last is None:
-            self.done += vitals.total_steps
-        else:
-            self._piece += grown(self._last, vitals) is None
-            self.done += max(0, vitals.total_steps - self._last.total_steps)
+        before = 0 if self.is_new(vitals) or self._last is None else self._last.total_steps
+        self.done += vitals.total_steps - before
+        self._piece += self._last is not None and not goes_on(self._last, vitals)
         self._last = vitals
         times, pieces = self.columns["seconds"], self.columns["piece"]
         # Close to the last but one: it takes the last one's place, so that the newest is always there.
@@ -201,9 +199,9 @@ class _Track:
     def points(self, stages: list[str]) -> Iterator[Point]:
         columns = self.columns
         for i in range(len(columns["seconds"])):
-            differences = None
+            done = None
             if i and columns["piece"][i] == columns["piece"][i - 1]:
-                differences = {name: columns[name][i] - columns[name][i - 1] for name in GROWING}
+                done = rates({name: columns[name][i] - columns[name][i - 1] for name in GROWING})
             yield Point(
                 seconds=columns["seconds"][i],
                 generation=int(columns["generation"][i]),
@@ -211,7 +209,7 @@ class _Track:
                 epoch=_whole(columns["epoch"][i]),
                 step=int(columns["step"][i]),
                 total_steps=int(columns["done"][i]),
-                rates=rates(differences),
+                rates=done,
                 memory_bytes=int(columns["memory_bytes"][i]),
                 gpu_memory_bytes=_whole(columns["gpu_memory_bytes"][i]),
                 gpu_utilization=_known(columns["gpu_utilization"][i]),

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from spark_hvd.runner.watch.outbox import Outbox, Value
-from spark_hvd.runner.watch.rates import grown, rates
+from spark_hvd.runner.watch.rates import goes_on, grown, rates
 from spark_hvd.runner.watch.summary import Share, Summary
 from spark_hvd.runner.watch.tracking import Facts, without_password
 
@@ -134,13 +134,12 @@ class MlflowTracker:
     def _metrics(self, vitals: Vitals, now: float) -> list[Value]:
         """Rank 0's, if they are new."""
         before, self._rank_0 = self._rank_0, vitals
-        if before is not None:
-            # A process that is new begins at 0, and goes on with what the one before has done.
-            self._steps += max(0, vitals.total_steps - before.total_steps)
+        if before is not None and before.process == vitals.process:
+            self._steps += vitals.total_steps - before.total_steps
             if (vitals.total_steps, vitals.stage, vitals.metrics) == (before.total_steps, before.stage, before.metrics):
                 return []
-        else:
-            self._steps = vitals.total_steps
+        else:  # a new process begins at 0, and goes on with what the one before has done
+            self._steps += vitals.total_steps
         stage = "" if vitals.stage in ("", "train") else f"{vitals.stage}/"
         found = {f"{stage}{name}": value for name, value in vitals.metrics.items()}
         if vitals.epoch is not None:
@@ -155,7 +154,8 @@ class MlflowTracker:
             "gpu_memory_mb": None if vitals.gpu_memory_bytes is None else vitals.gpu_memory_bytes / 1e6,
             "gpu_utilization": vitals.gpu_utilization,
         }
-        done = rates(grown(self._before[rank], vitals))
+        before = self._before[rank]
+        done = rates(grown(before, vitals)) if goes_on(before, vitals) else None
         if done is not None:
             found |= {"cpu_cores": done.cpu, "steps_per_second": done.steps_per_second}
             found |= {"share_data": done.data, "share_communication": done.communication, "share_compute": done.compute}

@@ -28,7 +28,7 @@ class Row:
         samples_per_second: Of this rank.
         data: Share of the time waiting for data, from 0 to 1.
         communication: Share of the time waiting for communication.
-        computing: The rest of the time.
+        compute: The rest of the time in `hvd.progress` loops.
         cpu: Cores in use.
         memory_bytes: Resident.
         gpu_memory_bytes: Reserved by torch.
@@ -51,7 +51,7 @@ class Row:
     samples_per_second: float | None = None
     data: float | None = None
     communication: float | None = None
-    computing: float | None = None
+    compute: float | None = None
     cpu: float | None = None
     memory_bytes: int | None = None
     gpu_memory_bytes: int | None = None
@@ -114,7 +114,7 @@ class Picture:
         samples_per_second: Of all ranks together.
         data: Mean over the ranks, as are the next two.
         communication: Share of the time.
-        computing: Share of the time.
+        compute: Share of the time.
         remaining: Until the end, if that can be told.
         slowest: The rank for which others wait, if it is worth a word.
         verdict: Why nothing moves, if that was found out.
@@ -132,7 +132,7 @@ class Picture:
     samples_per_second: float | None
     data: float | None
     communication: float | None
-    computing: float | None
+    compute: float | None
     remaining: Remaining | None
     slowest: Slowest | None
     verdict: str | None

@@ -13,6 +13,8 @@ from spark_hvd.world.vitals import Vitals
 
 GROWING = ("clock", "total_steps", "samples", "watched_seconds", "data_seconds", "comm_seconds", "cpu_seconds")
 """Fields of Vitals that only grow while a process lives."""
+SHARES = ("data", "communication", "compute")
+"""Of the ranks' time."""
 WINDOW = 10.0
 """Seconds over which rates are taken, where a step is shorter than a few of them."""
 _SKEW = 1.1
@@ -25,51 +27,63 @@ _STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a rank did in some time.
+    """What a rank did in some time. Its three shares, from 0 to 1, are those of every display, plot and tracker.
 
     Attributes:
-        seconds: That time, on the rank's clock.
-        samples_per_second: 0 where samples are not counted.
-        steps_per_second: Steps of `hvd.progress`.
-        data: The part of the time, 0 to 1, in which it waited for its data.
+        seconds: How long that was, on the rank's clock.
+        steps: Steps of `hvd.progress`, or of the optimizer.
+        samples: 0 where samples are not counted.
+        data: The part of the time in which it waited for its data.
         communication: The part in which it waited for communication.
         compute: The rest of the time inside of `hvd.progress` loops; what is missing to 1 was spent outside of them.
         cpu: Cores that it kept busy.
     """
 
     seconds: float
-    samples_per_second: float
-    steps_per_second: float
+    steps: int
+    samples: int
     data: float
     communication: float
     compute: float
     cpu: float
 
+    @property
+    def samples_per_second(self) -> float:
+        """0 where samples are not counted."""
+        return self.samples / self.seconds
 
-def grown(before: Vitals, after: Vitals) -> dict[str, float] | None:
-    """By how much each of `GROWING` has grown; None if the records are not of one process in one world."""
-    if before.generation not in (after.generation, -1):  # -1: before its first world
-        return None
-    found = {name: float(getattr(after, name) - getattr(before, name)) for name in GROWING}
-    return found if min(found.values()) >= 0 else None
+    @property
+    def steps_per_second(self) -> float:
+        """0 where steps are not counted."""
+        return self.steps / self.seconds
 
 
-def rates(differences: Mapping[str, float] | None) -> Rates | None:
-    """What a rank did while its counters grew by `differences`; None where these tell nothing.
+def goes_on(before: Vitals, after: Vitals) -> bool:
+    """Whether both records are of one process in one world; -1 is what it tells before its first world."""
+    return before.process == after.process and before.generation in (after.generation, -1)
+
+
+def grown(before: Vitals, after: Vitals) -> dict[str, float]:
+    """By how much each of `GROWING` has grown between two records of one process."""
+    return {name: float(getattr(after, name) - getattr(before, name)) for name in GROWING}
+
+
+def rates(differences: Mapping[str, float]) -> Rates | None:
+    """What a rank did while its counters grew by `differences`; None where no time has passed.
 
     Args:
         differences: Of `GROWING`, as :func:`grown` gives them.
     """
-    if differences is None or differences["clock"] <= 0:
-        return None
     seconds = differences["clock"]
+    if seconds <= 0:
+        return None
     watched = min(differences["watched_seconds"], seconds)
     data = min(differences["data_seconds"], watched)
     communication = min(differences["comm_seconds"], seconds - data)
     return Rates(
         seconds=seconds,
-        samples_per_second=differences["samples"] / seconds,
-        steps_per_second=differences["total_steps"] / seconds,
+        steps=int(differences["total_steps"]),
+        samples=int(differences["samples"]),
         data=data / seconds,
         communication=communication / seconds,
         compute=max(0.0, watched - data - communication) / seconds,
@@ -77,68 +91,20 @@ def rates(differences: Mapping[str, float] | None) -> Rates | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What one process did between two of its records."""
+def shares(done: Rates | None, last: Vitals) -> dict[str, float | None]:
+    """Data, communication and compute by name; None for what is not known.
 
-    first: Vitals
-    last: Vitals
+    Without a loop that is watched for its data, waiting for them would count as work.
 
-    @property
-    def seconds(self) -> float:
-        """Its length."""
-        return self.last.clock - self.first.clock
-
-    @property
-    def steps(self) -> int:
-        """Steps done."""
-        return self.last.total_steps - self.first.total_steps
-
-    @property
-    def samples(self) -> int:
-        """Samples seen."""
-        return self.last.samples - self.first.samples
-
-    @property
-    def data(self) -> float | None:
-        """Share of the time waiting for data; None where nobody watches that: a loop over data takes some time."""
-        if not self.last.data_seconds or self.seconds <= 0:
-            return None
-        return _share((self.last.data_seconds - self.first.data_seconds) / self.seconds)
-
-    @property
-    def communication(self) -> float | None:
-        """Share of the time waiting for communication."""
-        if self.seconds <= 0:
-            return None
-        return _share((self.last.comm_seconds - self.first.comm_seconds) / self.seconds)
-
-    @property
-    def computing(self) -> float | None:
-        """Share of the time that is left: the work, and all that is neither a batch nor communication.
-
-        None without `hvd.progress`, as waiting for data would count as work.
-        """
-        if self.communication is None or not self.last.stage:
-            return None
-        return _share(1 - self.communication - (self.data or 0.0))
-
-    @property
-    def busy(self) -> float | None:
-        """Seconds a step that were not spent waiting for communication; without steps, the share of the time."""
-        if self.communication is None:
-            return None
-        own = 1 - self.communication
-        if self.steps > 0:
-            return own * self.seconds / self.steps
-        return None if self.last.total_steps else own
-
-    @property
-    def cpu(self) -> float | None:
-        """Cores in use."""
-        if self.seconds <= 0:
-            return None
-        return max(0.0, self.last.cpu_seconds - self.first.cpu_seconds) / self.seconds
+    Args:
+        done: What the rank did.
+        last: Its record at the end of that time.
+    """
+    return {
+        "data": done.data if done is not None and last.data_seconds else None,
+        "communication": None if done is None else done.communication,
+        "compute": done.compute if done is not None and last.stage else None,
+    }
 
 
 class Recent:
@@ -170,12 +136,18 @@ class Recent:
         _drop(self._records, record.clock - WINDOW)
         _drop(self._marks, record.clock - max(WINDOW, _STEPS * self._gap()))
 
-    def span(self) -> Span:
+    def done(self) -> Rates | None:
         """The last seconds, from step to step if steps are told and go on; until now if they are overdue."""
         if not self._paced:
-            return Span(self._records[0], self.last)
+            return rates(grown(self._records[0], self.last))
         late = self.last.clock - self._marks[-1].clock > 2 * self._gap() + 1
-        return Span(self._marks[0], self.last if late else self._marks[-1])
+        return rates(grown(self._marks[0], self.last if late else self._marks[-1]))
+
+    @property
+    def seconds(self) -> float:
+        """The time that :meth:`done` is of."""
+        done = self.done()
+        return 0.0 if done is None else done.seconds
 
     @property
     def paced(self) -> bool:
@@ -184,7 +156,8 @@ class Recent:
 
     def cpu(self) -> float | None:
         """Cores in use in the last seconds."""
-        return Span(self._records[0], self.last).cpu
+        done = rates(grown(self._records[0], self.last))
+        return None if done is None else done.cpu
 
     def _gap(self) -> float:
         """Seconds between two marks, as a rule."""
@@ -192,20 +165,21 @@ class Recent:
         return statistics.median(gaps) if gaps else 0.0
 
 
-def slowest_of(spans: Mapping[int, Span]) -> Slowest | None:
+def slowest_of(told: Mapping[int, Rates | None], counted: bool) -> Slowest | None:
     """The rank for which the others wait, if it is worth a word; see :class:`spark_hvd.runner.watch.view.RunView`.
 
     Args:
-        spans: What each rank did, over about the same time.
+        told: What each rank did, over about the same time.
+        counted: Whether steps are told of at all; else ranks are compared by their shares of the time.
     """
-    own = {rank: busy for rank, span in spans.items() if (busy := span.busy) is not None}
-    if len(own) < 2 or len(own) < len(spans):
+    each = {rank: done for rank, done in told.items() if done is not None and (done.steps > 0 or not counted)}
+    if len(each) < 2 or len(each) < len(told):
         return None
-    rank = max(own, key=lambda each: own[each])
+    whole = {rank: done.seconds / done.steps if counted else 1.0 for rank, done in each.items()}
+    own = {rank: (1 - done.communication) * whole[rank] for rank, done in each.items()}
+    rank = max(own, key=lambda one: own[one])
     median = statistics.median_low(own.values())  # of two ranks, the faster one
-    span = spans[rank]
-    whole = span.seconds / span.steps if span.steps else 1.0
-    if median <= 0 or own[rank] < _SKEW * median or own[rank] - median < _GAIN * whole:
+    if median <= 0 or own[rank] < _SKEW * median or own[rank] - median < _GAIN * whole[rank]:
         return None
     return Slowest(rank, own[rank] / median)
 
@@ -214,7 +188,3 @@ def _drop(records: deque[Vitals], before: float) -> None:
     """Leave out what is too old, but keep one that is old enough to span the window."""
     while len(records) > 1 and records[1].clock <= before:
         records.popleft()
-
-
-def _share(value: float) -> float:
-    return min(1.0, max(0.0, value))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spark_hvd.runner.watch.picture import LONG, Row, Slowest
-from spark_hvd.runner.watch.rates import Recent, Span
+from spark_hvd.runner.watch.rates import Rates, Recent, grown, rates, shares
 from spark_hvd.world.vitals import Vitals
 
 
@@ -47,16 +47,9 @@ class RankRecord:
         return self.last.total_steps - self._steps_at_entry
 
     @property
-    def whole(self) -> Span:
+    def whole(self) -> Rates | None:
         """From its first step to its last; all there is to know of one that told of no steps."""
-        return Span(self.start, self.end)
-
-    def may_tell(self, record: Vitals) -> bool:
-        """Whether the record can be this process': no counter of a process ever falls."""
-        return all(
-            getattr(record, name) >= getattr(self.last, name)
-            for name in ("total_steps", "samples", "entered", "cpu_seconds", "watched_seconds")
-        )
+        return rates(grown(self.start, self.end))
 
     def take(self, record: Vitals, now: float) -> None:
         """Note the next one."""
@@ -84,8 +77,8 @@ class RankRecord:
             now: The monotonic clock.
             slowest: Of all ranks, if one of them is to be marked.
         """
-        last, span = self.last, self.recent.span()
-        per_second = 1 / span.seconds if self.recent.paced and span.seconds > 0 else None
+        last, done = self.last, self.recent.done()
+        pace = done if self.recent.paced else None
         silent = now - self.heard
         return Row(
             rank=rank,
@@ -97,11 +90,9 @@ class RankRecord:
             epochs=last.epochs,
             step=last.step,
             steps=last.steps,
-            steps_per_second=None if per_second is None else span.steps * per_second,
-            samples_per_second=None if per_second is None or not last.samples else span.samples * per_second,
-            data=span.data,
-            communication=span.communication,
-            computing=span.computing,
+            steps_per_second=None if pace is None else pace.steps_per_second,
+            samples_per_second=None if pace is None or not last.samples else pace.samples_per_second,
+            **shares(done, last),
             cpu=self.recent.cpu(),
             memory_bytes=last.memory_bytes,
             gpu_memory_bytes=last.gpu_memory_bytes,

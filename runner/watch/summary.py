@@ -10,7 +10,7 @@ from typing import Any
 from spark_hvd.runner.terminal import harmless
 from spark_hvd.runner.watch import words
 from spark_hvd.runner.watch.picture import Slowest
-from spark_hvd.runner.watch.rates import Span
+from spark_hvd.runner.watch.rates import SHARES, Rates
 from spark_hvd.world.words import count
 
 _CELL = "text-align:left;padding:1px 8px"
@@ -50,7 +50,7 @@ class Summary:
         steady_samples_per_second: The same between the first and the last step.
         data: Share of the time waiting for data.
         communication: Share of the time waiting for communication.
-        computing: Share of the time that is left.
+        compute: Share of the time that is left inside of `hvd.progress` loops.
         restarts: How often all ranks were started again.
         changes: How often ranks came or went while others stayed.
         metrics: Rank 0's last ones, by name.
@@ -66,7 +66,7 @@ class Summary:
     steady_samples_per_second: float | None = None
     data: Share | None = None
     communication: Share | None = None
-    computing: Share | None = None
+    compute: Share | None = None
     restarts: int = 0
     changes: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -75,7 +75,9 @@ class Summary:
     @property
     def efficiency(self) -> float | None:
         """Share of the ranks' time that was not spent waiting, for data or for communication: from 0 to 1."""
-        return None if self.computing is None else self.computing.mean
+        if self.compute is None:
+            return None
+        return 1 - sum(share.mean for share in (self.data, self.communication) if share is not None)
 
     @property
     def worth_showing(self) -> bool:
@@ -92,7 +94,7 @@ class Summary:
         if self.samples_per_second is not None:
             pairs.append(("samples", self._samples()))
         for heading, share, what in (
-            ("computing", self.computing, ""),
+            ("compute", self.compute, ""),
             ("data", self.data, " waiting"),
             ("communication", self.communication, " waiting"),
         ):
@@ -138,21 +140,22 @@ def _with_worst(share: Share, what: str) -> str:
     return f"{text} of the time{what}" + ("" if worst == text else f" (rank {share.rank}: {worst})")
 
 
-def mean_share(parts: Sequence[tuple[int, float, float | None]]) -> Share | None:
-    """Put the ranks' shares together.
+def mean_shares(parts: Sequence[tuple[int, float, Mapping[str, float | None]]]) -> dict[str, Share | None]:
+    """Put the ranks' shares together, by name.
 
     Args:
-        parts: Of each process: its rank, its seconds, and its share of them.
+        parts: Of each process: its rank, its seconds, and its shares of them.
     """
-    known = [(rank, seconds, part) for rank, seconds, part in parts if part is not None]
-    total = sum(seconds for _, seconds, _ in known)
-    if total <= 0:
-        return None
-    rank, _, most = max(known, key=lambda each: each[2])
-    return Share(sum(seconds * part for _, seconds, part in known) / total, most, rank)
+    found: dict[str, Share | None] = {}
+    for name in SHARES:
+        known = [(rank, seconds, part) for rank, seconds, named in parts if (part := named[name]) is not None]
+        total = sum(seconds for _, seconds, _ in known)
+        rank, _, most = max(known, key=lambda each: each[2], default=(0, 0.0, 0.0))
+        found[name] = Share(sum(seconds * part for _, seconds, part in known) / total, most, rank) if known else None
+    return found
 
 
-def steady_rate(spans: Sequence[Span], ranks: int) -> float | None:
+def steady_rate(spans: Sequence[Rates], ranks: int) -> float | None:
     """Samples a second of all ranks between the first and the last step: a rank's mean, times their number."""
     seconds = sum(span.seconds for span in spans)
     samples = sum(span.samples for span in spans)

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Iterable
 
 from spark_hvd.runner.watch.picture import LONG, Picture, Row
-from spark_hvd.runner.watch.rates import slowest_of
+from spark_hvd.runner.watch.rates import shares, slowest_of
 from spark_hvd.runner.watch.record import RankRecord
 from spark_hvd.runner.watch.remaining import Pace
-from spark_hvd.runner.watch.summary import Summary, mean_share, steady_rate
+from spark_hvd.runner.watch.summary import Summary, mean_shares, steady_rate
 from spark_hvd.world.vitals import Vitals
 
 _JUDGED = 4.0
@@ -24,8 +24,8 @@ class RunView:
     all of it but waiting for communication. The skew is that of the slowest in units of the median rank's. It is worth
     a word from 1.1, and only if the others wait for at least 5 % of a step because of it.
 
-    **Worlds.** Ranks of a newer generation replace those of the one before. A process is taken for one that survived
-    if none of its counters has fallen; what a process did counts once, whatever its rank is called later.
+    **Worlds.** Ranks of a newer generation replace those of the one before. What a process did counts once, whatever
+    its rank is called later.
 
     Args:
         title: What runs: "train on 8 ranks".
@@ -39,8 +39,8 @@ class RunView:
         self._started = now
         self._generation = -1
         self._ranks: dict[int, RankRecord] = {}
-        self._before: list[RankRecord] = []
-        """Of the world before, those that have not shown up in this one."""
+        self._before: dict[str, RankRecord] = {}
+        """Processes of the world before that have not shown up in this one."""
         self._all: list[RankRecord] = []
         self._steps_before = 0
         self._survivors: list[int] = []
@@ -61,7 +61,7 @@ class RunView:
             self._begin(record.generation)
         self._size = record.size
         process = self._ranks.get(record.rank)
-        if process is not None and process.may_tell(record):
+        if process is not None and process.last.process == record.process:
             process.take(record, now)
         else:
             self._ranks[record.rank] = self._arrived(record, now)
@@ -79,7 +79,7 @@ class RunView:
 
     def picture(self, now: float) -> Picture:
         """What there is to see now."""
-        slowest = slowest_of({rank: process.recent.span() for rank, process in self._judged(now)})
+        slowest = slowest_of({rank: process.recent.done() for rank, process in self._judged(now)}, self._counted)
         shown = tuple(
             self._ranks[rank].row(rank, now, slowest) if rank in self._ranks else Row(rank)
             for rank in range(self._size)
@@ -99,7 +99,7 @@ class RunView:
             samples_per_second=_sum(row.samples_per_second for row in running),
             data=_mean(row.data for row in shown),
             communication=_mean(row.communication for row in shown),
-            computing=_mean(row.computing for row in shown),
+            compute=_mean(row.compute for row in shown),
             remaining=self._pace.remaining(now),
             slowest=slowest,
             verdict=self._verdict,
@@ -107,7 +107,7 @@ class RunView:
 
     def summary(self, now: float) -> Summary:
         """What the run was, at its end or so far."""
-        spans = [(process.last.rank, process.whole) for process in self._all]
+        told = [(process, whole) for process in self._all if (whole := process.whole) is not None]
         samples = sum(process.last.samples for process in self._all)
         seconds = now - self._started
         first = self._ranks.get(0)
@@ -118,15 +118,17 @@ class RunView:
             steps=self._steps_before + self._steps(),
             samples=samples,
             samples_per_second=samples / seconds if samples and seconds > 0 else None,
-            steady_samples_per_second=steady_rate([span for _, span in spans], self._size),
-            data=mean_share([(rank, span.seconds, span.data) for rank, span in spans]),
-            communication=mean_share([(rank, span.seconds, span.communication) for rank, span in spans]),
-            computing=mean_share([(rank, span.seconds, span.computing) for rank, span in spans]),
+            steady_samples_per_second=steady_rate([whole for _, whole in told], self._size),
+            **mean_shares([(one.last.rank, whole.seconds, shares(whole, one.end)) for one, whole in told]),
             restarts=self._restarts,
             changes=max(0, self._generation) - self._restarts,
             metrics={} if first is None else first.metrics,
-            slowest=slowest_of({rank: process.whole for rank, process in self._ranks.items()}),
+            slowest=slowest_of({rank: process.whole for rank, process in self._ranks.items()}, self._counted),
         )
+
+    @property
+    def _counted(self) -> bool:
+        return any(process.last.total_steps for process in self._ranks.values())
 
     @property
     def _restarts(self) -> int:
@@ -137,16 +139,13 @@ class RunView:
             self._survivors.append(0)
         self._steps_before += self._steps()
         self._generation = generation
-        self._before, self._ranks = list(self._ranks.values()), {}
+        self._before, self._ranks = {one.last.process: one for one in self._ranks.values()}, {}
         self._pace.forget()
         self._verdict = None
 
     def _arrived(self, record: Vitals, now: float) -> RankRecord:
         """The process that tells of itself in this world for the first time: known from the one before, or new."""
-        known = [process for process in self._before if process.may_tell(record)]
-        if known:
-            process = min(known, key=lambda one: record.cpu_seconds - one.last.cpu_seconds)
-            self._before.remove(process)
+        if (process := self._before.pop(record.process, None)) is not None:
             if self._survivors:
                 self._survivors[-1] += 1
             process.enter(record, now)
@@ -162,7 +161,7 @@ class RunView:
     def _judged(self, now: float) -> Iterable[tuple[int, RankRecord]]:
         """The ranks to compare; none as long as one is missing, or has not told enough."""
         complete = len(self._ranks) == self._size and all(
-            not process.ended and now - process.heard <= LONG and process.recent.span().seconds >= _JUDGED
+            not process.ended and now - process.heard <= LONG and process.recent.seconds >= _JUDGED
             for process in self._ranks.values()
         )
         return self._ranks.items() if complete else ()

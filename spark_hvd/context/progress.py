@@ -50,7 +50,7 @@ class Progress(Generic[T]):
         self.done = 0
         before = activity.progress
         # Totals go on from loop to loop, so that whoever watches can take differences.
-        self._totals = _Totals() if before is None else before.close()
+        self._totals = _Totals(activity.optimizer_steps) if before is None else before.close()
         self._started: float | None = None if items is not None else time.monotonic()
         self._fetching: float | None = None
         self.report(**metrics)
@@ -164,12 +164,12 @@ class Progress(Generic[T]):
 
 
 class _Totals:
-    """Of all loops of this process."""
+    """Of all loops of this process, and of the optimizer before the first one: a count that is told never falls."""
 
     __slots__ = ("data", "samples", "seconds", "steps")
 
-    def __init__(self) -> None:
-        self.steps = self.samples = 0
+    def __init__(self, steps: int) -> None:
+        self.steps, self.samples = steps, 0
         self.seconds = self.data = 0.0
 
 

@@ -31,6 +31,7 @@ class Vitals:
         size: Of that world.
         generation: Of the world; -1 before the first.
         clock: Seconds on this process' own monotonic clock, for rates between two records.
+        process: A name that no other process of the run has: ranks come and go, and numbers are given again.
         entered: Collectives entered so far.
         last: The name of the last one; "" before the first.
         last_seconds: Since then.
@@ -59,6 +60,7 @@ class Vitals:
     size: int
     generation: int
     clock: float
+    process: str = ""
     entered: int = 0
     last: str = ""
     last_seconds: float = 0.0

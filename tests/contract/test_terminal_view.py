@@ -28,7 +28,8 @@ from spark_hvd.world.vitals import Vitals
 def record(rank, size, second):
     return Vitals(
         rank=rank, size=size, generation=0, clock=float(second), entered=second, stage="train", epoch=0, epochs=4,
-        step=second, steps=50, total_steps=second, samples=32 * second, data_seconds=0.1 * second,
+        step=second, steps=50, total_steps=second, samples=32 * second,
+        watched_seconds=float(second), data_seconds=0.1 * second,
         comm_seconds=(0.05 if rank == 1 else 0.4) * second, metrics={"loss": 1 / second}, cpu_seconds=float(second),
         memory_bytes=600 << 20,
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spark_hvd.runner.watch.history import _LEAST_POINTS, MOST_POINTS, Generation, History
-from spark_hvd.runner.watch.rates import grown, rates
+from spark_hvd.runner.watch.rates import goes_on, grown, rates
 from spark_hvd.world.vitals import Vitals
 
 
@@ -20,6 +20,7 @@ def vitals(rank: int = 0, at: float = 0.0, **changed: Any) -> Vitals:
         "size": 2,
         "generation": 0,
         "clock": 50 + at,
+        "process": f"process {rank}",
         "stage": "train",
         "total_steps": int(10 * at),
         "samples": int(320 * at),
@@ -48,15 +49,21 @@ def test_rates_are_differences_by_the_ranks_own_clock() -> None:
 
 @pytest.mark.parametrize(
     "after",
-    [vitals(at=2, generation=1), vitals(at=2, samples=3), vitals(at=1)],
-    ids=["another world", "a new process", "no time"],
+    [vitals(at=2, generation=1), vitals(at=2, process="another")],
+    ids=["another world", "a new process"],
 )
 def test_no_rates_where_differences_mean_nothing(after: Vitals) -> None:
-    assert rates(grown(vitals(at=1), after)) is None
+    assert goes_on(vitals(at=1), vitals(at=2))
+    assert not goes_on(vitals(at=1), after)
+    assert [point.rates for point in history_of((0, vitals(at=1)), (1, after)).points(0)] == [None, None]
+
+
+def test_no_rates_where_no_time_has_passed() -> None:
+    assert rates(grown(vitals(at=1), vitals(at=1))) is None
 
 
 def test_a_rank_that_enters_its_first_world_goes_on() -> None:
-    assert rates(grown(vitals(at=1, generation=-1), vitals(at=2))) is not None
+    assert goes_on(vitals(at=1, generation=-1), vitals(at=2))
 
 
 def test_parts_never_exceed_the_whole() -> None:
@@ -86,8 +93,8 @@ def test_a_restart_adds_to_the_steps_and_has_no_rate_over_the_gap() -> None:
     history = history_of(
         (0, vitals(at=1)),
         (1, vitals(at=2)),
-        (9, vitals(at=0, clock=60, generation=1)),
-        (10, vitals(at=1, clock=61, generation=1)),
+        (9, vitals(at=0, clock=60, generation=1, process="new")),
+        (10, vitals(at=1, clock=61, generation=1, process="new")),
     )
     assert [point.total_steps for point in history.points(0)] == [10, 20, 20, 30]
     assert [point.rates is None for point in history.points(0)] == [True, False, True, False]
@@ -105,8 +112,8 @@ def test_a_rank_that_is_replaced_goes_on_where_the_others_are() -> None:
         (0, vitals(1, at=5)),
         (3, vitals(0, at=8, generation=1)),
         (4, vitals(0, at=9, generation=2)),
-        (4, vitals(1, at=0, generation=2)),
-        (5, vitals(1, at=1, generation=2)),
+        (4, vitals(1, at=0, generation=2, process="new")),
+        (5, vitals(1, at=1, generation=2, process="new")),
     )
     assert [point.total_steps for point in history.points(1)] == [50, 90, 100]
 

@@ -128,9 +128,9 @@ def test_the_steps_go_on_after_a_restart_and_validation_has_names_of_its_own() -
     tracker.start(FACTS)
     tracker.take(vitals(at=1))
     tracker.take(vitals(at=2))
-    tracker.take(vitals(at=0, generation=1))
+    tracker.take(vitals(at=0, generation=1, process="new"))
     tracker.take(vitals(at=9, metrics={"loss": 9.0}))  # of the world that is over
-    tracker.take(vitals(at=1, generation=1, stage="validation", metrics={"top 5 (%)": 0.9}))
+    tracker.take(vitals(at=1, generation=1, process="new", stage="validation", metrics={"top 5 (%)": 0.9}))
     tracker.end(None, None)
     assert tracker.run_id is not None
     assert [step for step, _ in points(tracker.run_id, "loss")] == [10, 20, 20]

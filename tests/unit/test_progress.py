@@ -17,7 +17,7 @@ from spark_hvd.world.vitals import Underway, Vitals
 
 @pytest.fixture(autouse=True)
 def _nothing_before() -> Iterator[None]:
-    activity.progress = None
+    activity.progress, activity.optimizer_steps = None, 0
     yield
     activity.progress = None
 
@@ -69,6 +69,14 @@ def test_totals_go_on_from_loop_to_loop_and_nested_loops_count_once() -> None:
     assert activity.progress is not None
     found = facts(activity.progress)
     assert (found["total_steps"], found["samples"], found["step"]) == (6, 24, 3)
+
+
+def test_steps_before_the_first_loop_stay_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity, "optimizer_steps", 5)
+    loop = progress(range(2))
+    for _ in loop:
+        pass
+    assert (facts(loop)["total_steps"], facts(loop)["step"]) == (7, 2)
 
 
 def test_a_loop_that_is_left_early_has_ended() -> None:

@@ -43,6 +43,7 @@ class Training:
         self.now = 0.0
         self.generation = 0
         self.work = dict.fromkeys(range(size), 0.0)  # seconds that each process has worked
+        self.process = {rank: f"process {rank}" for rank in range(size)}
         self.still = False
 
     def record(self, rank: int) -> Vitals:
@@ -54,6 +55,7 @@ class Training:
             size=self.size,
             generation=self.generation,
             clock=5000.0 * rank + self.now,
+            process=self.process[rank],
             entered=done,
             stage="train",
             epoch=None if self.epochs is None else done // length,
@@ -70,6 +72,11 @@ class Training:
             memory_bytes=500 << 20,
         )
         return replace(record, **self.changes(rank))
+
+    def renew(self, *ranks: int) -> None:
+        """Processes of these ranks are replaced by new ones."""
+        for rank in ranks:
+            self.work[rank], self.process[rank] = 0.0, f"process {rank}, begun at {self.now}"
 
     def go_on(self, seconds: float, ranks: range | None = None) -> None:
         for _ in range(round(seconds)):
@@ -98,7 +105,7 @@ def test_rates_and_shares() -> None:
     assert row.samples_per_second == pytest.approx(320)
     assert row.data == pytest.approx(0.1)
     assert row.communication == pytest.approx(0.2)
-    assert row.computing == pytest.approx(0.7)
+    assert row.compute == pytest.approx(0.7)
     assert row.cpu == pytest.approx(1.5)
     assert (row.epoch, row.epochs, row.step, row.steps) == (3, 10, 0, 100)
     assert list(row.metrics) == ["loss", "accuracy"]
@@ -155,7 +162,7 @@ def test_without_progress_there_is_communication_only() -> None:
     row = picture.rows[0]
     assert row.communication == pytest.approx(0.2)
     assert row.data is None
-    assert row.computing is None
+    assert row.compute is None
     assert row.steps_per_second is None
     assert row.cpu == pytest.approx(1.5)
     assert picture.remaining is None
@@ -166,7 +173,7 @@ def test_steps_that_are_counted_by_hand_tell_nothing_of_data() -> None:
     training.go_on(20)
     row = training.view.picture(training.now).rows[0]
     assert row.data is None
-    assert row.computing == pytest.approx(0.8)
+    assert row.compute == pytest.approx(0.8)
 
 
 # ---- what is left ----------------------------------------------------------------------------------------------------
@@ -355,7 +362,8 @@ def test_a_verdict_is_shown_until_it_is_taken_back() -> None:
 def test_after_a_restart_counts_begin_again_and_the_total_goes_on() -> None:
     training = Training()
     training.go_on(20)
-    training.generation, training.work = 1, dict.fromkeys(range(4), 0.0)
+    training.generation = 1
+    training.renew(*range(4))
     training.go_on(1)
     picture = training.view.picture(training.now)
     assert (picture.generation, picture.restarts, picture.changes) == (1, 1, 0)
@@ -374,6 +382,7 @@ def test_ranks_that_survive_go_on_under_other_numbers() -> None:
     training.generation, training.size = 1, 3
     clocks = {0: 0, 1: 2, 2: 3}
     training.changes = lambda rank: {"clock": 5000.0 * clocks[rank] + training.now}
+    training.process = {rank: training.process[before] for rank, before in clocks.items()}
     training.go_on(1)
     picture = training.view.picture(training.now)
     assert (picture.size, picture.restarts, picture.changes) == (3, 0, 1)
@@ -388,7 +397,8 @@ def test_ranks_that_survive_go_on_under_other_numbers() -> None:
 def test_a_process_that_is_replaced_counts_besides_its_successor() -> None:
     training = Training()
     training.go_on(20)
-    training.generation, training.work[2] = 1, 0.0
+    training.generation = 1
+    training.renew(2)
     training.go_on(10)
     picture = training.view.picture(training.now)
     assert (picture.restarts, picture.changes) == (0, 1)
@@ -399,7 +409,8 @@ def test_a_process_that_is_replaced_counts_besides_its_successor() -> None:
 def test_a_larger_world_has_rows_for_those_who_are_to_come() -> None:
     training = Training(size=2)
     training.go_on(10)
-    training.generation, training.size, training.work[2] = 1, 3, 0.0
+    training.generation, training.size = 1, 3
+    training.renew(2)
     training.go_on(1, range(2))
     assert [row.started for row in training.view.picture(training.now).rows] == [True, True, False]
     training.go_on(1)

@@ -23,7 +23,7 @@ FULL = Summary(
     steady_samples_per_second=903.9,
     data=Share(0.06, 0.14, 3),
     communication=Share(0.16, 0.21, 0),
-    computing=Share(0.78, 0.85, 5),
+    compute=Share(0.78, 0.85, 5),
     restarts=1,
     changes=2,
     metrics={"loss": 0.12341, "accuracy": 0.98},
@@ -47,6 +47,8 @@ def told(seconds: int, *, start: int = 0, comm: float = 0.2, **facts: object) ->
                 step=10 * worked,
                 total_steps=10 * worked,
                 samples=320 * worked,
+                watched_seconds=worked,
+                process=f"process {rank}",
                 data_seconds=worked * (0.3 if rank else 0.1),
                 comm_seconds=worked * comm,
                 metrics={"accuracy": 0.5, "loss": 0.25},
@@ -65,8 +67,8 @@ def test_the_figures_of_a_run() -> None:
     assert (summary.data.mean, summary.data.most, summary.data.rank) == (pytest.approx(0.2), pytest.approx(0.3), 1)
     assert summary.communication is not None
     assert summary.communication.mean == pytest.approx(0.2)
-    assert summary.computing is not None
-    assert (summary.computing.mean, summary.computing.rank) == (pytest.approx(0.6), 0)
+    assert summary.compute is not None
+    assert (summary.compute.mean, summary.compute.rank) == (pytest.approx(0.6), 0)
     assert summary.efficiency == pytest.approx(0.6)
     assert (summary.restarts, summary.changes) == (0, 0)
     assert list(summary.metrics.items()) == [("loss", 0.25), ("accuracy", 0.5)]
@@ -83,7 +85,9 @@ def test_the_start_does_not_count_where_it_says_so() -> None:
 def test_what_comes_after_the_last_step_does_not_count_in_the_shares() -> None:
     view = told(40)
     for rank in range(2):
-        last = Vitals(rank=rank, size=2, generation=0, clock=240.0, stage="train", entered=40, total_steps=400)
+        last = Vitals(
+            rank=rank, size=2, generation=0, clock=240.0, stage="train", total_steps=400, process=f"process {rank}"
+        )
         view.take(Vitals(**{**last.to_message(), "underway": (), "samples": 12800, "comm_seconds": 90.0}), 140.0)
     summary = view.summary(140.0)
     assert summary.communication is not None
@@ -129,7 +133,7 @@ def test_it_reads_well() -> None:
         "train on 8 ranks\n"
         "  time           12 min 31 s on 8 ranks, 1250 steps\n"
         "  samples        640,000, 852 a second (904 without the start)\n"
-        "  computing      78 % of the time (rank 5: 85 %)\n"
+        "  compute        78 % of the time (rank 5: 85 %)\n"
         "  data           6 % of the time waiting (rank 3: 14 %)\n"
         "  communication  16 % of the time waiting (rank 0: 21 %)\n"
         "  slowest        rank 5: 1.24 times the median rank's own time a step\n"

@@ -108,7 +108,7 @@ def _tr(cells: Sequence[str], bar: str, note: str, style: str) -> str:
 
 def _bar(of: Row | Picture) -> str:
     """Where the time goes, as a strip of three colours."""
-    shares = {"compute": of.computing, "data": of.data, "comm": of.communication}
+    shares = {"compute": of.compute, "data": of.data, "comm": of.communication}
     known = {name: share for name, share in shares.items() if share is not None}
     parts = "".join(
         f'<span style="display:inline-block;height:.7em;width:{share * _BAR_PIXELS:.0f}px;background:{_COLORS[name]}">'

@@ -122,7 +122,7 @@ def columns_of(rows: Sequence[Row], picture: Picture) -> list[Column]:
         _column("step", 1, rows, words.step),
         *(_metric(name, 12 + place if place else 2, rows) for place, name in enumerate(metrics)),
         samples if any(samples.cells) else steps,
-        _column("compute", 11, rows, lambda row: _share(row.computing), _share(picture.computing)),
+        _column("compute", 11, rows, lambda row: _share(row.compute), _share(picture.compute)),
         _column("data", 6, rows, lambda row: _share(row.data), _share(picture.data)),
         _column("comm", 5, rows, lambda row: _share(row.communication), _share(picture.communication)),
         _column("CPU", 8, rows, lambda row: _known("{:.1f}".format, row.cpu)),
