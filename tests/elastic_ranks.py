@@ -26,11 +26,10 @@ import torch
 import spark_hvd.torch as hvd
 from spark_hvd.context import init as context
 from spark_hvd.elastic.kv import reach_store
-from spark_hvd.transport.kv import TCPStore
+from spark_hvd.transport.torch_private import TCPStore
 from spark_hvd.world import launcher as elastic_launcher
 from spark_hvd.world.errors import CollectiveError, HostsUpdatedInterrupt
-from spark_hvd.world.layout import RankInfo, WorldLayout
-from spark_hvd.world.world import Endpoint, World
+from spark_hvd.world.layout import Endpoint, RankInfo, World, WorldLayout
 from tests.ranks import fork_context
 
 SECONDS = 60.0

@@ -219,9 +219,8 @@ def serve(pipe: Connection) -> None:
 
 def _join(rank: int, size: int, port: int, listener: socket.socket | None, timeout: float) -> None:
     from spark_hvd.context import init as context
-    from spark_hvd.transport.kv import TCPStore
-    from spark_hvd.world.layout import WorldLayout
-    from spark_hvd.world.world import Endpoint, World
+    from spark_hvd.transport.torch_private import TCPStore
+    from spark_hvd.world.layout import Endpoint, World, WorldLayout
 
     fd = listener.detach() if listener is not None else None
     kv = TCPStore(

@@ -26,13 +26,12 @@ from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.own_gpu import settle, take
 from spark_hvd.runner.rank.process import SetupError, call, end_process, unpickle_call
 from spark_hvd.runner.rank.reporting import Reporting
-from spark_hvd.transport.kv import TCPStore
+from spark_hvd.transport.torch_private import TCPStore
 from spark_hvd.transport.wires import Wires
 from spark_hvd.world import launcher as elastic_launcher
 from spark_hvd.world.errors import CollectiveError
-from spark_hvd.world.layout import RankInfo
+from spark_hvd.world.layout import Endpoint, RankInfo, World
 from spark_hvd.world.ports import listen
-from spark_hvd.world.world import Endpoint, World
 
 
 class ElasticRank:

@@ -8,8 +8,8 @@ from dataclasses import asdict
 import torch
 
 from spark_hvd.runner.rank.gpus import GpuShare, RankGpus, choose_backend, own_device
-from spark_hvd.transport.kv import PrefixStore, Store
 from spark_hvd.transport.rendezvous import everyones
+from spark_hvd.transport.torch_private import PrefixStore, Store
 from spark_hvd.world.layout import RankInfo
 
 _log = logging.getLogger(__name__)

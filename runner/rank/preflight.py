@@ -7,7 +7,7 @@ import json
 import socket
 import time
 
-from spark_hvd.transport.kv import PrefixStore, Store
+from spark_hvd.transport.torch_private import PrefixStore, Store
 from spark_hvd.world.layout import RankInfo
 from spark_hvd.world.ports import PortRange, listen
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 
-from spark_hvd.transport.kv import PrefixStore, Store
 from spark_hvd.transport.rendezvous import everyones
+from spark_hvd.transport.torch_private import PrefixStore, Store
 from spark_hvd.world.layout import RankInfo
 
 

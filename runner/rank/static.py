@@ -17,10 +17,9 @@ from spark_hvd.runner.rank.preflight import SECONDS, UnreachableError, check_hos
 from spark_hvd.runner.rank.process import SetupError, call, unpickle_call
 from spark_hvd.runner.rank.reporting import Reporting
 from spark_hvd.runner.rank.same_mpi import MpiMismatchError, check_same_mpi
-from spark_hvd.transport.kv import TCPStore
-from spark_hvd.world.layout import RankInfo
+from spark_hvd.transport.torch_private import TCPStore
+from spark_hvd.world.layout import Endpoint, RankInfo, World
 from spark_hvd.world.ports import listen
-from spark_hvd.world.world import Endpoint, World
 
 
 class StaticRank:

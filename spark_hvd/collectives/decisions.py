@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from spark_hvd.collectives.request import Entry, Request
@@ -114,3 +114,11 @@ def _decoded(name: str, fields: list[Any]) -> Decision:
 def _entry(fields: list[Any]) -> Entry:
     name, request, *rest = fields
     return Entry(name, Request(*request), *rest)
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The numbers of the bits that are set, in ascending order."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low

@@ -6,10 +6,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from spark_hvd.collectives.decisions import bits
 from spark_hvd.collectives.request import Entry, bytes_of
 
 PIECE_BYTES = 64 << 20
 """Most bytes of a flat tensor; a single tensor larger than that travels alone."""
+
+_REMEMBERED = 256
+"""Sets of numbers whose division into batches is remembered."""
 
 
 def batches(tensors: Sequence[torch.Tensor], limit: int = PIECE_BYTES) -> list[list[int]]:
@@ -103,3 +107,40 @@ def plan_batches(entries: Sequence[Entry], threshold: int) -> list[Batch]:
             batch = filling[key] = Batch()
         batch.add(entry, nbytes)
     return done + list(filling.values())
+
+
+class Planner:
+    """Divides what all ranks run into batches, and remembers how it has divided sets of known names.
+
+    Args:
+        threshold: See :func:`plan_batches`.
+    """
+
+    def __init__(self, threshold: int) -> None:
+        self.threshold = threshold
+        self._entries: list[Entry] = []
+        self._known: dict[int, list[Batch]] = {}
+
+    def tune(self, threshold: int) -> None:
+        """Take another threshold."""
+        self.threshold = threshold
+        self._known.clear()
+
+    def learn(self, number: int, entry: Entry) -> None:
+        """An entry has a number from now on, the next one or one that another entry had."""
+        if number < len(self._entries):
+            self._known.clear()
+        self._entries[number : number + 1] = [entry]
+
+    def batches(self, entries: Sequence[Entry]) -> list[Batch]:
+        """Of these entries."""
+        return plan_batches(entries, self.threshold)
+
+    def batches_of_known(self, ids: int) -> list[Batch]:
+        """Of the entries with these numbers, given as bits."""
+        found = self._known.get(ids)
+        if found is None:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            found = self._known[ids] = self.batches([self._entries[number] for number in bits(ids)])
+        return found

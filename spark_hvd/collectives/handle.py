@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -14,10 +14,27 @@ from spark_hvd.collectives.request import Request
 from spark_hvd.world.activity import activity
 from spark_hvd.world.errors import CollectiveError
 
-if TYPE_CHECKING:
-    from spark_hvd.collectives.lane import Lane
-
 T = TypeVar("T")
+
+
+class Owner(Protocol):
+    """The lane that runs a handle's collective."""
+
+    def flush(self) -> None:
+        """Tell the coordinator what this rank is ready for, if there is news."""
+        ...
+
+    def finish(self, handle: NamedHandle[Any], execution: Execution) -> None:
+        """Do what is left to do for a handle whose collective has ended.
+
+        Raises:
+            CollectiveError: It has not ended well.
+        """
+        ...
+
+    def explained(self, handle: NamedHandle[Any], error: CollectiveError) -> CollectiveError:
+        """A collective failed on the wire: the error to raise, with the coordinator's word on who has gone."""
+        ...
 
 
 class NamedHandle(Generic[T]):
@@ -37,11 +54,13 @@ class NamedHandle(Generic[T]):
         "work",
     )
 
-    def __init__(self, lane: Lane | None, name: str, request: Request, work: Work, result: Callable[[Work], T]) -> None:
+    def __init__(
+        self, owner: Owner | None, name: str, request: Request, work: Work, result: Callable[[Work], T]
+    ) -> None:
         """Made by a lane.
 
         Args:
-            lane: Which runs it.
+            owner: Which runs it.
             name: Its name.
             request: What this rank says of it.
             work: This rank's tensors.
@@ -53,7 +72,7 @@ class NamedHandle(Generic[T]):
         self.ready = Moment.now() if request.device == "cuda" else None
         self.since = 0.0
         """When it was called, on the monotonic clock."""
-        self._lane = lane
+        self._lane = owner
         self._result = result
         self._done = False
         self._error: Exception | None = None
@@ -141,7 +160,7 @@ class NamedHandle(Generic[T]):
             pass
 
     @property
-    def _owner(self) -> Lane:
+    def _owner(self) -> Owner:
         assert self._lane is not None
         return self._lane
 

@@ -9,35 +9,53 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from spark_hvd.collectives.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown, Tune
 from spark_hvd.collectives.execution import Execution, Work
-from spark_hvd.collectives.fusion import Batch, plan_batches
+from spark_hvd.collectives.fusion import Planner
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.known_call import KnownCall
 from spark_hvd.collectives.members import Members
-from spark_hvd.collectives.request import Entry, Request
+from spark_hvd.collectives.request import Request
 from spark_hvd.collectives.runs import Runs
 from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.collectives.unnamed import Unnamed
-from spark_hvd.engine.coordinator import bits
 from spark_hvd.world.activity import activity
 from spark_hvd.world.errors import CollectiveError, DuplicateNameError, MismatchError, StalledError
 from spark_hvd.world.vitals import Underway
 
-if TYPE_CHECKING:
-    from spark_hvd.engine.links import Link
-
 T = TypeVar("T")
 
-_PLANS = 256
-"""Sets of numbers whose division into batches is remembered."""
 _VERDICT_SECONDS = 3.0
 """How long an error of the network waits for the coordinator's word on which rank has gone."""
 _ERRORS: dict[str, type[Exception]] = {"mismatch": MismatchError, "stall": StalledError}
+
+
+class Link(Protocol):
+    """How a lane reaches its coordinator. All methods may be called from any thread."""
+
+    def notify(self, lane: Lane) -> None:
+        """The outbox is no longer empty: take it in a moment."""
+        ...
+
+    def post(self, lane: Lane) -> None:
+        """Somebody is about to wait: take the outbox now."""
+        ...
+
+    def join(self, lane: Lane, counts: bool) -> None:
+        """This rank has no more data."""
+        ...
+
+    def failed(self, lane: Lane, text: str) -> None:
+        """This rank cannot run what all ranks run."""
+        ...
+
+    def doomed(self, lane: Lane) -> None:
+        """A rank has gone: call :meth:`Lane.give_up` in a moment."""
+        ...
 
 
 class Lane:
@@ -54,7 +72,6 @@ class Lane:
         self.members = members
         self.ranks = members.ranks
         self.communicator = members.communicator
-        self.fusion_threshold = fusion_threshold
         self._link = link
         self.tracing = tracing
         self._lock = threading.Lock()
@@ -71,8 +88,7 @@ class Lane:
         """Whether a rank has left without its part of collectives that were begun here, perhaps on the device."""
         self._verdict = threading.Event()
         # The engine's thread only.
-        self._entries: list[Entry] = []
-        self._plans: dict[int, list[Batch]] = {}
+        self.planner = Planner(fusion_threshold)
         self._runs = Runs(members, tracing, self._release, self._cannot_run)
         activity.add_source(self)
 
@@ -239,9 +255,9 @@ class Lane:
         """Do what the coordinator has decided."""
         for decision in decisions:
             if isinstance(decision, RunKnown):
-                self._runs.start(self._plan(decision.ids), self._handles)
+                self._runs.start(self.planner.batches_of_known(decision.ids), self._handles)
             elif isinstance(decision, Run):
-                self._runs.start(plan_batches(decision.entries, self.fusion_threshold), self._handles)
+                self._runs.start(self.planner.batches(decision.entries), self._handles)
             elif isinstance(decision, Learn):
                 self._learn(decision)
             elif isinstance(decision, Fail):
@@ -249,8 +265,7 @@ class Lane:
             elif isinstance(decision, Joined):
                 self._joined(decision.last)
             elif isinstance(decision, Tune):
-                self.fusion_threshold = decision.fusion_threshold
-                self._plans.clear()
+                self.planner.tune(decision.fusion_threshold)
             elif isinstance(decision, Gone):
                 self.gone(decision.text)
                 self.members.on_loss(decision.rank, decision.text)
@@ -336,20 +351,8 @@ class Lane:
     def _end(self, handle: NamedHandle[Any], text: str) -> None:
         handle.complete(error=CollectiveError(f"{handle.label} failed: {text}"))
 
-    def _plan(self, ids: int) -> list[Batch]:
-        plan = self._plans.get(ids)
-        if plan is None:
-            if len(self._plans) >= _PLANS:
-                self._plans.clear()
-            plan = self._plans[ids] = plan_batches([self._entries[id] for id in bits(ids)], self.fusion_threshold)
-        return plan
-
     def _learn(self, decision: Learn) -> None:
-        if decision.id == len(self._entries):
-            self._entries.append(decision.entry)
-        else:
-            self._entries[decision.id] = decision.entry
-            self._plans.clear()
+        self.planner.learn(decision.id, decision.entry)
         name = decision.entry.name
         with self._lock:
             handle = self._handles.get(name)

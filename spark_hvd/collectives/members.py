@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch.distributed as dist
 
 from spark_hvd.collectives.staging import Staging
 from spark_hvd.transport.communicator import Communicator
+from spark_hvd.transport.connections import Severable
 from spark_hvd.transport.distributed import TorchCommunicator
 from spark_hvd.transport.groups import GROUP_PREFIX, Groups
 from spark_hvd.transport.local import LocalCommunicator
@@ -17,14 +17,6 @@ from spark_hvd.transport.mpi import backend as mpi_backend
 from spark_hvd.transport.nccl import NcclGroups
 from spark_hvd.world.config import Config
 from spark_hvd.world.layout import WorldLayout
-
-
-class Severable(Protocol):
-    """What carries collectives, and can stop doing so."""
-
-    def cut(self) -> None:
-        """Fail what is under way on this rank, and on the others where that is possible. From any thread."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

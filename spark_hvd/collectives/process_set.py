@@ -2,18 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
-from spark_hvd.collectives.members import open_members
-from spark_hvd.context import init as context
-from spark_hvd.transport.groups import let_end
-from spark_hvd.transport.kv import PrefixStore
-from spark_hvd.transport.nccl import NcclGroups
-from spark_hvd.world.errors import MismatchError
+from spark_hvd.collectives.lane import Lane
+from spark_hvd.world.errors import NotInitializedError
+from spark_hvd.world.layout import World
 
-if TYPE_CHECKING:
-    from spark_hvd.collectives.lane import Lane
+
+class Here(Protocol):
+    """What process sets ask of the world that this process is in; the context is one."""
+
+    @property
+    def world(self) -> World:
+        """This rank's view of it."""
+        ...
+
+    @property
+    def lane(self) -> Lane:
+        """The named lane of all ranks."""
+        ...
+
+    @property
+    def lanes(self) -> Mapping[int, Lane]:
+        """Those of the process sets that this rank is in, by number."""
+        ...
+
+    @property
+    def process_sets(self) -> Mapping[int, ProcessSet]:
+        """Those registered, the global one aside, by number."""
+        ...
+
+
+def _nowhere() -> Here:
+    raise NotInitializedError()
+
+
+_current: Callable[[], Here] = _nowhere
+
+
+def look_up_with(current: Callable[[], Here]) -> None:
+    """Take what gives the world of this process, or raises a NotInitializedError; the context calls this, once."""
+    global _current
+    _current = current
+
+
+def _world() -> World | None:
+    try:
+        return _current().world
+    except NotInitializedError:
+        return None
 
 
 class ProcessSet:
@@ -54,11 +92,10 @@ class ProcessSet:
 
     def rank(self) -> int | None:
         """My place in it; None if I am not in it or it is not registered."""
-        ranks = self.ranks
-        if self.process_set_id is None or ranks is None or not context.in_world():
+        ranks, world = self.ranks, _world()
+        if self.process_set_id is None or ranks is None or world is None:
             return None
-        me = context.current().world.me.rank
-        return ranks.index(me) if me in ranks else None
+        return ranks.index(world.me.rank) if world.me.rank in ranks else None
 
     def included(self) -> bool | None:
         """Whether I am in it; None while it is not registered."""
@@ -94,133 +131,23 @@ class _GlobalProcessSet(ProcessSet):
 
     @property
     def ranks(self) -> list[int] | None:
-        return list(range(context.current().world.me.size)) if context.in_world() else None
+        world = _world()
+        return None if world is None else list(range(world.me.size))
 
     def size(self) -> int | None:
         return None if self.ranks is None else len(self.ranks)
 
     def included(self) -> bool | None:
-        return True if context.in_world() else None
+        return None if _world() is None else True
 
     def require_root(self, root_rank: int) -> None:
-        size = context.current().world.me.size
+        size = _current().world.me.size
         if root_rank not in range(size):
             raise ValueError(f"root_rank={root_rank} is no rank of this world; expected 0 to {size - 1}.")
 
 
 global_process_set: ProcessSet = _GlobalProcessSet()
 """All ranks."""
-
-
-def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a process set; every rank of the world must, with the same ranks and in the same order.
-
-    Args:
-        process_set: The set, or its ranks.
-
-    Returns:
-        The set.
-
-    Raises:
-        NotInitializedError: Before init().
-        ValueError: A rank is not in the world, or there is a set of these ranks already.
-        MismatchError: Ranks add different sets. Raised on every rank.
-        CollectiveError: A peer or the network failed.
-    """
-    from spark_hvd.collectives.objects import allgather_object
-
-    here = context.current()
-    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    ranks = added.ranks
-    assert ranks is not None
-    for rank, theirs in enumerate(allgather_object(ranks, name="spark_hvd.add_process_set")):
-        if theirs != ranks:
-            raise MismatchError(
-                f"add_process_set: rank {here.world.me.rank} adds the ranks {ranks}, rank {rank} adds {theirs}; every "
-                "rank of the world must add the same sets in the same order, also those it is not in."
-            )
-    size = here.world.me.size
-    if ranks[-1] >= size:
-        raise ValueError(f"{added} has ranks that the world has not: expected 0 to {size - 1}.")
-    twin = next((other for other in [global_process_set, *here.process_sets.values()] if other.ranks == ranks), None)
-    if twin is not None:
-        raise ValueError(f"{twin} has the ranks {ranks} already; use that one, or remove it first.")
-    _open(added, ranks)
-    return added
-
-
-def register_all(process_sets: Sequence[ProcessSet] | str) -> None:
-    """Register process sets that are not yet; every rank of the world must, the same ones.
-
-    Raises:
-        ValueError: It is no list of process sets, or one cannot be made.
-        MismatchError: Ranks register different sets. Raised on every rank.
-    """
-    if isinstance(process_sets, str):
-        raise ValueError(f'process_sets={process_sets!r}: expected a list of ProcessSet, or "dynamic".')
-    for number, each in enumerate(process_sets):
-        if not isinstance(each, ProcessSet):
-            raise ValueError(f"process_sets[{number}] is {each!r}; expected a ProcessSet.")
-        if context.current().process_sets.get(each.process_set_id or 0) is not each:
-            try:
-                add_process_set(each)
-            except ValueError as error:
-                raise type(error)(f"process_sets[{number}]: {error}") from error
-
-
-def remove_process_set(process_set: ProcessSet) -> bool:
-    """Give up a process set; every rank of the world must, in the same order. What is under way in it fails.
-
-    Returns:
-        False for the global process set and for one that is not registered: nothing happens then.
-
-    Raises:
-        NotInitializedError: Before init().
-        MismatchError: Ranks remove different sets. Raised on every rank.
-        CollectiveError: A peer or the network failed.
-    """
-    from spark_hvd.collectives.objects import allgather_object
-
-    here = context.current()
-    number = process_set.process_set_id
-    if number is None or here.process_sets.get(number) is not process_set:
-        return False
-    for rank, theirs in enumerate(allgather_object(number, name="spark_hvd.remove_process_set")):
-        if theirs != number:
-            raise MismatchError(
-                f"remove_process_set: rank {here.world.me.rank} removes the set number {number}, rank {rank} number "
-                f"{theirs}; every rank of the world must remove the same sets in the same order."
-            )
-    _close(process_set)
-    return True
-
-
-def _open(process_set: ProcessSet, ranks: Sequence[int]) -> None:
-    """Open the lane of a process set that all ranks have agreed on; every rank of the world must call this."""
-    here = context.current()
-    number = next(here.numbers)
-    me, groups = here.world.me.rank, here.groups
-    if me in ranks:
-        with here.making():
-            nccl = NcclGroups(lambda: groups.of(number))
-            members = open_members(number, ranks, here.layout, me, groups, here.engine.config, nccl)
-            here.lanes[number] = here.engine.open_lane(members, PrefixStore(f"lane/{number}", here.kv))
-    here.process_sets[number] = process_set
-    process_set.registered_as(number)
-
-
-def _close(process_set: ProcessSet) -> None:
-    """Close the lane of a process set; every rank of the world must call this."""
-    here = context.current()
-    number = process_set.process_set_id
-    assert number is not None
-    lane = here.lanes.pop(number, None)
-    if lane is not None:
-        here.engine.close_lane(lane, f"{process_set} was removed.")
-        let_end([lane])
-        here.groups.destroy(number)
-    del here.process_sets[number]
-    process_set.registered_as(None)
 
 
 def lane_of(process_set: ProcessSet) -> Lane:
@@ -230,7 +157,7 @@ def lane_of(process_set: ProcessSet) -> Lane:
         NotInitializedError: Before init().
         ValueError: It is not registered, or this rank is not in it.
     """
-    here = context.current()
+    here = _current()
     if process_set is global_process_set:
         return here.lane
     if not isinstance(process_set, ProcessSet):

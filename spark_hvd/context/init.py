@@ -31,25 +31,22 @@ from spark_hvd.context.standing import (
     refuse_fork,
     standing,
 )
-from spark_hvd.engine.channel import own_address
 from spark_hvd.engine.engine import Engine
 from spark_hvd.transport.communicator import Communicator
 from spark_hvd.transport.connections import Connections, sockets
 from spark_hvd.transport.groups import Groups
-from spark_hvd.transport.kv import HashStore, PrefixStore, Store
 from spark_hvd.transport.local import LocalCommunicator
 from spark_hvd.transport.mpi import backend as mpi_backend
 from spark_hvd.transport.mpi.start import abort_on_exceptions, is_mpi_communicator, part_of, ranks_of, world_of
 from spark_hvd.transport.nccl import NcclGroups
-from spark_hvd.transport.rendezvous import adopted_world, everyones, launched_world, meeting
-from spark_hvd.transport.torch_private import forget_names
+from spark_hvd.transport.rendezvous import adopted_world, everyones, launched_world, meeting, own_address
+from spark_hvd.transport.torch_private import HashStore, PrefixStore, Store, forget_names
 from spark_hvd.transport.wires import Wires
 from spark_hvd.world import launcher as elastic_launcher
 from spark_hvd.world.config import Config
 from spark_hvd.world.env import read_config, read_launch_env, read_mpi_env
 from spark_hvd.world.errors import CollectiveError
-from spark_hvd.world.layout import RankInfo, WorldLayout, ranks_in
-from spark_hvd.world.world import World
+from spark_hvd.world.layout import RankInfo, World, WorldLayout, ranks_in
 
 if TYPE_CHECKING:
     from spark_hvd.collectives.process_set import ProcessSet
@@ -127,7 +124,7 @@ def init(
         if _started_by_mpi:
             abort_on_exceptions()  # no launcher of ours looks after the ranks
     if process_sets is not None and process_sets != "dynamic":
-        from spark_hvd.collectives.process_set import register_all
+        from spark_hvd.context.register import register_all
 
         register_all(process_sets)
     if starts_timeline and comm is None and config.timeline is not None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import threading
+import time
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from spark_hvd.collectives.lane import Lane
 from spark_hvd.context.standing import Provisional, standing
-from spark_hvd.transport.groups import let_end
 from spark_hvd.transport.mpi import backend as mpi_backend
+
+_LAST_SECONDS = 1.0
+"""How long leaving waits for what is still on the wire."""
 
 
 def shutdown() -> None:
@@ -77,7 +83,7 @@ def end(text: str) -> None:
     for process_set in context.process_sets.values():
         process_set.registered_as(None)
     context.engine.close(text)
-    let_end([context.lane, *context.lanes.values()])
+    drain([context.lane, *context.lanes.values()])
     if context.wires is not None:
         context.wires.cut(text)
     context.communicator.close()
@@ -89,6 +95,37 @@ def end(text: str) -> None:
             mpi_backend.release()
         else:
             context.groups.destroy_all()
+
+
+def drain(lanes: Sequence[Lane]) -> None:
+    """Wait for collectives in flight on closed lanes, then abort them, so that their process groups can be destroyed.
+
+    A process group waits for what is under way when it is destroyed, also where that waits for a rank that is gone.
+    """
+    for lane in lanes:
+        if (lane.doomed or lane.stranded) and lane.members.nccl is not None:
+            lane.members.nccl.abort()
+    # It may still end well, and the peers may need it.
+    _wait([lane for lane in lanes if not lane.doomed], _LAST_SECONDS)
+    for lane in lanes:
+        if lane.unfinished:
+            lane.cut()
+    _wait(lanes, _LAST_SECONDS)
+    for lane in lanes:
+        if lane.unfinished:
+            # A daemon: when the process ends, it neither waits for this thread nor for the group that it holds.
+            threading.Thread(target=_hold, args=[lane], name="spark_hvd-farewell", daemon=True).start()
+
+
+def _wait(lanes: Sequence[Lane], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while any(lane.unfinished for lane in lanes) and time.monotonic() < until:
+        time.sleep(0.005)
+
+
+def _hold(lane: Lane) -> None:
+    while lane.unfinished:
+        time.sleep(1.0)
 
 
 def _leave() -> None:

@@ -9,26 +9,24 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from spark_hvd.collectives.lane import Lane
+from spark_hvd.collectives.process_set import ProcessSet, look_up_with
 from spark_hvd.engine.engine import Engine
 from spark_hvd.transport.communicator import Communicator
 from spark_hvd.transport.groups import Groups
-from spark_hvd.transport.host.pipes import Pipes
-from spark_hvd.transport.kv import Store
+from spark_hvd.transport.pipes import Pipes
+from spark_hvd.transport.torch_private import Store
 from spark_hvd.transport.waits import stand_by
 from spark_hvd.transport.wires import Wires
+from spark_hvd.world import launcher
 from spark_hvd.world.config import Config
 from spark_hvd.world.errors import NotInitializedError
-from spark_hvd.world.layout import RankInfo, WorldLayout
-from spark_hvd.world.world import World
-
-if TYPE_CHECKING:
-    from spark_hvd.collectives.process_set import ProcessSet
+from spark_hvd.world.layout import RankInfo, World, WorldLayout
 
 _NO_GENERATION = (
     "this elastic rank is in no world at the moment, so there is nobody to talk to: collectives belong inside the "
@@ -75,7 +73,7 @@ class Context:
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """For process sets; none is used twice, as keys of the key-value store must not be."""
     ordinals: defaultdict[str, Iterator[int]] = field(default_factory=lambda: defaultdict(itertools.count))
-    """See :mod:`spark_hvd.context.ordinals`."""
+    """See :func:`ordinal`."""
     wires: Wires | None = None
     """Of an elastic world."""
     stand_ins: weakref.WeakValueDictionary[int, StandIn] = field(default_factory=weakref.WeakValueDictionary)
@@ -164,6 +162,9 @@ def current() -> Context:
     return context
 
 
+look_up_with(current)
+
+
 def refuse_fork() -> None:
     """Go on only in a rank itself.
 
@@ -202,3 +203,18 @@ def is_initialized() -> bool:
 def in_world() -> bool:
     """Whether this process is in a world, so that collectives work."""
     return standing.context is not None
+
+
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+def ordinal(kind: str) -> str:
+    """The next number of a kind of what all ranks make in the same order, so that it is the same on each.
+
+    A rank that an elastic world has taken in has not made what the others made in the worlds before: what is made
+    inside such a world is numbered from 0.
+    """
+    if launcher.installed() is None or not in_world():
+        return str(next(_numbers[kind]))
+    here = current()
+    return f"{here.world.generation}.{next(here.ordinals[kind])}"

@@ -7,10 +7,10 @@ import time
 from datetime import timedelta
 
 from spark_hvd.context.standing import standing
-from spark_hvd.transport.kv import TCPStore
+from spark_hvd.transport.torch_private import TCPStore
 from spark_hvd.transport.wires import Wires
 from spark_hvd.world.errors import CollectiveError
-from spark_hvd.world.world import Endpoint
+from spark_hvd.world.layout import Endpoint
 
 _CONNECT_SECONDS = 30.0
 """The store is served before its address is known, so this is long."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,8 +24,8 @@ import zmq.utils.monitor
 
 from spark_hvd.collectives.decisions import Decision, decode, encode
 from spark_hvd.world.errors import CollectiveError
+from spark_hvd.world.layout import Endpoint
 from spark_hvd.world.ports import PortRange, bound
-from spark_hvd.world.world import Endpoint
 
 _HEARTBEAT_MS = 1000
 _HANDSHAKE_MS = 5000
@@ -236,11 +235,27 @@ def url(endpoint: Endpoint) -> str:
     return f"tcp://{host}:{endpoint.port or '*'}"
 
 
-def own_address(endpoint: Endpoint | None) -> str:
-    """The address of this host on the network over which it reaches an endpoint."""
-    if endpoint is None:
-        return socket.gethostbyname(socket.gethostname())
-    family, _, _, _, address = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing: it only chooses the route
-        return str(probe.getsockname()[0])
+class ZapAuthenticator:
+    """Lets the holders of a member's key connect to a coordinator, and nobody else (https://rfc.zeromq.org/spec/27).
+
+    It belongs to one thread. pyzmq's own authenticators bring a thread and an event loop for each context; the engine
+    has a thread already.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind("inproc://zeromq.zap.01")
+        self._allowed: set[bytes] = set()
+
+    def allow(self, public_key: bytes) -> None:
+        """Let in the holder of this key, given as Z85 text."""
+        self._allowed.add(zmq.utils.z85.decode(public_key))
+
+    def handle_requests(self) -> None:
+        """Answer what has been asked."""
+        while self.socket.poll(0):
+            version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
+            known = mechanism == b"CURVE" and credentials[0] in self._allowed
+            status, text = (b"200", b"OK") if known else (b"400", b"no key of this world")
+            self.socket.send_multipart([version, request, status, text, b"", b""])

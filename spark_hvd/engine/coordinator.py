@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from spark_hvd.collectives.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown
+from spark_hvd.collectives.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown, bits
 from spark_hvd.collectives.request import AUTO, Entry, Request
 from spark_hvd.engine.agreement import disagreement
 from spark_hvd.world.words import ranks_text
@@ -361,11 +361,3 @@ def _seals(requests: dict[int, Request], size: int) -> list[str | None] | None:
     if all(request.seal is None for request in requests.values()):
         return None
     return [requests[place].seal if place in requests else None for place in range(size)]
-
-
-def bits(mask: int) -> Iterator[int]:
-    """The numbers of the bits that are set, in ascending order."""
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low

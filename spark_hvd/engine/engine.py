@@ -24,12 +24,11 @@ from spark_hvd.collectives.decisions import Decision
 from spark_hvd.collectives.lane import Lane
 from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.tracing import Tracing
-from spark_hvd.engine.channel import FAREWELL, CoordinatorSockets, Keys, MemberSockets
-from spark_hvd.engine.doorman import Doorman
+from spark_hvd.engine.channel import FAREWELL, CoordinatorSockets, Keys, MemberSockets, ZapAuthenticator
 from spark_hvd.engine.links import Alone, Here, Member
 from spark_hvd.engine.service import Coordination
 from spark_hvd.engine.timeline import WorldTimeline
-from spark_hvd.transport.kv import Store
+from spark_hvd.transport.torch_private import Store
 from spark_hvd.world.config import Config
 from spark_hvd.world.errors import CollectiveError
 from spark_hvd.world.ports import PortRange
@@ -104,7 +103,7 @@ class Engine:
         lane = Lane(members, link, self.tracing, self.config.fusion_threshold)
 
         def listen() -> list[str]:
-            self._doorman.welcome(keys.member_public)
+            self._authenticator.allow(keys.member_public)
             sockets = CoordinatorSockets(self._context, self._address(), keys, self._ports)
             link.coordination = Coordination(lane, self.config, sockets)
             link.coordination.on_message = self.timeline.heard
@@ -274,12 +273,12 @@ class Engine:
         if self._thread is not None:
             return
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._doorman = Doorman(self._context)
+        self._authenticator = ZapAuthenticator(self._context)
         self._wake_pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poller = zmq.Poller()
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._attend(self._wake_pipe[0], self._woken)
-        self._attend(self._doorman.questions, self._doorman.answer)
+        self._attend(self._authenticator.socket, self._authenticator.handle_requests)
         self._thread = threading.Thread(target=self._serve, name="spark_hvd-engine", daemon=True)
         self._thread.start()
 
@@ -290,7 +289,7 @@ class Engine:
         except BaseException as error:  # a defect of ours must not leave ranks waiting for ever
             _log.exception("the engine of the named collectives has failed")
             self._give_up(f"{type(error).__name__}: {error}")
-        self._doorman.questions.close()
+        self._authenticator.socket.close()
         self._stopped.set()
         # close() does not wait for this for long: it may never end, see CoordinatorSockets.close(). In this thread,
         # because Python 3.12 starts none when the interpreter exits.

@@ -4,41 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from spark_hvd.collectives.lane import Lane, Link
 from spark_hvd.engine.channel import MemberSockets
 from spark_hvd.engine.service import Coordination
 
 if TYPE_CHECKING:
-    from spark_hvd.collectives.lane import Lane
     from spark_hvd.engine.engine import Engine
 
 
-class Link(Protocol):
-    """How a lane reaches its coordinator. All methods may be called from any thread."""
-
-    def notify(self, lane: Lane) -> None:
-        """The outbox is no longer empty: take it in a moment."""
-        ...
-
-    def post(self, lane: Lane) -> None:
-        """Somebody is about to wait: take the outbox now."""
-        ...
-
-    def join(self, lane: Lane, counts: bool) -> None:
-        """This rank has no more data."""
-        ...
-
-    def failed(self, lane: Lane, text: str) -> None:
-        """This rank cannot run what all ranks run."""
-        ...
-
-    def doomed(self, lane: Lane) -> None:
-        """A rank has gone: call :meth:`Lane.give_up` in a moment."""
-        ...
-
-
-class Alone:
+class Alone(Link):
     """The link of a lane without other members: every call decides and runs at once, in the caller's thread."""
 
     def __init__(self) -> None:
@@ -67,7 +43,7 @@ class Alone:
         """Nothing is ever under way."""
 
 
-class Here:
+class Here(Link):
     """The link of the coordinator's own lane."""
 
     def __init__(self, engine: Engine) -> None:
@@ -96,7 +72,7 @@ class Here:
         self._engine.abandon_later(lane)
 
 
-class Member:
+class Member(Link):
     """The link of a lane whose coordinator is another rank."""
 
     def __init__(self, engine: Engine, sockets: MemberSockets, place: int) -> None:

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set, lane_of
 from spark_hvd.context import who as basics
-from spark_hvd.context.ordinals import ordinal
+from spark_hvd.context.standing import ordinal
 from spark_hvd.torch.reduce import allreduce
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.torch_private import BatchNormBase, children

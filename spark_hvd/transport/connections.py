@@ -13,6 +13,7 @@ import socket
 import stat
 import struct
 from collections.abc import Iterable, Set
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,14 @@ def sockets() -> Sockets:
             if stat.S_ISSOCK(status.st_mode):
                 found[int(name)] = status.st_ino
     return found
+
+
+class Severable(Protocol):
+    """What carries collectives, and can stop doing so."""
+
+    def cut(self) -> None:
+        """Fail what is under way on this rank, and on the others where that is possible. From any thread."""
+        ...
 
 
 class Connections:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -14,18 +12,14 @@ import torch.distributed as dist
 
 from spark_hvd.transport.connections import Connections, sockets
 from spark_hvd.transport.exchange import exchange
-from spark_hvd.transport.host.pipes import Pipes
-from spark_hvd.transport.kv import PrefixStore, Store
-from spark_hvd.transport.torch_private import process_group
+from spark_hvd.transport.pipes import Pipes
+from spark_hvd.transport.torch_private import PrefixStore, Store, process_group
 
 if TYPE_CHECKING:
-    from spark_hvd.collectives.lane import Lane
     from spark_hvd.transport.wires import Wires
 
 GROUP_PREFIX = "spark_hvd."
 """Of the names of all process groups made here."""
-_LAST_SECONDS = 1.0
-"""How long shutting down waits for what is still on the wire."""
 
 
 class Groups:
@@ -123,34 +117,3 @@ class Groups:
         """Destroy all."""
         for process_set_id in {*self._made, *self._pipes}:
             self.destroy(process_set_id)
-
-
-def let_end(lanes: Sequence[Lane]) -> None:
-    """Let what is on the wire of closed lanes end, well or not, so that their process groups can be destroyed.
-
-    A process group waits for what is under way when it is destroyed, also where that waits for a rank that is gone.
-    """
-    for lane in lanes:
-        if (lane.doomed or lane.stranded) and lane.members.nccl is not None:
-            lane.members.nccl.abort()
-    # It may still end well, and the peers may need it.
-    _wait([lane for lane in lanes if not lane.doomed], _LAST_SECONDS)
-    for lane in lanes:
-        if lane.unfinished:
-            lane.cut()
-    _wait(lanes, _LAST_SECONDS)
-    for lane in lanes:
-        if lane.unfinished:
-            # A daemon: when the process ends, it neither waits for this thread nor for the group that it holds.
-            threading.Thread(target=_hold, args=[lane], name="spark_hvd-farewell", daemon=True).start()
-
-
-def _wait(lanes: Sequence[Lane], seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while any(lane.unfinished for lane in lanes) and time.monotonic() < until:
-        time.sleep(0.005)
-
-
-def _hold(lane: Lane) -> None:
-    while lane.unfinished:
-        time.sleep(1.0)

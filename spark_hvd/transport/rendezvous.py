@@ -10,12 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from spark_hvd.transport.kv import PrefixStore, Store, TCPStore
-from spark_hvd.transport.torch_private import default_group_store
+from spark_hvd.transport.torch_private import PrefixStore, Store, TCPStore, default_group_store
 from spark_hvd.world.env import LaunchEnv, read_launch_env
 from spark_hvd.world.errors import CollectiveError
-from spark_hvd.world.layout import WorldLayout
-from spark_hvd.world.world import World
+from spark_hvd.world.layout import Endpoint, World, WorldLayout
 
 
 @contextmanager
@@ -85,3 +83,13 @@ def adopted_world(prefix: str) -> tuple[World, WorldLayout, Store]:
 def _layout(kv: Store, rank: int, size: int, host: str, node: str) -> WorldLayout:
     places = everyones([host, node], PrefixStore("places", kv), rank, size)
     return WorldLayout.of_ranks([place[0] for place in places], [place[1] for place in places])
+
+
+def own_address(endpoint: Endpoint | None) -> str:
+    """The address of this host on the network over which it reaches an endpoint."""
+    if endpoint is None:
+        return socket.gethostbyname(socket.gethostname())
+    family, _, _, _, address = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing: it only chooses the route
+        return str(probe.getsockname()[0])

@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+# Public in torch.distributed at run time, but torch's stubs export them here only.
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 
-from spark_hvd.transport.kv import Store
-
 __all__ = [
     "BatchNormBase",
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
     "at_end_of_backward",
     "changes",
     "children",

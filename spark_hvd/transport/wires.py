@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from spark_hvd.transport.connections import Sockets, answer, cut_among, cut_to, sockets
+from spark_hvd.transport.connections import Severable, Sockets, answer, cut_among, cut_to, sockets
 from spark_hvd.transport.handles import is_out_of_memory
 from spark_hvd.world.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from spark_hvd.collectives.members import Severable
-    from spark_hvd.world.world import Endpoint
+    from spark_hvd.world.layout import Endpoint
 
 _AGAIN_SECONDS = 0.05
 """Between two cuts, while a group is being made: its sockets come one after the other."""

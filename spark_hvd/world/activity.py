@@ -10,12 +10,9 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from spark_hvd.world.vitals import Underway
-
-if TYPE_CHECKING:
-    from spark_hvd.context.progress import Progress
 
 _SHOWN = 8
 
@@ -25,6 +22,18 @@ class Source(Protocol):
 
     def underway(self, now: float) -> Iterable[Underway]:
         """Those that this rank has entered and that have not ended; `now` is ``time.monotonic()``."""
+        ...
+
+
+class Loop(Protocol):
+    """A loop of ``hvd.progress``."""
+
+    def facts(self, now: float) -> dict[str, Any]:
+        """How far it is, as fields of :class:`~spark_hvd.world.vitals.Vitals`; `now` is ``time.monotonic()``."""
+        ...
+
+    def close(self) -> Any:
+        """It has ended; returns what the loop that follows it is to add to."""
         ...
 
 
@@ -42,7 +51,7 @@ class Activity:
         self._waits_since = 0.0
         self.optimizer_steps = 0
         """Of DistributedOptimizer; they tell something where there is no loop of `hvd.progress`."""
-        self.progress: Progress[Any] | None = None
+        self.progress: Loop | None = None
         """The loop that runs, or ran last."""
         self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waiting: list[tuple[str, float, tuple[int, ...] | None]] = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spark_hvd.world.config import Config
-from spark_hvd.world.world import Endpoint
+from spark_hvd.world.layout import Endpoint
 
 
 @dataclass(frozen=True, slots=True)

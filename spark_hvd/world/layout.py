@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd.world.ports import PortRange
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +128,28 @@ def _place(hosts: Sequence[str], nodes: Sequence[Hashable]) -> tuple[RankInfo, .
         )
         for rank, (host, node, local_rank) in enumerate(zip(hosts, nodes, local_ranks, strict=True))
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where rank 0's key-value store listens."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One generation of a set of ranks, as seen by one of them."""
+
+    me: RankInfo
+    endpoint: Endpoint | None
+    """None where no socket is needed: a world of one."""
+    generation: int = 0
+    """Counts the times that the membership changed; keys of different generations never meet."""
+    secret: bytes | None = field(default=None, repr=False)
+    """From which the keys of the ranks' channels are derived; None where the launcher made none."""
+    ports: PortRange | None = None
+    """Where ranks listen for each other; None for any port. Gloo and NCCL choose their own."""
+    mpi: MPI.Intracomm | None = field(default=None, repr=False)
+    """The MPI communicator whose ranks are the world's, where that is not MPI_COMM_WORLD."""

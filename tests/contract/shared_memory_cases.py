@@ -17,8 +17,8 @@ from torch import nn
 from spark_hvd.collectives.compression import Compression
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
 from spark_hvd.transport.host import shared_memory
-from spark_hvd.transport.host.pipes import Pipes, Point
 from spark_hvd.transport.host.shared_memory import SMALL, CopiedSum, SharedArena, SharedSum, in_memory
+from spark_hvd.transport.pipes import Pipes, Point
 from tests.contract import optimizer_cases, optimizer_odd_cases
 from tests.contract.optimizer_cases import assert_same_bits, batch, compare, lane_of, loss_of, net, sgd
 

@@ -18,7 +18,7 @@ import spark_hvd.torch as hvd
 from spark_hvd.context import init as context
 from spark_hvd.elastic.run import run
 from spark_hvd.world import launcher as elastic_launcher
-from spark_hvd.world.world import World
+from spark_hvd.world.layout import World
 from tests.elastic_ranks import PipeLauncher, TrainState, elastic_job
 from tests.elastic_training import batch, model_of, resources, train_a_step, weights
 

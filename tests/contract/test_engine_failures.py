@@ -28,7 +28,7 @@ def broken_pipe(engine: Engine) -> None:
 
 
 def closed_socket(engine: Engine) -> None:
-    engine.call(engine._doorman.questions.close)
+    engine.call(engine._authenticator.socket.close)
 
 
 def failing_call(engine: Engine) -> None:

@@ -188,9 +188,8 @@ def test_unreachable_rank_zero() -> None:
     def fn() -> str:
         from datetime import timedelta
 
-        from spark_hvd.transport.kv import HashStore
-        from spark_hvd.world.layout import WorldLayout
-        from spark_hvd.world.world import World
+        from spark_hvd.transport.torch_private import HashStore
+        from spark_hvd.world.layout import World, WorldLayout
 
         kv = HashStore()
         kv.set_timeout(timedelta(seconds=1))

@@ -132,9 +132,9 @@ def test_a_rank_that_exits_is_an_error_on_the_others(tmp_path: Path) -> None:
 OTHER_NUMBERS = """
 import spark_hvd.torch as hvd
 from spark_hvd.context import init as context
-from spark_hvd.transport.kv import HashStore
+from spark_hvd.transport.torch_private import HashStore
 from spark_hvd.world.layout import WorldLayout
-from spark_hvd.world.world import World
+from spark_hvd.world.layout import World
 try:
     context.join(World(WorldLayout.from_hosts(["here"]).ranks[0], None), HashStore(), backend="mpi")
 except RuntimeError as error:

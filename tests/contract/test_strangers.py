@@ -22,9 +22,8 @@ import spark_hvd.torch as hvd
 from spark_hvd.collectives import objects
 from spark_hvd.context import init as context
 from spark_hvd.transport import groups
-from spark_hvd.transport.kv import Store, TCPStore
-from spark_hvd.world.layout import WorldLayout
-from spark_hvd.world.world import Endpoint, World
+from spark_hvd.transport.torch_private import Store, TCPStore
+from spark_hvd.world.layout import Endpoint, World, WorldLayout
 from tests.ranks import Ranks, ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from spark_hvd.world.env import read_launch_env
-from spark_hvd.world.world import Endpoint
+from spark_hvd.world.layout import Endpoint
 
 TORCHRUN = {
     "RANK": "3",

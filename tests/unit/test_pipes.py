@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.transport.host.pipes import Pipes, Point
+from spark_hvd.transport.pipes import Pipes, Point
 
 
 def two(timeout: float = 30.0) -> tuple[Pipes, Pipes]:

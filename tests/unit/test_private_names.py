@@ -14,7 +14,7 @@ from torch import nn
 
 from spark_hvd.store import Store
 from spark_hvd.transport import torch_private
-from spark_hvd.transport.kv import HashStore, PrefixStore
+from spark_hvd.transport.torch_private import HashStore, PrefixStore
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "versions.md").read_text()

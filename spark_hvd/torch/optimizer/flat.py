@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from spark_hvd.torch.optimizer.buckets import BucketPlan, ParamSpec
 from spark_hvd.torch.optimizer.participation import Presence, notes_numel, write
-from spark_hvd.transport.host.pipes import Pipes
 from spark_hvd.transport.host.shared_memory import CopiedSum, SharedSum, in_memory
 from spark_hvd.transport.mpi import backend as mpi_backend
+from spark_hvd.transport.pipes import Pipes
 from spark_hvd.transport.torch_private import copy_all
 from spark_hvd.transport.waits import wait_for
 

@@ -31,7 +31,7 @@ from spark_hvd.torch.optimizer.participation import Presence
 from spark_hvd.torch.optimizer.plan import GradientPlan, require_same
 from spark_hvd.torch.optimizer.step import Flight
 from spark_hvd.torch.optimizer.trace import StepTrace
-from spark_hvd.transport.host.pipes import Pipes
+from spark_hvd.transport.pipes import Pipes
 from spark_hvd.transport.torch_private import at_end_of_backward, changes
 from spark_hvd.world.activity import activity
 from spark_hvd.world.vitals import Underway

@@ -9,7 +9,7 @@ import torch
 
 from spark_hvd.torch.optimizer.buckets import ParamSpec, describe_mismatch, fingerprint, plan_buckets
 from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction, make_buckets
-from spark_hvd.transport.host.pipes import Pipes
+from spark_hvd.transport.pipes import Pipes
 from spark_hvd.world.errors import PlanMismatchError
 
 Exchange = Callable[[Any], list[Any]]

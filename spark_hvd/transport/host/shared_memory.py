@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from spark_hvd.transport.host.pipes import Pipes, Point
+from spark_hvd.transport.pipes import Pipes, Point
 
 _ALIGNMENT = 4096
 _MARK_BYTES = 16

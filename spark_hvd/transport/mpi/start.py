@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import psutil
 
-from spark_hvd.engine.channel import own_address
-from spark_hvd.transport.kv import HashStore, Store, TCPStore
+from spark_hvd.transport.rendezvous import own_address
+from spark_hvd.transport.torch_private import HashStore, Store, TCPStore
 from spark_hvd.world.errors import CollectiveError
-from spark_hvd.world.layout import WorldLayout
-from spark_hvd.world.world import Endpoint, World
+from spark_hvd.world.layout import Endpoint, World, WorldLayout
 
 if TYPE_CHECKING:
     from spark_hvd.transport.mpi.library import MPI
