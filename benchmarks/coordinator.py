@@ -22,8 +22,7 @@ import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spark_hvd.collectives.decisions import Learn, encode
-from spark_hvd.collectives.request import Request
+from spark_hvd.collectives.messages import Learn, Request, encode
 from spark_hvd.engine.coordinator import Coordinator
 
 PARTS = 10

@@ -27,7 +27,8 @@ import pyarrow.parquet as pq
 import torch
 
 from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup
-from spark_hvd.estimators.readers.reader import Batch, ReaderSpec, open_reader
+from spark_hvd.estimators.readers.reader import Batch, ReaderSpec
+from spark_hvd.estimators.training.readers import open_reader
 from spark_hvd.store import Store
 
 FEATURES = [f"f{number}" for number in range(20)]

@@ -15,11 +15,12 @@ import torch
 
 from spark_hvd.estimators.errors import DataError, ModelError
 from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup
-from spark_hvd.estimators.readers.reader import Batch, ReaderSpec, open_reader
+from spark_hvd.estimators.readers.reader import Batch, ReaderSpec
 from spark_hvd.estimators.torch.learning_rate import make_optimizer, make_scheduler
 from spark_hvd.estimators.torch.objective import Metrics, Objective
 from spark_hvd.estimators.training.head import INTEGER_LABELS, loss_name
 from spark_hvd.estimators.training.inputs import outputs_of, tensors_of
+from spark_hvd.estimators.training.readers import open_reader
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.store import Store
 

@@ -16,9 +16,10 @@ from spark_hvd.checkpoint.format import on_rank_0
 from spark_hvd.estimators.errors import NotFiniteLossError
 from spark_hvd.estimators.readers.feed import Feed
 from spark_hvd.estimators.readers.position import Position, Shares
-from spark_hvd.estimators.readers.reader import Batch, Reader, ReaderSpec, open_reader
+from spark_hvd.estimators.readers.reader import Batch, Reader, ReaderSpec
 from spark_hvd.estimators.training.checkpoint import BEST, LAST, Checkpoints, check_fits
 from spark_hvd.estimators.training.history import History
+from spark_hvd.estimators.training.readers import open_reader
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.store.errors import CheckpointError
 

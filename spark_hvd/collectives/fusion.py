@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from spark_hvd.collectives.decisions import bits
-from spark_hvd.collectives.request import Entry, bytes_of
+from spark_hvd.collectives.messages import Entry, bits, bytes_of
 
 PIECE_BYTES = 64 << 20
 """Most bytes of a flat tensor; a single tensor larger than that travels alone."""

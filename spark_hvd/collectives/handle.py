@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from spark_hvd.collectives.execution import Execution, Work
-from spark_hvd.collectives.request import Request
+from spark_hvd.collectives.messages import Request
 from spark_hvd.world.activity import activity
 from spark_hvd.world.errors import CollectiveError
 

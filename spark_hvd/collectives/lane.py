@@ -13,16 +13,14 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from spark_hvd.collectives.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown, Tune
 from spark_hvd.collectives.execution import Execution, Work
 from spark_hvd.collectives.fusion import Planner
 from spark_hvd.collectives.handle import NamedHandle
-from spark_hvd.collectives.known_call import KnownCall
 from spark_hvd.collectives.members import Members
-from spark_hvd.collectives.request import Request
+from spark_hvd.collectives.messages import Decision, Fail, Gone, Joined, Learn, Request, Run, RunKnown, Tune
+from spark_hvd.collectives.names import KnownCall, Unnamed
 from spark_hvd.collectives.runs import Runs
 from spark_hvd.collectives.tracing import Tracing
-from spark_hvd.collectives.unnamed import Unnamed
 from spark_hvd.world.activity import activity
 from spark_hvd.world.errors import CollectiveError, DuplicateNameError, MismatchError, StalledError
 from spark_hvd.world.vitals import Underway

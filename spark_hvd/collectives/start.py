@@ -10,8 +10,8 @@ import torch
 
 from spark_hvd.collectives.execution import Work, every
 from spark_hvd.collectives.handle import NamedHandle
+from spark_hvd.collectives.messages import Request, dtype_text
 from spark_hvd.collectives.process_set import ProcessSet, lane_of
-from spark_hvd.collectives.request import Request, dtype_text
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.dtypes import check_op
 from spark_hvd.transport.shapes import even_rows, require_dense, require_rows, split_fault_text

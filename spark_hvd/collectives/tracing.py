@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.collectives.request import AUTO
+from spark_hvd.collectives.messages import AUTO
 from spark_hvd.timeline.recorder import (
     CYCLE_START,
     MEMCPY_IN_FUSION_BUFFER,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from spark_hvd.collectives.lane import Lane
 from spark_hvd.context.standing import Provisional, standing
 from spark_hvd.transport.mpi import backend as mpi_backend
+from spark_hvd.transport.mpi.ends import at_exit
 
 _LAST_SECONDS = 1.0
 """How long leaving waits for what is still on the wire."""
@@ -132,7 +133,7 @@ def _leave() -> None:
     if standing.forked is not None:
         return
     shutdown()
-    for end in mpi_backend.at_exit:
+    for end in at_exit:
         end()
 
 

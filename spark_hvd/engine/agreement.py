@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from spark_hvd.collectives.request import Request
+from spark_hvd.collectives.messages import Request
 from spark_hvd.world.words import ranks_text, shortened
 
 

@@ -22,7 +22,7 @@ import zmq
 import zmq.auth
 import zmq.utils.monitor
 
-from spark_hvd.collectives.decisions import Decision, decode, encode
+from spark_hvd.collectives.messages import Decision, decode, encode
 from spark_hvd.world.errors import CollectiveError
 from spark_hvd.world.layout import Endpoint
 from spark_hvd.world.ports import PortRange, bound

@@ -17,8 +17,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from spark_hvd.collectives.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown, bits
-from spark_hvd.collectives.request import AUTO, Entry, Request
+from spark_hvd.collectives.messages import (
+    AUTO,
+    Decision,
+    Entry,
+    Fail,
+    Gone,
+    Joined,
+    Learn,
+    Request,
+    Run,
+    RunKnown,
+    bits,
+)
 from spark_hvd.engine.agreement import disagreement
 from spark_hvd.world.words import ranks_text
 

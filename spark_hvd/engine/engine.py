@@ -20,9 +20,9 @@ from typing import Any
 
 import zmq
 
-from spark_hvd.collectives.decisions import Decision
 from spark_hvd.collectives.lane import Lane
 from spark_hvd.collectives.members import Members
+from spark_hvd.collectives.messages import Decision
 from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.engine.channel import FAREWELL, CoordinatorSockets, Keys, MemberSockets, ZapAuthenticator
 from spark_hvd.engine.links import Alone, Here, Member
@@ -62,6 +62,7 @@ class Engine:
         self.config = config
         self.tracing = Tracing(self.wake)
         self.timeline = WorldTimeline(self.tracing, self._on_thread, self._tell_all)
+        self.decided = self.timeline.decided
         self._secret = secret
         self._address = address
         self._ports = ports

@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from spark_hvd.collectives.lane import Lane, Link
+from spark_hvd.collectives.messages import Decision
 from spark_hvd.engine.channel import MemberSockets
 from spark_hvd.engine.service import Coordination
 
-if TYPE_CHECKING:
-    from spark_hvd.engine.engine import Engine
+
+class Loop(Protocol):
+    """What links ask of the engine."""
+
+    def gather(self) -> None:
+        """Calls have come that nobody waits for yet: send them in a moment. From any thread."""
+        ...
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run a function on the engine's thread, soon. From any thread."""
+        ...
+
+    def abandon_later(self, lane: Lane) -> None:
+        """A rank of this lane has gone: what is under way has a moment left to succeed."""
+        ...
+
+    def decided(self, link: Member, decisions: Sequence[Decision]) -> None:
+        """The coordinator of this link's lane has decided."""
+        ...
 
 
 class Alone(Link):
@@ -46,7 +65,7 @@ class Alone(Link):
 class Here(Link):
     """The link of the coordinator's own lane."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Loop) -> None:
         self.coordination: Coordination
         self._engine = engine
 
@@ -75,7 +94,7 @@ class Here(Link):
 class Member(Link):
     """The link of a lane whose coordinator is another rank."""
 
-    def __init__(self, engine: Engine, sockets: MemberSockets, place: int) -> None:
+    def __init__(self, engine: Loop, sockets: MemberSockets, place: int) -> None:
         self.lane: Lane
         self.sockets = sockets
         self.place = place
@@ -125,7 +144,7 @@ class Member(Link):
         """Take in the decisions that have come."""
         while (decisions := self.sockets.receive()) is not None:
             self.lane.apply(decisions)
-            self._engine.timeline.decided(self, decisions)
+            self._engine.decided(self, decisions)
 
     def read_losses(self) -> None:
         """Take in that the connection has ended."""

@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spark_hvd.collectives.decisions import Decision, Pong, Run, RunKnown, Tune, bits
 from spark_hvd.collectives.lane import Lane
-from spark_hvd.collectives.request import Request
+from spark_hvd.collectives.messages import Decision, Pong, Request, Run, RunKnown, Tune, bits
 from spark_hvd.engine.channel import FAREWELL, CoordinatorSockets
 from spark_hvd.engine.coordinator import Coordinator
 from spark_hvd.world.activity import activity

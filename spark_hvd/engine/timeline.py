@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from spark_hvd.collectives.decisions import Decision, Pong, Trace
+from spark_hvd.collectives.messages import Decision, Pong, Trace
 from spark_hvd.collectives.tracing import Tracing
+from spark_hvd.engine.links import Member
 from spark_hvd.timeline.collector import Collector
-
-if TYPE_CHECKING:
-    from spark_hvd.engine.links import Member
 
 
 class WorldTimeline:

@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup
-from spark_hvd.estimators.readers.reader import Batch, Reader, ReaderSpec, open_reader
+from spark_hvd.estimators.readers.reader import Batch, Reader, ReaderSpec
+from spark_hvd.estimators.training.readers import open_reader
 from spark_hvd.store import Store
 
 

@@ -20,7 +20,7 @@ import torch
 import zmq
 
 import spark_hvd.torch as hvd
-from spark_hvd.collectives.decisions import decode
+from spark_hvd.collectives.messages import decode
 from spark_hvd.context import init as context
 from spark_hvd.engine.channel import MAX_MESSAGE, Keys
 from spark_hvd.engine.service import Coordination

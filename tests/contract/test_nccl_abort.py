@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 
 import spark_hvd.torch as hvd
-from spark_hvd.collectives.decisions import Gone, Run
 from spark_hvd.collectives.execution import Work, only
 from spark_hvd.collectives.lane import Lane
 from spark_hvd.collectives.members import Members
-from spark_hvd.collectives.request import Entry, Request
+from spark_hvd.collectives.messages import Entry, Gone, Request, Run
 from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.context.init import current
 from spark_hvd.transport.local import LocalCommunicator

@@ -24,7 +24,8 @@ import torch
 from spark_hvd.estimators.errors import DataError, EstimatorError
 from spark_hvd.estimators.petastorm.reader import PetastormReader
 from spark_hvd.estimators.readers.dataset import DatasetMeta
-from spark_hvd.estimators.readers.reader import ReaderSpec, open_reader
+from spark_hvd.estimators.readers.reader import ReaderSpec
+from spark_hvd.estimators.training.readers import open_reader
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
 from tests import stores

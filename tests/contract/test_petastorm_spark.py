@@ -18,7 +18,8 @@ from spark_hvd.estimators.errors import DataError
 from spark_hvd.estimators.petastorm import bridge
 from spark_hvd.estimators.petastorm.schema import columns_of_unischema, load_unischema
 from spark_hvd.estimators.readers.dataset import DatasetMeta
-from spark_hvd.estimators.readers.reader import ReaderSpec, open_reader
+from spark_hvd.estimators.readers.reader import ReaderSpec
+from spark_hvd.estimators.training.readers import open_reader
 from spark_hvd.store import Store
 
 if TYPE_CHECKING:

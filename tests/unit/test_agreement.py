@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.collectives.request import Request
+from spark_hvd.collectives.messages import Request
 from spark_hvd.engine.agreement import disagreement
 from spark_hvd.world.words import ranks_text
 

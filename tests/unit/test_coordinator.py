@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from spark_hvd.collectives.decisions import Decision, Fail, Gone, Joined, Learn, Run, RunKnown
-from spark_hvd.collectives.request import AUTO, Entry, Request
+from spark_hvd.collectives.messages import AUTO, Decision, Entry, Fail, Gone, Joined, Learn, Request, Run, RunKnown
 from spark_hvd.engine.coordinator import Coordinator, bits
 
 USUAL = Request("allreduce", ["float32"], [[3]], "cpu", "SUM")

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from spark_hvd.collectives.decisions import Decision, Fail, Joined, Learn, Run, RunKnown, decode, encode
-from spark_hvd.collectives.request import Entry, Request
+from spark_hvd.collectives.messages import Decision, Entry, Fail, Joined, Learn, Request, Run, RunKnown, decode, encode
 from spark_hvd.engine.coordinator import Coordinator, bits
 
 RANKS = [0, 3, 4, 7, 8]

@@ -9,21 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_hvd.collectives.decisions import (
+from spark_hvd.collectives.messages import (
     Decision,
+    Entry,
     Fail,
     Gone,
     Joined,
     Learn,
     Pong,
+    Request,
     Run,
     RunKnown,
     Trace,
     Tune,
+    bytes_of,
     decode,
     encode,
 )
-from spark_hvd.collectives.request import Entry, Request, bytes_of
 
 NUMBERS = st.integers(0, 1 << 40)
 LISTS = st.lists(NUMBERS, max_size=3)

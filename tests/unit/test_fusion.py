@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_hvd.collectives.fusion import batches, flatten, plan_batches, unflatten_into
-from spark_hvd.collectives.request import Entry, Request, bytes_of
+from spark_hvd.collectives.messages import Entry, Request, bytes_of
 
 DTYPES = [torch.float32, torch.float16, torch.int64]
 

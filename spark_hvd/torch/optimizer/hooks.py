@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from spark_hvd.torch.optimizer.flat import FlatBucket
 
-if TYPE_CHECKING:
-    from spark_hvd.torch.optimizer.lane import PlannedLane
+
+class Backward(Protocol):
+    """What the hooks tell the lane of a backward pass."""
+
+    def begin_backward(self, index: int) -> None:
+        """The first gradient of a pass is there: this parameter's."""
+        ...
+
+    def advance(self) -> None:
+        """A bucket is complete."""
+        ...
+
+    def overrun(self, index: int) -> None:
+        """A parameter has one gradient more than its step was to have."""
+        ...
 
 
 class Unplanned:
@@ -32,7 +45,7 @@ class Progress:
         self.units: list[FlatBucket | Unplanned] = []  # each parameter's bucket
 
 
-def make_hook(index: int, progress: Progress, lane_ref: weakref.ref[PlannedLane]) -> Callable[[torch.Tensor], None]:
+def make_hook(index: int, progress: Progress, lane_ref: weakref.ref[Backward]) -> Callable[[torch.Tensor], None]:
     """The hook that runs after each gradient: for small models its few bytecodes are most of what a step costs."""
     left, order, units = progress.left, progress.order, progress.units
 
@@ -52,7 +65,7 @@ def make_hook(index: int, progress: Progress, lane_ref: weakref.ref[PlannedLane]
     return hook
 
 
-def _alive(lane_ref: weakref.ref[PlannedLane]) -> PlannedLane:
+def _alive(lane_ref: weakref.ref[Backward]) -> Backward:
     lane = lane_ref()
     assert lane is not None, "hooks are removed with their lane"
     return lane

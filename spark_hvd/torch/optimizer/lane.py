@@ -18,7 +18,7 @@ import enum
 import time
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,6 @@ from spark_hvd.transport.torch_private import at_end_of_backward, changes
 from spark_hvd.world.activity import activity
 from spark_hvd.world.vitals import Underway
 
-if TYPE_CHECKING:
-    from spark_hvd.torch.optimizer.tuner import StepTuner
-
 
 class Phase(enum.Enum):
     """When the lane waits for its buckets."""
@@ -46,6 +43,18 @@ class Phase(enum.Enum):
     LEARNING = "learning"
     EAGER = "eager"
     LATE = "late"
+
+
+class Stepped(Protocol):
+    """Who is told of a lane's steps."""
+
+    def stepped(self) -> None:
+        """One has been made, as planned."""
+        ...
+
+    def pause(self) -> None:
+        """The next one is no measure of the steps before."""
+        ...
 
 
 class PlannedLane:
@@ -94,7 +103,7 @@ class PlannedLane:
         self._trace = StepTrace(tracing)
 
         self.phase = Phase.LEARNING
-        self.tuner: StepTuner | None = None
+        self.tuner: Stepped | None = None
         self._progress = Progress()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._watched: set[int] = set()

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 NAME = "mpi4py"
 """torch has taken "mpi" for a backend that its wheels do not have."""
 
-at_exit: list[Callable[[], None]] = []
-"""What a process that ends calls when it has left its world: the end of MPI, once that is loaded."""
 
 _parent: MPI.Intracomm | None = None
 

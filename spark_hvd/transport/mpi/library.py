@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.transport.mpi import backend
+from spark_hvd.transport.mpi.ends import at_exit
 
 if TYPE_CHECKING:
     from mpi4py import MPI as MPI
@@ -73,4 +73,4 @@ def finalize() -> None:
         MPI.Finalize()
 
 
-backend.at_exit.append(finalize)
+at_exit.append(finalize)

@@ -1,6 +1,7 @@
-"""Names for calls without one, made by their order: the third allreduce of a rank meets the third of every other.
+"""Names of calls: one for a call that has none, and how this rank made its last call under a known one.
 
-The calls of several threads have no order that is the same on all ranks. So ranks may combine what does not belong
+Calls without a name are matched by their order: the third allreduce of a rank meets the third of every other. The
+calls of several threads have no order that is the same on all ranks. So ranks may combine what does not belong
 together, and nobody notices if the shapes agree; this is told once.
 """
 
@@ -12,7 +13,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from spark_hvd.collectives.handle import NamedHandle
-from spark_hvd.collectives.request import AUTO
+from spark_hvd.collectives.messages import AUTO, op_of
+
+
+class KnownCall:
+    """A name with a number, and how this rank called it."""
+
+    __slots__ = ("bit", "device", "dtype", "reducing", "request", "shape")
+
+    def __init__(self, handle: NamedHandle[Any], bit: int) -> None:
+        request, tensors = handle.request, handle.work.tensors
+        self.request = request
+        self.bit = bit
+        # For the calls that come most often, so that they need not be described again to be recognised.
+        self.reducing: tuple[object, ...] | None = None
+        if request.kind == "allreduce" and len(tensors) == 1:
+            self.reducing = (op_of(request), request.prescale, request.postscale)
+            self.dtype, self.shape, self.device = tensors[0].dtype, tensors[0].shape, tensors[0].device
+
 
 _log = logging.getLogger("spark_hvd")
 _told = False
