@@ -47,12 +47,12 @@ class Work:
     seals: Sequence[str | None] = ()
 
 
-def every(work: Work) -> list[torch.Tensor]:
+def all_results(work: Work) -> list[torch.Tensor]:
     """All results, for grouped calls."""
     return list(work.tensors if work.in_place else work.results)
 
 
-def only(work: Work) -> torch.Tensor:
+def single_result(work: Work) -> torch.Tensor:
     """The one result."""
     return work.tensors[0] if work.in_place else work.results[0]
 
@@ -151,7 +151,7 @@ def _allreduce(entry: Entry, parts: Sequence[Work], communicator: Communicator) 
     handles, unpacks = [], []
     for sources, targets in _by_dtype(parts):
         if len(sources) == 1 and not widen:
-            wire = _moved(sources[0], targets[0])
+            wire = _copied_into(sources[0], targets[0])
         else:
             wire = flatten(sources)
             wire = wire.to(torch.int64) if widen and is_integer(wire.dtype) else wire
@@ -201,7 +201,7 @@ def _staged_allreduce(entry: Entry, parts: Sequence[Work], communicator: Communi
 
 def _adasum(request: Request, parts: Sequence[Work], communicator: Communicator) -> Steps:
     for sources, targets in _by_dtype(parts):
-        layers = [_moved(source, target) for source, target in zip(sources, targets, strict=True)]
+        layers = [_copied_into(source, target) for source, target in zip(sources, targets, strict=True)]
         scale_(layers, request.prescale)
         yield from adasum(communicator, layers)
         scale_(layers, request.postscale)
@@ -221,7 +221,7 @@ def _broadcast(parts: Sequence[Work], communicator: Communicator, root: int) -> 
     handles, unpacks = [], []
     for sources, targets in _by_dtype(parts):
         if len(sources) == 1:
-            wire = _moved(sources[0], targets[0])
+            wire = _copied_into(sources[0], targets[0])
         else:
             wire = flatten(sources)
             unpacks.append((wire, targets))
@@ -295,7 +295,7 @@ def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
     return prefer_huge(torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False))
 
 
-def _moved(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _copied_into(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return target if target is source else target.copy_(source)
 
 

@@ -21,7 +21,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-from spark_hvd.collectives.execution import Work, only
+from spark_hvd.collectives.execution import Work, single_result
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set, lane_of
 from spark_hvd.collectives.start import start_allgather, start_broadcast, start_sealing
 from spark_hvd.world.errors import CollectiveError
@@ -70,7 +70,7 @@ def broadcast_object(
     if not mine:
         payload = torch.empty(_numel(seal), dtype=torch.uint8)
     payload = payload.to(lane.communicator.fact_device)
-    start_broadcast([payload], root_rank, name, process_set, only, in_place=True, urgent=True).wait()
+    start_broadcast([payload], root_rank, name, process_set, single_result, in_place=True, urgent=True).wait()
     return obj if mine else _loaded(payload.cpu(), seal, f"rank {me} got a pickle from rank {root_rank}")
 
 
@@ -95,7 +95,7 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
     payload, seal, failure = _pickled(obj)
     payload = payload.to(lane.communicator.fact_device)
     work = start_allgather([payload], name, process_set, _whole, urgent=True, seal=seal).wait()
-    everyones = only(work).cpu()
+    everyones = single_result(work).cpu()
     me = lane.ranks[lane.communicator.rank]
     values: list[T] = []
     start = 0

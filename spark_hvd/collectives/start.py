@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from spark_hvd.collectives.execution import Work, every
+from spark_hvd.collectives.execution import Work, all_results
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.messages import Request, dtype_text
 from spark_hvd.collectives.process_set import ProcessSet, lane_of
@@ -54,7 +54,7 @@ def start_allreduce(
         name: None: matched by the order of such calls.
         reducing: How.
         process_set: Whose ranks.
-        result: `every` or `only`.
+        result: `all_results` or `single_result`.
         in_place: Whether the results are `tensors` themselves.
         urgent: Whether the caller is about to wait.
 
@@ -166,7 +166,7 @@ def compressed_allreduce(
     wires = [wire for wire, _ in pairs]
     # What the compressor has made anew may be reduced in place.
     fresh = all(_storage(wire) != _storage(tensor) for wire, tensor in zip(wires, tensors, strict=True))
-    results = start_allreduce(wires, name, reducing, process_set, every, in_place=fresh, urgent=True).wait()
+    results = start_allreduce(wires, name, reducing, process_set, all_results, in_place=fresh, urgent=True).wait()
     return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
 
 
@@ -175,7 +175,9 @@ def compressed_reducescatter(
 ) -> Tensors:
     """Reduce tensors, keep my share of the rows, and wait for it."""
     pairs = [compression.compress(tensor.detach()) for tensor in tensors]
-    results = start_reducescatter([wire for wire, _ in pairs], name, reducing, process_set, every, urgent=True).wait()
+    results = start_reducescatter(
+        [wire for wire, _ in pairs], name, reducing, process_set, all_results, urgent=True
+    ).wait()
     return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
 
 

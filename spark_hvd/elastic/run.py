@@ -46,8 +46,8 @@ _VERDICT_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """Something that belongs to a world, and goes from world to world with this rank."""
+class WorldHook:
+    """What is done when a world begins and ends, for something that goes with this rank from world to world."""
 
     bind: Callable[[], None]
     """Called in each new world, on all ranks, before the state is synchronised; may be collective."""
@@ -55,13 +55,13 @@ class Bound:
     """Called when the world is over, before it is left; must not be collective."""
 
 
-_bound: list[Bound] = []
+_hooks: list[WorldHook] = []
 _running: str | None = None
 
 
-def goes_along(bound: Bound) -> None:
-    """Have something bound to each new world; those who offer such things call it when they are imported."""
-    _bound.append(bound)
+def register_world_hook(hook: WorldHook) -> None:
+    """Have a hook called for each world; modules that need one call this when they are imported."""
+    _hooks.append(hook)
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -116,8 +116,8 @@ def _through_generations(launcher: ElasticLauncher, state: Restorable, call: Cal
         broken = None
         kept = False
         try:
-            for bound in _bound:
-                bound.bind()
+            for hook in _hooks:
+                hook.bind()
             me = context.place()
             if again or (me.rank, me.size) != (before.rank, before.size):
                 state.on_reset()
@@ -164,7 +164,7 @@ def _is_fault_of_the_world(error: RuntimeError, launcher: ElasticLauncher) -> bo
 
 
 def _leave() -> None:
-    for bound in _bound:
-        bound.release()
+    for hook in _hooks:
+        hook.release()
     context.abandon()
     gc.collect()  # process groups in cycles, such as DDP's, keep their threads and sockets

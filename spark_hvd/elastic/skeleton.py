@@ -18,7 +18,7 @@ DICTS = dict, OrderedDict, defaultdict
 
 
 @dataclass(frozen=True, slots=True)
-class Bone:
+class TensorRef:
     """Stands for a tensor in a skeleton."""
 
     number: int
@@ -30,11 +30,11 @@ class Bone:
     is_parameter: bool
     requires_grad: bool
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Bone:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorRef:
         return self  # a commit copies hundreds
 
 
-class Bones:
+class TensorTable:
     """The tensors of one or several values, in the order met, each once."""
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class Bones:
         """Their keys, see :func:`tensor_key`."""
         self._known: dict[Hashable, int] = {}
 
-    def take_apart(self, value: Any) -> Any:
-        """The value with bones in place of its tensors.
+    def flatten(self, value: Any) -> Any:
+        """The value with references in place of its tensors.
 
         Tensors are found in dicts, lists and tuples, and only there: other objects stay whole. What has no tensor in it
         is the value's own, not a copy.
@@ -55,16 +55,16 @@ class Bones:
         Raises:
             TypeError: A tensor is sparse, has no memory of its own here, or is on neither a CPU nor a GPU.
         """
-        return rebuilt(value, lambda leaf: self._bone(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+        return rebuilt(value, lambda leaf: self._ref(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
-    def _bone(self, tensor: torch.Tensor) -> Bone:
+    def _ref(self, tensor: torch.Tensor) -> TensorRef:
         require_dense(tensor)
         key = tensor_key(tensor)
         number = self._known.setdefault(key, len(self.tensors)) if tensor.numel() else len(self.tensors)
         if number == len(self.tensors):
             self.tensors.append(tensor.detach())
             self.keys.append(key)
-        return Bone(
+        return TensorRef(
             number,
             tensor.dtype,
             tuple(tensor.shape),
@@ -81,23 +81,23 @@ def tensor_key(tensor: torch.Tensor) -> Hashable:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
-def put_together(skeleton: Any, tensor_of: Callable[[Bone], torch.Tensor]) -> Any:
-    """The value with tensors in place of bones.
+def unflatten(skeleton: Any, tensor_of: Callable[[TensorRef], torch.Tensor]) -> Any:
+    """The value with tensors in place of references.
 
     Args:
-        skeleton: Of :meth:`Bones.take_apart`.
-        tensor_of: Gives the tensor of a bone; called for each of them, also if several have one number.
+        skeleton: Of :meth:`TensorTable.flatten`.
+        tensor_of: Gives the tensor of a reference; called for each of them, also if several have one number.
     """
 
-    def fleshed_out(leaf: Any) -> Any:
-        if not isinstance(leaf, Bone):
+    def filled(leaf: Any) -> Any:
+        if not isinstance(leaf, TensorRef):
             return leaf
         tensor = tensor_of(leaf)
         if leaf.is_parameter:
             return torch.nn.Parameter(tensor, leaf.requires_grad)
         return tensor.requires_grad_() if leaf.requires_grad else tensor
 
-    return rebuilt(skeleton, fleshed_out)
+    return rebuilt(skeleton, filled)
 
 
 class Receivers:
@@ -113,13 +113,13 @@ class Receivers:
         self._within: set[int] = set()
 
     def prepare(self, skeleton: Any, mine: Any = None) -> None:
-        """Find or make a tensor for each bone of a skeleton.
+        """Find or make a tensor for each reference of a skeleton.
 
         Args:
             skeleton: Of the rank that sends.
             mine: This rank's value in its place. Tensors of it that fit are used, and will be overwritten.
         """
-        if isinstance(skeleton, Bone):
+        if isinstance(skeleton, TensorRef):
             if skeleton.number not in self.tensors:
                 self.tensors[skeleton.number] = self._receiver(skeleton, mine)
         elif id(skeleton) not in self._within:
@@ -134,9 +134,9 @@ class Receivers:
                     self.prepare(item, mine[place] if alike else None)
             self._within.remove(id(skeleton))
 
-    def _receiver(self, bone: Bone, mine: Any) -> torch.Tensor:
-        if not _fits(bone, mine) or (key := tensor_key(mine)) in self._used:
-            return _empty(bone)
+    def _receiver(self, ref: TensorRef, mine: Any) -> torch.Tensor:
+        if not _fits(ref, mine) or (key := tensor_key(mine)) in self._used:
+            return _empty(ref)
         self._used.add(key)
         fitting: torch.Tensor = mine.detach()
         return fitting
@@ -146,18 +146,18 @@ class Receivers:
         return [self.tensors[number] for number in range(len(self.tensors))]
 
 
-def _fits(bone: Bone, mine: Any) -> bool:
+def _fits(ref: TensorRef, mine: Any) -> bool:
     return (
         isinstance(mine, torch.Tensor)
-        and (mine.dtype, tuple(mine.shape), mine.device.type) == (bone.dtype, bone.shape, bone.device)
+        and (mine.dtype, tuple(mine.shape), mine.device.type) == (ref.dtype, ref.shape, ref.device)
         and mine.is_contiguous()
         and not mine.is_inference()
     )
 
 
-def _empty(bone: Bone) -> torch.Tensor:
-    device = torch.device("cuda", torch.cuda.current_device()) if bone.device == "cuda" else bone.device
-    return torch.empty(bone.shape, dtype=bone.dtype, device=device)
+def _empty(ref: TensorRef) -> torch.Tensor:
+    device = torch.device("cuda", torch.cuda.current_device()) if ref.device == "cuda" else ref.device
+    return torch.empty(ref.shape, dtype=ref.dtype, device=device)
 
 
 def broadcast_all(communicator: Communicator, tensors: Sequence[torch.Tensor], root_rank: int) -> None:

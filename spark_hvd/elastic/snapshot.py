@@ -3,10 +3,11 @@
 Two sets of buffers take turns, so that the last commit stays whole until the next one is. They are allocated once.
 
 Tensors that only an optimizer's step changes, parameters and optimizer state, need no copy before the next step: a
-thread copies those on the CPU, and a stream beside the training's those on a GPU, and :meth:`Snapshots.settle`, called
-right before the step, waits. Whether such a tensor was changed by something else before that is seen from its version
-counter, in the thread that trains, where nothing can be changing it meanwhile. The commit is then void, the one before
-it stands, and tensors of that kind are copied at once from then on. (A change through ``.data`` counts no version.)
+thread copies those on the CPU, and a stream beside the training's those on a GPU, and :meth:`Snapshots.wait_copied`,
+called right before the step, waits. Whether such a tensor was changed by something else before that is seen from its
+version counter, in the thread that trains, where nothing can be changing it meanwhile. The commit is then void, the one
+before it stands, and tensors of that kind are copied at once from then on. (A change through ``.data`` counts no
+version.)
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any
 
 import torch
 
-from spark_hvd.elastic.skeleton import Bone, Bones, put_together
-from spark_hvd.elastic.sync import take_all_apart
+from spark_hvd.elastic.skeleton import TensorRef, TensorTable, unflatten
+from spark_hvd.elastic.sync import flatten_all
 from spark_hvd.transport.torch_private import changes, copy_all
 
 
@@ -32,15 +33,15 @@ class Commit:
 
     Attributes:
         number: Of the commit.
-        things: Whatever the owner wants to find again.
+        extras: Whatever the owner wants to find again.
         skeletons: By name; plain objects in them are copies.
-        buffers: The copies of the tensors, on the CPU, by the number of their bones.
+        buffers: The copies of the tensors, on the CPU, by the number of their references.
         devices: Where each of them was.
         events: The ends of the copies from GPUs, and of which.
     """
 
     number: int = -1
-    things: Any = None
+    extras: Any = None
     skeletons: dict[str, Any] = field(default_factory=dict)
     buffers: list[torch.Tensor] = field(default_factory=list)
     devices: list[torch.device] = field(default_factory=list)
@@ -59,14 +60,14 @@ class Commit:
         self.events.clear()
         made: dict[int, torch.Tensor] = {}
 
-        def tensor_of(bone: Bone) -> torch.Tensor:
+        def tensor_of(ref: TensorRef) -> torch.Tensor:
             if not own:
-                return self.buffers[bone.number]
-            if bone.number not in made:
-                made[bone.number] = self.buffers[bone.number].to(self.devices[bone.number], copy=True)
-            return made[bone.number]
+                return self.buffers[ref.number]
+            if ref.number not in made:
+                made[ref.number] = self.buffers[ref.number].to(self.devices[ref.number], copy=True)
+            return made[ref.number]
 
-        return put_together(copy.deepcopy(self.skeletons[name]), tensor_of)
+        return unflatten(copy.deepcopy(self.skeletons[name]), tensor_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,51 +88,54 @@ class Snapshots:
         self._last: Commit | None = None
         self._spare: Commit | None = None
         self._pending: _Pending | None = None
-        self._restless: set[int] = set()
+        self._mutated: set[int] = set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def take(
         self,
         number: int,
         content: Mapping[str, Any],
-        things: Any = None,
-        steady: Collection[Hashable] = (),
+        extras: Any = None,
+        stable: Collection[Hashable] = (),
     ) -> None:
-        """Begin a commit; plain objects and all tensors that are not steady are copied before this returns.
+        """Begin a commit; plain objects and all tensors that are not stable are copied before this returns.
 
         Args:
             number: Of the commit.
             content: Values by name.
-            things: Kept beside it, by reference.
-            steady: Keys (:func:`spark_hvd.elastic.skeleton.tensor_key`) of tensors that will not change before
-                :meth:`settle` is called.
+            extras: Kept beside it, by reference.
+            stable: Keys (:func:`spark_hvd.elastic.skeleton.tensor_key`) of tensors that will not change before
+                :meth:`wait_copied` is called.
 
         Raises:
             TypeError: There is something that cannot be copied: a sparse tensor or a lock, for example.
             RuntimeError: The copy of the commit before failed.
         """
-        self.settle()
-        bones = Bones()
-        skeletons = _copied(take_all_apart(bones, content))
+        self.wait_copied()
+        table = TensorTable()
+        skeletons = _copied(flatten_all(table, content))
         commit, self._spare = self._spare or Commit(), None
-        commit.number, commit.things, commit.skeletons = number, things, skeletons
-        old = commit.buffers[: len(bones.tensors)]
-        commit.buffers = [_buffer(tensor, there) for tensor, there in zip_longest(bones.tensors, old)]
-        commit.devices = [tensor.device for tensor in bones.tensors]
+        commit.number, commit.extras, commit.skeletons = number, extras, skeletons
+        old = commit.buffers[: len(table.tensors)]
+        commit.buffers = [_buffer(tensor, there) for tensor, there in zip_longest(table.tensors, old)]
+        commit.devices = [tensor.device for tensor in table.tensors]
         commit.events = []
-        calm = [key in steady for key in bones.keys]
-        wait = [index for index, each in enumerate(bones.tensors) if calm[index] and self._may_wait(index, each)]
+        wait = [
+            index
+            for index, (tensor, key) in enumerate(zip(table.tensors, table.keys, strict=True))
+            if key in stable and self._may_copy_later(index, tensor)
+        ]
         later = set(wait)
-        self._copy(commit, bones.tensors, [index for index in range(len(bones.tensors)) if index not in later])
+        self._copy(commit, table.tensors, [index for index in range(len(table.tensors)) if index not in later])
         if not wait:
             self._spare, self._last = self._last, commit
             return
-        sources = {index: bones.tensors[index] for index in wait}
+        sources = {index: table.tensors[index] for index in wait}
         versions = [changes(source) for source in sources.values()]
-        self._pending = _Pending(commit, sources, versions, self._copy_later(commit, bones.tensors, wait))
+        self._pending = _Pending(commit, sources, versions, self._copy_later(commit, table.tensors, wait))
 
-    def settle(self) -> None:
-        """Wait until the commit under way is copied; to be called before a step may change steady tensors.
+    def wait_copied(self) -> None:
+        """Wait until the commit under way is copied; to be called before a step may change stable tensors.
 
         On a GPU the current stream waits, not the host.
 
@@ -154,7 +158,7 @@ class Snapshots:
         if not changed:
             self._spare, self._last = self._last, pending.commit
             return
-        self._restless.update(changed)
+        self._mutated.update(changed)
         shape = tuple(pending.sources[changed[0]].shape)
         warnings.warn(
             f"{len(changed)} parameters or tensors of an optimizer's state, the first of shape {shape}, were changed "
@@ -169,12 +173,12 @@ class Snapshots:
         Raises:
             RuntimeError: That copy failed; said once.
         """
-        self.settle()
+        self.wait_copied()
         return self._last
 
-    def _may_wait(self, number: int, tensor: torch.Tensor) -> bool:
+    def _may_copy_later(self, number: int, tensor: torch.Tensor) -> bool:
         # Without a commit to fall back on, the first one is made at once.
-        return self._last is not None and number not in self._restless and not tensor.is_inference()
+        return self._last is not None and number not in self._mutated and not tensor.is_inference()
 
     def _copy(self, commit: Commit, tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
         on_cpu = [index for index in indices if not tensors[index].is_cuda]

@@ -139,7 +139,7 @@ class ObjectState(State):
             TypeError: There is something that cannot be copied, such as a sparse tensor or a lock.
             RuntimeError: A copy that the save before made in the background failed.
         """
-        self._take(self.commits + 1, self._steady())
+        self._take(self.commits + 1, self._stable())
 
     def restore(self) -> None:
         """Go back to the last copy: values, and `commits`. Does nothing before the first.
@@ -151,7 +151,7 @@ class ObjectState(State):
         commit = self._snapshots.last()
         if commit is None:
             return
-        self._bring_back(commit.things)
+        self._restore_extras(commit.extras)
         for name in commit.skeletons:
             self._load(name, commit.value(name, own=not self._copies(name)))
         self.commits = commit.number
@@ -186,8 +186,8 @@ class ObjectState(State):
         self.commits = max(self.commits, 0)
         self._take(self.commits)
 
-    def _take(self, number: int, steady: Collection[Hashable] = ()) -> None:
-        self._snapshots.take(number, self._content(), self._things(), steady)
+    def _take(self, number: int, stable: Collection[Hashable] = ()) -> None:
+        self._snapshots.take(number, self._content(), self._extras(), stable)
         self.commits = number
 
     # ---- what kinds of state differ in ----------------------------------------------------------------------------
@@ -211,14 +211,14 @@ class ObjectState(State):
         """Why :meth:`_load` would fail for what has this skeleton; None if it would not."""
         return None
 
-    def _steady(self) -> Collection[Hashable]:
-        """Keys of tensors that do not change until the snapshots are settled."""
+    def _stable(self) -> Collection[Hashable]:
+        """Keys of tensors that do not change until the snapshots are copied."""
         return ()
 
-    def _things(self) -> Any:
+    def _extras(self) -> Any:
         """What a commit is to keep by reference."""
 
-    def _bring_back(self, things: Any) -> None:
+    def _restore_extras(self, extras: Any) -> None:
         """Put back what a commit has kept by reference."""
 
     def _sync_others(self, root_rank: int) -> None:

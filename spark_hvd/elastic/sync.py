@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spark_hvd.collectives.objects import allgather_object, broadcast_object
-from spark_hvd.elastic.skeleton import Bones, Receivers, broadcast_all, put_together
+from spark_hvd.elastic.skeleton import Receivers, TensorTable, broadcast_all, unflatten
 from spark_hvd.transport.communicator import Communicator
 from spark_hvd.world.errors import MismatchError
 
@@ -43,12 +43,12 @@ def synchronize(
     _require_same_kinds([theirs for _, theirs in facts])
     counts = [theirs for theirs, _ in facts]
     root = counts.index(max(counts))
-    bones = Bones()
+    table = TensorTable()
     skeletons: dict[str, Any] = {}
     fault: str | None = None
     if communicator.rank == root:
         try:
-            skeletons = take_all_apart(bones, content)
+            skeletons = flatten_all(table, content)
         except TypeError as error:
             fault = str(error)
     skeletons, fault = broadcast_object((skeletons, fault), root)
@@ -63,17 +63,17 @@ def synchronize(
                 "the like in the same way on every rank."
             )
     if communicator.rank == root:
-        broadcast_all(communicator, bones.tensors, root)
+        broadcast_all(communicator, table.tensors, root)
         return content, counts[root], root
     receivers = Receivers()
     for name, skeleton in skeletons.items():
         receivers.prepare(skeleton, content[name])
     broadcast_all(communicator, receivers.in_order(), root)
-    received = put_together(skeletons, lambda bone: receivers.tensors[bone.number])
+    received = unflatten(skeletons, lambda ref: receivers.tensors[ref.number])
     return received, counts[root], root
 
 
-def take_all_apart(bones: Bones, content: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_all(table: TensorTable, content: Mapping[str, Any]) -> dict[str, Any]:
     """The skeletons of named values.
 
     Raises:
@@ -82,7 +82,7 @@ def take_all_apart(bones: Bones, content: Mapping[str, Any]) -> dict[str, Any]:
     skeletons: dict[str, Any] = {}
     for name, value in content.items():
         try:
-            skeletons[name] = bones.take_apart(value)
+            skeletons[name] = table.flatten(value)
         except TypeError as error:
             raise TypeError(f"{name!r}: {error}") from error
     return skeletons

@@ -70,7 +70,7 @@ class TorchState(ObjectState):
         self._watch()
 
     def _watch(self) -> None:
-        """Have the snapshots settled before any step of the optimizers that are here now."""
+        """Have the snapshots copied before any step of the optimizers that are here now."""
         optimizers = {name: item.value for name, item in self._handlers.items() if _is_optimizer(item)}
         for name in [name for name, watch in self._watched.items() if watch.optimizer is not optimizers.get(name)]:
             self._watched.pop(name).end()
@@ -147,15 +147,15 @@ class TorchState(ObjectState):
         fault = None if handler is None else handler.misfit(skeleton)
         return None if fault is None else f"{name}: {fault}"
 
-    def _steady(self) -> Collection[Hashable]:
+    def _stable(self) -> Collection[Hashable]:
         ours = (handler for handler in self._handlers.values() if isinstance(handler, StateDictHandler))
-        return {key for handler in ours for key in handler.steady()}
+        return {key for handler in ours for key in handler.stable()}
 
-    def _things(self) -> Any:
+    def _extras(self) -> Any:
         return dict(self._handlers)
 
-    def _bring_back(self, things: Any) -> None:
-        self._handlers = dict(things)
+    def _restore_extras(self, extras: Any) -> None:
+        self._handlers = dict(extras)
         for name, handler in self._handlers.items():
             self.__dict__[name] = handler.value
         self._watch()
@@ -172,17 +172,17 @@ class TorchState(ObjectState):
 
 
 class _Watch:
-    """A hook that settles snapshots before a step; gone when they are."""
+    """A hook that waits for the copies of snapshots before a step; gone when they are."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, snapshots: Snapshots) -> None:
         self.optimizer = optimizer
         here = weakref.ref(snapshots)
 
-        def settle(*_: Any) -> None:
+        def wait_copied(*_: Any) -> None:
             if (there := here()) is not None:
-                there.settle()
+                there.wait_copied()
 
-        self.end = weakref.finalize(snapshots, optimizer.register_step_pre_hook(settle).remove)
+        self.end = weakref.finalize(snapshots, optimizer.register_step_pre_hook(wait_copied).remove)
 
 
 def _is_optimizer(handler: StateHandler) -> bool:

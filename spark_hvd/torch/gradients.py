@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from spark_hvd.collectives.compression import Compression
-from spark_hvd.collectives.execution import every
+from spark_hvd.collectives.execution import all_results
 from spark_hvd.collectives.process_set import ProcessSet, lane_of
 from spark_hvd.collectives.start import (
     Reducing,
@@ -67,7 +67,7 @@ def allgather(tensors: Sequence[torch.Tensor], call: Call) -> Tensors:
     """Concatenate tensors over the ranks; `call.reducing` says how their gradients are reduced."""
     if _wanted(tensors):
         return list(_Allgather.apply(call, *tensors))  # type: ignore[no-untyped-call]
-    return start_allgather(tensors, call.name, call.process_set, every, urgent=True).wait()
+    return start_allgather(tensors, call.name, call.process_set, all_results, urgent=True).wait()
 
 
 def broadcast(tensor: torch.Tensor, call: Call) -> torch.Tensor:
@@ -91,7 +91,9 @@ def _wanted(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _broadcast(tensor: torch.Tensor, call: Call) -> torch.Tensor:
-    handle = start_broadcast([tensor], call.root_rank, call.name, call.process_set, every, in_place=False, urgent=True)
+    handle = start_broadcast(
+        [tensor], call.root_rank, call.name, call.process_set, all_results, in_place=False, urgent=True
+    )
     return handle.wait()[0]
 
 
@@ -125,7 +127,7 @@ class _ReduceScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call = ctx.call
-        totals = start_allgather(grads, call.name_of("gradient"), call.process_set, every, urgent=True).wait()
+        totals = start_allgather(grads, call.name_of("gradient"), call.process_set, all_results, urgent=True).wait()
         reducing = call.reducing
         if reducing.op in (ReduceOp.SUM, ReduceOp.AVERAGE):
             size = len(lane_of(call.process_set).ranks) if reducing.op is ReduceOp.AVERAGE else 1
@@ -140,7 +142,7 @@ class _Allgather(torch.autograd.Function):
         ctx.shapes = [tensor.shape for tensor in tensors]
         lane = lane_of(call.process_set)
         counts = torch.tensor([tensor.shape[0] if tensor.dim() else 1 for tensor in tensors])
-        results = start_allgather([counts, *tensors], call.name, call.process_set, every, urgent=True).wait()
+        results = start_allgather([counts, *tensors], call.name, call.process_set, all_results, urgent=True).wait()
         ctx.rows = results[0].view(len(lane.ranks), len(tensors)).t().tolist()
         return tuple(results[1:])
 
@@ -202,7 +204,7 @@ def _through_extremes(call: Call, inputs: Sequence[torch.Tensor], totals: Sequen
         raise NotImplementedError("op=Adasum has no derivative; call it on detached tensors.")
     lane = lane_of(call.process_set)
     rows = [tensor.unsqueeze(0) for tensor in inputs]
-    everyones = start_allgather(rows, call.name_of("inputs"), call.process_set, every, urgent=True).wait()
+    everyones = start_allgather(rows, call.name_of("inputs"), call.process_set, all_results, urgent=True).wait()
     results = []
     for tensor, total in zip(everyones, totals, strict=True):
         with torch.enable_grad():

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from spark_hvd.elastic.skeleton import Bone, tensor_key
+from spark_hvd.elastic.skeleton import TensorRef, tensor_key
 from spark_hvd.torch.sampler import ElasticSampler
 from spark_hvd.torch.sync import load_optimizer_state
 from spark_hvd.transport.torch_private import with_versions
@@ -71,10 +71,10 @@ class StateDictHandler(StateHandler):
         self.value.load_state_dict(state)
 
     def misfit(self, skeleton: Any) -> str | None:
-        """Why the value could not load what has this skeleton (tensors are :class:`Bone`); None if it could."""
+        """Why the value could not load what has this skeleton (tensors are :class:`TensorRef`); None if it could."""
         return None
 
-    def steady(self) -> Collection[Hashable]:
+    def stable(self) -> Collection[Hashable]:
         """Keys of the tensors that only a step of the value changes, an optimizer."""
         return ()
 
@@ -125,7 +125,7 @@ class OptimizerStateHandler(StateDictHandler):
         theirs = [len(group["params"]) for group in skeleton["param_groups"]]
         return None if ours == theirs else f"it has parameter groups of {ours} parameters here, of {theirs} there"
 
-    def steady(self) -> Collection[Hashable]:
+    def stable(self) -> Collection[Hashable]:
         """See base class."""
         params = [param for group in self.value.param_groups for param in group["params"]]
         tensors = [*params, *_tensors_in(self.value.state.values())]
@@ -190,7 +190,7 @@ def handler_of(value: Any) -> StateHandler | None:
 
 
 def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor | Bone):
+    if isinstance(value, torch.Tensor | TensorRef):
         return f"{value.dtype} of shape {tuple(value.shape)}"
     return "missing" if value is None else "no tensor"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from spark_hvd.collectives.execution import every, only
+from spark_hvd.collectives.execution import all_results, single_result
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.collectives.start import (
@@ -59,7 +59,7 @@ def allgather_async(
 ) -> NamedHandle[torch.Tensor]:
     """Start an :func:`allgather`; the handle's wait() returns the new tensor. No gradient flows through it."""
     require_tensor(tensor)
-    return start_allgather([tensor], name, process_set, only)
+    return start_allgather([tensor], name, process_set, single_result)
 
 
 def grouped_allgather(
@@ -79,7 +79,7 @@ def grouped_allgather_async(
 ) -> NamedHandle[Tensors]:
     """Start a :func:`grouped_allgather`."""
     require_tensors(tensors)
-    return start_allgather(tensors, name, process_set, every) if tensors else NamedHandle.ended([])
+    return start_allgather(tensors, name, process_set, all_results) if tensors else NamedHandle.ended([])
 
 
 def broadcast(
@@ -113,7 +113,7 @@ def broadcast_async(
 ) -> NamedHandle[torch.Tensor]:
     """Start a :func:`broadcast`; the handle's wait() returns the new tensor. No gradient flows through it."""
     require_tensor(tensor)
-    return start_broadcast([tensor], root_rank, name, process_set, only, in_place=False)
+    return start_broadcast([tensor], root_rank, name, process_set, single_result, in_place=False)
 
 
 def broadcast_(
@@ -121,7 +121,7 @@ def broadcast_(
 ) -> torch.Tensor:
     """Overwrite a tensor with the root's, in place, and return it. See :func:`broadcast`."""
     require_tensor(tensor)
-    return start_broadcast([tensor], root_rank, name, process_set, only, in_place=True, urgent=True).wait()
+    return start_broadcast([tensor], root_rank, name, process_set, single_result, in_place=True, urgent=True).wait()
 
 
 def broadcast_async_(
@@ -129,7 +129,7 @@ def broadcast_async_(
 ) -> NamedHandle[torch.Tensor]:
     """Start to overwrite a tensor with the root's; it is not to be touched before the handle's wait()."""
     require_tensor(tensor)
-    return start_broadcast([tensor], root_rank, name, process_set, only, in_place=True)
+    return start_broadcast([tensor], root_rank, name, process_set, single_result, in_place=True)
 
 
 def alltoall(

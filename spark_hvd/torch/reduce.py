@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from spark_hvd.collectives.compression import Compression
-from spark_hvd.collectives.execution import every, only
+from spark_hvd.collectives.execution import all_results, single_result
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.collectives.start import Reducing, require_tensor, require_tensors, start_allreduce, start_reducescatter
@@ -75,7 +75,7 @@ def allreduce_async(
     """
     reducing = Reducing(_chosen(op, average), prescale_factor, postscale_factor)
     require_tensor(tensor)
-    return start_allreduce([tensor], name, reducing, process_set, only, in_place=False)
+    return start_allreduce([tensor], name, reducing, process_set, single_result, in_place=False)
 
 
 def allreduce_(
@@ -90,7 +90,7 @@ def allreduce_(
     """Reduce a tensor over all ranks in place, and return it. No gradient flows through it. See :func:`allreduce`."""
     reducing = Reducing(_chosen(op, average), prescale_factor, postscale_factor)
     require_tensor(tensor)
-    return start_allreduce([tensor], name, reducing, process_set, only, in_place=True, urgent=True).wait()
+    return start_allreduce([tensor], name, reducing, process_set, single_result, in_place=True, urgent=True).wait()
 
 
 def allreduce_async_(
@@ -105,7 +105,7 @@ def allreduce_async_(
     """Start to reduce a tensor in place; it is not to be touched before the handle's wait(). See :func:`allreduce`."""
     reducing = Reducing(_chosen(op, average), prescale_factor, postscale_factor)
     require_tensor(tensor)
-    return start_allreduce([tensor], name, reducing, process_set, only, in_place=True)
+    return start_allreduce([tensor], name, reducing, process_set, single_result, in_place=True)
 
 
 def grouped_allreduce(
@@ -138,7 +138,7 @@ def grouped_allreduce_async(
     require_tensors(tensors)
     if not tensors:
         return NamedHandle.ended([])
-    return start_allreduce(tensors, name, reducing, process_set, every, in_place=False)
+    return start_allreduce(tensors, name, reducing, process_set, all_results, in_place=False)
 
 
 def grouped_allreduce_(
@@ -169,7 +169,7 @@ def grouped_allreduce_async_(
     require_tensors(tensors)
     if not tensors:
         return NamedHandle.ended([])
-    return start_allreduce(tensors, name, reducing, process_set, every, in_place=True)
+    return start_allreduce(tensors, name, reducing, process_set, all_results, in_place=True)
 
 
 def reducescatter(
@@ -202,7 +202,7 @@ def reducescatter_async(
     """Start a :func:`reducescatter`; the handle's wait() returns my share."""
     reducing = Reducing(_chosen(op, None), prescale_factor, postscale_factor)
     require_tensor(tensor)
-    return start_reducescatter([tensor], name, reducing, process_set, only)
+    return start_reducescatter([tensor], name, reducing, process_set, single_result)
 
 
 def grouped_reducescatter(
@@ -231,7 +231,7 @@ def grouped_reducescatter_async(
     """Start a :func:`grouped_reducescatter`."""
     reducing = Reducing(_chosen(op, None), prescale_factor, postscale_factor)
     require_tensors(tensors)
-    return start_reducescatter(tensors, name, reducing, process_set, every) if tensors else NamedHandle.ended([])
+    return start_reducescatter(tensors, name, reducing, process_set, all_results) if tensors else NamedHandle.ended([])
 
 
 def _chosen(op: ReduceOp | None, average: bool | None) -> ReduceOp:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import spark_hvd.torch as hvd
-from spark_hvd.collectives.execution import Work, only
+from spark_hvd.collectives.execution import Work, single_result
 from spark_hvd.collectives.lane import Lane
 from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.messages import Entry, Gone, Request, Run
@@ -121,7 +121,7 @@ def test_what_was_begun_without_the_one_that_left(done: int, stranded: bool) -> 
 def call(lane: Lane) -> Any:
     tensor = torch.ones(())
     request = Request("allreduce", ["float32"], [[]], "cpu", op="SUM")
-    return lane.submit("x", request, Work((tensor,), True, []), only)
+    return lane.submit("x", request, Work((tensor,), True, []), single_result)
 
 
 def test_an_abort_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:

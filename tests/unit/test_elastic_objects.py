@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.elastic.skeleton import Bones, put_together
+from spark_hvd.elastic.skeleton import TensorTable, unflatten
 from spark_hvd.elastic.state import ObjectState, State
 from spark_hvd.torch.elastic import TorchState, get_handler_registry, set_handler_registry
 
@@ -170,11 +170,11 @@ def test_skeletons_keep_what_has_no_tensor() -> None:
     loop.append(loop)
     plain = {"x": [1, 2]}
     value = {"plain": plain, "tied": [tied, tied.view(2)], "other": tied[:1], "loop": loop}
-    bones = Bones()
-    skeleton = bones.take_apart(value)
+    table = TensorTable()
+    skeleton = table.flatten(value)
     assert skeleton["plain"] is plain
-    assert len(bones.tensors) == 2
+    assert len(table.tensors) == 2
     assert copy.deepcopy(skeleton)["tied"] == skeleton["tied"]
     assert skeleton["loop"][1] is loop
-    again = put_together(skeleton, lambda bone: bones.tensors[bone.number])
+    again = unflatten(skeleton, lambda ref: table.tensors[ref.number])
     assert again["tied"][1].tolist() == [1, 1]
