@@ -14,7 +14,7 @@ from torch import nn
 
 import spark_hvd.torch as hvd
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
-from tests.contract.optimizer_cases import assert_matches, assert_same_bits, batch, lane_of, loss_of, net, sgd
+from tests.contract.optimizer_cases import assert_matches, assert_same_bits, batch, loss_of, net, reducer_of, sgd
 
 
 class Training:
@@ -63,7 +63,7 @@ def some_have_no_data_at_all(rank: int, size: int) -> None:
     for idle in range(size):
         training = Training()
         training.uneven([0 if other == idle else 2 for other in range(size)], rank)
-        assert len(lane_of(training.optimizer).buckets) > 0
+        assert len(reducer_of(training.optimizer).buckets) > 0
         training.uneven([2] * size, rank)
     assert hvd.join() in range(size)
 
@@ -259,7 +259,7 @@ def join_after_a_backward_that_failed(rank: int, size: int) -> None:
     rows = batch(rank, 0)
 
     def fail(_: torch.Tensor) -> None:
-        assert lane_of(training.optimizer).in_flight
+        assert reducer_of(training.optimizer).in_flight
         raise KeyError("out of data")
 
     hidden = training.model[0](rows)
@@ -297,7 +297,7 @@ def nothing_more_is_sent(rank: int, size: int) -> None:
             optimizer.zero_grad()
             loss_of(model, batch(rank, step)).backward()
             optimizer.step()
-        buckets = len(lane_of(optimizer).buckets)
+        buckets = len(reducer_of(optimizer).buckets)
         assert buckets > 1
         assert len(sent) == buckets * (2 + rank)
     hvd.join()

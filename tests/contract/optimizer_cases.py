@@ -14,7 +14,7 @@ from torch import nn
 
 from spark_hvd.collectives.compression import Compression
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer, ReducedOptimizer
-from spark_hvd.torch.optimizer.lane import PlannedLane
+from spark_hvd.torch.optimizer.reducer import GradientReducer
 from spark_hvd.transport.communicator import ReduceOp
 
 STEPS = 4
@@ -38,9 +38,9 @@ def sgd(params: Iterable[Any]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-def lane_of(optimizer: ReducedOptimizer) -> PlannedLane:
-    assert optimizer._lane is not None
-    return optimizer._lane
+def reducer_of(optimizer: ReducedOptimizer) -> GradientReducer:
+    assert optimizer._reducer is not None
+    return optimizer._reducer
 
 
 def assert_same_bits(model: nn.Module) -> None:
@@ -108,7 +108,7 @@ def predivide(rank: int, size: int) -> None:
 
 def tiny_buckets(rank: int, size: int) -> None:
     optimizer = compare(rank, size, bucket_cap_mb=200 / 2**20)
-    assert len(lane_of(optimizer).buckets) > 2
+    assert len(reducer_of(optimizer).buckets) > 2
 
 
 def compression_fp16(rank: int, size: int) -> None:
@@ -136,11 +136,11 @@ class Doubling:
 def compression_custom(rank: int, size: int) -> None:
     doubling = Doubling()
     optimizer = compare(rank, size, compression=doubling)
-    assert doubling.calls == STEPS * len(lane_of(optimizer).buckets)
+    assert doubling.calls == STEPS * len(reducer_of(optimizer).buckets)
 
 
 def groups_by_number(rank: int, size: int) -> None:
-    assert len(lane_of(compare(rank, size, groups=3)).buckets) == 3
+    assert len(reducer_of(compare(rank, size, groups=3)).buckets) == 3
 
 
 def groups_by_list(rank: int, size: int) -> None:
@@ -149,7 +149,7 @@ def groups_by_list(rank: int, size: int) -> None:
     optimizer = DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), groups=[first + last])
     loss_of(model, batch(rank, 0)).backward()
     optimizer.step()
-    assert {"0.weight", "0.bias", "4.weight", "4.bias"} in [set(names) for names in lane_of(optimizer).buckets]
+    assert {"0.weight", "0.bias", "4.weight", "4.bias"} in [set(names) for names in reducer_of(optimizer).buckets]
 
 
 def several_passes(rank: int, size: int) -> None:
@@ -287,7 +287,7 @@ def kinds_of_memory(rank: int, size: int) -> None:
         assert weight.grad is not None
         assert weight.grad.stride() == weight.stride()
         assert torch.equal(weight.grad, torch.full_like(weight, mean))
-    assert len(lane_of(optimizer).buckets) == 4
+    assert len(reducer_of(optimizer).buckets) == 4
 
 
 class Words(nn.Module):
@@ -377,4 +377,4 @@ def gradients_are_views(rank: int, size: int) -> None:
     optimizer = DistributedOptimizer(sgd(model.parameters()))
     loss_of(model, batch(rank, 0)).backward()
     storages = {param.grad.untyped_storage().data_ptr() for param in model.parameters() if param.grad is not None}
-    assert len(storages) == len(lane_of(optimizer).buckets) == 1
+    assert len(storages) == len(reducer_of(optimizer).buckets) == 1

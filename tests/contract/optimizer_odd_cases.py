@@ -20,9 +20,9 @@ from tests.contract.optimizer_cases import (
     assert_same_bits,
     average,
     batch,
-    lane_of,
     loss_of,
     net,
+    reducer_of,
     sgd,
 )
 
@@ -146,7 +146,7 @@ def zero_grad_in_flight_is_an_error(rank: int, size: int) -> None:
         model(batch(rank, 0), right=False).square().mean().backward()
         model(batch(rank, 0), left=False).square().mean().backward()
         if _ == 1:
-            assert lane_of(optimizer).in_flight
+            assert reducer_of(optimizer).in_flight
             with pytest.raises(AssertionError, match="zero_grad"):
                 optimizer.zero_grad()
         optimizer.step()
@@ -231,9 +231,9 @@ def overlap(rank: int, size: int) -> None:
     seen = []
     for step in range(3):
         rows = batch(rank, step).requires_grad_()
-        rows.register_hook(lambda _: seen.append(lane_of(optimizer).launched))
+        rows.register_hook(lambda _: seen.append(reducer_of(optimizer).launched))
         hidden = model[0](rows)
-        hidden.register_hook(lambda _: seen.append(lane_of(optimizer).launched))
+        hidden.register_hook(lambda _: seen.append(reducer_of(optimizer).launched))
         model[1:](hidden).sum().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -20,11 +20,11 @@ from spark_hvd.transport.host import shared_memory
 from spark_hvd.transport.host.shared_memory import SMALL, CopiedSum, SharedArena, SharedSum, in_memory
 from spark_hvd.transport.pipes import Pipes, Point
 from tests.contract import optimizer_cases, optimizer_odd_cases
-from tests.contract.optimizer_cases import assert_same_bits, batch, compare, lane_of, loss_of, net, sgd
+from tests.contract.optimizer_cases import assert_same_bits, batch, compare, loss_of, net, reducer_of, sgd
 
 
 def shares_memory(optimizer: Any) -> bool:
-    return all(bucket.shared for bucket in lane_of(optimizer)._buckets)
+    return all(bucket.shared for bucket in reducer_of(optimizer)._buckets)
 
 
 def gather(fact: Any) -> list[Any]:
@@ -88,7 +88,7 @@ def ranks_out_of_step(rank: int, size: int) -> None:
             dist.all_reduce(wanted)
             assert param.grad is not None
             torch.testing.assert_close(param.grad, wanted / size)
-    assert len(lane_of(optimizer).buckets) >= layers
+    assert len(reducer_of(optimizer).buckets) >= layers
     assert shares_memory(optimizer)
     assert_same_bits(model)
 
@@ -246,7 +246,7 @@ def nothing_has_a_name(rank: int, size: int) -> None:
     optimizer = compare(rank, size, bucket_cap_mb=1e-4)
     assert shares_memory(optimizer)
     assert set(os.listdir("/dev/shm")) <= before
-    assert len(lane_of(optimizer).buckets) >= 5
+    assert len(reducer_of(optimizer).buckets) >= 5
     # Python keeps a duplicate of the descriptor of a mapping, one a rank.
     assert sum("memfd:spark_hvd" in name for name in _open_files()) - before_maps <= size
 

@@ -18,8 +18,8 @@ from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.optimizer.adasum import AdasumOptimizer, take_over_with_adasum
 from spark_hvd.torch.optimizer.arguments import check_passes, chosen_groups, group_indices, names_of, spec_of
 from spark_hvd.torch.optimizer.flat import Compressor
-from spark_hvd.torch.optimizer.lane import PlannedLane
 from spark_hvd.torch.optimizer.recipe import Recipe
+from spark_hvd.torch.optimizer.reducer import GradientReducer
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.world import launcher as elastic_launcher
 from spark_hvd.world.errors import MismatchError, NotInitializedError
@@ -39,7 +39,7 @@ _elastic: list[weakref.ref[ReducedOptimizer]] = []
 class ReducedOptimizer(torch.optim.Optimizer):
     """What DistributedOptimizer adds to the methods of the optimizer it is given."""
 
-    _lane: PlannedLane | None
+    _reducer: GradientReducer | None
     _recipe: Recipe
     _synchronizes: bool
     _goes_along: bool
@@ -59,8 +59,8 @@ class ReducedOptimizer(torch.optim.Optimizer):
         """
         if self._unbound is not None:
             raise NotInitializedError(self._unbound)
-        if self._lane is not None:
-            self._lane.synchronize()
+        if self._reducer is not None:
+            self._reducer.synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -80,8 +80,8 @@ class ReducedOptimizer(torch.optim.Optimizer):
             ValueError: `passes` is not positive.
         """
         check_passes(passes)
-        if self._lane is not None:
-            self._lane.set_passes(passes)
+        if self._reducer is not None:
+            self._reducer.set_passes(passes)
         elif self._unbound is not None:
             self._recipe.passes = passes
 
@@ -91,13 +91,13 @@ class ReducedOptimizer(torch.optim.Optimizer):
         Raises:
             AssertionError: gradients are being reduced; call `synchronize` or `step` first.
         """
-        if self._lane is not None:
-            if self._lane.in_flight:
+        if self._reducer is not None:
+            if self._reducer.in_flight:
                 raise AssertionError(
                     "optimizer.zero_grad() was called while gradients are being reduced: "
                     "call optimizer.step() or optimizer.synchronize() after backward() first"
                 )
-            self._lane.reset()
+            self._reducer.reset()
         super().zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -107,21 +107,21 @@ class ReducedOptimizer(torch.optim.Optimizer):
             PlanMismatchError: ranks add different parameters.
             MismatchError: a rank has called join().
         """
-        if self._lane is not None:
+        if self._reducer is not None:
             require_everyone("add_param_group", self._recipe.process_set)
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         added = self.param_groups[number]["params"]
         names = [f"group{number}.param{i}" for i in range(len(added))]
         self._recipe.names += names
-        if self._lane is not None:
-            self._lane.extend(added, [spec_of(name, param) for name, param in zip(names, added, strict=True)])
+        if self._reducer is not None:
+            self._reducer.extend(added, [spec_of(name, param) for name, param in zip(names, added, strict=True)])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See torch.optim.Optimizer.load_state_dict; the count of backward passes starts anew."""
         super().load_state_dict(state_dict)
-        if self._lane is not None and not self._lane.in_flight:
-            self._lane.reset()
+        if self._reducer is not None and not self._reducer.in_flight:
+            self._reducer.reset()
 
 
 def DistributedOptimizer(
@@ -211,7 +211,7 @@ def DistributedOptimizer(
 
 
 def _take_over(
-    optimizer: torch.optim.Optimizer, recipe: Recipe, lane: PlannedLane | None, unbound: str | None = None
+    optimizer: torch.optim.Optimizer, recipe: Recipe, reducer: GradientReducer | None, unbound: str | None = None
 ) -> ReducedOptimizer:
     base = type(optimizer)
     namespace = {"__doc__": base.__doc__, "__module__": base.__module__, "__qualname__": base.__qualname__}
@@ -219,7 +219,7 @@ def _take_over(
     optimizer.__class__ = type(base.__name__, (ReducedOptimizer, base), namespace)
     assert isinstance(optimizer, ReducedOptimizer)
     optimizer._recipe = recipe
-    optimizer._lane = lane
+    optimizer._reducer = reducer
     optimizer._unbound = unbound
     optimizer._goes_along = unbound is not None
     optimizer._synchronizes = True
@@ -237,11 +237,11 @@ def _before_step(
     assert isinstance(optimizer, ReducedOptimizer)
     if optimizer._unbound is not None:
         raise NotInitializedError(optimizer._unbound)
-    lane = optimizer._lane
-    if lane is None:
+    reducer = optimizer._reducer
+    if reducer is None:
         return None
     if not optimizer._synchronizes:
-        if lane.in_flight:
+        if reducer.in_flight:
             raise AssertionError(
                 "step() under skip_synchronize() while gradients are being reduced: call synchronize()"
             )
@@ -250,21 +250,21 @@ def _before_step(
     # Optimizer pre-hooks see the optimizer itself as first of args.
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
-        lane.synchronize()
+        reducer.synchronize()
         _make_sparse_again(optimizer)
         return None
-    if lane.started:
-        lane.synchronize()
-    reduced = _reducing(closure, optimizer, lane)
+    if reducer.started:
+        reducer.synchronize()
+    reduced = _reducing(closure, optimizer, reducer)
     if len(args) > 1:
         return (args[0], reduced, *args[2:]), kwargs
     return args, {**kwargs, "closure": reduced}
 
 
-def _reducing(closure: Callable[[], Any], optimizer: ReducedOptimizer, lane: PlannedLane) -> Callable[[], Any]:
+def _reducing(closure: Callable[[], Any], optimizer: ReducedOptimizer, reducer: GradientReducer) -> Callable[[], Any]:
     def reduced() -> Any:
         loss = closure()
-        lane.synchronize()
+        reducer.synchronize()
         _make_sparse_again(optimizer)
         return loss
 
@@ -281,8 +281,8 @@ def _make_sparse_again(optimizer: ReducedOptimizer) -> None:
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, ReducedOptimizer)
-    if optimizer._lane is not None:
-        optimizer._lane.stepped()
+    if optimizer._reducer is not None:
+        optimizer._reducer.stepped()
 
 
 def bind_optimizers() -> None:
@@ -305,16 +305,16 @@ def bind_optimizers() -> None:
             )
     for optimizer in waiting:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        optimizer._lane = optimizer._recipe.open(params)
+        optimizer._reducer = optimizer._recipe.open(params)
         optimizer._unbound = None
 
 
 def release_optimizers() -> None:
     """Take the optimizers out of a world that is over."""
     for optimizer in _live():
-        if optimizer._lane is not None:
-            optimizer._lane.close()
-            optimizer._lane = None
+        if optimizer._reducer is not None:
+            optimizer._reducer.close()
+            optimizer._reducer = None
         optimizer._unbound = _NOT_YET if optimizer._goes_along else _OVER
 
 

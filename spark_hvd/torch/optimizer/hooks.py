@@ -12,7 +12,7 @@ from spark_hvd.torch.optimizer.flat import FlatBucket
 
 
 class Backward(Protocol):
-    """What the hooks tell the lane of a backward pass."""
+    """What the hooks tell the reducer of a backward pass."""
 
     def begin_backward(self, index: int) -> None:
         """The first gradient of a pass is there: this parameter's."""
@@ -33,8 +33,8 @@ class Unplanned:
     pending = -1
 
 
-class Progress:
-    """What the hooks write. It knows nothing of the lane: hooks live as long as the model, a lane as its optimizer."""
+class GradientCounts:
+    """What the hooks write. It knows no reducer: hooks live as long as the model, a reducer as its optimizer."""
 
     __slots__ = ("idle", "left", "order", "units")
 
@@ -45,30 +45,32 @@ class Progress:
         self.units: list[FlatBucket | Unplanned] = []  # each parameter's bucket
 
 
-def make_hook(index: int, progress: Progress, lane_ref: weakref.ref[Backward]) -> Callable[[torch.Tensor], None]:
+def make_hook(
+    index: int, progress: GradientCounts, reducer_ref: weakref.ref[Backward]
+) -> Callable[[torch.Tensor], None]:
     """The hook that runs after each gradient: for small models its few bytecodes are most of what a step costs."""
     left, order, units = progress.left, progress.order, progress.units
 
     def hook(_: torch.Tensor) -> None:
         if progress.idle:
-            _alive(lane_ref).begin_backward(index)
+            _alive(reducer_ref).begin_backward(index)
         count = left[index] = left[index] - 1
         if count == 0:
             order.append(index)
             unit = units[index]
             unit.pending -= 1
             if unit.pending == 0:
-                _alive(lane_ref).advance()
+                _alive(reducer_ref).advance()
         elif count < 0:
-            _alive(lane_ref).overrun(index)
+            _alive(reducer_ref).overrun(index)
 
     return hook
 
 
-def _alive(lane_ref: weakref.ref[Backward]) -> Backward:
-    lane = lane_ref()
-    assert lane is not None, "hooks are removed with their lane"
-    return lane
+def _alive(reducer_ref: weakref.ref[Backward]) -> Backward:
+    reducer = reducer_ref()
+    assert reducer is not None, "hooks are removed with their reducer"
+    return reducer
 
 
 def remove_all(handles: list[torch.utils.hooks.RemovableHandle]) -> None:

@@ -31,7 +31,7 @@ class Presence(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Turnout:
+class Participation:
     """All ranks' presence.
 
     Attributes:
@@ -47,7 +47,7 @@ class Turnout:
     gone: int = 0
 
     @classmethod
-    def of(cls, presences: Sequence[int]) -> Turnout:
+    def of(cls, presences: Sequence[int]) -> Participation:
         """From what each rank has told."""
         return cls(
             any(presence < Presence.JOINED for presence in presences),
@@ -57,7 +57,7 @@ class Turnout:
         )
 
     @classmethod
-    def read(cls, notes: torch.Tensor) -> Turnout:
+    def read(cls, notes: torch.Tensor) -> Participation:
         """From the sum of all ranks' notes."""
         here, newcomers, joined, *gone = notes.tolist()
         return cls(here > 0.5, newcomers > 0.5, joined > 0.5, sum(map(round, gone)))
@@ -67,8 +67,8 @@ class Turnout:
         return size / (size - self.gone) if self.gone < size else 1.0
 
 
-EVERYONE = Turnout()
-"""The turnout of nearly every step."""
+EVERYONE = Participation()
+"""The participation of nearly every step."""
 
 
 def notes_numel(size: int) -> int:
@@ -90,6 +90,6 @@ def write(notes: torch.Tensor, presence: Presence, rank: int) -> None:
 
 
 def correction_on_device(notes: torch.Tensor, size: int) -> torch.Tensor:
-    """As :meth:`Turnout.correction`, without the host having to wait for the device."""
+    """As :meth:`Participation.correction`, without the host having to wait for the device."""
     gone = notes[_SLOTS:].float().round().sum()
     return torch.where(gone < size, size / (size - gone).clamp(min=1), 1.0)

@@ -16,7 +16,7 @@ from spark_hvd.context.init import Context, current
 from spark_hvd.torch.optimizer.arguments import exchange_device, spec_of
 from spark_hvd.torch.optimizer.buckets import MEGABYTE
 from spark_hvd.torch.optimizer.flat import Compressor, Reduction
-from spark_hvd.torch.optimizer.lane import PlannedLane
+from spark_hvd.torch.optimizer.reducer import GradientReducer
 from spark_hvd.torch.optimizer.tuner import GLOO_THREADS, TAIL_MB, Groups, StepTuner
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.mpi import backend as mpi_backend
@@ -29,7 +29,7 @@ DEFAULT_CAP_MB = 25.0
 
 @dataclass(slots=True)
 class Recipe:
-    """The arguments of DistributedOptimizer that matter to its lane, checked."""
+    """The arguments of DistributedOptimizer that matter to its reducer, checked."""
 
     names: list[str]
     """Of all parameters."""
@@ -44,8 +44,8 @@ class Recipe:
     bucket_cap_mb: float | None
     shared_memory: bool
 
-    def open(self, params: Sequence[torch.nn.Parameter]) -> PlannedLane | None:
-        """Make a lane in the present world; collective over the process set.
+    def open(self, params: Sequence[torch.nn.Parameter]) -> GradientReducer | None:
+        """Make a reducer in the present world; collective over the process set.
 
         Args:
             params: The parameters that the names are of.
@@ -65,7 +65,7 @@ class Recipe:
         with context.making():
             return self._open(params, context, ranks)
 
-    def _open(self, params: Sequence[torch.nn.Parameter], context: Context, ranks: Sequence[int]) -> PlannedLane:
+    def _open(self, params: Sequence[torch.nn.Parameter], context: Context, ranks: Sequence[int]) -> GradientReducer:
         size, config = len(ranks), context.engine.config
         cap_mb = DEFAULT_CAP_MB if self.bucket_cap_mb is None else self.bucket_cap_mb
         average = self.op is ReduceOp.AVERAGE
@@ -83,7 +83,7 @@ class Recipe:
         )
         device = exchange_device(group, params)
         pipes = context.pipes(set_id, group, device) if in_memory else None
-        lane = PlannedLane(
+        reducer = GradientReducer(
             params,
             [spec_of(name, param) for name, param in zip(self.names, params, strict=True)],
             self.grouped,
@@ -99,15 +99,15 @@ class Recipe:
             tracing=context.engine.tracing,
         )
         if self.process_set is global_process_set:
-            context.stand_ins[next(context.ordinals["stand-in"])] = lane
+            context.stand_ins[next(context.ordinals["stand-in"])] = reducer
         if config.autotune:
             on_gloo = mpi_backend.carrier(on_gpu=any(param.is_cuda for param in params)) == "gloo"
             by_threads = [context.new_group(set_id, threads) for threads in GLOO_THREADS] if on_gloo else []
             cap = cap_mb, self.bucket_cap_mb is not None
-            lane.tuner = StepTuner(
-                lane, Groups(group, by_threads), device, context.engine, config, cap, pipes is not None
+            reducer.tuner = StepTuner(
+                reducer, Groups(group, by_threads), device, context.engine, config, cap, pipes is not None
             )
-        return lane
+        return reducer
 
     def _settings(self, config: Config) -> dict[str, Any]:
         """What must be the same on all ranks, besides the parameters."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from spark_hvd.torch.optimizer.participation import Presence, Turnout
+from spark_hvd.torch.optimizer.participation import Participation, Presence
 
 AllGather = Callable[[torch.Tensor], list[torch.Tensor]]
 
@@ -14,9 +14,9 @@ AllGather = Callable[[torch.Tensor], list[torch.Tensor]]
 def reduce_sparse(
     params: Sequence[torch.nn.Parameter],
     presence: Presence,
-    scale_for: Callable[[Turnout], float],
+    scale_for: Callable[[Participation], float],
     all_gather: AllGather,
-) -> Turnout:
+) -> Participation:
     """Replace each parameter's sparse gradient by the sum over ranks times `scale`; collective.
 
     A rank without a gradient, or that has joined, contributes none; a parameter that no rank has a gradient for keeps
@@ -38,15 +38,15 @@ def reduce_sparse(
     # -1 tells "no gradient here" from "a gradient of no rows".
     counts = [-1 if part is None else part.indices().shape[1] for part in parts]
     table = torch.stack(all_gather(torch.tensor([*counts, presence], device=device))).tolist()
-    turnout = Turnout.of([row[-1] for row in table])
-    scale = scale_for(turnout)
+    participation = Participation.of([row[-1] for row in table])
+    scale = scale_for(participation)
     for place, (param, part) in enumerate(zip(params, parts, strict=True)):
         rows = [row[place] for row in table]
         if max(rows) >= 0:
             reduced = _gather(param, part, rows, scale, all_gather)
             if not joined:
                 param.grad = reduced
-    return turnout
+    return participation
 
 
 def _coalesced(grad: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from spark_hvd.context.standing import refuse_fork
 from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction
-from spark_hvd.torch.optimizer.participation import EVERYONE, Presence, Turnout, correction_on_device
+from spark_hvd.torch.optimizer.participation import EVERYONE, Participation, Presence, correction_on_device
 from spark_hvd.torch.optimizer.sparse import reduce_sparse
 from spark_hvd.torch.optimizer.trace import StepTrace
 from spark_hvd.transport.exchange import all_gather, exchange
@@ -23,7 +23,7 @@ from spark_hvd.world.errors import CollectiveError
 from spark_hvd.world.vitals import Underway
 
 
-class Flight:
+class BucketPipeline:
     """See the module's description.
 
     Args:
@@ -57,8 +57,8 @@ class Flight:
         self.launched = 0
         """Buckets launched so far in this step."""
         self.must_look = False
-        """Whether the turnout must be known to the host, whatever that takes."""
-        self.turnout = EVERYONE
+        """Whether the participation must be known to the host, whatever that takes."""
+        self.participation = EVERYONE
         """Who has taken part, as far as the host knows."""
         self._correction: float | torch.Tensor = 1.0
         self._ended = 0
@@ -101,7 +101,7 @@ class Flight:
         while self.launched < len(self._buckets):
             self.launch_next(presence)
 
-    def land(self, first: int, sparse: Sequence[torch.nn.Parameter], presence: Presence) -> None:
+    def finish(self, first: int, sparse: Sequence[torch.nn.Parameter], presence: Presence) -> None:
         """Wait for launched buckets, reduce sparse gradients, and make all of them the gradients.
 
         Args:
@@ -110,7 +110,7 @@ class Flight:
             presence: Mine.
         """
         if first == 0:
-            self.turnout, self._correction = EVERYONE, 1.0
+            self.participation, self._correction = EVERYONE, 1.0
         if sparse:
             with activity.waiting("sparse gradients"):
                 self._take(reduce_sparse(sparse, presence, self._sparse_scale_for, self._all_gather))
@@ -131,19 +131,19 @@ class Flight:
         """See who has taken part."""
         # The host would have to wait for a device. With one it looks only where it knows that there is news.
         if not first.on_gpu or self.must_look or presence is not Presence.HERE:
-            self._take(Turnout.read(first.notes))
+            self._take(Participation.read(first.notes))
         elif self._reduction.average:
             self._correction = correction_on_device(first.notes, self._reduction.size)
 
-    def _take(self, turnout: Turnout) -> None:
-        self.turnout = turnout
-        self._correction = self._correction_for(turnout)
+    def _take(self, participation: Participation) -> None:
+        self.participation = participation
+        self._correction = self._correction_for(participation)
 
-    def _correction_for(self, turnout: Turnout) -> float:
-        return turnout.correction(self._reduction.size) if self._reduction.average else 1.0
+    def _correction_for(self, participation: Participation) -> float:
+        return participation.correction(self._reduction.size) if self._reduction.average else 1.0
 
-    def _sparse_scale_for(self, turnout: Turnout) -> float:
-        return self._sparse_scale * self._correction_for(turnout)
+    def _sparse_scale_for(self, participation: Participation) -> float:
+        return self._sparse_scale * self._correction_for(participation)
 
     # ---- facts ----------------------------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class Flight:
     def gather_facts(self, fact: dict[str, Any], presence: Presence) -> list[dict[str, Any]]:
         """Those of the ranks that make this step, each with its `rank`."""
         rows = self.exchange([presence, fact])
-        self.turnout = Turnout.of([presence for presence, _ in rows])
+        self.participation = Participation.of([presence for presence, _ in rows])
         return [
             fact | {"rank": rank}
             for rank, (presence, fact) in zip(self.ranks, rows, strict=True)

@@ -23,7 +23,7 @@ from spark_hvd.world.config import Config
 
 if TYPE_CHECKING:
     from spark_hvd.engine.engine import Engine
-    from spark_hvd.torch.optimizer.lane import PlannedLane
+    from spark_hvd.torch.optimizer.reducer import GradientReducer
 
 _log = logging.getLogger("spark_hvd")
 
@@ -34,10 +34,10 @@ TAIL_MB = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The process groups that a tuned lane chooses from.
+    """The process groups that a tuned reducer chooses from.
 
     Attributes:
-        own: The lane's first one.
+        own: The reducer's first one.
         by_threads: One for each of GLOO_THREADS; empty where Gloo carries nothing.
     """
 
@@ -46,12 +46,12 @@ class Groups:
 
 
 class StepTuner:
-    """Tunes one optimizer's lane; every rank has one, rank 0's decides.
+    """Tunes one optimizer's reducer; every rank has one, rank 0's decides.
 
     Args:
-        lane: What is tuned.
+        reducer: What is tuned.
         groups: The process groups to choose from.
-        device: A device that the lane's group can exchange small facts on.
+        device: A device that the reducer's group can exchange small facts on.
         engine: For the fusion threshold, on the rank that coordinates the world.
         config: Numbers of samples and steps, and the log.
         bucket_cap_mb: The value to start with, and whether the user has set it, so that it stays.
@@ -60,7 +60,7 @@ class StepTuner:
 
     def __init__(
         self,
-        lane: PlannedLane,
+        reducer: GradientReducer,
         groups: Groups,
         device: torch.device,
         engine: Engine,
@@ -68,7 +68,7 @@ class StepTuner:
         bucket_cap_mb: tuple[float, bool],
         in_memory: bool,
     ) -> None:
-        self._lane = lane
+        self._reducer = reducer
         self._groups = groups
         self._device = device
         self._engine = engine
@@ -118,14 +118,14 @@ class StepTuner:
         self._steps = 0
         values, done = None, False
         if self._tuner is not None:
-            values = self._tuner.record(self._lane.nbytes * self._steps_per_sample / seconds)
+            values = self._tuner.record(self._reducer.nbytes * self._steps_per_sample / seconds)
             done = self._tuner.done
         # This is the one moment at which all ranks are known to be between the same two steps.
         values, done = exchange([values, done], self._groups.own, self._device)[0]
         if values is not None:
             self._use(values)
         if done:
-            self._lane.tuner = None
+            self._reducer.tuner = None
             if self._tuner is not None:
                 chosen = ", ".join(f"{name}={value:g}" for name, value in self._tuner.current.items())
                 _log.info("autotuning has ended: %s", chosen)
@@ -136,7 +136,7 @@ class StepTuner:
         if self._groups.by_threads and not in_memory:
             group = self._groups.by_threads[GLOO_THREADS.index(int(values["gloo_threads"]))]
         cap = int(values["bucket_cap_mb"] * MEGABYTE)
-        self._lane.replan(cap, min(int(TAIL_MB * MEGABYTE), cap), group, in_memory=in_memory)
+        self._reducer.replan(cap, min(int(TAIL_MB * MEGABYTE), cap), group, in_memory=in_memory)
         if dist.get_rank() == 0:
             threshold = int(values["fusion_threshold_mb"] * MEGABYTE)
             self._engine.tune(replace(self._engine.config, fusion_threshold=threshold))

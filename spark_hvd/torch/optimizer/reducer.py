@@ -1,10 +1,10 @@
-"""The planned lane: reduces gradients bucket by bucket while backward goes on, with no negotiation per step.
+"""The planned lane: a reducer sums gradients bucket by bucket while backward goes on, with no negotiation per step.
 
 A step goes through these moments. Hooks count gradients as autograd produces them; when a bucket has all of its own it
 is launched, strictly in plan order, so that all ranks issue the same all-reduces in the same order. At the end of
-backward the lane waits for them ("eager"), so clipping and loss scaling need no extra call. If some rank's first
+backward the reducer waits for them ("eager"), so clipping and loss scaling need no extra call. If some rank's first
 backward left parameters without a gradient, waiting there could block one rank on another that has a second backward
-or a collective of its own to do first; the lane then waits in `synchronize` only ("late").
+or a collective of its own to do first; the reducer then waits in `synchronize` only ("late").
 
 The first step is for learning: nothing is launched before one rank's order of readiness and the parameters with sparse
 gradients are known to all ranks, in one exchange.
@@ -26,10 +26,10 @@ import torch.distributed as dist
 from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.torch.optimizer.buckets import ParamSpec
 from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction
-from spark_hvd.torch.optimizer.hooks import Progress, Unplanned, make_hook, remove_all
+from spark_hvd.torch.optimizer.hooks import GradientCounts, Unplanned, make_hook, remove_all
 from spark_hvd.torch.optimizer.participation import Presence
 from spark_hvd.torch.optimizer.plan import GradientPlan, require_same
-from spark_hvd.torch.optimizer.step import Flight
+from spark_hvd.torch.optimizer.step import BucketPipeline
 from spark_hvd.torch.optimizer.trace import StepTrace
 from spark_hvd.transport.pipes import Pipes
 from spark_hvd.transport.torch_private import at_end_of_backward, changes
@@ -38,7 +38,7 @@ from spark_hvd.world.vitals import Underway
 
 
 class Phase(enum.Enum):
-    """When the lane waits for its buckets."""
+    """When the reducer waits for its buckets."""
 
     LEARNING = "learning"
     EAGER = "eager"
@@ -46,7 +46,7 @@ class Phase(enum.Enum):
 
 
 class Stepped(Protocol):
-    """Who is told of a lane's steps."""
+    """Who is told of a reducer's steps."""
 
     def stepped(self) -> None:
         """One has been made, as planned."""
@@ -57,7 +57,7 @@ class Stepped(Protocol):
         ...
 
 
-class PlannedLane:
+class GradientReducer:
     """Reduces the gradients of one optimizer over one process group of its own.
 
     Args:
@@ -104,12 +104,12 @@ class PlannedLane:
 
         self.phase = Phase.LEARNING
         self.tuner: Stepped | None = None
-        self._progress = Progress()
+        self._progress = GradientCounts()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._watched: set[int] = set()
         self._plan = GradientPlan(self._params, self._specs, groups, reduction, pipes, cap_bytes, tail_bytes)
         self._buckets = self._plan.buckets
-        self._flight = Flight(self._buckets, reduction, sparse_scale, group, device, self._trace, self.reset)
+        self._pipeline = BucketPipeline(self._buckets, reduction, sparse_scale, group, device, self._trace, self.reset)
         self._backwards = 0
         self._finished = False
         self._marks: list[tuple[int, torch.Tensor, int]] = []
@@ -127,7 +127,7 @@ class PlannedLane:
     @property
     def launched(self) -> int:
         """Buckets launched so far in this step."""
-        return self._flight.launched
+        return self._pipeline.launched
 
     @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
@@ -137,7 +137,7 @@ class PlannedLane:
     @property
     def in_flight(self) -> bool:
         """Whether an all-reduce was launched that nobody has waited for."""
-        return self._flight.in_flight
+        return self._pipeline.in_flight
 
     @property
     def started(self) -> bool:
@@ -146,13 +146,13 @@ class PlannedLane:
 
     def underway(self, now: float) -> list[Underway]:
         """Buckets that were launched and have not been waited for; from any thread."""
-        return self._flight.underway(now)
+        return self._pipeline.underway(now)
 
     def extend(self, params: Sequence[torch.nn.Parameter], specs: Sequence[ParamSpec]) -> None:
         """Take in more parameters; collective, to be called between steps."""
         if self.started:
             raise ValueError("add_param_group between backward() and step(): call it after step() instead")
-        require_same(specs, self._settings, self._flight.exchange)
+        require_same(specs, self._settings, self._pipeline.exchange)
         first = len(self._params)
         self._params.extend(params)
         self._specs.extend(specs)
@@ -187,7 +187,7 @@ class PlannedLane:
         progress.idle = True
         progress.left[:] = [self._passes] * len(progress.left)
         progress.order.clear()
-        self._flight.reset()
+        self._pipeline.reset()
         self._backwards = 0
         self._finished = False
         self._marks.clear()
@@ -199,7 +199,7 @@ class PlannedLane:
         self._trace.stepped()
         self.reset()
         if self.tuner is not None and self.phase is Phase.EAGER:
-            if self._flight.turnout.joined:
+            if self._pipeline.participation.joined:
                 self.tuner.pause()
             else:
                 self.tuner.stepped()
@@ -227,7 +227,7 @@ class PlannedLane:
             self.reset()
         if self.tuner is not None:
             self.tuner.pause()
-        return self._flight.turnout.anyone
+        return self._pipeline.participation.anyone
 
     # ---- moments of a backward ------------------------------------------------------------------------------------
 
@@ -244,9 +244,9 @@ class PlannedLane:
 
     def advance(self) -> None:
         """Launch what is complete, in plan order."""
-        flight, buckets = self._flight, self._buckets
-        while flight.launched < len(buckets) and buckets[flight.launched].pending == 0:
-            flight.launch_next(self._presence())
+        pipeline, buckets = self._pipeline, self._buckets
+        while pipeline.launched < len(buckets) and buckets[pipeline.launched].pending == 0:
+            pipeline.launch_next(self._presence())
 
     def overrun(self, index: int) -> NoReturn:
         """A parameter has a gradient once more than expected.
@@ -306,7 +306,7 @@ class PlannedLane:
         """Tell all ranks what was seen here; plan if every rank has seen all there is to see, or no more will come."""
         trained = [index for index in self._plan.unplanned if index in self._watched]
         seen = self._progress.order
-        facts = self._flight.gather_facts(
+        facts = self._pipeline.gather_facts(
             {
                 "order": seen + [index for index in reversed(trained) if index not in set(seen)],
                 "complete": len(seen) == len(trained),
@@ -326,7 +326,9 @@ class PlannedLane:
             self._place(facts[0]["order"], facts)
 
     def _place(self, order: Sequence[int], facts: Sequence[dict[str, Any]]) -> None:
-        self._use(self._plan.place(order, [index for fact in facts for index in fact["sparse"]], self._flight.exchange))
+        self._use(
+            self._plan.place(order, [index for fact in facts for index in fact["sparse"]], self._pipeline.exchange)
+        )
 
     def _use(self, buckets: Sequence[FlatBucket]) -> None:
         for bucket in buckets:
@@ -339,11 +341,11 @@ class PlannedLane:
         Args:
             cap_bytes: upper bound of a bucket.
             tail_bytes: upper bound of the bucket that completes last.
-            group: the process group to use; `in_memory` needs the one that the lane was made with besides.
-            in_memory: whether to reduce in shared memory, if the lane was made for that.
+            group: the process group to use; `in_memory` needs the one that the reducer was made with besides.
+            in_memory: whether to reduce in shared memory, if the reducer was made for that.
         """
-        self._flight.group = group
-        self._use(self._plan.pack_again(cap_bytes, tail_bytes, self._flight.exchange, in_memory=in_memory))
+        self._pipeline.group = group
+        self._use(self._plan.pack_again(cap_bytes, tail_bytes, self._pipeline.exchange, in_memory=in_memory))
         self.reset()
 
     def _finish(self) -> None:
@@ -366,17 +368,17 @@ class PlannedLane:
         return Presence.HERE_WITH_NEWCOMERS if self._newcomers else Presence.HERE
 
     def _finish_waiting(self) -> None:
-        flight, presence = self._flight, self._presence()
-        flight.must_look = self.tuner is not None
-        flight.launch_rest(presence)
-        flight.land(0, [self._params[index] for index in self._plan.sparse], presence)
-        if flight.turnout.newcomers:
+        pipeline, presence = self._pipeline, self._presence()
+        pipeline.must_look = self.tuner is not None
+        pipeline.launch_rest(presence)
+        pipeline.finish(0, [self._params[index] for index in self._plan.sparse], presence)
+        if pipeline.participation.newcomers:
             self._take_in_newcomers(presence)
 
     def _take_in_newcomers(self, presence: Presence) -> None:
         """Place what was added or unfrozen since the last plan: no hook told of it, but its gradients are complete."""
         newcomers = self._newcomers or []
-        facts = self._flight.gather_facts(
+        facts = self._pipeline.gather_facts(
             {"newcomers": newcomers, "sparse": self._plan.sparse_here(newcomers)}, presence
         )
         indices = [fact["newcomers"] for fact in facts]
@@ -385,5 +387,5 @@ class PlannedLane:
         self._place(indices[0][::-1], facts)
         for index in newcomers:
             self._watch(index)
-        self._flight.launch_rest(presence)
-        self._flight.land(buckets, [self._params[index] for index in self._plan.sparse[sparse:]], presence)
+        self._pipeline.launch_rest(presence)
+        self._pipeline.finish(buckets, [self._params[index] for index in self._plan.sparse[sparse:]], presence)

@@ -9,8 +9,8 @@ import torch
 
 from spark_hvd.torch.optimizer.participation import (
     EVERYONE,
+    Participation,
     Presence,
-    Turnout,
     correction_on_device,
     notes_numel,
     write,
@@ -29,13 +29,13 @@ def test_sums_tell_what_the_ranks_told(size: int, dtype: torch.dtype) -> None:
             notes = torch.full_like(total, 7.0)  # what is left of the step before
             write(notes, presence, rank)
             total += notes
-        turnout = Turnout.read(total)
-        assert turnout == Turnout.of(presences)
-        assert float(correction_on_device(total, size)) == pytest.approx(turnout.correction(size), rel=1e-6)
+        participation = Participation.read(total)
+        assert participation == Participation.of(presences)
+        assert float(correction_on_device(total, size)) == pytest.approx(participation.correction(size), rel=1e-6)
 
 
 def test_usual_step() -> None:
-    assert Turnout.of([Presence.HERE] * 3) == EVERYONE
+    assert Participation.of([Presence.HERE] * 3) == EVERYONE
     assert EVERYONE.correction(3) == 1.0
-    assert Turnout.of([Presence.HERE, Presence.GONE, Presence.JOINED]).correction(3) == 1.5
-    assert Turnout.of([Presence.GONE] * 3).correction(3) == 1.0  # of a step that nobody makes
+    assert Participation.of([Presence.HERE, Presence.GONE, Presence.JOINED]).correction(3) == 1.5
+    assert Participation.of([Presence.GONE] * 3).correction(3) == 1.0  # of a step that nobody makes
