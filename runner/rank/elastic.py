@@ -26,8 +26,8 @@ from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.own_gpu import settle, take
 from spark_hvd.runner.rank.process import SetupError, call, end_process, unpickle_call
 from spark_hvd.runner.rank.reporting import Reporting
+from spark_hvd.transport.registry import ConnectionRegistry
 from spark_hvd.transport.torch_private import TCPStore
-from spark_hvd.transport.wires import Wires
 from spark_hvd.world import launcher as elastic_launcher
 from spark_hvd.world.errors import CollectiveError
 from spark_hvd.world.layout import Endpoint, RankInfo, World
@@ -122,7 +122,7 @@ class ElasticRank:
         endpoint = Endpoint(host, port)
         if self._kv is None:
             self._kv = reach_store(endpoint, generation, seconds)
-        with standing.wired(Wires(generation, endpoint, me.size)).making():
+        with standing.register_connections(ConnectionRegistry(generation, endpoint, me.size)).establishing():
             backend = settle(me, self._order.gpus, self._kv, self._order.backend, self._local(me))
         context.join(
             World(me, endpoint, generation, self._order.secret, ports),

@@ -327,14 +327,14 @@ class Lane:
         """The moment is over in which what is under way could still succeed."""
         if self.doomed:
             self.abandon()
-            self.cut()
+            self.abort()
         if self.members.nccl is not None:
             self.members.nccl.abort_soon()
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """End the Gloo connections to the other members: what is under way fails, here and there. From any thread."""
         if self.members.connections is not None:
-            self.members.connections.cut()
+            self.members.connections.abort()
 
     @property
     def done(self) -> int:

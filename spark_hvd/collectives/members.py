@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from spark_hvd.collectives.staging import Staging
 from spark_hvd.transport.communicator import Communicator
-from spark_hvd.transport.connections import Severable
+from spark_hvd.transport.connections import Abortable
 from spark_hvd.transport.distributed import TorchCommunicator
 from spark_hvd.transport.groups import GROUP_PREFIX, Groups
 from spark_hvd.transport.local import LocalCommunicator
@@ -33,7 +33,7 @@ class Members:
     """Over process groups that nobody else uses."""
     staging: Staging | None = None
     """Memory that they share, if they do."""
-    connections: Severable | None = None
+    connections: Abortable | None = None
     """Of the communicator."""
     nccl: NcclGroups | None = None
     """All process groups that are of no use any more when one of the ranks has gone."""

@@ -11,14 +11,14 @@ import ctypes
 import os
 import threading
 
-from spark_hvd.context.standing import Provisional, standing
+from spark_hvd.context.standing import PendingMember, standing
 from spark_hvd.transport.torch_private import process_groups
 
 
 def _leave_world_to_parent() -> None:
     """Runs in every forked child, before anything else does; no other thread lives that could hold a lock."""
     standing.lock = threading.RLock()
-    context, joined, outside = standing.context, standing.joined, standing.provisional
+    context, joined, outside = standing.context, standing.joined, standing.pending
     places = [each.world.me for each in (context, joined) if each is not None]
     places += [] if outside is None else [outside.me]
     if not places:
@@ -30,10 +30,10 @@ def _leave_world_to_parent() -> None:
         f"this process was forked from rank {me.rank}: it may ask for the rank and the size, but the connections to "
         "the other ranks are its parent's. Call collectives and join worlds in the rank itself."
     )
-    if context is None or (me.size == 1 and context.wires is None):
+    if context is None or (me.size == 1 and context.registry is None):
         return  # a world of one has no connections
-    standing.context = standing.joined = standing.wires = None
-    standing.provisional = Provisional(me, None, context.world.generation)
+    standing.context = standing.joined = standing.registry = None
+    standing.pending = PendingMember(me, None, context.world.generation)
     for lane in [context.lane, *context.lanes.values()]:
         lane.forked(standing.forked)
     context.groups.forked()

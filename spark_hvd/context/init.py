@@ -22,7 +22,7 @@ from spark_hvd.context.leave import abandon, abort, end, is_aborted, shutdown
 from spark_hvd.context.standing import (
     Context,
     Joined,
-    Provisional,
+    PendingMember,
     current,
     generation,
     in_world,
@@ -39,9 +39,9 @@ from spark_hvd.transport.local import LocalCommunicator
 from spark_hvd.transport.mpi import backend as mpi_backend
 from spark_hvd.transport.mpi.start import abort_on_exceptions, is_mpi_communicator, part_of, ranks_of, world_of
 from spark_hvd.transport.nccl import NcclGroups
+from spark_hvd.transport.registry import ConnectionRegistry
 from spark_hvd.transport.rendezvous import adopted_world, everyones, launched_world, meeting, own_address
 from spark_hvd.transport.torch_private import HashStore, PrefixStore, Store, forget_names
-from spark_hvd.transport.wires import Wires
 from spark_hvd.world import launcher as elastic_launcher
 from spark_hvd.world.config import Config
 from spark_hvd.world.env import read_config, read_launch_env, read_mpi_env
@@ -110,7 +110,7 @@ def init(
         CollectiveError: The other ranks could not be reached.
     """
     with standing.lock:
-        if standing.provisional is not None:
+        if standing.pending is not None:
             _prepare(comm, process_sets, settings)
             return
         config = replace(read_config(), **settings)
@@ -144,7 +144,7 @@ def _tune(here: Context, settings: dict[str, Any]) -> None:
 
 def _prepare(comm: object, process_sets: object, settings: dict[str, Any]) -> None:
     """init() of an elastic rank outside its worlds: what was set counts in those to come."""
-    outside = standing.provisional
+    outside = standing.pending
     assert outside is not None
     if comm is not None:
         raise ValueError(f"comm={comm!r}: an elastic world cannot be divided; register process sets instead.")
@@ -154,7 +154,7 @@ def _prepare(comm: object, process_sets: object, settings: dict[str, Any]) -> No
             "world; register them by hvd.add_process_set() inside the function that is decorated with hvd.elastic.run."
         )
     if settings:
-        standing.provisional = replace(outside, config=replace(outside.config or read_config(), **settings))
+        standing.pending = replace(outside, config=replace(outside.config or read_config(), **settings))
 
 
 def expect(me: RankInfo) -> None:
@@ -168,8 +168,8 @@ def expect(me: RankInfo) -> None:
     """
     with standing.lock:
         assert standing.context is None, "a rank that is in a world has its place there"
-        before = standing.provisional
-        standing.provisional = Provisional(me, None, 0) if before is None else replace(before, me=me)
+        before = standing.pending
+        standing.pending = PendingMember(me, None, 0) if before is None else replace(before, me=me)
 
 
 def _join_as_launched(comm: Sequence[int] | MPI.Intracomm | None, config: Config) -> None:
@@ -251,12 +251,12 @@ def join(
             times = before.times + 1
         standing.joined = Joined(world, kv, timeout, backend, times)
         prefixed = PrefixStore(f"spark_hvd/{world.generation}/{times}", kv)
-        config = config or (standing.provisional and standing.provisional.config) or read_config()
+        config = config or (standing.pending and standing.pending.config) or read_config()
         if elastic_launcher.installed() is None:
             _meet(world, prefixed, timeout, backend, config)
         else:
             _meet_elastically(world, prefixed, timeout, backend, config)
-        standing.provisional = None
+        standing.pending = None
 
 
 def _meet(world: World, kv: Store, timeout: float, backend: str | None, config: Config) -> None:
@@ -267,14 +267,14 @@ def _meet(world: World, kv: Store, timeout: float, backend: str | None, config: 
 
 def _meet_elastically(world: World, kv: Store, timeout: float, backend: str | None, config: Config) -> None:
     """Join a world that :func:`abort` can end, also before all have joined."""
-    wires = standing.wired(Wires(world.generation, world.endpoint, world.me.size))
+    registry = standing.register_connections(ConnectionRegistry(world.generation, world.endpoint, world.me.size))
     try:
-        with wires.making():
+        with registry.establishing():
             _meet(world, kv, timeout, backend, config)
     except BaseException:
         # It may have been joined in the very moment in which it was aborted.
         end("this rank gave up the generation.")
-        standing.joined = standing.wires = None
+        standing.joined = standing.registry = None
         raise
 
 
@@ -311,13 +311,13 @@ def _enter(world: World, layout: WorldLayout, kv: Store, timeout: float, backend
         forget_names()
         raise
     try:
-        if standing.wires is not None:
+        if standing.registry is not None:
             assert dist.group.WORLD is not None
-            standing.wires.add(Connections.since(before, dist.group.WORLD))
+            standing.registry.add(Connections.since(before, dist.group.WORLD))
         _settle(world, layout, kv, timeout, config, owns_default_group=True)
     except BaseException as error:
-        if standing.wires is not None:
-            standing.wires.cut(str(error))  # what is under way would be waited for
+        if standing.registry is not None:
+            standing.registry.abort(str(error))  # what is under way would be waited for
         dist.destroy_process_group()
         raise
 
@@ -328,13 +328,13 @@ def _settle(
     """Open the named lane over the default process group's ranks; the world is then joined."""
     if config.stall_timeout is None:
         config = replace(config, stall_timeout=timeout)
-    wires = standing.wires
+    registry = standing.registry
     engine = Engine(config, world.secret, lambda: own_address(world.endpoint), world.ports)
     size = world.me.size
-    groups = Groups(kv, timeout, owns_default_group=owns_default_group, wires=wires)
+    groups = Groups(kv, timeout, owns_default_group=owns_default_group, registry=registry)
     try:
-        if wires is not None:
-            wires.on_cut(engine.abort)
+        if registry is not None:
+            registry.on_abort(engine.abort)
         communicator: Communicator = LocalCommunicator() if size == 1 else communicator_over(None)
         # A default group that the user initialised is his own affair, also when it hangs. Ours is looked up, not kept:
         # its connections close with the last reference to it, which is how peers notice that it was destroyed.
@@ -344,7 +344,9 @@ def _settle(
     except BaseException:
         engine.close("init() failed")
         raise
-    standing.context = Context(world, layout, communicator, kv, owns_default_group, engine, lane, groups, wires=wires)
+    standing.context = Context(
+        world, layout, communicator, kv, owns_default_group, engine, lane, groups, registry=registry
+    )
     if config.timeline is not None:
         try:
             start_timeline(_numbered(config.timeline, world.generation), config.timeline_mark_cycles)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from spark_hvd.collectives.lane import Lane
-from spark_hvd.context.standing import Provisional, standing
+from spark_hvd.context.standing import PendingMember, standing
 from spark_hvd.transport.mpi import backend as mpi_backend
 from spark_hvd.transport.mpi.ends import at_exit
 
@@ -41,10 +41,10 @@ def abort(text: str, generation: int | None = None) -> None:
     """
     if generation is not None and (standing.aborted is None or generation >= standing.aborted[0]):
         standing.aborted = generation, text
-    wires = standing.wires
-    if wires is None or (generation is not None and wires.generation > generation):
+    registry = standing.registry
+    if registry is None or (generation is not None and registry.generation > generation):
         return
-    wires.cut(text)
+    registry.abort(text)
     context = standing.context
     if context is not None:
         for lane in [context.lane, *context.lanes.values()]:
@@ -54,7 +54,7 @@ def abort(text: str, generation: int | None = None) -> None:
 
 def is_aborted() -> bool:
     """Whether :func:`abort` was called for the world that this process is in."""
-    return standing.wires is not None and standing.wires.broken is not None
+    return standing.registry is not None and standing.registry.broken is not None
 
 
 def abandon() -> None:
@@ -68,8 +68,8 @@ def abandon() -> None:
             return
         me, config, number = context.world.me, context.engine.config, context.world.generation
         end("this rank has left the generation: it is over.")
-        standing.provisional = Provisional(me, config, number)
-        standing.joined = standing.wires = None
+        standing.pending = PendingMember(me, config, number)
+        standing.joined = standing.registry = None
 
 
 def end(text: str) -> None:
@@ -85,8 +85,8 @@ def end(text: str) -> None:
         process_set.registered_as(None)
     context.engine.close(text)
     drain([context.lane, *context.lanes.values()])
-    if context.wires is not None:
-        context.wires.cut(text)
+    if context.registry is not None:
+        context.registry.abort(text)
     context.communicator.close()
     # The user may have destroyed the default group himself, and all others with it.
     if dist.is_initialized():
@@ -110,7 +110,7 @@ def drain(lanes: Sequence[Lane]) -> None:
     _wait([lane for lane in lanes if not lane.doomed], _LAST_SECONDS)
     for lane in lanes:
         if lane.unfinished:
-            lane.cut()
+            lane.abort()
     _wait(lanes, _LAST_SECONDS)
     for lane in lanes:
         if lane.unfinished:

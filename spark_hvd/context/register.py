@@ -99,7 +99,7 @@ def _open(process_set: ProcessSet, ranks: Sequence[int]) -> None:
     number = next(here.numbers)
     me, groups = here.world.me.rank, here.groups
     if me in ranks:
-        with here.making():
+        with here.establishing():
             nccl = NcclGroups(lambda: groups.of(number))
             members = open_members(number, ranks, here.layout, me, groups, here.engine.config, nccl)
             here.lanes[number] = here.engine.open_lane(members, PrefixStore(f"lane/{number}", here.kv))

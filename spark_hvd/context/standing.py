@@ -20,9 +20,9 @@ from spark_hvd.engine.engine import Engine
 from spark_hvd.transport.communicator import Communicator
 from spark_hvd.transport.groups import Groups
 from spark_hvd.transport.pipes import Pipes
+from spark_hvd.transport.registry import ConnectionRegistry
 from spark_hvd.transport.torch_private import Store
 from spark_hvd.transport.waits import stand_by
-from spark_hvd.transport.wires import Wires
 from spark_hvd.world import launcher
 from spark_hvd.world.config import Config
 from spark_hvd.world.errors import NotInitializedError
@@ -74,14 +74,14 @@ class Context:
     """For process sets; none is used twice, as keys of the key-value store must not be."""
     ordinals: defaultdict[str, Iterator[int]] = field(default_factory=lambda: defaultdict(itertools.count))
     """See :func:`ordinal`."""
-    wires: Wires | None = None
+    registry: ConnectionRegistry | None = None
     """Of an elastic world."""
     stand_ins: weakref.WeakValueDictionary[int, StandIn] = field(default_factory=weakref.WeakValueDictionary)
     """What this rank stands in for while it has joined, besides the named lane; under numbers that all ranks share."""
 
-    def making(self) -> contextlib.AbstractContextManager[None]:
+    def establishing(self) -> contextlib.AbstractContextManager[None]:
         """To make process groups and lanes in, so that :func:`abort` ends that too."""
-        return contextlib.nullcontext() if self.wires is None else self.wires.making()
+        return contextlib.nullcontext() if self.registry is None else self.registry.establishing()
 
     def new_group(self, process_set_id: int, gloo_threads: int | None = None) -> dist.ProcessGroup:
         """A process group of the ranks of a process set; each of them must call this, in the same order.
@@ -112,7 +112,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Provisional:
+class PendingMember:
     """What an elastic rank is outside its worlds."""
 
     me: RankInfo
@@ -120,7 +120,7 @@ class Provisional:
     generation: int
 
 
-class Standing:
+class ProcessState:
     """What changes when a world is joined or left."""
 
     def __init__(self) -> None:
@@ -128,24 +128,24 @@ class Standing:
         """Held by whoever joins or leaves."""
         self.context: Context | None = None
         self.joined: Joined | None = None
-        self.provisional: Provisional | None = None
-        self.wires: Wires | None = None
+        self.pending: PendingMember | None = None
+        self.registry: ConnectionRegistry | None = None
         """Of the elastic world that is joined, or is being joined."""
         self.aborted: tuple[int, str] | None = None
         """The last generation that was aborted by its number, and why."""
         self.forked: str | None = None
         """In a process that a rank has forked: what it must not do, see :mod:`spark_hvd.context.forks`."""
 
-    def wired(self, wires: Wires) -> Wires:
+    def register_connections(self, registry: ConnectionRegistry) -> ConnectionRegistry:
         """These connections are to be made; they are cut at once if their generation was aborted already."""
-        self.wires = wires
-        stand_by(lambda: wires.broken)
-        if self.aborted is not None and wires.generation <= self.aborted[0]:
-            wires.cut(self.aborted[1])
-        return wires
+        self.registry = registry
+        stand_by(lambda: registry.broken)
+        if self.aborted is not None and registry.generation <= self.aborted[0]:
+            registry.abort(self.aborted[1])
+        return registry
 
 
-standing = Standing()
+standing = ProcessState()
 """This process'."""
 
 
@@ -158,7 +158,7 @@ def current() -> Context:
     context = standing.context
     if context is None:
         refuse_fork()
-        raise NotInitializedError() if standing.provisional is None else NotInitializedError(_NO_GENERATION)
+        raise NotInitializedError() if standing.pending is None else NotInitializedError(_NO_GENERATION)
     return context
 
 
@@ -181,7 +181,7 @@ def place() -> RankInfo:
     Raises:
         NotInitializedError: Neither.
     """
-    outside = standing.provisional
+    outside = standing.pending
     return current().world.me if outside is None or in_world() else outside.me
 
 
@@ -191,13 +191,13 @@ def generation() -> int:
     Raises:
         NotInitializedError: Before init().
     """
-    outside = standing.provisional
+    outside = standing.pending
     return current().world.generation if outside is None or in_world() else outside.generation
 
 
 def is_initialized() -> bool:
     """Whether this process is in a world, or waits for its first or next one as an elastic rank."""
-    return standing.context is not None or standing.provisional is not None
+    return standing.context is not None or standing.pending is not None
 
 
 def in_world() -> bool:

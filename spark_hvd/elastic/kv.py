@@ -7,8 +7,8 @@ import time
 from datetime import timedelta
 
 from spark_hvd.context.standing import standing
+from spark_hvd.transport.registry import ConnectionRegistry
 from spark_hvd.transport.torch_private import TCPStore
-from spark_hvd.transport.wires import Wires
 from spark_hvd.world.errors import CollectiveError
 from spark_hvd.world.layout import Endpoint
 
@@ -30,16 +30,16 @@ def reach_store(endpoint: Endpoint, generation: int, timeout: float) -> TCPStore
     Raises:
         CollectiveError: It cannot be reached, or the generation was aborted.
     """
-    wires = standing.wired(Wires(generation, endpoint, 1))
+    registry = standing.register_connections(ConnectionRegistry(generation, endpoint, 1))
     until = time.monotonic() + min(timeout, _CONNECT_SECONDS)
-    with wires.making():
+    with registry.establishing():
         while True:
             try:
                 # A store that is gone refuses at once, which torch would not take for an answer.
                 socket.create_connection((endpoint.host, endpoint.port), _ATTEMPT_SECONDS).close()
                 kv = TCPStore(endpoint.host, endpoint.port, None, False, timedelta(seconds=_ATTEMPT_SECONDS))
             except (RuntimeError, OSError) as error:
-                if wires.broken is not None or time.monotonic() > until:
+                if registry.broken is not None or time.monotonic() > until:
                     raise CollectiveError(f"the store of generation {generation} cannot be reached: {error}") from error
                 time.sleep(_PAUSE_SECONDS)
             else:

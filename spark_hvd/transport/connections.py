@@ -35,10 +35,10 @@ def sockets() -> Sockets:
     return found
 
 
-class Severable(Protocol):
+class Abortable(Protocol):
     """What carries collectives, and can stop doing so."""
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Fail what is under way on this rank, and on the others where that is possible. From any thread."""
         ...
 
@@ -69,7 +69,7 @@ class Connections:
         others = {tuple(end) for rank, known in enumerate(theirs) if rank != place for end in known}
         return cls({fd: inode for (here, there), (fd, inode) in ends.items() if (*there, *here) in others})
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """End them, in both directions; their file descriptors stay Gloo's to close. From any thread."""
         for fd, inode in self._mine.items():
             with contextlib.suppress(OSError), _opened(fd, inode) as end:
@@ -83,13 +83,13 @@ def cut_to(addresses: Set[Address]) -> None:
     """End this process' connections to some addresses, in both directions. From any thread."""
     for (_, (host, port)), (fd, inode) in _ends(sockets().items()).items():
         if (host.removeprefix("::ffff:"), port) in addresses:
-            Connections({fd: inode}).cut()
+            Connections({fd: inode}).abort()
 
 
 def cut_among(candidates: Sockets) -> None:
     """End those TCP connections that are among some sockets, in both directions. From any thread."""
     for fd, inode in _ends(candidates.items()).values():
-        Connections({fd: inode}).cut()
+        Connections({fd: inode}).abort()
 
 
 def answer(candidates: Sockets, size: int) -> None:

@@ -16,7 +16,7 @@ from spark_hvd.transport.pipes import Pipes
 from spark_hvd.transport.torch_private import PrefixStore, Store, process_group
 
 if TYPE_CHECKING:
-    from spark_hvd.transport.wires import Wires
+    from spark_hvd.transport.registry import ConnectionRegistry
 
 GROUP_PREFIX = "spark_hvd."
 """Of the names of all process groups made here."""
@@ -29,12 +29,14 @@ class Groups:
         kv: The world's key-value store.
         timeout: Seconds until a collective gives up on its peers.
         owns_default_group: Whether all other process groups end with the world, too.
-        wires: Of an elastic world: all connections are to be known.
+        registry: Of an elastic world: all connections are to be known.
     """
 
-    def __init__(self, kv: Store, timeout: float, *, owns_default_group: bool, wires: Wires | None = None) -> None:
+    def __init__(
+        self, kv: Store, timeout: float, *, owns_default_group: bool, registry: ConnectionRegistry | None = None
+    ) -> None:
         self.owns_default_group = owns_default_group
-        self._wires = wires
+        self._registry = registry
         self._kv = PrefixStore("groups", kv)
         self.timeout = timeout
         self._made: dict[int, list[dist.ProcessGroup]] = {}
@@ -48,7 +50,7 @@ class Groups:
             ranks: Its ranks in the world.
             gloo_threads: None for the world's backends; else Gloo alone, with this number of threads.
         """
-        if self._wires is None:
+        if self._registry is None:
             return self._make(process_set_id, ranks, gloo_threads)
         return self.make_known(process_set_id, ranks, gloo_threads)[0]
 
@@ -56,12 +58,12 @@ class Groups:
         self, process_set_id: int, ranks: Sequence[int], gloo_threads: int | None = None
     ) -> tuple[dist.ProcessGroup, Connections]:
         """As :meth:`make`, with the group's connections; that costs an exchange."""
-        with contextlib.nullcontext() if self._wires is None else self._wires.making():
+        with contextlib.nullcontext() if self._registry is None else self._registry.establishing():
             before = sockets()
             group = self._make(process_set_id, ranks, gloo_threads)
             connections = Connections.since(before, group)
-            if self._wires is not None:
-                self._wires.add(connections)
+            if self._registry is not None:
+                self._registry.add(connections)
         return group, connections
 
     def _make(self, process_set_id: int, ranks: Sequence[int], gloo_threads: int | None) -> dist.ProcessGroup:
@@ -87,8 +89,8 @@ class Groups:
         made = Pipes.open(ranks, dist.get_rank(group), self.timeout, lambda fact: exchange(fact, group, device))
         if made is not None:
             self._pipes.setdefault(process_set_id, []).append(made)
-            if self._wires is not None:
-                self._wires.add(made)
+            if self._registry is not None:
+                self._registry.add(made)
         return made
 
     def forked(self) -> None:
@@ -104,7 +106,7 @@ class Groups:
     def destroy(self, process_set_id: int) -> None:
         """Destroy those of a process set; its number is never used again."""
         for pipes in self._pipes.pop(process_set_id, []):
-            pipes.cut()
+            pipes.abort()
         for group in self._made.pop(process_set_id, []):
             dist.destroy_process_group(group)
 

@@ -54,7 +54,7 @@ class Pipes:
         self._sent = [0 for _ in Point]
         self._come = {place: [0 for _ in Point] for place in incoming}
         self._ended = set[int]()
-        # Its end tells a thread that waits for the others that cut() was called.
+        # Its end tells a thread that waits for the others that abort() was called.
         self._closing, self._open = os.pipe()
         self._places = {fd: place for place, fd in incoming.items()}
         self._poller = select.poll()
@@ -149,7 +149,7 @@ class Pipes:
                     raise RuntimeError(self._closed_here())
                 self._read(self._places[fd])
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Have gone, for the others and for whoever waits here. From any thread."""
         with self._lock:
             if self._open >= 0:
@@ -160,18 +160,18 @@ class Pipes:
     def forked(self) -> None:
         """This is a child of the rank's process, which must not outlive it for the others."""
         self._lock = threading.Lock()
-        self.cut()
+        self.abort()
 
     def __del__(self) -> None:
         """Nobody waits any more."""
-        self.cut()
+        self.abort()
         for fd in [*self._places, self._closing]:
             os.close(fd)
 
     def _write(self, place: int, fd: int, data: bytes) -> None:
         until = None
         while True:
-            with self._lock:  # cut() might give the number to another file
+            with self._lock:  # abort() might give the number to another file
                 if self._open < 0:
                     raise RuntimeError(self._closed_here())
                 try:

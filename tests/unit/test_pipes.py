@@ -68,7 +68,7 @@ def test_who_has_gone_is_an_error_only_where_somebody_needs_him() -> None:
     zero, one = two()
     one.send(Point.FILLED)
     end = in_a_thread(lambda: zero.wait(Point.FILLED, 2))
-    one.cut()
+    one.abort()
     assert str(end()) == "the connection to rank 7 has ended"
     zero.wait(Point.FILLED, 1)
     with pytest.raises(RuntimeError, match="this rank has left the world"):
@@ -81,8 +81,8 @@ def test_who_has_gone_is_an_error_only_where_somebody_needs_him() -> None:
 def test_another_thread_frees_who_waits() -> None:
     zero, _one = two()
     end = in_a_thread(lambda: zero.wait(Point.FILLED, 1))
-    zero.cut()
-    zero.cut()
+    zero.abort()
+    zero.abort()
     assert str(end()) == "this rank has left the world"
 
 

@@ -62,7 +62,7 @@ class Recipe:
         ranks = list(lane_of(self.process_set).ranks) if included else []
         if len(ranks) <= 1:
             return None
-        with context.making():
+        with context.establishing():
             return self._open(params, context, ranks)
 
     def _open(self, params: Sequence[torch.nn.Parameter], context: Context, ranks: Sequence[int]) -> GradientReducer:

@@ -218,7 +218,7 @@ class MpiCommunicator:
 
     def abort(self) -> None:
         """See base class."""
-        self._endpoint.cut()
+        self._endpoint.abort()
 
     def _everyones(self, fact: list[int]) -> list[list[int]]:
         mine = torch.tensor(fact, dtype=torch.int64)

@@ -65,7 +65,7 @@ class Endpoint:
                 raise CollectiveError(f"{name} cannot start on rank {self.rank}: {self._closed}")
             return PROGRESS.start(self, name, call, arguments, keep)
 
-    def cut(self, error: str = "this rank has left the communicator.") -> None:
+    def abort(self, error: str = "this rank has left the communicator.") -> None:
         """Give up what is under way on this rank; MPI itself cannot be told to. From any thread.
 
         Args:
@@ -83,7 +83,7 @@ class Endpoint:
         while (left := PROGRESS.of(self)) and time.monotonic() < until:
             if not left[0].poll(8):
                 time.sleep(1e-4)
-        self.cut()
+        self.abort()
         if not left and self.communicator != MPI.COMM_NULL:
             with TURNS:
                 self.communicator.Free()
@@ -107,7 +107,7 @@ def lose(rank: int, text: str, prefix: str) -> None:
     def give_up() -> None:
         for endpoint in lost:
             if endpoint in _open:
-                endpoint.cut(text)
+                endpoint.abort(text)
 
     PROGRESS.later(_LAST_SECONDS, give_up)
 

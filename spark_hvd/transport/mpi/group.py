@@ -286,7 +286,7 @@ class MpiProcessGroup(_ProcessGroup):
 
     def abort(self) -> None:
         """Give up what is under way on this rank."""
-        self.endpoint.cut()
+        self.endpoint.abort()
 
     def shutdown(self) -> None:
         """Let what is under way end, give up the rest, and free what MPI has for the group."""

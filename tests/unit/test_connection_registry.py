@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from spark_hvd.transport.wires import Wires
+from spark_hvd.transport.registry import ConnectionRegistry
 from spark_hvd.world.errors import CollectiveError
 
 
@@ -30,9 +30,9 @@ def no_descriptor_left() -> Iterator[None]:
             os.close(each)
 
 
-def cut_without_descriptors(wires: Wires) -> None:
+def cut_without_descriptors(registry: ConnectionRegistry) -> None:
     with (
-        wires.making(),
+        registry.establishing(),
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as here,
         server.accept()[0] as there,
@@ -40,7 +40,7 @@ def cut_without_descriptors(wires: Wires) -> None:
         with no_descriptor_left():
             with pytest.raises(OSError, match="Too many open files"):
                 os.dup(0)
-            wires.cut("rank 1 has left")
+            registry.abort("rank 1 has left")
         for end in (here, there):
             end.settimeout(10)
             assert end.recv(1) == b""
@@ -48,4 +48,4 @@ def cut_without_descriptors(wires: Wires) -> None:
 
 def test_no_descriptor_is_left_when_it_is_cut() -> None:
     with pytest.raises(CollectiveError, match="rank 1 has left"):
-        cut_without_descriptors(Wires(0, None, 2))
+        cut_without_descriptors(ConnectionRegistry(0, None, 2))

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from spark_hvd.transport.connections import Severable, Sockets, answer, cut_among, cut_to, sockets
+from spark_hvd.transport.connections import Abortable, Sockets, answer, cut_among, cut_to, sockets
 from spark_hvd.transport.handles import is_out_of_memory
 from spark_hvd.world.errors import CollectiveError
 
@@ -27,7 +27,7 @@ _AGAIN_SECONDS = 0.05
 """Between two cuts, while a group is being made: its sockets come one after the other."""
 
 
-class Wires:
+class ConnectionRegistry:
     """See the module's description.
 
     Args:
@@ -47,17 +47,17 @@ class Wires:
             self._store = {(str(each[4][0]), endpoint.port) for each in found}
         self._lock = threading.Lock()
         self._cutting = threading.Lock()
-        self._known: list[Severable] = []
+        self._known: list[Abortable] = []
         self._listeners: list[Callable[[str], None]] = []
         self._before: Sockets | None = None
         """While a group is being made: the sockets that there were."""
 
     @contextlib.contextmanager
-    def making(self) -> Iterator[None]:
+    def establishing(self) -> Iterator[None]:
         """Within this context process groups are made, and what they wait for is cut too.
 
         Raises:
-            CollectiveError: The wires were cut, or a peer or the network failed.
+            CollectiveError: The connections were aborted, or a peer or the network failed.
         """
         if self._before is not None:
             yield
@@ -78,12 +78,12 @@ class Wires:
                 self._before = None
         self._require_whole()
 
-    def add(self, known: Severable) -> None:
+    def add(self, known: Abortable) -> None:
         """These are the connections of a process group that has been made."""
         with self._lock:
             self._known.append(known)
 
-    def on_cut(self, listener: Callable[[str], None]) -> None:
+    def on_abort(self, listener: Callable[[str], None]) -> None:
         """Tell this listener also that they were cut, and why; in the thread that cuts."""
         with self._lock:
             self._listeners.append(listener)
@@ -91,7 +91,7 @@ class Wires:
         if text is not None:
             listener(text)
 
-    def cut(self, text: str) -> None:
+    def abort(self, text: str) -> None:
         """End all connections; the first text is the one that is told. From any thread."""
         with self._lock:
             if self.broken is None:
@@ -113,7 +113,7 @@ class Wires:
         with self._lock:
             known = list(self._known)
         for each in known:
-            each.cut()
+            each.abort()
         # Where no file descriptor is left, what is being made is looked at again in a moment.
         with self._cutting, contextlib.suppress(OSError):
             if self._before is not None:
