@@ -8,7 +8,7 @@ from dataclasses import asdict
 import torch
 
 from spark_hvd.runner.rank.gpus import GpuShare, RankGpus, choose_backend, own_device
-from spark_hvd.transport.rendezvous import everyones
+from spark_hvd.transport.rendezvous import all_gather_facts
 from spark_hvd.transport.torch_private import PrefixStore, Store
 from spark_hvd.world.layout import RankInfo
 
@@ -35,7 +35,7 @@ def settle(me: RankInfo, share: GpuShare, kv: Store, backend: str | None, local:
     mine = RankGpus(me.host, share.assigned, take(local or me, share))
     if share.assigned is None and backend is not None and backend != "nccl":
         return backend  # nothing that could conflict, on any rank
-    everyone = everyones(asdict(mine), PrefixStore("spark_hvd/gpus", kv), me.rank, me.size)
+    everyone = all_gather_facts(asdict(mine), PrefixStore("spark_hvd/gpus", kv), me.rank, me.size)
     choice = choose_backend([RankGpus(**fact) for fact in everyone], backend, share.may_share)
     if choice.warning is not None and me.rank == 0:
         _log.warning("%s", choice.warning)

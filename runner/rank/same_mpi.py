@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 
-from spark_hvd.transport.rendezvous import everyones
+from spark_hvd.transport.rendezvous import all_gather_facts
 from spark_hvd.transport.torch_private import PrefixStore, Store
 from spark_hvd.world.layout import RankInfo
 
@@ -45,7 +45,7 @@ def check_same_mpi(me: RankInfo, kv: Store) -> None:
         mine, fault = library_version(), None
     except MpiMismatchError as error:
         mine, fault = "none", error
-    found = everyones([mine, me.host], PrefixStore("mpi", kv), me.rank, me.size)
+    found = all_gather_facts([mine, me.host], PrefixStore("mpi", kv), me.rank, me.size)
     if fault is not None:
         raise fault
     hosts = defaultdict(set)

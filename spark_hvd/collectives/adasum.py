@@ -188,11 +188,11 @@ class _Tree:
         """Sum up what my group of this many neighbouring ranks found, each in its part of the vectors."""
         handle = self._communicator.allgather(dots.unsqueeze(0), rows=[1] * self._size)
         yield handle
-        everyones = handle.wait()
+        gathered = handle.wait()
         first = self._rank // group * group
         total = torch.zeros_like(dots)
         # Not sum(0), whose order depends on the processor: partners must find the same bits.
-        for found in everyones[first : first + group]:
+        for found in gathered[first : first + group]:
             total += found
         return total
 

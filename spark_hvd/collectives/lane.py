@@ -51,7 +51,7 @@ class Link(Protocol):
         """This rank cannot run what all ranks run."""
         ...
 
-    def doomed(self, lane: Lane) -> None:
+    def peer_lost(self, lane: Lane) -> None:
         """A rank has gone: call :meth:`Lane.give_up` in a moment."""
         ...
 
@@ -80,9 +80,9 @@ class Lane:
         self._fresh: list[tuple[str, Request]] = []
         self._joining: NamedHandle[int] | None = None
         self._broken: str | None = None
-        self.doomed = False
+        self.peer_lost = False
         """Whether a rank has vanished, so that what is under way will hardly end well."""
-        self.stranded = False
+        self.left_unfinished = False
         """Whether a rank has left without its part of collectives that were begun here, perhaps on the device."""
         self._verdict = threading.Event()
         # The engine's thread only.
@@ -268,12 +268,12 @@ class Lane:
                 self.gone(decision.text)
                 self.members.on_loss(decision.rank, decision.text)
                 if decision.done is None:
-                    self._doom()
+                    self._mark_peer_lost()
                 else:
                     self.abandon(decision.done)
                     if self._runs.begun > decision.done:
-                        self.stranded = True
-                        self._link.doomed(self)
+                        self.left_unfinished = True
+                        self._link.peer_lost(self)
 
     def resume(self) -> None:
         """A collective of several rounds may be able to go on."""
@@ -300,16 +300,16 @@ class Lane:
             )
             self.gone(text)
             self.members.on_loss(self.ranks[0], text)
-            self._doom()
+            self._mark_peer_lost()
 
-    def _doom(self) -> None:
-        self.doomed = True
-        self._link.doomed(self)
+    def _mark_peer_lost(self) -> None:
+        self.peer_lost = True
+        self._link.peer_lost(self)
 
     def aborted(self, text: str) -> None:
         """The world is over, and nothing that is under way will end well."""
         self.gone(text)
-        self.doomed = True
+        self.peer_lost = True
         self.abandon()
 
     def forked(self, text: str) -> None:
@@ -325,7 +325,7 @@ class Lane:
 
     def give_up(self) -> None:
         """The moment is over in which what is under way could still succeed."""
-        if self.doomed:
+        if self.peer_lost:
             self.abandon()
             self.abort()
         if self.members.nccl is not None:

@@ -95,7 +95,7 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
     payload, seal, failure = _pickled(obj)
     payload = payload.to(lane.communicator.fact_device)
     work = start_allgather([payload], name, process_set, _whole, urgent=True, seal=seal).wait()
-    everyones = single_result(work).cpu()
+    gathered = single_result(work).cpu()
     me = lane.ranks[lane.communicator.rank]
     values: list[T] = []
     start = 0
@@ -104,7 +104,7 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
             raise _unpicklable("allgather_object", rank) from failure
         if each is not None:  # ranks that have joined have no part
             end = start + _numel(each)
-            own = everyones[start:end].clone()  # arrays are views of it, and must not keep those of other ranks
+            own = gathered[start:end].clone()  # arrays are views of it, and must not keep those of other ranks
             values.append(_loaded(own, each, f"rank {me} got a pickle from rank {rank}"))
             start = end
     return values

@@ -57,8 +57,8 @@ class Staging:
             return None
         arena = SharedArena([(CAPACITY, torch.uint8)])
         place = dist.get_rank(group)
-        everyones = arena.map_everyones(place, lambda fact: exchange(fact, group, cpu))
-        return None if everyones is None else cls(everyones[0], place)
+        gathered = arena.map_all(place, lambda fact: exchange(fact, group, cpu))
+        return None if gathered is None else cls(gathered[0], place)
 
     def serves(self, batch: Batch) -> bool:
         """Whether a batch goes through here: the same answer on every rank."""

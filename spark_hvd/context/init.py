@@ -40,7 +40,7 @@ from spark_hvd.transport.mpi import backend as mpi_backend
 from spark_hvd.transport.mpi.start import abort_on_exceptions, is_mpi_communicator, part_of, ranks_of, world_of
 from spark_hvd.transport.nccl import NcclGroups
 from spark_hvd.transport.registry import ConnectionRegistry
-from spark_hvd.transport.rendezvous import adopted_world, everyones, launched_world, meeting, own_address
+from spark_hvd.transport.rendezvous import adopted_world, all_gather_facts, launched_world, meeting, own_address
 from spark_hvd.transport.torch_private import HashStore, PrefixStore, Store, forget_names
 from spark_hvd.world import launcher as elastic_launcher
 from spark_hvd.world.config import Config
@@ -260,7 +260,7 @@ def join(
 
 
 def _meet(world: World, kv: Store, timeout: float, backend: str | None, config: Config) -> None:
-    infos = everyones(asdict(world.me), kv, world.me.rank, world.me.size)
+    infos = all_gather_facts(asdict(world.me), kv, world.me.rank, world.me.size)
     layout = WorldLayout(tuple(RankInfo(**info) for info in infos), tuple(range(world.me.size)))
     _enter(world, layout, kv, timeout, backend, config)
 

@@ -104,10 +104,10 @@ def drain(lanes: Sequence[Lane]) -> None:
     A process group waits for what is under way when it is destroyed, also where that waits for a rank that is gone.
     """
     for lane in lanes:
-        if (lane.doomed or lane.stranded) and lane.members.nccl is not None:
+        if (lane.peer_lost or lane.left_unfinished) and lane.members.nccl is not None:
             lane.members.nccl.abort()
     # It may still end well, and the peers may need it.
-    _wait([lane for lane in lanes if not lane.doomed], _LAST_SECONDS)
+    _wait([lane for lane in lanes if not lane.peer_lost], _LAST_SECONDS)
     for lane in lanes:
         if lane.unfinished:
             lane.abort()

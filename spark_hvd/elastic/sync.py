@@ -55,8 +55,8 @@ def synchronize(
     if fault is not None:
         raise ValueError(f"state.sync(): rank {root} has state that cannot be sent: {fault}")
     faults = [misfit(name, skeleton) for name, skeleton in skeletons.items()] if communicator.rank != root else []
-    everyones = allgather_object("; ".join(filter(None, faults)))
-    for rank, text in enumerate(everyones):
+    gathered = allgather_object("; ".join(filter(None, faults)))
+    for rank, text in enumerate(gathered):
         if text:
             raise MismatchError(
                 f"state.sync(): rank {rank} cannot load the state of rank {root}: {text}. Build models, optimizers and "
@@ -88,9 +88,9 @@ def flatten_all(table: TensorTable, content: Mapping[str, Any]) -> dict[str, Any
     return skeletons
 
 
-def _require_same_kinds(everyones: list[dict[str, str]]) -> None:
-    first = everyones[0]
-    for rank, theirs in enumerate(everyones):
+def _require_same_kinds(gathered: list[dict[str, str]]) -> None:
+    first = gathered[0]
+    for rank, theirs in enumerate(gathered):
         for name in sorted(first.keys() | theirs.keys()):
             if first.get(name) != theirs.get(name):
                 raise MismatchError(

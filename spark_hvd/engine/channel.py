@@ -34,7 +34,7 @@ MAX_MESSAGE = 64 << 20
 _SILENCE_MS = 3000
 """A peer that does not even answer ZeroMQ's heartbeats for this long counts as gone."""
 _LINGER_MS = 1000
-FAREWELL = 0.3
+CLOSE_GRACE_SECONDS = 0.3
 """Seconds that the coordinator waits for the last message of a member whose other connection has ended, and at its own
 end for members to go."""
 _NEVER_MS = 1 << 30
@@ -114,7 +114,7 @@ class CoordinatorSockets:
             deadline: Until when, on the monotonic clock; None for the length of a farewell from now.
         """
         if deadline is None:
-            deadline = time.monotonic() + FAREWELL
+            deadline = time.monotonic() + CLOSE_GRACE_SECONDS
         while self._connected and self.decisions.poll(max(0, int((deadline - time.monotonic()) * 1000))):
             self.presence()
         self.requests.close(0)
@@ -182,7 +182,7 @@ class MemberSockets:
         self.decisions.disable_monitor()
         self.losses.close(0)
         self.decisions.close(0)
-        self.requests.close(int(FAREWELL * 1000))
+        self.requests.close(int(CLOSE_GRACE_SECONDS * 1000))
 
 
 def _handshake_fault(connections: Iterable[tuple[zmq.Socket[bytes], str]], timeout: float) -> str | None:

@@ -24,7 +24,7 @@ from spark_hvd.collectives.lane import Lane
 from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.messages import Decision
 from spark_hvd.collectives.tracing import Tracing
-from spark_hvd.engine.channel import FAREWELL, CoordinatorSockets, Keys, MemberSockets, ZapAuthenticator
+from spark_hvd.engine.channel import CLOSE_GRACE_SECONDS, CoordinatorSockets, Keys, MemberSockets, ZapAuthenticator
 from spark_hvd.engine.links import Alone, Here, Member
 from spark_hvd.engine.service import Coordination
 from spark_hvd.engine.timeline import WorldTimeline
@@ -109,8 +109,8 @@ class Engine:
             link.coordination = Coordination(lane, self.config, sockets)
             link.coordination.on_message = self.timeline.heard
             self._coordinations.append(link.coordination)
-            self._attend(sockets.requests, link.coordination.read_requests)
-            self._attend(sockets.decisions, link.coordination.read_presence)
+            self._register(sockets.requests, link.coordination.read_requests)
+            self._register(sockets.decisions, link.coordination.read_presence)
             if self._aborted is not None:
                 link.coordination.complete.set()
             return sockets.endpoints
@@ -140,8 +140,8 @@ class Engine:
 
         def attend() -> None:
             self._members.append(member)
-            self._attend(sockets.decisions, member.read)
-            self._attend(sockets.losses, member.read_losses)
+            self._register(sockets.decisions, member.read)
+            self._register(sockets.losses, member.read_losses)
 
         self.ask(attend)  # so that close() finds it
         member.send("hello")
@@ -252,7 +252,9 @@ class Engine:
 
     def _leave_lanes(self, text: str) -> None:
         self.timeline.leave()
-        deadline = time.monotonic() + FAREWELL  # for all lanes together: they have the same ranks to wait for
+        deadline = (
+            time.monotonic() + CLOSE_GRACE_SECONDS
+        )  # for all lanes together: they have the same ranks to wait for
         for lane in [member.lane for member in self._members] + [each.lane for each in self._coordinations]:
             self.close_lane(lane, text, deadline)
 
@@ -278,8 +280,8 @@ class Engine:
         self._wake_pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poller = zmq.Poller()
         self._handlers: dict[Any, Callable[[], None]] = {}
-        self._attend(self._wake_pipe[0], self._woken)
-        self._attend(self._authenticator.socket, self._authenticator.handle_requests)
+        self._register(self._wake_pipe[0], self._woken)
+        self._register(self._authenticator.socket, self._authenticator.handle_requests)
         self._thread = threading.Thread(target=self._serve, name="spark_hvd-engine", daemon=True)
         self._thread.start()
 
@@ -310,7 +312,7 @@ class Engine:
         if self._gathered_at is not None and time.monotonic() >= self._gathered_at:
             self._send_gathered()
         if self._abandon or any(coordination.waits for coordination in self._coordinations):
-            self._look_at_the_clock()
+            self._check_deadlines()
         self.tracing.cycle()
 
     def _woken(self) -> None:
@@ -334,7 +336,7 @@ class Engine:
         for coordination in self._coordinations:
             coordination.read_own()
 
-    def _look_at_the_clock(self) -> None:
+    def _check_deadlines(self) -> None:
         now = time.monotonic()
         for coordination in self._coordinations:
             due = coordination.next_check()
@@ -344,18 +346,18 @@ class Engine:
             _, lane = self._abandon.pop(0)
             lane.give_up()
 
-    def _attend(self, ready: Any, handler: Callable[[], None]) -> None:
+    def _register(self, ready: Any, handler: Callable[[], None]) -> None:
         self._poller.register(ready, zmq.POLLIN)
         self._handlers[ready] = handler
 
-    def _desert(self, ready: Any) -> None:
+    def _unregister(self, ready: Any) -> None:
         self._poller.unregister(ready)
         del self._handlers[ready]
 
     def _give_up(self, why: str) -> None:
         """Nothing can go on here. Whoever waits is told why, those on this rank first, and all lanes are left."""
         self._failed = f"the engine of the named collectives failed: {why}"
-        deadline = time.monotonic() + FAREWELL
+        deadline = time.monotonic() + CLOSE_GRACE_SECONDS
         sides: list[Coordination | Member] = [*self._coordinations, *self._members]
         for each in sides:
             lane = each.lane
@@ -387,12 +389,12 @@ class Engine:
         self._abandon = [(until, other) for until, other in self._abandon if other is not lane]
         for coordination in [each for each in self._coordinations if each.lane is lane]:
             assert coordination.sockets is not None
-            self._desert(coordination.sockets.requests)
-            self._desert(coordination.sockets.decisions)
+            self._unregister(coordination.sockets.requests)
+            self._unregister(coordination.sockets.decisions)
             coordination.leave(deadline)
             self._coordinations.remove(coordination)
         for member in [each for each in self._members if each.lane is lane]:
-            self._desert(member.sockets.decisions)
-            self._desert(member.sockets.losses)
+            self._unregister(member.sockets.decisions)
+            self._unregister(member.sockets.losses)
             member.leave()
             self._members.remove(member)

@@ -58,7 +58,7 @@ class Alone(Link):
     def failed(self, lane: Lane, text: str) -> None:
         """Nobody waits for this rank."""
 
-    def doomed(self, lane: Lane) -> None:
+    def peer_lost(self, lane: Lane) -> None:
         """Nothing is ever under way."""
 
 
@@ -86,7 +86,7 @@ class Here(Link):
         text = f"rank {lane.ranks[0]} could not do its part: {text}"
         self._engine.call(lambda: self.coordination.tell(self.coordination.failed(0, text)))
 
-    def doomed(self, lane: Lane) -> None:
+    def peer_lost(self, lane: Lane) -> None:
         """See base class."""
         self._engine.abandon_later(lane)
 
@@ -136,7 +136,7 @@ class Member(Link):
         """See base class."""
         self.send("failed", text)
 
-    def doomed(self, lane: Lane) -> None:
+    def peer_lost(self, lane: Lane) -> None:
         """See base class."""
         self._engine.abandon_later(lane)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from spark_hvd.collectives.lane import Lane
 from spark_hvd.collectives.messages import Decision, Pong, Request, Run, RunKnown, Tune, bits
-from spark_hvd.engine.channel import FAREWELL, CoordinatorSockets
+from spark_hvd.engine.channel import CLOSE_GRACE_SECONDS, CoordinatorSockets
 from spark_hvd.engine.coordinator import Coordinator
 from spark_hvd.world.activity import activity
 from spark_hvd.world.config import Config
@@ -73,7 +73,7 @@ class Coordination:
             if come:
                 self._absent.discard(place)
             else:
-                self._vanished.setdefault(place, time.monotonic() + FAREWELL)
+                self._vanished.setdefault(place, time.monotonic() + CLOSE_GRACE_SECONDS)
                 self._unheard.discard(place)
         held, self._held_back = self._held_back, []
         self._send(held)

@@ -204,9 +204,9 @@ def _through_extremes(call: Call, inputs: Sequence[torch.Tensor], totals: Sequen
         raise NotImplementedError("op=Adasum has no derivative; call it on detached tensors.")
     lane = lane_of(call.process_set)
     rows = [tensor.unsqueeze(0) for tensor in inputs]
-    everyones = start_allgather(rows, call.name_of("inputs"), call.process_set, all_results, urgent=True).wait()
+    gathered = start_allgather(rows, call.name_of("inputs"), call.process_set, all_results, urgent=True).wait()
     results = []
-    for tensor, total in zip(everyones, totals, strict=True):
+    for tensor, total in zip(gathered, totals, strict=True):
         with torch.enable_grad():
             x = tensor.requires_grad_()
             scaled = x * reducing.prescale

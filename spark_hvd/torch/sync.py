@@ -140,9 +140,9 @@ def _require_same(communicator: Communicator, description: Description, root_ran
     digests = communicator.allgather(mine).wait().view(communicator.size, -1)
     if bool((digests == digests[0]).all()):
         return
-    everyones = allgather_object(description)
-    wanted = everyones[root_rank]
-    for rank, other in enumerate(everyones):
+    gathered = allgather_object(description)
+    wanted = gathered[root_rank]
+    for rank, other in enumerate(gathered):
         if other != wanted:
             raise MismatchError(
                 f"broadcast_parameters: {_difference(wanted, other, root_rank, rank)}. "

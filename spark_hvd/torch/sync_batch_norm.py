@@ -154,7 +154,7 @@ class _Link:
     def size(self) -> int:
         return len(lane_of(self.process_set).ranks)
 
-    def everyones(self, row: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         """Every rank's row, shape (ranks, len(row)).
 
         By a sum in which each rank fills its own row: an allgather would exchange shapes first, for which the host must
@@ -189,7 +189,7 @@ class _Normalize(torch.autograd.Function):
         # Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979),
         # for any number of parts at once: nothing cancels, however large the mean. These few numbers are float64.
         row = torch.cat([here, squares, here.new_full((1,), values)])
-        means, squares, counts = torch.split(link.everyones(row).double(), [channels, channels, 1], dim=1)
+        means, squares, counts = torch.split(link.all_gather(row).double(), [channels, channels, 1], dim=1)
         count = counts.sum()
         divisor = count.clamp(min=1)
         mean = (counts * means).sum(0) / divisor

@@ -96,14 +96,14 @@ class TorchCommunicator:
 
     def _complex_product(self, tensor: torch.Tensor, mine: torch.Tensor, dense: torch.Tensor) -> Handle[torch.Tensor]:
         # No backend multiplies complex numbers.
-        everyones = dense.new_empty((self._size, *dense.shape))
+        gathered = dense.new_empty((self._size, *dense.shape))
         work = self._start(
             "allreduce",
-            lambda: _gather_equal(as_bytes(everyones), as_bytes(dense), self._group, async_op=True),
+            lambda: _gather_equal(as_bytes(gathered), as_bytes(dense), self._group, async_op=True),
         )
 
         def finish() -> torch.Tensor:
-            mine.copy_(everyones.prod(0))
+            mine.copy_(gathered.prod(0))
             return tensor
 
         return self._pending(dense, "allreduce", [work], finish)
@@ -133,14 +133,14 @@ class TorchCommunicator:
     def _gather_padded(self, dense: torch.Tensor, out: torch.Tensor, rows: Sequence[int]) -> Handle[torch.Tensor]:
         padded = dense.new_empty((max(rows), *out.shape[1:]))
         padded[: rows[self._rank]] = dense
-        everyones = dense.new_empty((self._size, *padded.shape))
+        gathered = dense.new_empty((self._size, *padded.shape))
         work = self._start(
             "allgather",
-            lambda: _gather_equal(as_bytes(everyones), as_bytes(padded), self._group, async_op=True),
+            lambda: _gather_equal(as_bytes(gathered), as_bytes(padded), self._group, async_op=True),
         )
 
         def finish() -> torch.Tensor:
-            for part, received, count in zip(torch.split(out, list(rows)), everyones, rows, strict=True):
+            for part, received, count in zip(torch.split(out, list(rows)), gathered, rows, strict=True):
                 part.copy_(received[:count])
             return out
 
@@ -267,11 +267,11 @@ class TorchCommunicator:
 
     def _everyones(self, fact: list[int]) -> list[list[int]]:
         mine = torch.tensor(fact, dtype=torch.int64, device=self._fact_device)
-        everyones = mine.new_empty(self._size * len(fact))
+        gathered = mine.new_empty(self._size * len(fact))
         name = "exchange of shapes"
-        work = self._start(name, lambda: _gather_equal(everyones, mine, self._group, async_op=True))
+        work = self._start(name, lambda: _gather_equal(gathered, mine, self._group, async_op=True))
         self._pending(mine, name, [work], lambda: None).wait()
-        table: list[list[int]] = everyones.view(self._size, len(fact)).tolist()
+        table: list[list[int]] = gathered.view(self._size, len(fact)).tolist()
         return table
 
     def _pending(

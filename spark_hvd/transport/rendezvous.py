@@ -33,7 +33,7 @@ def meeting(rank: int, size: int) -> Iterator[None]:
         ) from error
 
 
-def everyones(fact: Any, kv: Store, rank: int, size: int) -> list[Any]:
+def all_gather_facts(fact: Any, kv: Store, rank: int, size: int) -> list[Any]:
     """Publish a fact and collect those of all ranks, in rank order.
 
     Args:
@@ -81,7 +81,7 @@ def adopted_world(prefix: str) -> tuple[World, WorldLayout, Store]:
 
 
 def _layout(kv: Store, rank: int, size: int, host: str, node: str) -> WorldLayout:
-    places = everyones([host, node], PrefixStore("places", kv), rank, size)
+    places = all_gather_facts([host, node], PrefixStore("places", kv), rank, size)
     return WorldLayout.of_ranks([place[0] for place in places], [place[1] for place in places])
 
 

@@ -177,15 +177,15 @@ def sharded_objects_by(broadcast: Callable[[Any, int], Any], allgather: Callable
             return broadcast(object, self.global_coordinator_rank) if self.use_dist else object
 
         def gather_object(self, object: Any) -> list[Any] | None:
-            everyones = self.all_gather_object(object)
-            return everyones if self.is_coordinator else None
+            gathered = self.all_gather_object(object)
+            return gathered if self.is_coordinator else None
 
         def all_gather_object(self, object: Any) -> list[Any]:
             return allgather(object) if self.use_dist else [object]
 
         def scatter_object(self, object_list: list[Any] | None) -> Any:
-            everyones = self.broadcast_object(object_list)
-            return everyones[self.rank]
+            gathered = self.broadcast_object(object_list)
+            return gathered[self.rank]
 
     users: list[Any] = [state_dict_loader, state_dict_saver]
     for user in users:

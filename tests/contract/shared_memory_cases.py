@@ -114,7 +114,7 @@ def every_dtype(rank: int, size: int) -> None:
     pipes = opened(rank, size)
     kinds: Sequence[torch.dtype] = (torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int32)
     arena = SharedArena([(200_001, dtype) for dtype in kinds])
-    mapped = arena.map_everyones(rank, gather)
+    mapped = arena.map_all(rank, gather)
     assert mapped is not None
     for buffer, everyones in zip(arena.buffers, mapped, strict=True):
         reduction = SharedSum(everyones, pipes)
@@ -156,7 +156,7 @@ def opened(rank: int, size: int) -> Pipes:
 
 
 def arena_of(rank: int, *kinds: tuple[int, torch.dtype]) -> list[list[torch.Tensor]]:
-    mapped = SharedArena(kinds).map_everyones(rank, gather)
+    mapped = SharedArena(kinds).map_all(rank, gather)
     assert mapped is not None
     return mapped
 

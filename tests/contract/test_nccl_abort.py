@@ -98,15 +98,15 @@ class Link:
     def __init__(self) -> None:
         self.asked: list[Lane] = []
 
-    def doomed(self, lane: Lane) -> None:
+    def peer_lost(self, lane: Lane) -> None:
         self.asked.append(lane)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
 
 
-@pytest.mark.parametrize(("done", "stranded"), [(1, False), (0, True)])
-def test_what_was_begun_without_the_one_that_left(done: int, stranded: bool) -> None:
+@pytest.mark.parametrize(("done", "left_unfinished"), [(1, False), (0, True)])
+def test_what_was_begun_without_the_one_that_left(done: int, left_unfinished: bool) -> None:
     log: list[str] = []
     nccl = NcclGroups(lambda: [None, dist.group.WORLD], lambda group: StandIn("world", log))
     link = Link()
@@ -114,7 +114,7 @@ def test_what_was_begun_without_the_one_that_left(done: int, stranded: bool) -> 
     handle = call(lane)
     lane.apply([Run([Entry("x", handle.request)])])
     lane.apply([Gone(1, "rank 1 has left the world", True, done)])
-    assert (lane.stranded, lane.doomed, link.asked == [lane]) == (stranded, False, stranded)
+    assert (lane.left_unfinished, lane.peer_lost, link.asked == [lane]) == (left_unfinished, False, left_unfinished)
     assert float(handle.wait()) == 1.0, "it has ended on the host"
 
 

@@ -31,7 +31,7 @@ def exchange(fact):
 
 arena = SharedArena([(8, torch.float32)])
 arena.buffers[0].fill_(rank + 1.0)
-mapped = arena.map_everyones(rank, exchange)
+mapped = arena.map_all(rank, exchange)
 exchange(None)
 if mapped is not None:
     sum_share(mapped[0], rank)
@@ -77,6 +77,6 @@ def test_an_exchange_that_fails_leaves_no_descriptor_open() -> None:
     before = arenas()
     arena = SharedArena([(8, torch.float32)])
     with pytest.raises(RuntimeError, match="broke"):
-        arena.map_everyones(0, exchange)
+        arena.map_all(0, exchange)
     del arena
     assert arenas() == before

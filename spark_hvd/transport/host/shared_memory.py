@@ -51,7 +51,7 @@ class SharedArena:
             self.buffers = self._map(self._fd)
             undo.pop_all()
 
-    def map_everyones(self, rank: int, exchange: Callable[[Any], list[Any]]) -> list[list[torch.Tensor]] | None:
+    def map_all(self, rank: int, exchange: Callable[[Any], list[Any]]) -> list[list[torch.Tensor]] | None:
         """Map the arenas of all ranks; collective, every rank has buffers of the same kinds.
 
         Args:
@@ -70,7 +70,7 @@ class SharedArena:
             possible = all(exchange(arenas is not None))
         finally:
             os.close(self._fd)  # all have mapped it, or nobody will: the mappings stay
-        return [list(everyones) for everyones in zip(*arenas, strict=True)] if arenas and possible else None
+        return [list(gathered) for gathered in zip(*arenas, strict=True)] if arenas and possible else None
 
     def _attach(self, place: Sequence[Any]) -> list[torch.Tensor]:
         """Map another rank's arena; OSError if it cannot be reached: another host, container or user."""
@@ -221,10 +221,10 @@ def in_memory(
     """
     small = [numel * dtype.itemsize * pipes.size <= SMALL for numel, dtype in kinds]
     arena = SharedArena([kind for kind, is_small in zip(kinds, small, strict=True) for _ in range(1 + is_small)])
-    everyones = arena.map_everyones(pipes.place, exchange)
-    if everyones is None:
+    gathered = arena.map_all(pipes.place, exchange)
+    if gathered is None:
         return None
-    mapped = iter(everyones)
+    mapped = iter(gathered)
     sums: list[tuple[torch.Tensor, SharedSum | CopiedSum]] = []
     for (numel, dtype), is_small in zip(kinds, small, strict=True):
         buffers = next(mapped)

@@ -222,11 +222,11 @@ class MpiCommunicator:
 
     def _everyones(self, fact: list[int]) -> list[list[int]]:
         mine = torch.tensor(fact, dtype=torch.int64)
-        everyones = mine.new_empty((self.size, len(fact)))
+        gathered = mine.new_empty((self.size, len(fact)))
         name = "exchange of shapes"
-        operation = self._endpoint.start(name, self._mpi.Iallgather, in_bytes(mine), in_blocks(everyones, self.size))
+        operation = self._endpoint.start(name, self._mpi.Iallgather, in_bytes(mine), in_blocks(gathered, self.size))
         operation.wait(self._endpoint.timeout)
-        table: list[list[int]] = everyones.tolist()
+        table: list[list[int]] = gathered.tolist()
         return table
 
     def _handle(self, operation: Operation, finish: Callable[[], T]) -> Handle[T]:
