@@ -21,7 +21,7 @@ from spark_hvd.collectives.messages import Entry, Request, dtype_of, op_of
 from spark_hvd.collectives.staging import Staging
 from spark_hvd.transport.communicator import Communicator, Handle, ReduceOp
 from spark_hvd.transport.dtypes import divide, identity_element, is_integer
-from spark_hvd.transport.handles import Together
+from spark_hvd.transport.handles import JointHandle
 from spark_hvd.transport.host.pages import prefer_huge
 from spark_hvd.world.errors import CollectiveError
 
@@ -234,7 +234,7 @@ def _broadcast(parts: Sequence[Work], communicator: Communicator, root: int) -> 
 
 def _results(handles: Sequence[Handle[Any]]) -> Generator[Handle[Any], None, list[Any]]:
     """Yield once for all handles, and return their results."""
-    yield handles[0] if len(handles) == 1 else Together(handles)
+    yield handles[0] if len(handles) == 1 else JointHandle(handles)
     return [handle.wait() for handle in handles]
 
 

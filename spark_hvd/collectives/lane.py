@@ -32,7 +32,7 @@ _VERDICT_SECONDS = 3.0
 _ERRORS: dict[str, type[Exception]] = {"mismatch": MismatchError, "stall": StalledError}
 
 
-class Link(Protocol):
+class LaneLink(Protocol):
     """How a lane reaches its coordinator. All methods may be called from any thread."""
 
     def notify(self, lane: Lane) -> None:
@@ -66,7 +66,7 @@ class Lane:
         fusion_threshold: Bytes up to which collectives travel together.
     """
 
-    def __init__(self, members: Members, link: Link, tracing: Tracing, fusion_threshold: int) -> None:
+    def __init__(self, members: Members, link: LaneLink, tracing: Tracing, fusion_threshold: int) -> None:
         self.members = members
         self.ranks = members.ranks
         self.communicator = members.communicator

@@ -21,7 +21,7 @@ from spark_hvd.context import forks  # noqa: F401  what it registers keeps forke
 from spark_hvd.context.leave import abandon, abort, end, is_aborted, shutdown
 from spark_hvd.context.standing import (
     Context,
-    Joined,
+    JoinedWorld,
     PendingMember,
     current,
     generation,
@@ -249,7 +249,7 @@ def join(
         times, before = 0, standing.joined
         if before is not None and before.kv is kv and before.world.generation == world.generation:
             times = before.times + 1
-        standing.joined = Joined(world, kv, timeout, backend, times)
+        standing.joined = JoinedWorld(world, kv, timeout, backend, times)
         prefixed = PrefixStore(f"spark_hvd/{world.generation}/{times}", kv)
         config = config or (standing.pending and standing.pending.config) or read_config()
         if elastic_launcher.installed() is None:

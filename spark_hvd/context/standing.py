@@ -100,7 +100,7 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedWorld:
     """How the world was joined, so that init() after shutdown() finds it again."""
 
     world: World
@@ -127,7 +127,7 @@ class ProcessState:
         self.lock = threading.RLock()
         """Held by whoever joins or leaves."""
         self.context: Context | None = None
-        self.joined: Joined | None = None
+        self.joined: JoinedWorld | None = None
         self.pending: PendingMember | None = None
         self.registry: ConnectionRegistry | None = None
         """Of the elastic world that is joined, or is being joined."""

@@ -25,7 +25,7 @@ from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.messages import Decision
 from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.engine.channel import CLOSE_GRACE_SECONDS, CoordinatorSockets, Keys, MemberSockets, ZapAuthenticator
-from spark_hvd.engine.links import Alone, Here, Member
+from spark_hvd.engine.links import CoordinatorLink, LoneLink, MemberLink
 from spark_hvd.engine.service import Coordination
 from spark_hvd.engine.timeline import WorldTimeline
 from spark_hvd.transport.torch_private import Store
@@ -67,7 +67,7 @@ class Engine:
         self._address = address
         self._ports = ports
         self._calls: deque[Callable[[], None]] = deque()
-        self._members: list[Member] = []
+        self._members: list[MemberLink] = []
         self._coordinations: list[Coordination] = []
         self._abandon: list[tuple[float, Lane]] = []
         self._to_gather = False
@@ -90,7 +90,7 @@ class Engine:
             CollectiveError: The coordinator cannot be reached.
         """
         if len(members.ranks) == 1:
-            alone = Alone()
+            alone = LoneLink()
             lane = Lane(members, alone, self.tracing, self.config.fusion_threshold)
             alone.coordination = Coordination(lane, self.config, None)
             return lane
@@ -100,7 +100,7 @@ class Engine:
     def _open_coordinator(self, members: Members, kv: Store) -> Lane:
         secret = self._secret or secrets.token_bytes(32)
         keys = Keys.of(secret)
-        link = Here(self)
+        link = CoordinatorLink(self)
         lane = Lane(members, link, self.tracing, self.config.fusion_threshold)
 
         def listen() -> list[str]:
@@ -135,7 +135,7 @@ class Engine:
         facts = json.loads(kv.get("coordinator"))
         keys = Keys.of(self._secret or bytes.fromhex(facts["secret"]))
         sockets = MemberSockets(self._context, facts["endpoints"], members.place, keys, _CONNECT_SECONDS)
-        member = Member(self, sockets, members.place)
+        member = MemberLink(self, sockets, members.place)
         member.lane = Lane(members, member, self.tracing, facts["fusion_threshold"])
 
         def attend() -> None:
@@ -358,7 +358,7 @@ class Engine:
         """Nothing can go on here. Whoever waits is told why, those on this rank first, and all lanes are left."""
         self._failed = f"the engine of the named collectives failed: {why}"
         deadline = time.monotonic() + CLOSE_GRACE_SECONDS
-        sides: list[Coordination | Member] = [*self._coordinations, *self._members]
+        sides: list[Coordination | MemberLink] = [*self._coordinations, *self._members]
         for each in sides:
             lane = each.lane
             text = f"rank {lane.ranks[lane.members.place]} could not do its part: {self._failed}"

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from spark_hvd.collectives.lane import Lane, Link
+from spark_hvd.collectives.lane import Lane, LaneLink
 from spark_hvd.collectives.messages import Decision
 from spark_hvd.engine.channel import MemberSockets
 from spark_hvd.engine.service import Coordination
 
 
-class Loop(Protocol):
+class EngineLoop(Protocol):
     """What links ask of the engine."""
 
     def gather(self) -> None:
@@ -28,12 +28,12 @@ class Loop(Protocol):
         """A rank of this lane has gone: what is under way has a moment left to succeed."""
         ...
 
-    def decided(self, link: Member, decisions: Sequence[Decision]) -> None:
+    def decided(self, link: MemberLink, decisions: Sequence[Decision]) -> None:
         """The coordinator of this link's lane has decided."""
         ...
 
 
-class Alone(Link):
+class LoneLink(LaneLink):
     """The link of a lane without other members: every call decides and runs at once, in the caller's thread."""
 
     def __init__(self) -> None:
@@ -62,10 +62,10 @@ class Alone(Link):
         """Nothing is ever under way."""
 
 
-class Here(Link):
+class CoordinatorLink(LaneLink):
     """The link of the coordinator's own lane."""
 
-    def __init__(self, engine: Loop) -> None:
+    def __init__(self, engine: EngineLoop) -> None:
         self.coordination: Coordination
         self._engine = engine
 
@@ -91,10 +91,10 @@ class Here(Link):
         self._engine.abandon_later(lane)
 
 
-class Member(Link):
+class MemberLink(LaneLink):
     """The link of a lane whose coordinator is another rank."""
 
-    def __init__(self, engine: Loop, sockets: MemberSockets, place: int) -> None:
+    def __init__(self, engine: EngineLoop, sockets: MemberSockets, place: int) -> None:
         self.lane: Lane
         self.sockets = sockets
         self.place = place

@@ -9,7 +9,7 @@ from typing import Any
 
 from spark_hvd.collectives.messages import Decision, Pong, Trace
 from spark_hvd.collectives.tracing import Tracing
-from spark_hvd.engine.links import Member
+from spark_hvd.engine.links import MemberLink
 from spark_hvd.timeline.collector import Collector
 
 
@@ -32,7 +32,7 @@ class WorldTimeline:
         self._on_thread = on_thread
         self._tell_all = tell_all
         self._collector: Collector | None = None
-        self._recorded_for: Member | None = None
+        self._recorded_for: MemberLink | None = None
 
     def start(self, path: str, mark_cycles: bool, hosts: Sequence[str]) -> None:
         """Record; to be called on rank 0 of the world.
@@ -83,7 +83,7 @@ class WorldTimeline:
         elif kind == "traced":
             self._collector.done(place)
 
-    def decided(self, member: Member, decisions: Sequence[Decision]) -> None:
+    def decided(self, member: MemberLink, decisions: Sequence[Decision]) -> None:
         """Decisions that are not a lane's business."""
         for decision in decisions:
             if isinstance(decision, Trace):

@@ -27,6 +27,8 @@ class ReduceOp(Enum):
 class Handle(Protocol[T_co]):
     """A collective under way."""
 
+    __slots__ = ()
+
     def wait(self, timeout: float | None = None) -> T_co:
         """Block until the collective has ended, and return its result; a second call returns the same result.
 

@@ -43,7 +43,7 @@ class Abortable(Protocol):
         ...
 
 
-class Connections:
+class Connections(Abortable):
     """Those of one process group.
 
     Args:

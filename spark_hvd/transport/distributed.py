@@ -9,9 +9,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from spark_hvd.transport.communicator import Handle, ReduceOp
+from spark_hvd.transport.communicator import Communicator, Handle, ReduceOp
 from spark_hvd.transport.dtypes import as_bytes, check_op, copy_unless_shared, divide, to_dense, to_wire
-from spark_hvd.transport.handles import Finished, Pending, failed
+from spark_hvd.transport.handles import FinishedHandle, PendingHandle, failed
 from spark_hvd.transport.nccl import NcclGroups
 from spark_hvd.transport.shapes import (
     HEADER,
@@ -41,8 +41,8 @@ PADDED_LIMIT = 1 << 20
 """Bytes of the whole result up to which uneven rows are padded: one collective, at the price of sending padding."""
 
 
-class TorchCommunicator:
-    """See :class:`spark_hvd.transport.communicator.Communicator`. Uses a process group that others may use as well.
+class TorchCommunicator(Communicator):
+    """Collectives over a process group of torch.distributed, which others may use as well.
 
     The group's backends are chosen by the device of each tensor.
     """
@@ -118,7 +118,7 @@ class TorchCommunicator:
             rows = [rows_of(header) for header in headers]
         out = dense.new_empty((sum(rows), *dense.shape[1:]))
         if out.numel() == 0:
-            return Finished(out)
+            return FinishedHandle(out)
         if len(set(rows)) == 1:
             work = self._start(
                 "allgather",
@@ -174,7 +174,7 @@ class TorchCommunicator:
         rows = even_rows(tensor.shape[0], self._size)
         if op is ReduceOp.PRODUCT and tensor.is_complex():
             whole = self.allreduce(tensor.detach().clone(), op).wait()
-            return Finished(torch.split(whole, rows)[self._rank].clone())
+            return FinishedHandle(torch.split(whole, rows)[self._rank].clone())
         _, dense = to_dense(tensor)
         wire, wire_op, restore = to_wire(dense, op)
         on_cpu = tensor.device.type == "cpu"
@@ -228,7 +228,7 @@ class TorchCommunicator:
         out = dense.new_empty((sum(received), *dense.shape[1:]))
         row_bytes = math.prod(dense.shape[1:]) * dense.element_size()
         if row_bytes == 0:  # on every rank; rows may be none on some ranks only
-            return Finished((out, received))
+            return FinishedHandle((out, received))
         work = self._start(
             "alltoall",
             lambda: dist.all_to_all_single(
@@ -276,8 +276,8 @@ class TorchCommunicator:
 
     def _pending(
         self, tensor: torch.Tensor, name: str, works: Sequence[dist.Work | None], finish: Callable[[], T]
-    ) -> Pending[T]:
-        return Pending(name, works, finish, [] if tensor.is_cuda else [self._group or dist.group.WORLD])
+    ) -> PendingHandle[T]:
+        return PendingHandle(name, works, finish, [] if tensor.is_cuda else [self._group or dist.group.WORLD])
 
     def _start(self, name: str, call: Callable[[], dist.Work | None]) -> dist.Work | None:
         try:

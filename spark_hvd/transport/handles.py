@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,8 @@ T = TypeVar("T")
 _OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "out of memory")
 
 
-class Finished(Generic[T]):
-    """See :class:`spark_hvd.transport.communicator.Handle`."""
+class FinishedHandle(Handle[T]):
+    """A collective that has ended already."""
 
     def __init__(self, result: T) -> None:
         self._result = result
@@ -39,8 +39,8 @@ class Finished(Generic[T]):
         callback()
 
 
-class Pending(Generic[T]):
-    """See :class:`spark_hvd.transport.communicator.Handle`."""
+class PendingHandle(Handle[T]):
+    """A collective that torch.distributed runs."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class Pending(Generic[T]):
             collected.add_done_callback(lambda _: callback())
 
 
-class Together:
-    """Several collectives under way as one. See :class:`spark_hvd.transport.communicator.Handle`."""
+class JointHandle(Handle[list[Any]]):
+    """Several collectives under way as one."""
 
     def __init__(self, handles: Sequence[Handle[Any]]) -> None:
         self._handles = handles

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from spark_hvd.transport.communicator import Handle, ReduceOp
+from spark_hvd.transport.communicator import Communicator, Handle, ReduceOp
 from spark_hvd.transport.dtypes import check_op
-from spark_hvd.transport.handles import Finished
+from spark_hvd.transport.handles import FinishedHandle
 from spark_hvd.transport.shapes import describe, require_dense, require_root, require_rows, require_same, split_fault
 
 
-class LocalCommunicator:
-    """See :class:`spark_hvd.transport.communicator.Communicator`."""
+class LocalCommunicator(Communicator):
+    """Of one rank: every collective has ended when it is called."""
 
     @property
     def rank(self) -> int:
@@ -34,25 +34,25 @@ class LocalCommunicator:
         """See base class."""
         require_dense(tensor)
         check_op(tensor.dtype, op)
-        return Finished(tensor)
+        return FinishedHandle(tensor)
 
     def allgather(self, tensor: torch.Tensor, rows: Sequence[int] | None = None) -> Handle[torch.Tensor]:
         """See base class."""
         require_dense(tensor)
-        return Finished(_copy(tensor.reshape(1) if tensor.dim() == 0 else tensor))
+        return FinishedHandle(_copy(tensor.reshape(1) if tensor.dim() == 0 else tensor))
 
     def broadcast(self, tensor: torch.Tensor, root_rank: int) -> Handle[torch.Tensor]:
         """See base class."""
         require_dense(tensor)
         require_root(root_rank, 1)
-        return Finished(tensor)
+        return FinishedHandle(tensor)
 
     def reducescatter(self, tensor: torch.Tensor, op: ReduceOp) -> Handle[torch.Tensor]:
         """See base class."""
         require_dense(tensor)
         require_rows(tensor, "reducescatter")
         check_op(tensor.dtype, op)
-        return Finished(_copy(tensor))
+        return FinishedHandle(_copy(tensor))
 
     def alltoall(
         self, tensor: torch.Tensor, splits: Sequence[int] | None = None, received: Sequence[int] | None = None
@@ -60,11 +60,11 @@ class LocalCommunicator:
         """See base class."""
         require_dense(tensor)
         require_same("alltoall", [describe(tensor, split_fault(tensor, splits, 1))])
-        return Finished((_copy(tensor), [tensor.shape[0]]))
+        return FinishedHandle((_copy(tensor), [tensor.shape[0]]))
 
     def barrier(self) -> Handle[None]:
         """See base class."""
-        return Finished(None)
+        return FinishedHandle(None)
 
     def close(self) -> None:
         """See base class."""

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from spark_hvd.transport.connections import Abortable
 from spark_hvd.transport.waits import why_broken
 
 _READ = 4096
@@ -24,14 +25,14 @@ _FULL_SECONDS = 0.001
 """Between two attempts at a pipe that is full: its reader is thousands of points behind."""
 
 
-class Point(enum.IntEnum):
+class SyncPoint(enum.IntEnum):
     """What a rank can have come to; each kind is counted by itself."""
 
     FILLED = 0
     SUMMED = 1
 
 
-class Pipes:
+class Pipes(Abortable):
     """Those of one rank to and from some others; one thread at a time sends and waits, any cuts.
 
     Args:
@@ -51,8 +52,8 @@ class Pipes:
         self._outgoing = outgoing
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._sent = [0 for _ in Point]
-        self._come = {place: [0 for _ in Point] for place in incoming}
+        self._sent = [0 for _ in SyncPoint]
+        self._come = {place: [0 for _ in SyncPoint] for place in incoming}
         self._ended = set[int]()
         # Its end tells a thread that waits for the others that abort() was called.
         self._closing, self._open = os.pipe()
@@ -105,7 +106,7 @@ class Pipes:
         """Number of ranks."""
         return len(self._ranks)
 
-    def send(self, point: Point) -> int:
+    def send(self, point: SyncPoint) -> int:
         """Tell all others that I have come to a point.
 
         Returns:
@@ -119,14 +120,14 @@ class Pipes:
         self._sent[point] += 1
         return self._sent[point]
 
-    def arrived(self, point: Point, times: int) -> bool:
+    def arrived(self, point: SyncPoint, times: int) -> bool:
         """Whether all others have come to a kind of point so many times; does not wait."""
         lacking = [place for place, come in self._come.items() if come[point] < times]
         for place in lacking:
             self._read(place)
         return all(self._come[place][point] >= times for place in lacking)
 
-    def wait(self, point: Point, times: int) -> None:
+    def wait(self, point: SyncPoint, times: int) -> None:
         """Wait until all others have come to a kind of point so many times.
 
         Raises:
@@ -197,7 +198,7 @@ class Pipes:
             data = os.read(self._incoming[place], _READ)
         except BlockingIOError:
             return
-        for point in Point:
+        for point in SyncPoint:
             self._come[place][point] += data.count(point)
         if not data:
             self._ended.add(place)

@@ -18,7 +18,7 @@ from spark_hvd.collectives.compression import Compression
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
 from spark_hvd.transport.host import shared_memory
 from spark_hvd.transport.host.shared_memory import SMALL, CopiedSum, SharedArena, SharedSum, in_memory
-from spark_hvd.transport.pipes import Pipes, Point
+from spark_hvd.transport.pipes import Pipes, SyncPoint
 from tests.contract import optimizer_cases, optimizer_odd_cases
 from tests.contract.optimizer_cases import assert_same_bits, batch, compare, loss_of, net, reducer_of, sgd
 
@@ -137,13 +137,13 @@ class Dawdling:
         if place == self._place:
             time.sleep(0.01)
 
-    def send(self, point: Point) -> int:
+    def send(self, point: SyncPoint) -> int:
         self._at("before sending")
         times = self._pipes.send(point)
         self._at("after sending")
         return times
 
-    def wait(self, point: Point, times: int) -> None:
+    def wait(self, point: SyncPoint, times: int) -> None:
         self._at("before waiting")
         self._pipes.wait(point, times)
         self._at("after waiting")

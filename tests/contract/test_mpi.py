@@ -238,13 +238,13 @@ def process_sets() -> None:
 def unreachable_memory() -> None:
     """The cases of the contract that move most, as if MPI could not reach any tensor."""
     from spark_hvd.transport.mpi.communicator import MpiCommunicator
-    from spark_hvd.transport.mpi.endpoint import Endpoint
+    from spark_hvd.transport.mpi.endpoint import MpiEndpoint
     from spark_hvd.transport.mpi.group import MpiProcessGroup
     from spark_hvd.transport.mpi.library import MPI
     from spark_hvd.transport.mpi.memory import Memory
 
     memory = Memory(reaches=lambda tensor: False)
-    endpoint = Endpoint.over(MPI.COMM_WORLD, None, "unreachable", 20.0)
+    endpoint = MpiEndpoint.over(MPI.COMM_WORLD, None, "unreachable", 20.0)
     communicator = MpiCommunicator(endpoint, memory)
     cases = importlib.import_module("tests.contract.test_communicator")
     with mock.patch.object(cases, "current", return_value=SimpleNamespace(communicator=communicator)):

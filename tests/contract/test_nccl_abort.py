@@ -92,7 +92,7 @@ def test_a_rank_that_leaves_in_order() -> None:
         assert world.run(dies_or_leaves, "left") == [[], []], "nothing waits for it on the device"
 
 
-class Link:
+class LaneLink:
     """To no coordinator."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Link:
 def test_what_was_begun_without_the_one_that_left(done: int, left_unfinished: bool) -> None:
     log: list[str] = []
     nccl = NcclGroups(lambda: [None, dist.group.WORLD], lambda group: StandIn("world", log))
-    link = Link()
+    link = LaneLink()
     lane = Lane(Members([0, 1], ["a", "b"], 0, LocalCommunicator(), nccl=nccl), link, Tracing(lambda: None), 1 << 20)
     handle = call(lane)
     lane.apply([Run([Entry("x", handle.request)])])

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from spark_hvd.transport.mpi.pace import Pace
+from spark_hvd.transport.mpi.pace import PollingPace
 from spark_hvd.transport.mpi.start import is_mpi_communicator
 from spark_hvd.world.env import MpiEnv, read_mpi_cuda, read_mpi_env
 
 
 def test_pace_asks_at_once_while_bytes_move() -> None:
-    pace = Pace()
+    pace = PollingPace()
     now = 100.0
     for _ in range(1000):  # ten seconds of calls that take a millisecond each
         assert pace.after(now, now + 1e-3) == 0.0
@@ -21,7 +21,7 @@ def test_pace_asks_at_once_while_bytes_move() -> None:
 
 
 def test_pace_of_a_waiter() -> None:
-    pace = Pace()
+    pace = PollingPace()
     now, pauses = 100.0, []
     while now < 100.2:
         pauses.append((now - 100.0, pace.after(now, now + 1e-6)))
@@ -37,7 +37,7 @@ def test_pace_of_a_waiter() -> None:
 
 
 def test_pace_without_patience() -> None:
-    pace = Pace(patience=0.0)
+    pace = PollingPace(patience=0.0)
     assert pace.after(5.0, 5.000_001) > 0.0
     assert pace.after(6.0, 6.001) == 0.0
     assert pace.after(6.001, 6.001_001) > 0.0

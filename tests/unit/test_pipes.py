@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.transport.pipes import Pipes, Point
+from spark_hvd.transport.pipes import Pipes, SyncPoint
 
 
 def two(timeout: float = 30.0) -> tuple[Pipes, Pipes]:
@@ -48,39 +48,39 @@ def in_a_thread(call: Callable[[], Any]) -> Callable[[], BaseException | None]:
 
 def test_kinds_of_points_are_counted_by_themselves() -> None:
     zero, one = two()
-    assert [one.send(Point.FILLED), one.send(Point.SUMMED), one.send(Point.FILLED)] == [1, 1, 2]
-    assert zero.arrived(Point.FILLED, 2)
-    assert zero.arrived(Point.SUMMED, 1)
-    assert not zero.arrived(Point.SUMMED, 2)
-    assert not one.arrived(Point.FILLED, 1)
+    assert [one.send(SyncPoint.FILLED), one.send(SyncPoint.SUMMED), one.send(SyncPoint.FILLED)] == [1, 1, 2]
+    assert zero.arrived(SyncPoint.FILLED, 2)
+    assert zero.arrived(SyncPoint.SUMMED, 1)
+    assert not zero.arrived(SyncPoint.SUMMED, 2)
+    assert not one.arrived(SyncPoint.FILLED, 1)
 
 
 def test_waiting_ends_when_the_last_has_come() -> None:
     zero, one = two()
-    end = in_a_thread(lambda: zero.wait(Point.SUMMED, 2))
-    one.send(Point.SUMMED)
-    one.send(Point.FILLED)  # wakes it, too
-    one.send(Point.SUMMED)
+    end = in_a_thread(lambda: zero.wait(SyncPoint.SUMMED, 2))
+    one.send(SyncPoint.SUMMED)
+    one.send(SyncPoint.FILLED)  # wakes it, too
+    one.send(SyncPoint.SUMMED)
     assert end() is None
 
 
 def test_who_has_gone_is_an_error_only_where_somebody_needs_him() -> None:
     zero, one = two()
-    one.send(Point.FILLED)
-    end = in_a_thread(lambda: zero.wait(Point.FILLED, 2))
+    one.send(SyncPoint.FILLED)
+    end = in_a_thread(lambda: zero.wait(SyncPoint.FILLED, 2))
     one.abort()
     assert str(end()) == "the connection to rank 7 has ended"
-    zero.wait(Point.FILLED, 1)
+    zero.wait(SyncPoint.FILLED, 1)
     with pytest.raises(RuntimeError, match="this rank has left the world"):
-        one.send(Point.FILLED)
+        one.send(SyncPoint.FILLED)
     del one
     with pytest.raises(RuntimeError, match="the connection to rank 7 has ended"):
-        zero.send(Point.FILLED)
+        zero.send(SyncPoint.FILLED)
 
 
 def test_another_thread_frees_who_waits() -> None:
     zero, _one = two()
-    end = in_a_thread(lambda: zero.wait(Point.FILLED, 1))
+    end = in_a_thread(lambda: zero.wait(SyncPoint.FILLED, 1))
     zero.abort()
     zero.abort()
     assert str(end()) == "this rank has left the world"
@@ -89,18 +89,18 @@ def test_another_thread_frees_who_waits() -> None:
 def test_waiting_has_an_end() -> None:
     zero, _one = two(timeout=0.05)
     with pytest.raises(RuntimeError, match=r"timed out after 0.05 s of waiting for ranks \[7\]"):
-        zero.wait(Point.FILLED, 1)
+        zero.wait(SyncPoint.FILLED, 1)
     for _ in range(4096):
-        zero.send(Point.FILLED)
+        zero.send(SyncPoint.FILLED)
     with pytest.raises(RuntimeError, match=r"timed out after 0.05 s of waiting for rank 7 to read"):
-        zero.send(Point.FILLED)
+        zero.send(SyncPoint.FILLED)
 
 
 def test_full_pipes_block_nobody_for_good() -> None:
     def busy(pipes: Pipes) -> None:
         for _ in range(10_000):
-            pipes.send(Point.FILLED)
-        pipes.wait(Point.FILLED, 10_000)
+            pipes.send(SyncPoint.FILLED)
+        pipes.wait(SyncPoint.FILLED, 10_000)
 
     pair = two()
     ends = [in_a_thread(lambda pipes=pipes: busy(pipes)) for pipes in pair]
@@ -127,8 +127,8 @@ def test_what_is_not_the_other_s_pipe_is_not_used(fault: str) -> None:
     theirs[:] = [os.getpid(), {"0": [reading, inode]}]
     opened = Pipes.open([0, 1], 0, 1.0, exchange)
     assert opened is not None
-    os.write(writing, bytes([Point.FILLED]))
-    opened.wait(Point.FILLED, 1)
+    os.write(writing, bytes([SyncPoint.FILLED]))
+    opened.wait(SyncPoint.FILLED, 1)
     assert len([fd for fd in before if Path(f"/proc/self/fd/{fd}").exists()]) == len(before) - 1  # the listing's own
     del opened
     assert os.listdir("/proc/self/fd") == before

@@ -17,7 +17,7 @@ from spark_hvd.context.join import require_everyone
 from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.optimizer.adasum import AdasumOptimizer, take_over_with_adasum
 from spark_hvd.torch.optimizer.arguments import check_passes, chosen_groups, group_indices, names_of, spec_of
-from spark_hvd.torch.optimizer.flat import Compressor
+from spark_hvd.torch.optimizer.flat import GradientCompressor
 from spark_hvd.torch.optimizer.recipe import Recipe
 from spark_hvd.torch.optimizer.reducer import GradientReducer
 from spark_hvd.transport.communicator import ReduceOp
@@ -127,7 +127,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    compression: Compressor = Compression.none,
+    compression: GradientCompressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = ReduceOp.AVERAGE,
     gradient_predivide_factor: float = 1.0,

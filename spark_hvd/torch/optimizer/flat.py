@@ -21,7 +21,7 @@ from spark_hvd.transport.waits import wait_for
 FUSED_COPY_NUMEL = 16_384
 
 
-class Compressor(Protocol):
+class GradientCompressor(Protocol):
     """What `compression=` accepts: a class or object with these two methods."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -49,7 +49,7 @@ class Reduction:
 
     prescale: float
     postscale: float
-    compressor: Compressor
+    compressor: GradientCompressor
     sparse_as_dense: bool
     average: bool
     size: int

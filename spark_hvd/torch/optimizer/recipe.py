@@ -15,9 +15,9 @@ from spark_hvd.collectives.process_set import ProcessSet, global_process_set, la
 from spark_hvd.context.init import Context, current
 from spark_hvd.torch.optimizer.arguments import exchange_device, spec_of
 from spark_hvd.torch.optimizer.buckets import MEGABYTE
-from spark_hvd.torch.optimizer.flat import Compressor, Reduction
+from spark_hvd.torch.optimizer.flat import GradientCompressor, Reduction
 from spark_hvd.torch.optimizer.reducer import GradientReducer
-from spark_hvd.torch.optimizer.tuner import GLOO_THREADS, TAIL_MB, Groups, StepTuner
+from spark_hvd.torch.optimizer.tuner import GLOO_THREADS, TAIL_MB, StepTuner, TunedGroups
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.mpi import backend as mpi_backend
 from spark_hvd.world.config import Config
@@ -36,7 +36,7 @@ class Recipe:
     grouped: Sequence[Sequence[int]]
     """Indices of parameters to keep in one bucket."""
     op: ReduceOp
-    compression: Compressor
+    compression: GradientCompressor
     passes: int
     gradient_predivide_factor: float
     sparse_as_dense: bool
@@ -105,7 +105,7 @@ class Recipe:
             by_threads = [context.new_group(set_id, threads) for threads in GLOO_THREADS] if on_gloo else []
             cap = cap_mb, self.bucket_cap_mb is not None
             reducer.tuner = StepTuner(
-                reducer, Groups(group, by_threads), device, context.engine, config, cap, pipes is not None
+                reducer, TunedGroups(group, by_threads), device, context.engine, config, cap, pipes is not None
             )
         return reducer
 

@@ -33,7 +33,7 @@ TAIL_MB = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class TunedGroups:
     """The process groups that a tuned reducer chooses from.
 
     Attributes:
@@ -61,7 +61,7 @@ class StepTuner:
     def __init__(
         self,
         reducer: GradientReducer,
-        groups: Groups,
+        groups: TunedGroups,
         device: torch.device,
         engine: Engine,
         config: Config,

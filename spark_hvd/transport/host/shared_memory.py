@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from spark_hvd.transport.pipes import Pipes, Point
+from spark_hvd.transport.pipes import Pipes, SyncPoint
 
 _ALIGNMENT = 4096
 _MARK_BYTES = 16
@@ -117,7 +117,7 @@ class SharedSum:
         Raises:
             RuntimeError: A peer has gone.
         """
-        self._filled, self._summed = self._pipes.send(Point.FILLED), 0
+        self._filled, self._summed = self._pipes.send(SyncPoint.FILLED), 0
 
     def poll(self) -> bool:
         """Sum my share if all ranks have filled their buffers by now; returns whether it is summed.
@@ -127,7 +127,7 @@ class SharedSum:
         Raises:
             RuntimeError: A peer has gone.
         """
-        if not self._summed and self._pipes.arrived(Point.FILLED, self._filled):
+        if not self._summed and self._pipes.arrived(SyncPoint.FILLED, self._filled):
             self._sum()
         return self._summed > 0
 
@@ -138,7 +138,7 @@ class SharedSum:
             RuntimeError: A peer has gone.
         """
         if not self._summed:
-            self._pipes.wait(Point.FILLED, self._filled)
+            self._pipes.wait(SyncPoint.FILLED, self._filled)
             self._sum()
 
     def wait(self) -> None:
@@ -148,11 +148,11 @@ class SharedSum:
             RuntimeError: A peer has gone.
         """
         self.advance()
-        self._pipes.wait(Point.SUMMED, self._summed)
+        self._pipes.wait(SyncPoint.SUMMED, self._summed)
 
     def _sum(self) -> None:
         sum_share(self._buffers, self._pipes.place)
-        self._summed = self._pipes.send(Point.SUMMED)
+        self._summed = self._pipes.send(SyncPoint.SUMMED)
 
 
 class CopiedSum:
@@ -180,10 +180,10 @@ class CopiedSum:
         Raises:
             RuntimeError: A peer has gone.
         """
-        self._pipes.wait(Point.FILLED, self._filled)  # the last sum's, if it was abandoned
+        self._pipes.wait(SyncPoint.FILLED, self._filled)  # the last sum's, if it was abandoned
         self._turn = 1 - self._turn
         self._copies[self._turn][self._pipes.place].copy_(self._buffer)
-        self._filled = self._pipes.send(Point.FILLED)
+        self._filled = self._pipes.send(SyncPoint.FILLED)
 
     def poll(self) -> bool:
         """See SharedSum; there is nothing that another rank waits for."""
@@ -198,7 +198,7 @@ class CopiedSum:
         Raises:
             RuntimeError: A peer has gone.
         """
-        self._pipes.wait(Point.FILLED, self._filled)
+        self._pipes.wait(SyncPoint.FILLED, self._filled)
         first, second, *others = self._copies[self._turn]
         with torch.no_grad():
             torch.add(first, second, out=self._buffer)

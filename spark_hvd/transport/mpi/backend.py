@@ -11,7 +11,7 @@ import torch.distributed as dist
 from spark_hvd.transport.communicator import Communicator
 
 if TYPE_CHECKING:
-    from spark_hvd.transport.mpi.endpoint import Endpoint
+    from spark_hvd.transport.mpi.endpoint import MpiEndpoint
     from spark_hvd.transport.mpi.group import MpiProcessGroup
     from spark_hvd.transport.mpi.library import MPI
 
@@ -74,7 +74,7 @@ def communicator_over(group: dist.ProcessGroup | None) -> Communicator:
     return MpiCommunicator(endpoint_of(group))
 
 
-def endpoint_of(group: dist.ProcessGroup | None) -> Endpoint:
+def endpoint_of(group: dist.ProcessGroup | None) -> MpiEndpoint:
     """What a process group of this backend talks over; None for the default one."""
     from spark_hvd.transport.mpi.group import MpiProcessGroup
 
@@ -91,7 +91,7 @@ def on_loss(prefix: str) -> Callable[[int, str], None]:
 
 
 def _create(options: Any, backend_options: Any) -> MpiProcessGroup:
-    from spark_hvd.transport.mpi.endpoint import Endpoint
+    from spark_hvd.transport.mpi.endpoint import MpiEndpoint
     from spark_hvd.transport.mpi.group import MpiProcessGroup
     from spark_hvd.transport.mpi.library import MPI
 
@@ -100,7 +100,7 @@ def _create(options: Any, backend_options: Any) -> MpiProcessGroup:
     ranks = list(options.global_ranks_in_group) or None
     if ranks is None:
         _require_same(parent, options.group_rank, options.group_size)
-    return MpiProcessGroup(name, Endpoint.over(parent, ranks, name, options.timeout.total_seconds()))
+    return MpiProcessGroup(name, MpiEndpoint.over(parent, ranks, name, options.timeout.total_seconds()))
 
 
 def _require_same(parent: MPI.Intracomm, rank: int, size: int) -> None:

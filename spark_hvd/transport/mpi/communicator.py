@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from spark_hvd.transport.communicator import Handle, ReduceOp
+from spark_hvd.transport.communicator import Communicator, Handle, ReduceOp
 from spark_hvd.transport.dtypes import check_op, copy_unless_shared, divide, to_dense
-from spark_hvd.transport.mpi.endpoint import Endpoint
+from spark_hvd.transport.mpi.endpoint import MpiEndpoint
 from spark_hvd.transport.mpi.library import MPI
 from spark_hvd.transport.mpi.memory import Memory
 from spark_hvd.transport.mpi.progress import Operation
@@ -29,8 +29,8 @@ from spark_hvd.transport.shapes import (
 T = TypeVar("T")
 
 
-class MpiHandle(Generic[T]):
-    """See :class:`spark_hvd.transport.communicator.Handle`.
+class MpiHandle(Handle[T]):
+    """A collective that MPI runs.
 
     Args:
         operation: What is under way.
@@ -67,15 +67,15 @@ class MpiHandle(Generic[T]):
         self._operation.when_done(callback)
 
 
-class MpiCommunicator:
-    """See :class:`spark_hvd.transport.communicator.Communicator`.
+class MpiCommunicator(Communicator):
+    """Collectives over an endpoint of MPI.
 
     Args:
         endpoint: What it talks over; others may use it as well, and it is not closed with the communicator.
         memory: Copies what MPI cannot reach.
     """
 
-    def __init__(self, endpoint: Endpoint, memory: Memory | None = None) -> None:
+    def __init__(self, endpoint: MpiEndpoint, memory: Memory | None = None) -> None:
         self._endpoint = endpoint
         self._memory = memory or Memory()
         self._direct = memory is None

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from spark_hvd.transport.connections import Abortable
 from spark_hvd.transport.mpi.library import MPI, TURNS
 from spark_hvd.transport.mpi.progress import PROGRESS, Operation
 from spark_hvd.world.errors import CollectiveError
@@ -16,7 +17,7 @@ _LAST_SECONDS = 1.0
 """How long what is under way has left when a rank leaves: it may still end well, and the other ranks may need it."""
 
 
-class Endpoint:
+class MpiEndpoint(Abortable):
     """Owns its MPI communicator.
 
     Args:
@@ -40,7 +41,7 @@ class Endpoint:
         _open.add(self)
 
     @classmethod
-    def over(cls, parent: MPI.Intracomm, ranks: Sequence[int] | None, name: str, timeout: float) -> Endpoint:
+    def over(cls, parent: MPI.Intracomm, ranks: Sequence[int] | None, name: str, timeout: float) -> MpiEndpoint:
         """Make one for some ranks of a communicator; each of them must call this, and no other.
 
         Args:
@@ -59,7 +60,7 @@ class Endpoint:
             raise CollectiveError(f"MPI made no communicator for {name}: {error.Get_error_string()}") from error
 
     def start(self, name: str, call: Callable[..., MPI.Request], *arguments: Any, keep: Any = None) -> Operation:
-        """Start one of the communicator's operations, see :meth:`spark_hvd.transport.mpi.progress.Progress.start`."""
+        """Start one of the communicator's operations, see :meth:`.ProgressThread.start`."""
         with self._lock:
             if self._closed is not None:
                 raise CollectiveError(f"{name} cannot start on rank {self.rank}: {self._closed}")
@@ -89,7 +90,7 @@ class Endpoint:
                 self.communicator.Free()
 
 
-_open: set[Endpoint] = set()
+_open: set[MpiEndpoint] = set()
 
 
 def lose(rank: int, text: str, prefix: str) -> None:

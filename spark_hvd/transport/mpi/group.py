@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.dtypes import check_op, copy_unless_shared, divide, to_dense
-from spark_hvd.transport.mpi.endpoint import Endpoint
+from spark_hvd.transport.mpi.endpoint import MpiEndpoint
 from spark_hvd.transport.mpi.library import MPI
 from spark_hvd.transport.mpi.memory import Memory
 from spark_hvd.transport.mpi.progress import Operation
@@ -56,7 +56,7 @@ class MpiProcessGroup(_ProcessGroup):
         memory: Copies what MPI cannot reach.
     """
 
-    def __init__(self, name: str, endpoint: Endpoint, memory: Memory | None = None) -> None:
+    def __init__(self, name: str, endpoint: MpiEndpoint, memory: Memory | None = None) -> None:
         super().__init__(endpoint.rank, endpoint.size)
         self.endpoint = endpoint
         self._name = name

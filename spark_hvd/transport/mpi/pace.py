@@ -12,7 +12,7 @@ _GROWTH = 1.05
 """From the first pause to the last in some 20 ms: a peer that is late by that much is late by more, most likely."""
 
 
-class Pace:
+class PollingPace:
     """Of one who polls.
 
     Args:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from spark_hvd.transport.mpi.library import MPI, THREADS, TURNS, before_end
-from spark_hvd.transport.mpi.pace import Pace
+from spark_hvd.transport.mpi.pace import PollingPace
 from spark_hvd.world.errors import CollectiveError
 
 _log = logging.getLogger("spark_hvd")
@@ -40,7 +40,7 @@ class Operation:
 
     __slots__ = ("_callbacks", "_keep", "_lock", "_progress", "_request", "done", "error", "name", "owner", "waiters")
 
-    def __init__(self, owner: object, name: str, request: MPI.Request, keep: Any, progress: Progress) -> None:
+    def __init__(self, owner: object, name: str, request: MPI.Request, keep: Any, progress: ProgressThread) -> None:
         self.owner = owner
         self.name = name
         self.done = False
@@ -100,7 +100,7 @@ class Operation:
             raise CollectiveError(f"{self.name} failed on rank {MPI.COMM_WORLD.rank}: {self.error}")
 
     def _wait(self, seconds: float) -> None:
-        pace = Pace()
+        pace = PollingPace()
         until = time.monotonic() + seconds
         while True:
             before = time.perf_counter()
@@ -145,7 +145,7 @@ class Operation:
                     _log.exception("a callback of %s has failed", self.name)
 
 
-class Progress:
+class ProgressThread:
     """The operations of this process, and the thread that polls them."""
 
     def __init__(self) -> None:
@@ -255,7 +255,7 @@ class Progress:
 
     def _poll(self) -> bool:
         """Poll what nobody waits for, as long as it moves; returns whether some of it is left."""
-        pace = Pace(patience=0.0)
+        pace = PollingPace(patience=0.0)
         while True:
             operations = [each for each in list(self._operations.values()) if not each.waiters]
             before = time.perf_counter()
@@ -273,7 +273,7 @@ class Progress:
         self._resting = False
 
 
-PROGRESS = Progress()
+PROGRESS = ProgressThread()
 """Of this process; MPI is one in it, too."""
 
 before_end.append(PROGRESS.close)
