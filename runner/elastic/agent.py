@@ -6,36 +6,31 @@ that was stopped by a signal, or that the driver gives up; and its own task when
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import psutil
 import zmq
 
-from spark_hvd.runner.channel.frames import FrameReader, send_frame
 from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.channel.silence import HUB_PATIENCE
 from spark_hvd.runner.channel.state import Message
 from spark_hvd.runner.elastic.membership.events import Loss
 from spark_hvd.runner.outcome.endings import exit_failure, trim_stacks, value_too_large
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
-from spark_hvd.runner.rank.order import RankOrder
-from spark_hvd.runner.supervise.output import RankOutput
-from spark_hvd.runner.supervise.probe import Probe
-from spark_hvd.runner.supervise.processes import ForkServer, ForkServerError, RankProcess
+from spark_hvd.runner.supervise.processes import ForkServer, ForkServerError
+from spark_hvd.runner.supervise.supervised import RankJob, SupervisedRank
 from spark_hvd.world.layout import RankInfo
 
-_TICK_MS = 500
+_TICK = 0.5
 _STOPPED_SECONDS = 3.0
 """How long a worker may be stopped (SIGSTOP) until it is ended."""
 _STACKS_SECONDS = 0.3
 _OUTPUT_GRACE = 5.0
-_EXIT_GRACE = 5.0
 _LEAVE_GRACE = 60.0
 """Seconds that a worker has for its last commit once its executor was told to go."""
 
@@ -57,35 +52,15 @@ class GivenUpError(RuntimeError):
     """The driver has given this agent up, or its executor is to go: Spark is to start its task elsewhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSetup:
-    """What all workers of an agent are started with.
-
-    Attributes:
-        env: Gives a worker's complete environment, by its first place.
-        order: Gives what it is told first, by its first place and its agent's slot.
-        payload: The pickled call.
-        start_timeout: Seconds for the process to come up.
-    """
-
-    env: Callable[[RankInfo], dict[str, str]]
-    order: Callable[[RankInfo, int], RankOrder]
-    payload: bytes = field(repr=False)
-    start_timeout: float
-
-
 @dataclass(slots=True)
 class _Worker:
     """The process that an agent has."""
 
     number: int
     place: RankInfo
-    process: RankProcess
-    frames: FrameReader
-    output: RankOutput
+    rank: SupervisedRank
     gpus: str
     stopped_since: float | None = None
-    probe: Probe | None = None
     dismissed: bool = False
 
 
@@ -95,7 +70,7 @@ class Agent:
     Args:
         link: Connection to the hub, on which hello has been said.
         server: Where workers are forked.
-        setup: What they are started with.
+        job: Gives what a worker runs, by its first place and this agent's slot.
         value_limit: What a pickled value may take, in bytes; None for no limit.
         executor: Spark's name of its executor; empty where there is none.
     """
@@ -104,11 +79,11 @@ class Agent:
         self,
         link: Link,
         server: ForkServer,
-        setup: WorkerSetup,
+        job: Callable[[RankInfo, int], RankJob],
         value_limit: int | None = None,
         executor: str = "",
     ) -> None:
-        self._link, self._server, self._setup, self._value_limit = link, server, setup, value_limit
+        self._link, self._server, self._job, self._value_limit = link, server, job, value_limit
         self._executor = executor
         self._worker: _Worker | None = None
         self._values: list[tuple[int, Packed]] = []
@@ -145,14 +120,18 @@ class Agent:
 
     def _turn(self) -> None:
         worker = self._worker
-        waits = worker is not None and worker.output.waiting
-        events = dict(self._poller.poll(20 if waits else _TICK_MS))
+        wait = _TICK if worker is None else worker.rank.wait(_TICK)
+        events = dict(self._poller.poll(int(wait * 1000)))
         if self._link.socket in events:
             while not self._ended and (message := self._link.receive()) is not None:
                 self._on_message(message)
         if worker is not None and worker is self._worker:
-            self._serve(worker, events)
-        self._look_round()
+            worker.rank.take(events)
+            if worker is self._worker and worker.rank.exitcode is not None:
+                worker.rank.drain()
+            if worker is self._worker and worker.rank.exitcode is not None:
+                self._exited(worker, worker.rank.exitcode)
+        self._poll_worker()
 
     # ---- the driver -----------------------------------------------------------------------------------------------
 
@@ -162,11 +141,11 @@ class Agent:
                 self._start(message["worker"], RankInfo(**message["place"]), message["slot"])
             case "stop":
                 if (worker := self._mine(message)) is not None:
-                    trace = trim_stacks(worker.process.await_stacks(_STACKS_SECONDS))
+                    trace = worker.rank.await_stacks(_STACKS_SECONDS)
                     self._end_worker(worker, FailureKind.STOPPED, message["why"], Loss.HUNG, trace=trace)
             case "examine":
-                if self._worker is not None and self._worker.probe is None:
-                    self._worker.probe = Probe(self._worker.process)
+                if self._worker is not None:
+                    self._worker.rank.examine()
             case "end":
                 self._ended = True
                 if message.get("report"):
@@ -179,8 +158,7 @@ class Agent:
                     worker.dismissed = worker.dismissed or kind == "dismiss"
                     if kind == "assign":
                         worker.place = RankInfo(**message["place"])
-                    with contextlib.suppress(OSError):  # it has died: its status says so
-                        send_frame(worker.process.control, message)
+                    worker.rank.send(message)
 
     def _mine(self, message: Message) -> _Worker | None:
         """The worker that a message is for, unless it has gone meanwhile."""
@@ -188,10 +166,9 @@ class Agent:
         return worker if worker is not None and worker.number == message["worker"] else None
 
     def _start(self, number: int, place: RankInfo, slot: int) -> None:
-        setup = self._setup
-        env = setup.env(place)
+        job = self._job(place, slot)
         try:
-            process = self._server.spawn(env, setup.start_timeout)
+            rank = SupervisedRank(job, self._server, self._link, self._poller, self._on_frame)
         except ForkServerError as error:
             failed = Failed(
                 place.rank, place.host, FailureKind.SETUP, str(error), ended_at=time.time(), executor=self._executor
@@ -199,39 +176,14 @@ class Agent:
             self._failures.append((number, failed))
             self._link.send("ended", worker=number, loss=Loss.FAILED.value, error=str(error), raised=False)
             return
-        output = RankOutput({process.stdout_fd: "out", process.stderr_fd: "err"}, self._link, None)
-        gpus = env.get("CUDA_VISIBLE_DEVICES", "")
-        self._worker = _Worker(number, place, process, FrameReader(process.control), output, gpus)
-        with contextlib.suppress(OSError):
-            send_frame(process.control, setup.order(place, slot).to_message(), setup.payload)
-        for fd in (*output.fds, process.control.fileno(), process.status_fd):
-            self._poller.register(fd, zmq.POLLIN)
+        self._worker = _Worker(number, place, rank, job.env.get("CUDA_VISIBLE_DEVICES", ""))
 
     # ---- the worker -----------------------------------------------------------------------------------------------
 
-    def _serve(self, worker: _Worker, events: dict[Any, int]) -> None:
-        worker.output.flush()
-        if not worker.output.waiting:
-            for fd in [fd for fd in worker.output.fds if fd in events]:
-                if not worker.output.read(fd):
-                    self._poller.unregister(fd)
-        if worker.process.control.fileno() in events:
-            self._read(worker)
-        if worker is self._worker and worker.process.status_fd in events:
-            self._drain(worker)
-            if worker is self._worker:
-                self._exited(worker)
-
-    def _read(self, worker: _Worker) -> None:
-        frame = worker.frames.read()
-        if worker.frames.closed:
-            self._poller.unregister(worker.process.control.fileno())
-        if frame is None:
-            return
-        header, payload = frame
-        if header["type"] == "vitals":
-            self._link.try_send("vitals", vitals=header["vitals"])
-        elif header["type"] != "outcome":
+    def _on_frame(self, header: dict[str, Any], payload: bytearray) -> None:
+        worker = self._worker
+        assert worker is not None
+        if header["type"] != "outcome":
             self._link.send(header.pop("type"), worker=worker.number, **header)
         elif header["ok"] and self._value_limit is not None and len(payload) > self._value_limit:
             error = value_too_large(self._value_limit, len(payload))
@@ -239,8 +191,7 @@ class Agent:
         elif header["ok"]:
             self._values.append((worker.number, Packed(worker.place.rank, True, bytes(payload))))
             self._link.send("ended", worker=worker.number, loss=None, error="", raised=False)
-            worker.process.control.shutdown(2)  # it lingers until this
-            self._await_exit(worker)
+            worker.rank.let_exit()
             self._discard()
         else:
             kind = FailureKind(header["kind"])
@@ -254,21 +205,13 @@ class Agent:
                 echo=header["echo"],
             )
 
-    def _drain(self, worker: _Worker) -> None:
-        """Take what an ended worker has left in its socket and pipes."""
-        while worker is self._worker and not worker.frames.closed and _readable(worker.process.control.fileno()):
-            self._read(worker)
-        while worker is self._worker and any([_readable(fd) and worker.output.read(fd) for fd in [*worker.output.fds]]):
-            pass
-
-    def _exited(self, worker: _Worker) -> None:
-        code = worker.process.exit_code()
+    def _exited(self, worker: _Worker, code: int) -> None:
         if worker.dismissed and code == 0:
             self._discard()
             self._link.send("ended", worker=worker.number, loss=Loss.LOST.value, error="left", raised=False)
             return
         kind, error = exit_failure(code)
-        self._end_worker(worker, kind, error, Loss.FAILED, trace=trim_stacks(worker.process.stacks()))
+        self._end_worker(worker, kind, error, Loss.FAILED, trace=trim_stacks(worker.rank.process.stacks()))
 
     def _end_worker(
         self,
@@ -282,52 +225,23 @@ class Agent:
         echo: bool = False,
     ) -> None:
         """A worker has failed, or is given up: it is ended at once, so that its peers see its connections close."""
-        place = worker.place
         self._discard()
-        tail = str(worker.output.tail)
-        failed = Failed(
-            place.rank,
-            place.host,
-            kind,
-            error,
-            trace,
-            tail,
-            echo,
-            exception,
-            ended_at=time.time(),
-            executor=self._executor,
-            gpus=worker.gpus,
+        failed = worker.rank.failed(
+            worker.place, kind, error, trace, echo=echo, exception=exception, executor=self._executor, gpus=worker.gpus
         )
         self._failures.append((worker.number, failed))
         raised = kind is FailureKind.EXCEPTION and not echo
         self._link.send("ended", worker=worker.number, loss=loss.value, error=error, raised=raised)
 
-    def _await_exit(self, worker: _Worker) -> None:
-        """Let a worker whose fn has returned run its exit handlers."""
-        poller = zmq.Poller()
-        poller.register(worker.process.status_fd, zmq.POLLIN)
-        deadline = time.monotonic() + _EXIT_GRACE
-        while time.monotonic() < deadline and not poller.poll(50):
-            self._drain(worker)
-
     def _discard(self) -> None:
         """Kill what is left of the worker, with all that it has started, and take its last output."""
         worker, self._worker = self._worker, None
         assert worker is not None
-        fds = (*worker.output.fds, worker.process.status_fd)
-        worker.process.kill()
-        for fd in list(worker.output.fds):
-            while _readable(fd) and worker.output.read(fd):
-                pass
-        worker.output.end(_OUTPUT_GRACE)
-        for fd in (*fds, worker.process.control.fileno()):
-            with contextlib.suppress(KeyError):
-                self._poller.unregister(fd)
-        worker.process.close()
+        worker.rank.end(0.0, _OUTPUT_GRACE)
 
     # ---- time -----------------------------------------------------------------------------------------------------
 
-    def _look_round(self) -> None:
+    def _poll_worker(self) -> None:
         now = time.monotonic()
         if self._link.hub_silence() > HUB_PATIENCE:
             self._ended, self._given_up = True, f"the driver did not answer for {HUB_PATIENCE:.0f} s"
@@ -339,22 +253,14 @@ class Agent:
         worker = self._worker
         if worker is None:
             return
-        if worker.probe is not None and (found := worker.probe.turn(now)) is not None:
-            worker.probe = None
-            self._link.send("examined", **found.to_message())
-        if not _is_stopped(worker.process.pid):
+        worker.rank.look(now)
+        if not _is_stopped(worker.rank.process.pid):
             worker.stopped_since = None
         elif worker.stopped_since is None:
             worker.stopped_since = now
         elif now - worker.stopped_since >= _STOPPED_SECONDS:
             error = f"was stopped by a signal (SIGSTOP) for {_STOPPED_SECONDS:.0f} s, and ended"
             self._end_worker(worker, FailureKind.SIGNAL, error, Loss.HUNG)
-
-
-def _readable(fd: int) -> bool:
-    poller = zmq.Poller()
-    poller.register(fd, zmq.POLLIN)
-    return bool(poller.poll(0))
 
 
 def _is_stopped(pid: int) -> bool:

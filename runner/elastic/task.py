@@ -19,11 +19,13 @@ import psutil
 from spark_hvd.runner.channel.address import choose_address, is_loopback, own_addresses
 from spark_hvd.runner.channel.frames import NOTICES
 from spark_hvd.runner.channel.link import Link
-from spark_hvd.runner.elastic.agent import Agent, GivenUpError, Report, WorkerSetup
+from spark_hvd.runner.elastic.agent import Agent, GivenUpError, Report
 from spark_hvd.runner.outcome.rows import Packed
 from spark_hvd.runner.rank.gpus import devices_of
 from spark_hvd.runner.supervise.processes import fork_server
-from spark_hvd.runner.supervise.task import TaskSpec, executor_pid, host_of, rank_env, to_batches
+from spark_hvd.runner.supervise.supervised import RankJob
+from spark_hvd.runner.supervise.task import TaskSpec, executor_pid, host_of, to_batches
+from spark_hvd.world.layout import RankInfo
 
 if TYPE_CHECKING:
     import pyarrow
@@ -135,14 +137,11 @@ def be_agent(
             "its ports (ports=), or use spark_hvd.run, which needs no such connection.:END"
         )
 
-    setup = WorkerSetup(
-        env=lambda place: rank_env(common, place, address, own),
-        order=lambda place, slot: common.order(place, address, own, join_timeout=spec.rejoin_timeout, slot=slot),
-        payload=payload,
-        start_timeout=config.start_timeout,
-    )
+    def job(place: RankInfo, slot: int) -> RankJob:
+        return common.job(place, address, own, payload, join_timeout=spec.rejoin_timeout, slot=slot)
+
     link.hello(number, task=task)
-    agent = Agent(link, server, setup, spec.value_limit, executor)
+    agent = Agent(link, server, job, spec.value_limit, executor)
     with _notices(agent):
         return agent.run()
 

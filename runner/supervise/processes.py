@@ -61,9 +61,11 @@ class RankProcess:
 
     def exit_code(self) -> int:
         """Wait for the end of the rank; its exit code, once."""
-        data = os.read(self.status_fd, 256)
-        # Nothing comes when the fork server was killed, and the kernel its ranks along with it.
-        return int(json.loads(data)["exitcode"]) if data else -signal.SIGKILL
+        if data := os.read(self.status_fd, 256):
+            return int(json.loads(data)["exitcode"])
+        # The fork server itself was killed, and the kernel has killed the rank along with it.
+        self.signal_group(signal.SIGKILL)
+        return -signal.SIGKILL
 
     def clear_stacks(self) -> None:
         """Forget what the fault handler has written."""

@@ -3,62 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import signal
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import zmq
 
-from spark_hvd.runner.channel.frames import FrameReader, send_frame
 from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE
 from spark_hvd.runner.channel.state import Message
 from spark_hvd.runner.outcome.endings import exit_failure, start_took_too_long, stopped, too_large, trim_stacks
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
-from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.supervise.mpi.blame import Blame, Suspect
 from spark_hvd.runner.supervise.mpi.manager import MpiMissingError
-from spark_hvd.runner.supervise.mpi.side import MpiPlan, MpiSide
-from spark_hvd.runner.supervise.output import RankOutput
-from spark_hvd.runner.supervise.probe import Probe
-from spark_hvd.runner.supervise.processes import ForkServer, ForkServerError, RankProcess
+from spark_hvd.runner.supervise.mpi.side import MpiSide
+from spark_hvd.runner.supervise.processes import ForkServer, ForkServerError
+from spark_hvd.runner.supervise.supervised import RankJob, SupervisedRank
 from spark_hvd.world.layout import RankInfo
 
 _TERM_GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 _STACKS_WAIT = 0.5  # seconds that a fault handler may take to write the stacks
 _OUTPUT_GRACE = 10.0  # seconds that a slow driver gets to take the last output
 _MPI_SECONDS = 300.0  # for MPI's process manager on all hosts; rank 0's may still import torch when others are up
-_EXIT_GRACE = 5.0  # seconds that a finished rank may take for its exit handlers
-
-
-@dataclass(frozen=True, slots=True)
-class RankJob:
-    """What one supervisor is to run.
-
-    Attributes:
-        order: What the rank is told.
-        env: Complete environment of the rank.
-        payload: The pickled call.
-        mpi: How MPI comes up, if it is the backend.
-        start_timeout: Seconds for the process to come up and to join the others' world.
-        timeout: The run's ``timeout=``, for messages.
-    """
-
-    order: RankOrder
-    env: Mapping[str, str] = field(repr=False)
-    payload: bytes = field(repr=False)
-    mpi: MpiPlan | None
-    start_timeout: float
-    timeout: float | None
-
-    @property
-    def me(self) -> RankInfo:
-        """The rank."""
-        return self.order.me
 
 
 def supervise(
@@ -77,16 +44,13 @@ def supervise(
         everything in its process group.
     """
     try:
-        process = server.spawn(job.env, job.start_timeout)
+        watch = _Watch(job, link, server, on_lines)
     except ForkServerError as error:
         return not_started(job.me, link, str(error))
-    watch = _Watch(job, link, process, on_lines)
     try:
         return watch.run()
     finally:
-        watch.end_process()
-        watch.end_mpi()
-        process.close()
+        watch.end()
         link.send("gone")
 
 
@@ -101,47 +65,35 @@ class _Watch:
     """One rank being watched."""
 
     def __init__(
-        self,
-        job: RankJob,
-        link: Link,
-        process: RankProcess,
-        on_lines: Callable[[str, list[str]], None] | None,
+        self, job: RankJob, link: Link, server: ForkServer, on_lines: Callable[[str, list[str]], None] | None
     ) -> None:
         self._job = job
         self._link = link
-        self._process = process
-        self._frames = FrameReader(process.control)
-        self._output = RankOutput({process.stdout_fd: "out", process.stderr_fd: "err"}, link, on_lines)
         self._outcome: Packed | None = None
         self._failure: Failed | None = None  # as the child told it, before its last output is known
-        self._exitcode: int | None = None
         self._leaving = False
         self._mpi: MpiSide | None = None
         self._mpi_fds: set[int] = set()
         self._suspect = Suspect()  # among the parts of MPI's process manager
-        self._probe: Probe | None = None
         self._ready: Message | None = None  # what the rank said, until MPI is ready for it as well
+        self._poller = zmq.Poller()
+        self._poller.register(link.socket, zmq.POLLIN)
+        self._rank = SupervisedRank(job, server, link, self._poller, self._on_frame, on_lines)
         self._start_deadline = time.monotonic() + job.start_timeout
         self._mpi_deadline = self._start_deadline
         if job.mpi is not None:
             self._mpi_deadline = min(self._start_deadline, time.monotonic() + _MPI_SECONDS)
         self._deadline: float | None = self._mpi_deadline  # to be ready; then, to be in the world
-        self._poller = zmq.Poller()
-        for fd in (*self._output.fds, process.control.fileno(), process.status_fd):
-            self._poller.register(fd, zmq.POLLIN)
-        self._poller.register(link.socket, zmq.POLLIN)
 
     def run(self) -> Packed:
         """Watch until the rank has its outcome and all ranks have theirs."""
         job = self._job
-        with contextlib.suppress(OSError):  # a child that died already is seen by its status
-            send_frame(self._process.control, job.order.to_message(), job.payload)
         if job.mpi is not None:
             try:
                 self._mpi = MpiSide(job.mpi, job.me, self._link, self._mpi_failed)
             except (MpiMissingError, OSError) as error:
                 self._fail_now(FailureKind.SETUP, str(error))
-        while not self._leaving and self._exitcode is None:
+        while not self._leaving and self._rank.exitcode is None:
             self._step(self._next_moment())
             self._look_at_the_clock()
             if self._link.hub_silence() > HUB_PATIENCE:
@@ -152,48 +104,31 @@ class _Watch:
 
     def _next_moment(self) -> float:
         """Seconds until something is to be done though nothing comes."""
-        probed = None if self._probe is None else self._probe.due
-        moments = [moment for moment in (self._deadline, self._suspect.due, probed) if moment is not None]
+        moments = [moment for moment in (self._deadline, self._suspect.due) if moment is not None]
         return min([BEAT, *(max(moment - time.monotonic(), 0.0) for moment in moments)])
 
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             self._start_took_too_long()
-        if self._probe is not None and (found := self._probe.turn(now)) is not None:
-            self._probe = None
-            self._link.send("examined", **found.to_message())
+        self._rank.look(now)
         if self._suspect.told(now) and self._outcome is None and self._failure is None:
             assert self._suspect.error is not None
             self._fail_now(FailureKind.MPI, self._suspect.error, echo=self._suspect.blame is not Blame.CAUSE)
 
-    def _step(self, timeout: float) -> bool:
-        """Handle what is there; False when nothing came within ``timeout`` seconds."""
-        self._output.flush()
+    def _step(self, timeout: float) -> None:
+        """Handle what comes within ``timeout`` seconds."""
         mpi = self._watch_mpi()
-        events = dict(self._poller.poll(20 if self._output.waiting else int(timeout * 1000)))
-        if not events:
-            return self._output.waiting
+        events = dict(self._poller.poll(int(self._rank.wait(timeout) * 1000)))
         if self._link.socket in events:
             while not self._leaving and (message := self._link.receive()) is not None:
                 self._on_message(message)
-        if self._process.control.fileno() in events:
-            if (frame := self._frames.read()) is not None:
-                self._on_frame(*frame)
-            if self._frames.closed:
-                self._poller.unregister(self._process.control.fileno())
-        if not self._output.waiting:
-            for fd in [fd for fd in self._output.fds if fd in events]:
-                if not self._output.read(fd):
-                    self._poller.unregister(fd)
-        if self._process.status_fd in events:
-            self._read_status()
+        self._rank.take(events)
         for fd in [fd for fd in mpi if fd in events]:
             mpi[fd]()
             if self._mpi is not None and self._mpi.variables is not None and self._deadline == self._mpi_deadline:
                 self._deadline = self._mpi_deadline = self._start_deadline  # MPI is up: now the others' time counts
             self._tell_ready()
-        return True
 
     def _watch_mpi(self) -> dict[int, Callable[[], None]]:
         """Poll the files of MPI that there are now; what to call for each."""
@@ -213,12 +148,12 @@ class _Watch:
             case "go":
                 self._deadline = time.monotonic() + self._job.start_timeout
                 variables = None if self._mpi is None else self._mpi.variables
-                with contextlib.suppress(OSError):
-                    send_frame(self._process.control, {"type": "go", "store": message["store"], "mpi": variables})
-                    if self._mpi is not None:
-                        self._mpi.send_fds(self._process.control)
+                self._rank.send({"type": "go", "store": message["store"], "mpi": variables})
+                if self._mpi is not None:
+                    with contextlib.suppress(OSError):
+                        self._mpi.send_fds(self._rank.process.control)
             case "examine":
-                self._probe = self._probe or Probe(self._process)
+                self._rank.examine()
             case "release":
                 self._leaving = True
                 if "limit" in message:
@@ -234,8 +169,6 @@ class _Watch:
             self._tell_ready()
         elif frame["type"] == "joined":
             self._deadline = None
-        elif frame["type"] == "vitals":
-            self._link.try_send("vitals", vitals=frame["vitals"])
         elif frame["ok"]:
             self._outcome = Packed(self._job.me.rank, True, bytes(payload))
             self._link.send("ended", ok=True, bytes=len(payload))
@@ -284,32 +217,28 @@ class _Watch:
             self._fail(FailureKind.STOPPED, stopped(reason, culprit))
 
     def _take_stacks(self) -> str:
-        return trim_stacks(self._process.await_stacks(_STACKS_WAIT, lambda seconds: self._step(timeout=seconds)))
+        return self._rank.await_stacks(_STACKS_WAIT, self._step)
 
     def _judge_exit(self) -> None:
         """The process has gone without an outcome."""
-        assert self._exitcode is not None
-        while self._step(timeout=0.1) and self._output.fds:  # its last output, and an outcome in the socket, come first
-            pass
+        self._rank.drain()  # its last output, and an outcome in the socket, come first
         if self._outcome is not None or self._failure is not None:
             return
-        kind, error = exit_failure(self._exitcode)
-        self._fail_now(kind, error, trim_stacks(self._process.stacks()))
+        assert self._rank.exitcode is not None
+        kind, error = exit_failure(self._rank.exitcode)
+        self._fail_now(kind, error, trim_stacks(self._rank.process.stacks()))
 
     def _fail(
         self, kind: FailureKind, error: str, trace: str = "", echo: bool = False, exception: bytes | None = None
     ) -> None:
-        me = self._job.me
-        self._failure = Failed(
-            me.rank,
-            me.host,
+        self._failure = self._rank.failed(
+            self._job.me,
             kind,
             error,
             trace,
             echo=echo,
             exception=exception,
-            ended_at=time.time(),
-            exitcode=self._exitcode,
+            exitcode=self._rank.exitcode,
             gpus=", ".join(self._job.order.gpus.assigned or ()),
         )
 
@@ -321,45 +250,15 @@ class _Watch:
     def _finish(self) -> Packed:
         """Let the process go, take its last output, and pack the outcome."""
         if self._outcome is not None:
-            self._process.control.shutdown(2)  # the child lingers until this
-            deadline = time.monotonic() + _EXIT_GRACE
-            while self._exitcode is None and time.monotonic() < deadline:
-                self._step(timeout=0.2)
-        self.end_process()
-        while self._output.fds and self._step(timeout=0):
-            pass
-        self._output.end(_OUTPUT_GRACE)
+            self._rank.let_exit(self._step)
+        self._rank.end(_TERM_GRACE, _OUTPUT_GRACE)
         if self._outcome is not None:
             return self._outcome
         assert self._failure is not None
-        return Packed.failed(replace(self._failure, log_tail=str(self._output.tail)))
+        return Packed.failed(replace(self._failure, log_tail=str(self._rank.output.tail)))
 
-    def end_process(self) -> None:
-        """SIGTERM, then SIGKILL; returns when the process and its group are gone."""
-        for signum, grace in ((signal.SIGTERM, _TERM_GRACE), (signal.SIGKILL, 5.0)):
-            deadline = time.monotonic() + grace
-            if self._exitcode is None:
-                self._process.signal_group(signum)
-            while self._exitcode is None and time.monotonic() < deadline:
-                if self._poller_status(deadline - time.monotonic()):
-                    self._read_status()
-
-    def end_mpi(self) -> None:
-        """End what MPI's process manager has here; after the rank, which it would leave behind."""
+    def end(self) -> None:
+        """End the rank, and then what MPI's process manager has here, which a rank would leave behind."""
+        self._rank.end(_TERM_GRACE, _OUTPUT_GRACE)
         if self._mpi is not None:
             self._mpi.close(0 if self._outcome is not None else 1)
-
-    def _poller_status(self, timeout: float) -> bool:
-        poller = zmq.Poller()
-        poller.register(self._process.status_fd, zmq.POLLIN)
-        return bool(poller.poll(max(int(timeout * 1000), 1)))
-
-    def _read_status(self) -> None:
-        data = os.read(self._process.status_fd, 256)
-        if data:
-            self._exitcode = json.loads(data)["exitcode"]
-        else:  # the fork server itself was killed; the kernel has killed the rank along with it
-            self._process.signal_group(signal.SIGKILL)
-            self._exitcode = -signal.SIGKILL
-        with contextlib.suppress(KeyError):
-            self._poller.unregister(self._process.status_fd)

@@ -28,7 +28,8 @@ from spark_hvd.runner.rank.gpus import GpuError, GpuShare, devices_of
 from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.supervise.mpi.side import MANAGERS, MpiPlan
 from spark_hvd.runner.supervise.processes import ForkServer, apply_env, fork_server
-from spark_hvd.runner.supervise.supervisor import RankJob, not_started
+from spark_hvd.runner.supervise.supervised import RankJob
+from spark_hvd.runner.supervise.supervisor import not_started
 from spark_hvd.runner.supervise.team import LostError, RefusedError, meet, supervise_all
 from spark_hvd.world.layout import RankInfo, WorldLayout
 
@@ -66,30 +67,34 @@ class TaskSpec:
         """Which one, "mpich" or "openmpi"; None where the backend is another."""
         return (self.config.mpi or "mpich") if self.config.backend == "mpi" else None
 
-    def order(
+    def job(
         self,
         me: RankInfo,
         address: Address,
         gpus: Sequence[str] | None,
+        payload: bytes,
         *,
-        join_timeout: float,
+        mpi: MpiPlan | None = None,
+        join_timeout: float | None = None,
         watched: bool = True,
         slot: int | None = None,
-    ) -> RankOrder:
-        """What one rank is to do.
+    ) -> RankJob:
+        """What the supervisor of one rank is to run.
 
         Args:
             me: The rank.
             address: By which other ranks reach this host.
             gpus: Those that Spark assigned; None if it assigns none.
-            join_timeout: Seconds to join the others' world.
+            payload: The pickled call.
+            mpi: How MPI comes up, if it is the backend.
+            join_timeout: Seconds to join the others' world; None for ``start_timeout``.
             watched: Whether the driver hears how far the rank is.
             slot: See :class:`RankOrder`.
         """
         config = self.config
         # A CUDA_VISIBLE_DEVICES of the user's own is the same for all ranks, who divide it by their local rank.
         assigned = None if "CUDA_VISIBLE_DEVICES" in config.env else gpus
-        return RankOrder(
+        order = RankOrder(
             me=me,
             ip=address.ip,
             ports=config.port_range,
@@ -97,11 +102,12 @@ class TaskSpec:
             gpus=GpuShare(assigned, config.gpus_per_proc, self.may_share_gpus),
             secret=self.secret,
             generation=self.generation,
-            join_timeout=join_timeout,
+            join_timeout=config.start_timeout if join_timeout is None else join_timeout,
             collective_timeout=config.collective_timeout,
             watched=watched,
             slot=slot,
         )
+        return RankJob(order, rank_env(self, me, address, gpus), payload, config.start_timeout, config.timeout, mpi)
 
 
 def run_task(spec: TaskSpec, payload: bytes) -> Iterator[pyarrow.RecordBatch]:
@@ -191,16 +197,8 @@ def run_ranks(
     except (NoAddressError, GpuError) as error:
         return [not_started(me, link, str(error)) for me, link in zip(mine, links, strict=True)]
     mpi = None if spec.mpi is None else MpiPlan(layout, spec.mpi, spec.mpi_token, address, spec.config.port_range)
-    start_timeout, watched = spec.config.start_timeout, on_lines is None
     jobs = [
-        RankJob(
-            spec.order(me, address, share, join_timeout=start_timeout, watched=watched),
-            rank_env(spec, me, address, share),
-            payload,
-            mpi,
-            start_timeout,
-            spec.config.timeout,
-        )
+        spec.job(me, address, share, payload, mpi=mpi, watched=on_lines is None)
         for me, share in zip(mine, own, strict=True)
     ]
     return supervise_all(jobs, links, server, on_lines)

@@ -10,7 +10,8 @@ from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE
 from spark_hvd.runner.outcome.rows import Packed
 from spark_hvd.runner.supervise.processes import ForkServer
-from spark_hvd.runner.supervise.supervisor import RankJob, supervise
+from spark_hvd.runner.supervise.supervised import RankJob
+from spark_hvd.runner.supervise.supervisor import supervise
 
 _CONNECT_WAIT = 8.0
 """Seconds to reach the driver's hub; less than the hub's own patience with missing tasks (FALLBACK_AFTER)."""

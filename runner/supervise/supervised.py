@@ -1,0 +1,211 @@
+"""One rank's process as its supervisor has it, in static and elastic runs: frames, output, a closer look, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from spark_hvd.runner.channel.frames import FrameReader, send_frame
+from spark_hvd.runner.channel.link import Link
+from spark_hvd.runner.outcome.endings import trim_stacks
+from spark_hvd.runner.outcome.rows import Failed, FailureKind
+from spark_hvd.runner.rank.order import RankOrder
+from spark_hvd.runner.supervise.mpi.side import MpiPlan
+from spark_hvd.runner.supervise.output import RankOutput
+from spark_hvd.runner.supervise.probe import Probe
+from spark_hvd.runner.supervise.processes import ForkServer
+from spark_hvd.world.layout import RankInfo
+
+_EXIT_GRACE = 5.0  # seconds that a finished rank may take for its exit handlers
+_KILL_GRACE = 5.0  # seconds that the kernel may take to end a killed process
+_BEHIND_SECONDS = 0.02  # between two tries where the hub is behind with the output
+
+
+@dataclass(frozen=True, slots=True)
+class RankJob:
+    """A rank for a supervisor to run.
+
+    Attributes:
+        order: What the rank is told.
+        env: Complete environment of the rank.
+        payload: The pickled call.
+        mpi: How MPI comes up, if it is the backend.
+        start_timeout: Seconds for the process to come up and to join the others' world.
+        timeout: The run's ``timeout=``, for messages.
+    """
+
+    order: RankOrder
+    env: Mapping[str, str] = field(repr=False)
+    payload: bytes = field(repr=False)
+    start_timeout: float
+    timeout: float | None = None
+    mpi: MpiPlan | None = None
+
+    @property
+    def me(self) -> RankInfo:
+        """The rank."""
+        return self.order.me
+
+
+class SupervisedRank:
+    """See the module's description.
+
+    Args:
+        job: What to run.
+        server: Where it is forked.
+        link: Connection to the hub.
+        poller: The supervisor's, which also polls this process from now on.
+        on_frame: Takes what the rank says, besides how far it is. It may end the rank.
+        on_lines: Where output goes (stream, lines) if not to the hub.
+
+    Raises:
+        ForkServerError: there is no process.
+    """
+
+    def __init__(
+        self,
+        job: RankJob,
+        server: ForkServer,
+        link: Link,
+        poller: zmq.Poller,
+        on_frame: Callable[[dict[str, Any], bytearray], None],
+        on_lines: Callable[[str, list[str]], None] | None = None,
+    ) -> None:
+        self.process = process = server.spawn(job.env, job.start_timeout)
+        self.output = RankOutput({process.stdout_fd: "out", process.stderr_fd: "err"}, link, on_lines)
+        self.exitcode: int | None = None
+        """Of a process that has ended; minus the signal that killed it."""
+        self.ended = False
+        self._frames = FrameReader(process.control)
+        self._link, self._poller, self._on_frame = link, poller, on_frame
+        self._probe: Probe | None = None
+        for fd in (*self.output.fds, process.control.fileno(), process.status_fd):
+            poller.register(fd, zmq.POLLIN)
+        self.send(job.order.to_message(), job.payload)
+
+    def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
+        """Tell the rank something. Of one that has died, its status says so."""
+        with contextlib.suppress(OSError):
+            send_frame(self.process.control, message, payload)
+
+    def wait(self, seconds: float) -> float:
+        """How long to poll: at most ``seconds``."""
+        if self.output.waiting:
+            return _BEHIND_SECONDS
+        return seconds if self._probe is None else max(min(seconds, self._probe.due - time.monotonic()), 0.0)
+
+    def take(self, events: Mapping[Any, int]) -> None:
+        """Take what the poller has found, and what is left of a process that has ended."""
+        self.output.flush()
+        if self.process.control.fileno() in events:
+            self._read_frame()
+        if self.ended:
+            return
+        if not self.output.waiting:
+            for fd in [fd for fd in self.output.fds if fd in events]:
+                self._read_output(fd)
+        if self.process.status_fd in events:
+            self._read_status()
+
+    def drain(self) -> None:
+        """Take what an ended rank has left in its socket and pipes."""
+        while not self.ended and not self._frames.closed and _readable(self.process.control.fileno()):
+            self._read_frame()
+        if not self.ended:
+            self._drain_output()
+
+    def examine(self) -> None:
+        """Have a closer look, and tell the hub what was found."""
+        self._probe = self._probe or Probe(self.process)
+
+    def look(self, now: float) -> None:
+        """Go on with a closer look."""
+        if self._probe is not None and (found := self._probe.turn(now)) is not None:
+            self._probe = None
+            self._link.send("examined", **found.to_message())
+
+    def await_stacks(self, seconds: float, meanwhile: Callable[[float], object] = time.sleep) -> str:
+        """Where the rank's threads stand; see :meth:`RankProcess.await_stacks`."""
+        return trim_stacks(self.process.await_stacks(seconds, meanwhile))
+
+    def failed(self, place: RankInfo, kind: FailureKind, error: str, trace: str = "", **more: Any) -> Failed:
+        """The failure of this rank, with the last that it has printed so far."""
+        return Failed(place.rank, place.host, kind, error, trace, str(self.output.tail), ended_at=time.time(), **more)
+
+    def let_exit(self, meanwhile: Callable[[float], object] | None = None) -> None:
+        """Let a rank whose fn has returned run its exit handlers.
+
+        Args:
+            meanwhile: Called again and again, with seconds to wait for anything. None takes what this rank says.
+        """
+        self.process.control.shutdown(2)  # it lingers until this
+        self._await_exit(_EXIT_GRACE, meanwhile)
+
+    def end(self, term_grace: float, output_grace: float) -> None:
+        """End the process with all that it has started, and take its last output; once.
+
+        Args:
+            term_grace: Seconds between SIGTERM and SIGKILL.
+            output_grace: Seconds that a slow hub gets to take the output.
+        """
+        if self.ended:
+            return
+        self.ended = True
+        for signum, grace in ((signal.SIGTERM, term_grace), (signal.SIGKILL, _KILL_GRACE)):
+            if self.exitcode is None and grace:
+                self.process.signal_group(signum)
+                self._await_exit(grace)
+        fds = (self.process.stdout_fd, self.process.stderr_fd, self.process.control.fileno(), self.process.status_fd)
+        self._drain_output()
+        self.output.end(output_grace)
+        for fd in fds:
+            self._forget(fd)
+        self.process.close()
+
+    def _await_exit(self, grace: float, meanwhile: Callable[[float], object] | None = None) -> None:
+        deadline = time.monotonic() + grace
+        while self.exitcode is None and (left := deadline - time.monotonic()) > 0:
+            if meanwhile is not None:
+                meanwhile(min(left, 0.2))
+            elif _readable(self.process.status_fd, min(left, 0.05)):
+                self._read_status()
+            else:
+                self.drain()
+
+    def _read_frame(self) -> None:
+        frame = self._frames.read()
+        if self._frames.closed:
+            self._forget(self.process.control.fileno())
+        if frame is not None and frame[0]["type"] == "vitals":
+            self._link.try_send("vitals", vitals=frame[0]["vitals"])
+        elif frame is not None:
+            self._on_frame(*frame)
+
+    def _drain_output(self) -> None:
+        for fd in [*self.output.fds]:
+            while fd in self.output.fds and _readable(fd):
+                self._read_output(fd)
+
+    def _read_output(self, fd: int) -> None:
+        if not self.output.read(fd):
+            self._forget(fd)
+
+    def _read_status(self) -> None:
+        self._forget(self.process.status_fd)
+        self.exitcode = self.process.exit_code()
+
+    def _forget(self, fd: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._poller.unregister(fd)
+
+
+def _readable(fd: int, seconds: float = 0.0) -> bool:
+    poller = zmq.Poller()
+    poller.register(fd, zmq.POLLIN)
+    return bool(poller.poll(int(seconds * 1000)))
