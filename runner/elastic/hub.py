@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
-from typing import Any, ClassVar
+from dataclasses import asdict, fields
+from typing import Any, ClassVar, get_type_hints
 
 from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.hub import HubServer, Listener
@@ -23,26 +23,21 @@ from spark_hvd.runner.elastic.membership.events import (
     Broken,
     Committed,
     Decision,
-    Dismiss,
     End,
     EndAgent,
     Ended,
     Entered,
     Event,
-    Finish,
     Finished,
-    Go,
     Joined,
     Limits,
     Loss,
     Note,
     Ready,
-    Reset,
     StartWorker,
-    StopWorker,
-    Update,
     Verdict,
     Yielded,
+    name_of,
 )
 from spark_hvd.runner.elastic.membership.state import Membership
 from spark_hvd.runner.outcome.rows import Packed
@@ -51,6 +46,18 @@ from spark_hvd.world.vitals import Vitals
 
 _SUSPECT_AFTER = 4.0
 """Seconds of silence after which an agent is given up while the others wait for it: their collectives have failed."""
+
+
+_TOLD: dict[str, type[Event]] = {
+    name_of(kind): kind for kind in (Entered, Ready, Joined, Broken, Yielded, Committed, Finished, AgentLeaving, Ended)
+}
+"""What agents tell of themselves and their workers."""
+_PLAIN: dict[Any, Any] = {tuple[str, int] | None: list | None, Loss | None: str | None}
+"""What JSON has for a type."""
+
+
+def _plain_fields(kind: type[Event]) -> dict[str, Any]:
+    return {name: _PLAIN.get(hint, hint) for name, hint in get_type_hints(kind).items() if name != "agent"}
 
 
 class ElasticState:
@@ -63,15 +70,7 @@ class ElasticState:
     KINDS: ClassVar[Kinds] = {
         "hello": {"attempt": int, "host": str, "task": int},
         "alive": {},
-        "entered": {"worker": int},
-        "ready": {"worker": int, "generation": int, "store": list | None},
-        "joined": {"worker": int, "generation": int},
-        "broken": {"worker": int, "generation": int, "error": str},
-        "yielded": {"worker": int, "generation": int},
-        "committed": {"worker": int, "commits": int},
-        "finished": {"worker": int, "generation": int},
-        "leaving": {"why": str},
-        "ended": {"worker": int, "loss": str | None, "error": str, "raised": bool},
+        **{name: _plain_fields(kind) for name, kind in _TOLD.items()},
         "value": {"worker": int, "place": int, "part": int, "parts": int},
         "gone": {"why": str},
     }
@@ -112,8 +111,7 @@ class ElasticState:
         if agent not in self.membership.roster.agents:
             # Was it given up, and comes back? What it has been part of goes on without it.
             return [Send(agent, {"type": "end", "again": True})] if agent in self._given_up else []
-        event = _event(message)
-        return [] if event is None else self._act(self.membership.handle(event, now))
+        return [] if kind == "alive" else self._act(self.membership.handle(_event(message), now))
 
     def hear(self, rank: int, now: float) -> None:
         """See base class."""
@@ -197,51 +195,18 @@ class ElasticState:
         return sends
 
 
-_NAMES: dict[type, str] = {
-    StartWorker: "start",
-    StopWorker: "stop",
-    Dismiss: "dismiss",
-    Assign: "assign",
-    Go: "go",
-    Reset: "reset",
-    Update: "update",
-    Finish: "finish",
-    EndAgent: "end",
-}
-
-
 def _message(decision: Decision) -> Message:
-    return {"type": _NAMES[type(decision)], **asdict(decision)}
+    return {"type": name_of(type(decision)), **asdict(decision)}
 
 
-def _event(message: Message) -> Event | None:
-    worker: int = message.get("worker", -1)
-    generation: int = message.get("generation", -1)
-    match message["type"]:
-        case "entered":
-            return Entered(worker)
-        case "ready":
-            host_port = message["store"]
-            return Ready(worker, generation, None if host_port is None else (host_port[0], host_port[1]))
-        case "joined":
-            return Joined(worker, generation)
-        case "broken":
-            return Broken(worker, generation, message["error"])
-        case "yielded":
-            return Yielded(worker, generation)
-        case "committed":
-            return Committed(worker, message["commits"])
-        case "finished":
-            return Finished(worker, generation)
-        case "leaving":
-            return AgentLeaving(message["rank"], message["why"])
-        case "ended":
-            loss = message["loss"]
-            return Ended(worker, None if loss is None else Loss(loss), message["error"], message["raised"])
-        case "alive":
-            return None
-        case other:
-            raise AssertionError(f"unknown message {other!r}")
+def _event(message: Message) -> Event:
+    kind = _TOLD[message["type"]]
+    told = {"agent": message["rank"], **message}
+    if told.get("store") is not None:
+        told["store"] = tuple(told["store"])
+    if told.get("loss") is not None:
+        told["loss"] = Loss(told["loss"])
+    return kind(**{field.name: told[field.name] for field in fields(kind)})
 
 
 class _Labelled:

@@ -231,6 +231,11 @@ class Note:
 Decision = StartWorker | StopWorker | Dismiss | Assign | Go | Reset | Update | Finish | EndAgent | Note
 
 
+def name_of(kind: type) -> str:
+    """What messages between driver and agents call an event or a decision: "start" for StartWorker."""
+    return kind.__name__.replace("Agent", "").replace("Worker", "").lower()
+
+
 # ---- what it goes by, and how it ends ---------------------------------------------------------------------------
 
 
