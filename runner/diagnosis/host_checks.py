@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from spark_hvd.runner.diagnosis.facts import HostFacts, Package, StoreTrial
 from spark_hvd.runner.diagnosis.report import Finding, Level
+from spark_hvd.runner.watch import words
 from spark_hvd.world.words import count
 
 _MIB = 1 << 20
@@ -118,8 +119,8 @@ def check_resources(host: HostFacts, ranks: int, size: int) -> Iterator[Finding]
         yield Finding(
             "resources",
             Level.OK,
-            f"{host.name}: {host.cores:g} cores for {here}, memory {_size(host.memory_free)} free, "
-            f"/dev/shm {_size(host.shm.free)} free, disk {_size(free)} free, {host.open_files} open files",
+            f"{host.name}: {host.cores:g} cores for {here}, memory {words.size(host.memory_free)} free, "
+            f"/dev/shm {words.size(host.shm.free)} free, disk {words.size(free)} free, {host.open_files} open files",
         )
 
 
@@ -139,15 +140,15 @@ def _check_room(host: HostFacts, ranks: int, here: str, size: int) -> Iterator[F
         yield Finding(
             "memory",
             Level.WARNING,
-            f"{_size(host.memory_free)} free on {host.name} for {here}; torch alone takes 300 MB each",
+            f"{words.size(host.memory_free)} free on {host.name} for {here}; torch alone takes 300 MB each",
             "Fewer ranks on a host, smaller executors (spark.executor.memory), or larger machines",
         )
     if ranks and host.shm.error is None and host.shm.free < _SHM_LEAST:
         yield Finding(
             "/dev/shm",
             Level.WARNING,
-            f"{_size(host.shm.free)} of {_size(host.shm.total)} free on {host.name}: DataLoader workers and NCCL pass "
-            'tensors through it, and die of "Bus error" when it is full',
+            f"{words.size(host.shm.free)} of {words.size(host.shm.total)} free on {host.name}: DataLoader workers and "
+            'NCCL pass tensors through it, and die of "Bus error" when it is full',
             "docker run --shm-size=4g ...\n"
             "Kubernetes: volumes: [{name: shm, emptyDir: {medium: Memory}}], mounted at /dev/shm",
         )
@@ -165,7 +166,7 @@ def _check_room(host: HostFacts, ranks: int, here: str, size: int) -> Iterator[F
             yield Finding(
                 "disk",
                 Level.WARNING,
-                f"{_size(disk.free)} of {_size(disk.total)} free at {disk.path} on {host.name}",
+                f"{words.size(disk.free)} of {words.size(disk.total)} free at {disk.path} on {host.name}",
                 f"du -xhd1 {disk.path} | sort -h   # or another spark.local.dir",
             )
     needed = 256 + 16 * size  # sockets between ranks, files of readers
@@ -271,7 +272,3 @@ def _by_value(values: Mapping[str, str]) -> str:
     if len(names) == 1:
         return next(iter(names))
     return "; ".join(f"{value} on {', '.join(where)}" for value, where in names.items())
-
-
-def _size(size: int) -> str:
-    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size // _MIB} MiB"

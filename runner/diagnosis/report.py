@@ -13,9 +13,10 @@ from enum import Enum
 from typing import Any
 
 from spark_hvd.runner.terminal import harmless
+from spark_hvd.world.palette import GREEN, ORANGE, VERMILION
 from spark_hvd.world.words import count
 
-_COLORS = {"OK": "#2e7d32", "warning": "#b26a00", "error": "#c62828"}
+_COLOURS = {"OK": GREEN, "warning": ORANGE, "error": VERMILION}
 
 
 class Level(str, Enum):
@@ -122,7 +123,7 @@ def _html_row(finding: Finding) -> str:
     level = finding.level.value
     remedy = "<br>".join(f"<code>{html.escape(line)}</code>" for line in finding.remedy.splitlines())
     cells = [
-        f'<td style="color:{_COLORS[level]};font-weight:bold">{level}</td>',
+        f'<td style="color:{_COLOURS[level]};font-weight:bold">{level}</td>',
         f"<td>{html.escape(finding.check)}</td>",
         f'<td style="text-align:left">{html.escape(finding.found)}</td>',
         f'<td style="text-align:left">{remedy}</td>',

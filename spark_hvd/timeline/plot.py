@@ -16,17 +16,17 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from spark_hvd.timeline.events import Activity, Span, Trace, activity_of
+from spark_hvd.world import palette
 
 # Lanes from top to bottom. An operation only encloses what is drawn anyway, and a step is drawn as its end.
-# Colours that colour-blind readers can tell apart (Okabe and Ito, "Color Universal Design", 2008).
 _COLOURS = {
-    Activity.BACKWARD: "#999999",
-    Activity.PACK: "#E69F00",
-    Activity.NEGOTIATE: "#CC79A7",
-    Activity.QUEUE: "#F0E442",
-    Activity.WIRE: "#0072B2",
-    Activity.WAIT: "#D55E00",
-    Activity.OTHER: "#009E73",
+    Activity.BACKWARD: palette.GREY,
+    Activity.PACK: palette.ORANGE,
+    Activity.NEGOTIATE: palette.PURPLE,
+    Activity.QUEUE: palette.YELLOW,
+    Activity.WIRE: palette.BLUE,
+    Activity.WAIT: palette.VERMILION,
+    Activity.OTHER: palette.GREEN,
 }
 _LEVELS = 4
 """Most spans of a lane that are drawn below each other where they overlap."""

@@ -363,7 +363,7 @@ def test_the_html_is_well_formed_and_has_a_row_a_rank() -> None:
     assert parsed.tags.count("tr") == 1 + 4 + 1 + len(view.summary(40.0).facts())
     assert "slowest, 1.58x" in parsed.texts
     assert "40/50" in parsed.texts
-    assert 'title="compute 85 %, data 10 %, comm 5 %"' in text
+    assert 'title="compute 85 %, data 10 %, communication 5 %"' in text
 
 
 def test_what_comes_from_outside_is_escaped() -> None:

@@ -1,7 +1,6 @@
 """What all plots of this project have in common: figures of one style, curves with bands, marks of generations.
 
-Figures are made without pyplot, so nothing of a program's own plotting state changes and no display is needed. Colours
-are such as colour-blind readers can tell apart (Okabe and Ito, "Color Universal Design", 2008).
+Figures are made without pyplot, so nothing of a program's own plotting state changes and no display is needed.
 """
 
 from __future__ import annotations
@@ -9,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from spark_hvd.world.palette import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
 
 try:
     from matplotlib.axes import Axes
@@ -23,7 +24,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from spark_hvd.runner.watch.history import Generation
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, GREY)
 DASHES: tuple[str, ...] = ("-", "--", "-.", ":")
 SIZE = (6.0, 3.0)
 FONT, SMALL = 8, 7

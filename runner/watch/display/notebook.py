@@ -12,18 +12,18 @@ from spark_hvd.runner.watch.display.text import columns_of, head, table
 from spark_hvd.runner.watch.picture import Picture, Row, shown_rows
 from spark_hvd.runner.watch.summary import Summary
 from spark_hvd.runner.watch.view import RunView
+from spark_hvd.world.palette import SHARES, VERMILION
 
 _INTERVAL = 0.5
 _MOST_ROWS = 32
 _TEXT_WIDTH = 120
 _BAR_PIXELS = 120
-# Notebooks are light or dark: colours half-way between black and white, and text in whatever colour text has there.
-_COLORS = {"compute": "#4c9f70", "data": "#d99a2b", "comm": "#7a86c8"}
+# Notebooks are light or dark: text has whatever colour text has there.
 _TABLE = "color:inherit;border-collapse:collapse;font-variant-numeric:tabular-nums"
 _CELL = "text-align:right;padding:1px 8px;white-space:nowrap"
 _LEFT = "text-align:left;padding:1px 8px;white-space:nowrap"
 _FAINT = "opacity:.6"
-_ALARM = "color:#d9534f;white-space:pre-wrap"
+_ALARM = f"color:{VERMILION};white-space:pre-wrap"
 
 
 class NotebookDisplay:
@@ -92,7 +92,7 @@ def page(picture: Picture, summary: Summary | None = None) -> str:
     if len(picture.rows) > 1:
         body += _tr([column.whole for column in columns], _bar(picture), "", _FAINT)
     headings = "".join(f'<th style="{_CELL}">{html.escape(column.heading)}</th>' for column in columns)
-    legend = " ".join(f'<span style="color:{color}">&#9632;</span> {name}' for name, color in _COLORS.items())
+    legend = " ".join(f'<span style="color:{color}">&#9632;</span> {name}' for name, color in SHARES.items())
     verdict = f'<pre style="{_ALARM}">{html.escape(picture.verdict)}</pre>' if picture.verdict else ""
     return (
         f"<div>{title}"
@@ -108,10 +108,9 @@ def _tr(cells: Sequence[str], bar: str, note: str, style: str) -> str:
 
 def _bar(of: Row | Picture) -> str:
     """Where the time goes, as a strip of three colours."""
-    shares = {"compute": of.compute, "data": of.data, "comm": of.communication}
-    known = {name: share for name, share in shares.items() if share is not None}
+    known = {name: share for name in SHARES if (share := getattr(of, name)) is not None}
     parts = "".join(
-        f'<span style="display:inline-block;height:.7em;width:{share * _BAR_PIXELS:.0f}px;background:{_COLORS[name]}">'
+        f'<span style="display:inline-block;height:.7em;width:{share * _BAR_PIXELS:.0f}px;background:{SHARES[name]}">'
         "</span>"
         for name, share in known.items()
     )

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spark_hvd.runner.watch.display.figures import FONT, SIZE, Axes, Curve, Figure, Patch, draw, figure_of, mark
+from spark_hvd.world.palette import SHARES
 
 if TYPE_CHECKING:
     from spark_hvd.runner.watch.history import History, Point
 
-PARTS = {"compute": "#56B4E9", "communication": "#D55E00", "data": "#CC79A7"}
 OUTSIDE = "#DDDDDD"
 _MOST_LINES = 8
 """More ranks than that are drawn as a band."""
@@ -119,7 +119,7 @@ def plot_timeline(history: History) -> Figure:
     ranks = history.ranks
     figure, (axes,) = figure_of(SIZE[0], min(12.0, max(SIZE[1] - 1, 1.1 + 0.3 * len(ranks))))
     axes.grid(visible=False)
-    spent = dict.fromkeys([*PARTS, ""], 0.0)
+    spent = dict.fromkeys([*SHARES, ""], 0.0)
     for lane, rank in enumerate(ranks):
         points = history.points(rank)
         for name, seconds in _draw_lane(axes, lane, points).items():
@@ -137,7 +137,7 @@ def plot_timeline(history: History) -> Figure:
     axes.set_xlim(0, history.seconds)
     axes.set_xlabel("seconds (black: a new epoch)", fontsize=FONT)
     axes.spines["left"].set_visible(False)
-    named = {**{name: (name, colour) for name, colour in PARTS.items()}, "": ("outside of hvd.progress", OUTSIDE)}
+    named = {**{name: (name, colour) for name, colour in SHARES.items()}, "": ("outside of hvd.progress", OUTSIDE)}
     handles = [
         Patch(color=colour, label=f"{label} {spent[name] / whole:.0%}")
         for name, (label, colour) in named.items()
@@ -204,15 +204,15 @@ def _mean(label: str, lines: Sequence[tuple[Sequence[float], Sequence[float]]]) 
 def _draw_lane(axes: Axes, lane: int, points: Sequence[Point]) -> dict[str, float]:
     """Parts of the time stacked on each other, from point to point; how many seconds each has."""
     seconds = [0.0 if point.rates is None else point.rates.seconds for point in points]
-    parts = {name: [0.0 if point.rates is None else getattr(point.rates, name) for point in points] for name in PARTS}
+    parts = {name: [0.0 if point.rates is None else getattr(point.rates, name) for point in points] for name in SHARES}
     parts[""] = [
-        0.0 if point.rates is None else max(0.0, 1 - sum(parts[name][place] for name in PARTS))
+        0.0 if point.rates is None else max(0.0, 1 - sum(parts[name][place] for name in SHARES))
         for place, point in enumerate(points)
     ]
     x = [point.seconds for point in points]
     floor = np.full(len(points), lane + 0.95)
     for name, part in parts.items():
         top = floor - 0.9 * np.array(part)
-        axes.fill_between(x, floor, top, step="pre", color=PARTS.get(name, OUTSIDE), linewidth=0)
+        axes.fill_between(x, floor, top, step="pre", color=SHARES.get(name, OUTSIDE), linewidth=0)
         floor = top
     return {name: float(np.dot(part, seconds)) for name, part in parts.items()}
