@@ -35,8 +35,6 @@ def host(name: str = "a", **changes: Any) -> HostFacts:
         disks=[Disk("/tmp", 100 * GIB, 50 * GIB)],
         threads="1",
         open_files=65536,
-        resolved=["10.0.0.1"],
-        interfaces={"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]},
         visible_gpus=None,
     )
     return replace(facts, **changes)

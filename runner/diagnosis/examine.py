@@ -19,7 +19,6 @@ from spark_hvd.runner.diagnosis.facts import HostFacts, StoreTrial
 from spark_hvd.runner.diagnosis.gpu_checks import Assigned, check_gpus
 from spark_hvd.runner.diagnosis.host_checks import (
     check_clocks,
-    check_names,
     check_packages,
     check_python,
     check_resources,
@@ -197,7 +196,6 @@ class _Examination:
             return
         self._add("Python", lambda: check_python(driver, hosts))
         self._add("packages", lambda: check_packages(driver, hosts, self._config.backend))
-        self._add("host names", lambda: check_names(hosts))
         store = self._store
         if store is not None:
             trials = {host.name: host.store for host in hosts if host.store is not None}

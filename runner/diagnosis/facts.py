@@ -75,10 +75,6 @@ class HostFacts:
     threads: str | None
     """OMP_NUM_THREADS."""
     open_files: int
-    resolved: list[str]
-    """Addresses that the host's own name stands for; empty if it stands for none."""
-    interfaces: dict[str, list[str]]
-    """Those that are up, with their addresses but for link-local ones."""
     visible_gpus: str | None
     """CUDA_VISIBLE_DEVICES."""
     store: StoreTrial | None = None
@@ -103,12 +99,11 @@ def look(probe: str, local_dirs: list[str], store: dict[str, Any] | None = None,
         store: Arguments of the probe's trial of the store.
         seconds: Time that imports, and the trial of the store, may take each.
     """
-    name = socket.gethostname()
     memory, free = _memory()
     folders = list(dict.fromkeys([tempfile.gettempdir(), *(path for path in local_dirs if path)]))
     return HostFacts(
         key=host_key(),
-        name=name,
+        name=socket.gethostname(),
         python=platform.python_version(),
         executable=sys.executable,
         system=f"{platform.system()} {platform.machine()}",
@@ -120,8 +115,6 @@ def look(probe: str, local_dirs: list[str], store: dict[str, Any] | None = None,
         disks=[disk(path) for path in folders],
         threads=os.environ.get("OMP_NUM_THREADS"),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        resolved=_resolve(name),
-        interfaces=_interfaces(),
         visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
         store=None if store is None else try_store(probe, store, seconds),
     )
@@ -272,26 +265,3 @@ def _memory() -> tuple[int, int]:
 def _text(path: str) -> str:
     with open(path) as file:
         return file.read().strip()
-
-
-def _resolve(name: str) -> list[str]:
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return list(dict.fromkeys(str(info[4][0]) for info in found))
-
-
-def _interfaces() -> dict[str, list[str]]:
-    try:
-        import psutil
-    except ImportError:
-        return {}
-    families = (socket.AF_INET, socket.AF_INET6)
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    return {
-        name: found
-        for name, addresses in psutil.net_if_addrs().items()
-        # link-local addresses, which psutil writes with their zone, are of no use to ranks
-        if name in up and (found := [a.address for a in addresses if a.family in families and "%" not in a.address])
-    }

@@ -80,7 +80,6 @@ def check_spark(facts: SparkFacts) -> Iterator[Finding]:
     checks: tuple[Callable[[SparkFacts], Iterator[Finding]], ...] = (
         check_slots,
         check_barrier,
-        check_stage_settings,
         check_memory,
         check_results,
     )
@@ -151,17 +150,6 @@ def check_barrier(facts: SparkFacts) -> Iterator[Finding]:
         )
     else:
         yield Finding("dynamic allocation", Level.OK, "off, as barrier stages need it")
-
-
-def check_stage_settings(facts: SparkFacts) -> Iterator[Finding]:
-    """Settings that change what other stages do, and what they do to ranks."""
-    said = []
-    if facts.get("spark.speculation") == "true":
-        said.append("spark.speculation=true: never for barrier stages, so no rank runs twice")
-    if (attempts := facts.get("spark.stage.maxConsecutiveAttempts")) not in ("", "4"):
-        said.append(f"spark.stage.maxConsecutiveAttempts={attempts}: of no effect, a run is never tried again by Spark")
-    if said:
-        yield Finding("stage settings", Level.OK, "; ".join(said))
 
 
 def check_memory(facts: SparkFacts) -> Iterator[Finding]:

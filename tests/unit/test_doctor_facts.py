@@ -39,7 +39,6 @@ def test_this_machine() -> None:
     assert facts.packages["torch"].detail["gloo"]
     assert facts.cores >= 1
     assert 0 < facts.memory_free <= facts.memory
-    assert "127.0.0.1" in facts.interfaces["lo"]
 
 
 def test_imports_that_crash_hang_or_leave_do_not_take_the_others_along(modules: Path) -> None:

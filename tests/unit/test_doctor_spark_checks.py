@@ -58,14 +58,6 @@ def test_dynamic_allocation() -> None:
     assert finding.remedy == "--conf spark.dynamicAllocation.enabled=false --conf spark.executor.instances=4"
 
 
-def test_settings_that_do_nothing_to_ranks_are_said_to() -> None:
-    settings = {"spark.speculation": "true", "spark.stage.maxConsecutiveAttempts": "8"}
-    finding = of("stage settings", check_spark(application(settings=settings)))
-    assert finding.level is Level.OK
-    assert "no rank runs twice" in finding.found
-    assert "of no effect" in finding.found
-
-
 def test_overhead_where_it_is_enforced() -> None:
     settings = {"spark.executor.cores": "4", "spark.executor.memory": "8g"}
     finding = of("memory overhead", check_spark(application(settings=settings)))
