@@ -1,6 +1,6 @@
 """Bounds the connections that have said nothing yet, so that strangers cannot take all of the driver's descriptors.
 
-libzmq accepts whoever comes, and gives up who has not proved his keys after the handshake's time. Where descriptors
+libzmq accepts whoever comes, and drops who has proved no key when the handshake's time is over. Where descriptors
 run out meanwhile, its accept loop spins, and the driver can open no file. Nor can it be told to accept nobody for a
 moment: unbinding would cut the connections of tasks, too.
 """
@@ -49,7 +49,7 @@ class Newcomers:
             self._cut(oldest)
 
     def heard(self, descriptor: int) -> None:
-        """A message has come over this connection, so whoever is there has proved his keys."""
+        """A message has come over this connection, so whoever is there holds a key."""
         self._silent.pop(descriptor, None)
 
     def close(self) -> None:

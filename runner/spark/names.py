@@ -23,7 +23,7 @@ _NOT_THE_USERS = {"spark_hvd", "pyspark", "py4j", "mlflow", "threading", "concur
 
 @contextmanager
 def job_group(spark: SparkSession, group: str) -> Iterator[None]:
-    """Put this thread's jobs into a group, unless the user has done so already: he may want to cancel his by it.
+    """Put this thread's jobs into a group, unless the user has done so already and may want to cancel them by it.
 
     Args:
         spark: The session; with Spark Connect, which has no groups, nothing happens.

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spark_hvd.runner.watch.picture import Slowest
+from spark_hvd.runner.watch.snapshot import Slowest
 from spark_hvd.world.vitals import Vitals
 
 GROWING = ("clock", "total_steps", "samples", "watched_seconds", "data_seconds", "comm_seconds", "cpu_seconds")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from spark_hvd.runner.watch.picture import LONG, Row, Slowest
 from spark_hvd.runner.watch.rates import Rates, Recent, grown, rates, shares
+from spark_hvd.runner.watch.snapshot import LONG, RankRow, Slowest
 from spark_hvd.world.vitals import Vitals
 
 
@@ -69,7 +69,7 @@ class RankRecord:
         self.take(record, now)
         self.recent = Recent(record)
 
-    def row(self, rank: int, now: float, slowest: Slowest | None) -> Row:
+    def row(self, rank: int, now: float, slowest: Slowest | None) -> RankRow:
         """What there is to see of it now.
 
         Args:
@@ -80,7 +80,7 @@ class RankRecord:
         last, done = self.last, self.recent.done()
         pace = done if self.recent.paced else None
         silent = now - self.heard
-        return Row(
+        return RankRow(
             rank=rank,
             silent=silent if silent > LONG and not self.ended else None,
             started=True,

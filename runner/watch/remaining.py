@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from spark_hvd.runner.watch.picture import Remaining
+from spark_hvd.runner.watch.snapshot import Remaining
 from spark_hvd.world.vitals import Vitals
 
 _LEAST = 3.0

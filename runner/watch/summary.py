@@ -9,8 +9,8 @@ from typing import Any
 
 from spark_hvd.runner.terminal import harmless
 from spark_hvd.runner.watch import words
-from spark_hvd.runner.watch.picture import Slowest
 from spark_hvd.runner.watch.rates import SHARES, Rates
+from spark_hvd.runner.watch.snapshot import Slowest
 from spark_hvd.world.words import count
 
 _CELL = "text-align:left;padding:1px 8px"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
-from spark_hvd.runner.watch.picture import LONG, Picture, Row
 from spark_hvd.runner.watch.rates import shares, slowest_of
 from spark_hvd.runner.watch.record import RankRecord
 from spark_hvd.runner.watch.remaining import Pace
+from spark_hvd.runner.watch.snapshot import LONG, RankRow, RunSnapshot
 from spark_hvd.runner.watch.summary import Summary, mean_shares, steady_rate
 from spark_hvd.world.vitals import Vitals
 
@@ -17,7 +17,7 @@ _JUDGED = 4.0
 
 
 class RunView:
-    """Takes the ranks' records; gives a picture of now, and a summary at the end. Does no I/O and reads no clock.
+    """Takes the ranks' records; gives a snapshot of now, and a summary at the end. Does no I/O and reads no clock.
 
     **The slowest rank.** Ranks that train together make the same steps a second, since they wait for each other. The
     one for which the others wait is the one that itself waits least. So ranks are compared by their own time a step:
@@ -77,16 +77,16 @@ class RunView:
         """Show why nothing moves; None: it moves again."""
         self._verdict = verdict
 
-    def picture(self, now: float) -> Picture:
+    def snapshot(self, now: float) -> RunSnapshot:
         """What there is to see now."""
         slowest = slowest_of({rank: process.recent.done() for rank, process in self._judged(now)}, self._counted)
         shown = tuple(
-            self._ranks[rank].row(rank, now, slowest) if rank in self._ranks else Row(rank)
+            self._ranks[rank].row(rank, now, slowest) if rank in self._ranks else RankRow(rank)
             for rank in range(self._size)
         )
         running = [row for row in shown if row.started and not row.ended] or shown
         speeds = [row.steps_per_second for row in shown if row.steps_per_second is not None]
-        return Picture(
+        return RunSnapshot(
             title=self.title,
             seconds=now - self._started,
             size=self._size,

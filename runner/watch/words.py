@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from spark_hvd.runner.watch.picture import Remaining, Row, Slowest
+from spark_hvd.runner.watch.snapshot import RankRow, Remaining, Slowest
 from spark_hvd.world.words import count
 
 
@@ -67,14 +67,14 @@ def remaining(left: Remaining) -> str:
     return f"ETA {duration(left.seconds)}" if left.whole else f"this loop ends in {duration(left.seconds)}"
 
 
-def epoch(row: Row) -> str:
+def epoch(row: RankRow) -> str:
     """``3/10``, counted from 1 for people; "" if it is not known."""
     if row.epoch is None:
         return ""
     return f"{row.epoch + 1}/{row.epochs}" if row.epochs else f"{row.epoch + 1}"
 
 
-def step(row: Row) -> str:
+def step(row: RankRow) -> str:
     """``120/1000``, after the loop's name if that is not "train"; "" before the first."""
     if not row.stage and not row.step:
         return ""
@@ -82,7 +82,7 @@ def step(row: Row) -> str:
     return f"{name}{row.step}/{row.steps}" if row.steps is not None else f"{name}{row.step}"
 
 
-def note(row: Row) -> str:
+def note(row: RankRow) -> str:
     """What is to be said of this rank in particular; "" if nothing is."""
     if row.ended:
         return "ended"

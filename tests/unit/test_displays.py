@@ -277,7 +277,7 @@ def test_a_display_that_fails_leaves_the_output(
 ) -> None:
     display, view = make_display("plain", 1, None, None), trained()
     display.show(view, 0.0)
-    monkeypatch.setattr(view, "picture", lambda now: 1 / 0)
+    monkeypatch.setattr(view, "snapshot", lambda now: 1 / 0)
     display.show(view, 40.0)
     display.lines(0, "out", "still here")
     display.show(view, 80.0)
@@ -296,15 +296,15 @@ def test_a_display_that_fails_leaves_the_output(
 def test_no_line_is_wider_than_the_terminal(width: int, size: int) -> None:
     view = trained(size=size, metrics={"loss": 0.5, "accuracy": 0.98765, "a very long name of a metric": 12345.0})
     view.mark("the run hangs: rank 1 never entered allreduce 'loss'. " * 30)
-    lines = table(view.picture(46.0), width, 16)
+    lines = table(view.snapshot(46.0), width, 16)
     assert max(len(line.text) for line in lines) <= width
     assert len(lines) <= 2 + 16 + 2 + 6
     assert any("loss" in line.text for line in lines) or width < 40
 
 
 def test_where_there_is_no_room_what_matters_least_goes_first() -> None:
-    picture = trained().picture(40.0)
-    headings = [table(picture, width, 16)[1].text.split() for width in (200, 79, 60, 39)]
+    snapshot = trained().snapshot(40.0)
+    headings = [table(snapshot, width, 16)[1].text.split() for width in (200, 79, 60, 39)]
     assert headings[0] == ["rank", "epoch", "step", "loss", "samples/s", "compute", "data", "comm", "CPU", "memory"]
     assert headings[1] == ["rank", "epoch", "step", "loss", "samples/s", "data", "comm", "CPU"]
     assert headings[2] == ["rank", "epoch", "step", "loss", "samples/s", "comm"]
@@ -312,7 +312,7 @@ def test_where_there_is_no_room_what_matters_least_goes_first() -> None:
 
 
 def test_the_number_of_ranks_that_are_not_shown_is_said() -> None:
-    lines = [line.text for line in table(trained(size=64).picture(40.0), 120, 16)]
+    lines = [line.text for line in table(trained(size=64).snapshot(40.0), 120, 16)]
     assert lines[-2] == "and 48 more"
     assert lines[-1].split()[0] == "all"
     assert lines[-1].split()[1] == "2,048"
@@ -323,9 +323,9 @@ def test_ranks_that_stand_out_have_their_colours() -> None:
     for second in (41, 42, 43, 44, 45):
         for rank in (0, 1):
             view.take(record(rank, 3, second), float(second))
-    styles = [line.style for line in table(view.picture(45.0), 100, 16)]
+    styles = [line.style for line in table(view.snapshot(45.0), 100, 16)]
     assert styles[2:5] == ["", "", "dim"]  # the third is silent; nobody is called slow without knowing of all
-    lines = table(trained(size=3).picture(40.0), 100, 16)
+    lines = table(trained(size=3).snapshot(40.0), 100, 16)
     assert [line.style for line in lines[2:5]] == ["", "yellow", ""]
     assert lines[3].text.endswith("slowest, 1.58x")
 
@@ -358,7 +358,7 @@ class Page(HTMLParser):
 
 def test_the_html_is_well_formed_and_has_a_row_a_rank() -> None:
     view = trained(size=4)
-    text = page(view.picture(40.0), view.summary(40.0))
+    text = page(view.snapshot(40.0), view.summary(40.0))
     parsed = Page(text)
     assert parsed.tags.count("tr") == 1 + 4 + 1 + len(view.summary(40.0).facts())
     assert "slowest, 1.58x" in parsed.texts
@@ -369,19 +369,19 @@ def test_the_html_is_well_formed_and_has_a_row_a_rank() -> None:
 def test_what_comes_from_outside_is_escaped() -> None:
     view = trained(metrics={"<img src=x>": 1.0}, stage="<script>alert(1)</script>")
     view.mark("<b>hung</b> & gone")
-    parsed = Page(page(view.picture(40.0), view.summary(40.0)))
+    parsed = Page(page(view.snapshot(40.0), view.summary(40.0)))
     assert not {"script", "img"} & set(parsed.tags)
     assert "<b>hung</b> & gone" in parsed.texts
     assert "<img src=x>" in parsed.texts
 
 
 def test_many_ranks_do_not_make_a_long_page() -> None:
-    assert Page(page(trained(size=100).picture(40.0))).tags.count("tr") == 1 + 32 + 1 + 1
+    assert Page(page(trained(size=100).snapshot(40.0))).tags.count("tr") == 1 + 32 + 1 + 1
 
 
 def test_as_long_as_nothing_is_heard_there_is_one_line() -> None:
-    picture = RunView("train on 8 ranks", 8, 0.0).picture(7.0)
-    assert [line.text for line in table(picture, 80, 16)] == [
+    snapshot = RunView("train on 8 ranks", 8, 0.0).snapshot(7.0)
+    assert [line.text for line in table(snapshot, 80, 16)] == [
         "train on 8 ranks   7.0 s   nothing heard of the ranks yet"
     ]
-    assert Page(page(picture)).tags == ["div", "b"]
+    assert Page(page(snapshot)).tags == ["div", "b"]

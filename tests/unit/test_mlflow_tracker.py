@@ -89,7 +89,7 @@ def test_a_run_that_ends_badly(error: BaseException, status: str) -> None:
     assert run.data.tags["spark_hvd.error"] == f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def test_the_users_run_is_used_and_left_to_him(runs: Callable[[], list[Any]]) -> None:
+def test_the_users_run_is_used_and_stays_open(runs: Callable[[], list[Any]]) -> None:
     with mlflow.start_run() as active:
         run = train(MlflowTracker(experiment="not for this", run_name="nor this"), ValueError("x"))
         assert run.info.run_id == active.info.run_id
@@ -102,7 +102,7 @@ def test_the_users_run_is_used_and_left_to_him(runs: Callable[[], list[Any]]) ->
 def test_runs_below_the_users(runs: Callable[[], list[Any]]) -> None:
     """One tracker, one run after the other: each is a run of its own."""
     tracker = MlflowTracker(nested=True)
-    with mlflow.start_run(experiment_id=mlflow.create_experiment("his")) as active:
+    with mlflow.start_run(experiment_id=mlflow.create_experiment("theirs")) as active:
         first, second = train(tracker), train(tracker)
     assert first.info.run_id != second.info.run_id
     assert {run.data.tags["mlflow.parentRunId"] for run in (first, second)} == {active.info.run_id}

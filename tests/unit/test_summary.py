@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from spark_hvd.runner.watch.picture import Slowest
+from spark_hvd.runner.watch.snapshot import Slowest
 from spark_hvd.runner.watch.summary import Share, Summary
 from spark_hvd.runner.watch.view import RunView
 from spark_hvd.world.vitals import Vitals

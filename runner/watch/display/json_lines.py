@@ -40,7 +40,7 @@ class JsonDisplay:
             self._next = now + self._interval
         if now >= self._next:
             self._next = max(self._next + self._interval, now + self._interval / 2)
-            self._write({"event": "progress", **view.picture(now).as_dict()})
+            self._write({"event": "progress", **view.snapshot(now).as_dict()})
 
     def end(self, summary: Summary | None) -> None:
         """Write the summary."""

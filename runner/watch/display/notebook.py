@@ -9,7 +9,7 @@ from typing import Any
 from spark_hvd.runner.watch import words
 from spark_hvd.runner.watch.display.lines import LineWriter
 from spark_hvd.runner.watch.display.text import columns_of, head, table
-from spark_hvd.runner.watch.picture import Picture, Row, shown_rows
+from spark_hvd.runner.watch.snapshot import RankRow, RunSnapshot, shown_rows
 from spark_hvd.runner.watch.summary import Summary
 from spark_hvd.runner.watch.view import RunView
 from spark_hvd.world.palette import SHARES, VERMILION
@@ -50,50 +50,50 @@ class NotebookDisplay:
         if now < self._next:
             return
         self._next = now + _INTERVAL
-        self._draw(view.picture(now), None)
+        self._draw(view.snapshot(now), None)
 
     def end(self, summary: Summary | None) -> None:
         """Draw for the last time, with the summary."""
         if not self._ended and self._latest is not None:
             view, now = self._latest
             shown = summary if summary is not None and summary.worth_showing else None
-            self._draw(view.picture(now).at_end(), shown)
+            self._draw(view.snapshot(now).at_end(), shown)
         self._ended = True
 
-    def _draw(self, picture: Picture, summary: Summary | None) -> None:
+    def _draw(self, snapshot: RunSnapshot, summary: Summary | None) -> None:
         from IPython.display import display  # where there is a kernel, there is IPython
 
-        text = "\n".join(line.text for line in table(picture, _TEXT_WIDTH, _MOST_ROWS))
-        bundle = {"text/html": page(picture, summary), "text/plain": f"{text}\n{summary}" if summary else text}
+        text = "\n".join(line.text for line in table(snapshot, _TEXT_WIDTH, _MOST_ROWS))
+        bundle = {"text/html": page(snapshot, summary), "text/plain": f"{text}\n{summary}" if summary else text}
         if self._handle is None:
             self._handle = display(bundle, raw=True, display_id=True)  # type: ignore[no-untyped-call]
         else:
             self._handle.update(bundle, raw=True)
 
 
-def page(picture: Picture, summary: Summary | None = None) -> str:
+def page(snapshot: RunSnapshot, summary: Summary | None = None) -> str:
     """The run as HTML; all that comes from outside is escaped.
 
     Args:
-        picture: The run.
+        snapshot: The run.
         summary: What to say below it, once it is over.
     """
-    title = f'<b style="white-space:pre">{html.escape(head(picture, 1000))}</b>'
-    if not picture.heard:
+    title = f'<b style="white-space:pre">{html.escape(head(snapshot, 1000))}</b>'
+    if not snapshot.heard:
         return f"<div>{title}{summary._repr_html_() if summary else ''}</div>"
-    rows, more = shown_rows(picture.rows, _MOST_ROWS)
-    columns = [column for column in columns_of(rows, picture) if column.heading != "compute"]
+    rows, more = shown_rows(snapshot.rows, _MOST_ROWS)
+    columns = [column for column in columns_of(rows, snapshot) if column.heading != "compute"]
     body = "".join(
         _tr([column.cells[number] for column in columns], _bar(row), words.note(row), _style(row))
         for number, row in enumerate(rows)
     )
     if more:
         body += _tr([f"and {more} more"], "", "", _FAINT)
-    if len(picture.rows) > 1:
-        body += _tr([column.whole for column in columns], _bar(picture), "", _FAINT)
+    if len(snapshot.rows) > 1:
+        body += _tr([column.whole for column in columns], _bar(snapshot), "", _FAINT)
     headings = "".join(f'<th style="{_CELL}">{html.escape(column.heading)}</th>' for column in columns)
     legend = " ".join(f'<span style="color:{color}">&#9632;</span> {name}' for name, color in SHARES.items())
-    verdict = f'<pre style="{_ALARM}">{html.escape(picture.verdict)}</pre>' if picture.verdict else ""
+    verdict = f'<pre style="{_ALARM}">{html.escape(snapshot.verdict)}</pre>' if snapshot.verdict else ""
     return (
         f"<div>{title}"
         f'<table style="{_TABLE}"><thead><tr style="{_FAINT}">{headings}<th style="{_LEFT}">{legend}</th><th></th></tr>'
@@ -106,7 +106,7 @@ def _tr(cells: Sequence[str], bar: str, note: str, style: str) -> str:
     return f'<tr style="{style}">{inner}<td style="{_LEFT}">{bar}</td><td style="{_LEFT}">{html.escape(note)}</td></tr>'
 
 
-def _bar(of: Row | Picture) -> str:
+def _bar(of: RankRow | RunSnapshot) -> str:
     """Where the time goes, as a strip of three colours."""
     known = {name: share for name in SHARES if (share := getattr(of, name)) is not None}
     parts = "".join(
@@ -118,7 +118,7 @@ def _bar(of: Row | Picture) -> str:
     return f'<span title="{title}">{parts}</span>' if known else ""
 
 
-def _style(row: Row) -> str:
+def _style(row: RankRow) -> str:
     if row.quiet:
         return _FAINT
     return "font-weight:bold" if row.skew is not None else ""

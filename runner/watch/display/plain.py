@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spark_hvd.runner.watch import words
 from spark_hvd.runner.watch.display.lines import LineWriter
-from spark_hvd.runner.watch.picture import Picture
+from spark_hvd.runner.watch.snapshot import RunSnapshot
 from spark_hvd.runner.watch.summary import Summary
 from spark_hvd.runner.watch.view import RunView
 from spark_hvd.world.words import count
@@ -57,7 +57,7 @@ class PlainDisplay(LinesDisplay):
             self._next = now + self._interval
         if now >= self._next:
             self._next = max(self._next + self._interval, now + self._interval / 2)
-            self._notes.write(-1, "err", compact(view.picture(now)))
+            self._notes.write(-1, "err", compact(view.snapshot(now)))
 
     def end(self, summary: Summary | None) -> None:
         """Write the summary of a run that has something to tell."""
@@ -66,28 +66,28 @@ class PlainDisplay(LinesDisplay):
         self._ended = True
 
 
-def compact(picture: Picture) -> str:
+def compact(snapshot: RunSnapshot) -> str:
     """The run in one line."""
-    parts = [picture.title + ": " + words.duration(picture.seconds)]
-    first = picture.rows[0] if picture.rows else None
+    parts = [snapshot.title + ": " + words.duration(snapshot.seconds)]
+    first = snapshot.rows[0] if snapshot.rows else None
     if first is not None and first.stage:
         epoch = f"epoch {words.epoch(first)} " if words.epoch(first) else ""
         parts.append(f"{epoch}step {words.step(first)}")
     if first is not None and first.metrics:
         parts.append(words.metrics(first.metrics))
-    if picture.samples_per_second is not None:
-        parts.append(f"{words.number(picture.samples_per_second)} samples/s")
-    elif picture.steps_per_second is not None:
-        parts.append(f"{words.number(picture.steps_per_second)} steps/s")
-    for name, share in (("data", picture.data), ("communication", picture.communication)):
+    if snapshot.samples_per_second is not None:
+        parts.append(f"{words.number(snapshot.samples_per_second)} samples/s")
+    elif snapshot.steps_per_second is not None:
+        parts.append(f"{words.number(snapshot.steps_per_second)} steps/s")
+    for name, share in (("data", snapshot.data), ("communication", snapshot.communication)):
         if share is not None:
             parts.append(f"{name} {words.share(share)}")
-    if picture.remaining is not None:
-        parts.append(words.remaining(picture.remaining))
-    if picture.slowest is not None:
-        parts.append(f"slowest {words.slowest(picture.slowest)}")
-    silent = [f"rank {row.rank} silent for {row.silent:.0f} s" for row in picture.rows if row.silent is not None]
+    if snapshot.remaining is not None:
+        parts.append(words.remaining(snapshot.remaining))
+    if snapshot.slowest is not None:
+        parts.append(f"slowest {words.slowest(snapshot.slowest)}")
+    silent = [f"rank {row.rank} silent for {row.silent:.0f} s" for row in snapshot.rows if row.silent is not None]
     parts += silent[:3] + ([f"{len(silent) - 3} more silent"] if len(silent) > 3 else [])
-    if again := words.again(picture.restarts, picture.changes):
-        parts.append(f"{again}, now {count(picture.size, 'rank')}")
+    if again := words.again(snapshot.restarts, snapshot.changes):
+        parts.append(f"{again}, now {count(snapshot.size, 'rank')}")
     return ", ".join(parts)

@@ -15,7 +15,7 @@ from rich.text import Text
 from spark_hvd.runner.terminal import harmless
 from spark_hvd.runner.watch.display.lines import LineWriter
 from spark_hvd.runner.watch.display.text import table
-from spark_hvd.runner.watch.picture import Picture
+from spark_hvd.runner.watch.snapshot import RunSnapshot
 from spark_hvd.runner.watch.summary import Summary
 from spark_hvd.runner.watch.view import RunView
 
@@ -67,7 +67,7 @@ class TableDisplay:
             self._live.start()
             self._closing.callback(self._live.stop)
             self._take_log_handlers()
-        self._live.update(self._lines_of(view.picture(now)), refresh=True)
+        self._live.update(self._lines_of(view.snapshot(now)), refresh=True)
 
     def end(self, summary: Summary | None) -> None:
         """Leave the last table and the summary, and let go of the terminal."""
@@ -77,15 +77,15 @@ class TableDisplay:
         with self._closing:
             if self._latest is not None:
                 view, now = self._latest
-                self._live.update(self._lines_of(view.picture(now).at_end()))
+                self._live.update(self._lines_of(view.snapshot(now).at_end()))
         if summary is not None and summary.worth_showing:
             self._console.print(Text(str(summary)))
 
-    def _lines_of(self, picture: Picture) -> Group:
+    def _lines_of(self, snapshot: RunSnapshot) -> Group:
         width, height = self._size()
         most = max(1, min(_MOST_ROWS, height - _OTHER_LINES))
         # A line as wide as the terminal would make some of them begin another one.
-        return Group(*(Text(line.text, line.style) for line in table(picture, width - 1, most)))
+        return Group(*(Text(line.text, line.style) for line in table(snapshot, width - 1, most)))
 
     def _size(self) -> tuple[int, int]:
         """Of the terminal itself: rich believes COLUMNS and LINES, which may be those of another one."""

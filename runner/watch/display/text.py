@@ -1,4 +1,4 @@
-"""A picture of a run as lines of text: a heading, a row a rank, and what to say of them. Pure, for any width."""
+"""A snapshot of a run as lines of text: a heading, a row a rank, and what to say of them. Pure, for any width."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from spark_hvd.runner.terminal import harmless
 from spark_hvd.runner.watch import words
-from spark_hvd.runner.watch.picture import Picture, Row, shown_rows
+from spark_hvd.runner.watch.snapshot import RankRow, RunSnapshot, shown_rows
 from spark_hvd.world.words import count
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class TableColumn:
     """One column of the table.
 
     Attributes:
@@ -54,29 +54,29 @@ class Column:
         return max(map(len, (self.heading, *self.cells, self.whole)))
 
 
-def table(picture: Picture, width: int, most_rows: int) -> list[Line]:
+def table(snapshot: RunSnapshot, width: int, most_rows: int) -> list[Line]:
     """The run as lines; names that the function gave have no colours in them, and no line breaks.
 
     Args:
-        picture: The run.
+        snapshot: The run.
         width: Columns of text there is room for; no line is longer.
         most_rows: Ranks there is room for.
     """
-    return [replace(line, text=_plain(line.text)) for line in _lines(picture, width, most_rows)]
+    return [replace(line, text=_plain(line.text)) for line in _lines(snapshot, width, most_rows)]
 
 
 def _plain(text: str) -> str:
     return harmless(text, colors=False).replace("\n", " ")
 
 
-def _lines(picture: Picture, width: int, most_rows: int) -> list[Line]:
-    title = Line(_cut(head(picture, width), width), "bold")
-    if not picture.heard:
+def _lines(snapshot: RunSnapshot, width: int, most_rows: int) -> list[Line]:
+    title = Line(_cut(head(snapshot, width), width), "bold")
+    if not snapshot.heard:
         return [title]
-    rows, more = shown_rows(picture.rows, most_rows)
+    rows, more = shown_rows(snapshot.rows, most_rows)
     notes = [words.note(row) for row in rows]
     longest = max(map(len, notes), default=0)
-    columns = _that_fit(columns_of(rows, picture), width - (min(longest, _LEAST_NOTE) + len(_GAP) if longest else 0))
+    columns = _that_fit(columns_of(rows, snapshot), width - (min(longest, _LEAST_NOTE) + len(_GAP) if longest else 0))
     lines = [
         title,
         Line(_cut(_GAP.join(column.heading.rjust(column.width) for column in columns), width), "dim"),
@@ -87,34 +87,34 @@ def _lines(picture: Picture, width: int, most_rows: int) -> list[Line]:
         lines.append(Line(_cut(text, width), style))
     if more:
         lines.append(Line(_cut(f"and {more} more", width), "dim"))
-    if len(picture.rows) > 1 and any(column.whole for column in columns[1:]):
+    if len(snapshot.rows) > 1 and any(column.whole for column in columns[1:]):
         lines.append(Line(_cut(_GAP.join(column.whole.rjust(column.width) for column in columns), width), "dim"))
-    if picture.verdict:
-        wrapped = [line for part in picture.verdict.splitlines() for line in textwrap.wrap(part, width)]
+    if snapshot.verdict:
+        wrapped = [line for part in snapshot.verdict.splitlines() for line in textwrap.wrap(part, width)]
         lines += [Line(line, "red") for line in wrapped[:_VERDICT_LINES]]
     return lines
 
 
-def head(picture: Picture, width: int) -> str:
+def head(snapshot: RunSnapshot, width: int) -> str:
     """What runs, for how long, and how long it will still take; what has no room is left out, the title at last."""
-    parts = [picture.title, words.duration(picture.seconds)]
-    if not picture.heard:
+    parts = [snapshot.title, words.duration(snapshot.seconds)]
+    if not snapshot.heard:
         parts.append("nothing heard of the ranks yet")
-    if picture.remaining is not None:
-        parts.append(words.remaining(picture.remaining))
-    if again := words.again(picture.restarts, picture.changes):
-        parts.append(f"{again}, now {count(picture.size, 'rank')}")
+    if snapshot.remaining is not None:
+        parts.append(words.remaining(snapshot.remaining))
+    if again := words.again(snapshot.restarts, snapshot.changes):
+        parts.append(f"{again}, now {count(snapshot.size, 'rank')}")
     while len(parts) > 2 and len("   ".join(parts)) > width:
         parts.pop()
     return "   ".join(parts)
 
 
-def columns_of(rows: Sequence[Row], picture: Picture) -> list[Column]:
+def columns_of(rows: Sequence[RankRow], snapshot: RunSnapshot) -> list[TableColumn]:
     """All columns that have something in them, in order."""
     metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
     steps = _column("steps/s", 3, rows, lambda row: _rate(row.steps_per_second))
     samples = _column(
-        "samples/s", 3, rows, lambda row: _rate(row.samples_per_second), _rate(picture.samples_per_second)
+        "samples/s", 3, rows, lambda row: _rate(row.samples_per_second), _rate(snapshot.samples_per_second)
     )
     columns = [
         _column("rank", 0, rows, lambda row: str(row.rank), "all"),
@@ -122,9 +122,9 @@ def columns_of(rows: Sequence[Row], picture: Picture) -> list[Column]:
         _column("step", 1, rows, words.step),
         *(_metric(name, 12 + place if place else 2, rows) for place, name in enumerate(metrics)),
         samples if any(samples.cells) else steps,
-        _column("compute", 11, rows, lambda row: _share(row.compute), _share(picture.compute)),
-        _column("data", 6, rows, lambda row: _share(row.data), _share(picture.data)),
-        _column("comm", 5, rows, lambda row: _share(row.communication), _share(picture.communication)),
+        _column("compute", 11, rows, lambda row: _share(row.compute), _share(snapshot.compute)),
+        _column("data", 6, rows, lambda row: _share(row.data), _share(snapshot.data)),
+        _column("comm", 5, rows, lambda row: _share(row.communication), _share(snapshot.communication)),
         _column("CPU", 8, rows, lambda row: _known("{:.1f}".format, row.cpu)),
         _column("memory", 9, rows, lambda row: _known(words.size, row.memory_bytes)),
         _column("GPU", 7, rows, lambda row: _share(row.gpu_utilization)),
@@ -133,11 +133,13 @@ def columns_of(rows: Sequence[Row], picture: Picture) -> list[Column]:
     return [column for column in columns if any(column.cells)]
 
 
-def _column(heading: str, place: int, rows: Sequence[Row], cell: Callable[[Row], str], whole: str = "") -> Column:
-    return Column(heading, place, tuple(map(cell, rows)), whole)
+def _column(
+    heading: str, place: int, rows: Sequence[RankRow], cell: Callable[[RankRow], str], whole: str = ""
+) -> TableColumn:
+    return TableColumn(heading, place, tuple(map(cell, rows)), whole)
 
 
-def _metric(name: str, place: int, rows: Sequence[Row]) -> Column:
+def _metric(name: str, place: int, rows: Sequence[RankRow]) -> TableColumn:
     return _column(name, place, rows, lambda row: _known(words.metric, row.metrics.get(name)))
 
 
@@ -153,7 +155,7 @@ def _share(value: float | None) -> str:
     return _known(words.share, value)
 
 
-def _that_fit(columns: list[Column], width: int) -> list[Column]:
+def _that_fit(columns: list[TableColumn], width: int) -> list[TableColumn]:
     """Leave out what matters least until the rest has room."""
     while len(columns) > 1 and sum(column.width + len(_GAP) for column in columns) - len(_GAP) > width:
         worst = max(columns, key=lambda column: column.place)

@@ -18,7 +18,7 @@ _WORKS = 0.05
 _STOPPED = ("stopped", "tracing-stop")
 
 
-class Doing(Enum):
+class RankActivity(Enum):
     """What a rank does, seen from one collective."""
 
     WAITS = "waits in it"
@@ -34,7 +34,7 @@ class Doing(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class RankObservation:
     """All that is known of one rank at one moment.
 
     Attributes:
@@ -84,12 +84,12 @@ class Sight:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class RankState:
     """What a rank does, in words that go behind "rank 1 is".
 
     Attributes:
         rank: Whose.
-        doing: The kind of it.
+        activity: The kind of it.
         words: The words.
         collective: The name of the collective that it is in; empty for none that matters.
         last: What it did last in collectives, where that helps; words that go behind the others.
@@ -97,30 +97,40 @@ class State:
     """
 
     rank: int
-    doing: Doing
+    activity: RankActivity
     words: str
     collective: str
     last: str
     works: bool
 
 
-def state_of(sight: Sight, name: str, ranks: tuple[int, ...] | None) -> State:
+def state_of(seen: RankObservation, name: str, ranks: tuple[int, ...] | None) -> RankState:
     """What a rank does.
 
     Args:
-        sight: What is known of it.
+        seen: What is known of it.
         name: The collective that others wait in.
         ranks: Which take part in that; None for all.
     """
-    doing = _doing(sight, name, ranks)
-    last = _last(sight) if doing in (Doing.MOVES, Doing.WORKS, Doing.IDLE, Doing.DATA) else ""
-    inside = name if doing is Doing.WAITS else sight.underway()[0].name if doing is Doing.ELSEWHERE else ""
-    return State(sight.rank, doing, _words(doing, sight, name, ranks), inside, last, sight.works)
+    activity = _activity_of(seen, name, ranks)
+    last = (
+        _last(seen)
+        if activity in (RankActivity.MOVES, RankActivity.WORKS, RankActivity.IDLE, RankActivity.DATA)
+        else ""
+    )
+    inside = (
+        name
+        if activity is RankActivity.WAITS
+        else seen.underway()[0].name
+        if activity is RankActivity.ELSEWHERE
+        else ""
+    )
+    return RankState(seen.rank, activity, _words(activity, seen, name, ranks), inside, last, seen.works)
 
 
-def entered(sight: Sight, name: str, ranks: tuple[int, ...] | None) -> Underway | None:
+def entered(seen: RankObservation, name: str, ranks: tuple[int, ...] | None) -> Underway | None:
     """The rank's part in a collective; None if it has none."""
-    return next((one for one in sight.underway() if (one.name, one.ranks) == (name, ranks)), None)
+    return next((one for one in seen.underway() if (one.name, one.ranks) == (name, ranks)), None)
 
 
 def has_joined(one: Underway) -> bool:
@@ -128,93 +138,93 @@ def has_joined(one: Underway) -> bool:
     return one.name.startswith("join ")
 
 
-def _doing(sight: Sight, name: str, ranks: tuple[int, ...] | None) -> Doing:
-    if sight.vitals is not None and sight.vitals.ended:
-        return Doing.ENDED
-    if sight.stopped:
-        return Doing.STOPPED
-    if sight.silent and sight.examination is None:
-        return Doing.SILENT
-    if entered(sight, name, ranks) is not None:
-        return Doing.WAITS
-    if sight.silent:
-        return Doing.WORKS if sight.works else Doing.SILENT
-    vitals, others = sight.vitals, sight.underway()
+def _activity_of(seen: RankObservation, name: str, ranks: tuple[int, ...] | None) -> RankActivity:
+    if seen.vitals is not None and seen.vitals.ended:
+        return RankActivity.ENDED
+    if seen.stopped:
+        return RankActivity.STOPPED
+    if seen.silent and seen.examination is None:
+        return RankActivity.SILENT
+    if entered(seen, name, ranks) is not None:
+        return RankActivity.WAITS
+    if seen.silent:
+        return RankActivity.WORKS if seen.works else RankActivity.SILENT
+    vitals, others = seen.vitals, seen.underway()
     assert vitals is not None
     if any(map(has_joined, others)):
-        return Doing.JOINED
-    if sight.moved:
-        return Doing.MOVES
+        return RankActivity.JOINED
+    if seen.moved:
+        return RankActivity.MOVES
     if others:
-        return Doing.ELSEWHERE
-    if vitals.fetching is not None and vitals.fetching + sight.age >= _BATCH_SECONDS:
-        return Doing.DATA
-    return Doing.WORKS if sight.works else Doing.IDLE
+        return RankActivity.ELSEWHERE
+    if vitals.fetching is not None and vitals.fetching + seen.age >= _BATCH_SECONDS:
+        return RankActivity.DATA
+    return RankActivity.WORKS if seen.works else RankActivity.IDLE
 
 
-def _words(doing: Doing, sight: Sight, name: str, ranks: tuple[int, ...] | None) -> str:
-    vitals, at = sight.vitals, _at(sight)
-    match doing:
-        case Doing.WAITS:
-            mine = entered(sight, name, ranks)
+def _words(activity: RankActivity, seen: RankObservation, name: str, ranks: tuple[int, ...] | None) -> str:
+    vitals, at = seen.vitals, _at(seen)
+    match activity:
+        case RankActivity.WAITS:
+            mine = entered(seen, name, ranks)
             assert mine is not None
-            return f"in {name} for {mine.seconds + sight.age:.0f} s"
-        case Doing.ELSEWHERE:
-            first = sight.underway()[0]
-            return f"in {first.name} instead, for {first.seconds + sight.age:.0f} s"
-        case Doing.JOINED:
+            return f"in {name} for {mine.seconds + seen.age:.0f} s"
+        case RankActivity.ELSEWHERE:
+            first = seen.underway()[0]
+            return f"in {first.name} instead, for {first.seconds + seen.age:.0f} s"
+        case RankActivity.JOINED:
             return "through with its data (it has called join), and nobody waits for it"
-        case Doing.MOVES:
+        case RankActivity.MOVES:
             return "going on outside of it"
-        case Doing.DATA:
+        case RankActivity.DATA:
             assert vitals is not None
             assert vitals.fetching is not None
-            how = f"being prepared ({_use(sight)})" if sight.works else "not being prepared by anything here (no CPU)"
-            return f"waiting for its next batch for {vitals.fetching + sight.age:.0f} s, which is {how}{at}"
-        case Doing.WORKS if vitals is None:
-            return f"working ({_use(sight)}), and not heard of so far{at}"
-        case Doing.WORKS if sight.silent:
+            how = f"being prepared ({_use(seen)})" if seen.works else "not being prepared by anything here (no CPU)"
+            return f"waiting for its next batch for {vitals.fetching + seen.age:.0f} s, which is {how}{at}"
+        case RankActivity.WORKS if vitals is None:
+            return f"working ({_use(seen)}), and not heard of so far{at}"
+        case RankActivity.WORKS if seen.silent:
             return (
-                f"busy in native code that holds Python's lock ({_use(sight)}), nothing else heard of it for "
-                f"{sight.age:.0f} s{at}"
+                f"busy in native code that holds Python's lock ({_use(seen)}), nothing else heard of it for "
+                f"{seen.age:.0f} s{at}"
             )
-        case Doing.WORKS:
-            return f"working ({_use(sight)}){at}"
-        case Doing.IDLE:
+        case RankActivity.WORKS:
+            return f"working ({_use(seen)}){at}"
+        case RankActivity.IDLE:
             return f"idle (no CPU) outside of collectives{at}"
-        case Doing.ENDED:
+        case RankActivity.ENDED:
             return "out of the world: its function has ended, or it has called hvd.shutdown()"
-        case Doing.STOPPED:
+        case RankActivity.STOPPED:
             return "stopped by a signal (SIGSTOP) or a debugger"
-        case Doing.SILENT:
-            heard = "never heard of" if vitals is None else f"silent for {sight.age:.0f} s"
-            if sight.examination is None:
+        case RankActivity.SILENT:
+            heard = "never heard of" if vitals is None else f"silent for {seen.age:.0f} s"
+            if seen.examination is None:
                 return f"{heard}, and its task does not answer: is its host up, and can it be reached?"
             if vitals is None:
                 return f"{heard} so far{at}"
             return f"{heard} without using a CPU: something in native code holds Python's lock and waits{at}"
 
 
-def _at(sight: Sight) -> str:
-    if sight.examination is None:
-        return "" if sight.silent else " (its task did not answer when it was asked for more)"
-    where = place(sight.stacks)
+def _at(seen: RankObservation) -> str:
+    if seen.examination is None:
+        return "" if seen.silent else " (its task did not answer when it was asked for more)"
+    where = place(seen.stacks)
     return f", at {where}" if where else ""
 
 
-def _last(sight: Sight) -> str:
-    vitals = sight.vitals
+def _last(seen: RankObservation) -> str:
+    vitals = seen.vitals
     if vitals is None or not vitals.last:
         return ""
-    return f"; its last collective was {vitals.last}, {vitals.last_seconds + sight.age:.0f} s ago"
+    return f"; its last collective was {vitals.last}, {vitals.last_seconds + seen.age:.0f} s ago"
 
 
-def _use(sight: Sight) -> str:
-    cpu = sight.cpu if sight.examination is None else sight.examination.cpu
-    gpu = None if sight.vitals is None else sight.vitals.gpu_utilization
+def _use(seen: RankObservation) -> str:
+    cpu = seen.cpu if seen.examination is None else seen.examination.cpu
+    gpu = None if seen.vitals is None else seen.vitals.gpu_utilization
     parts = [f"{100 * (cpu or 0.0):.0f} % of a core"]
     if gpu is not None:
         parts.append(f"{100 * gpu:.0f} % of its GPU")
-    if sight.examination is not None and sight.examination.status == "disk-sleep":
+    if seen.examination is not None and seen.examination.status == "disk-sleep":
         parts.append("waiting for a disk")
     return ", ".join(parts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from spark_hvd.runner.tracebacks import grouped
-from spark_hvd.runner.watch.hang.states import Doing, Sight, State, entered, state_of
+from spark_hvd.runner.watch.hang.states import RankActivity, RankObservation, RankState, entered, state_of
 from spark_hvd.world.words import ranks_text
 
 _LOG_LINES = 40
@@ -66,24 +66,24 @@ class _Finding:
     kind: Kind
     headline: str
     culprits: list[int]
-    states: list[State]
+    states: list[RankState]
 
 
-def judge(waits: Sequence[Wait], sights: Mapping[int, Sight], patience: float) -> HangVerdict | None:
+def judge(waits: Sequence[Wait], observations: Mapping[int, RankObservation], patience: float) -> HangVerdict | None:
     """Judge what there is to see.
 
     Args:
         waits: Who has waited for longer than `patience`; nobody, if ranks have only gone silent.
-        sights: What is known of each rank of the world.
+        observations: What is known of each rank of the world.
         patience: Seconds.
 
     Returns:
         None if there is nothing to complain of.
     """
-    finding = _waiting(waits, sights, patience) if waits else _silent(sights)
+    finding = _waiting(waits, observations, patience) if waits else _silent(observations)
     if finding is None:
         return None
-    stacks = {rank: sight.stacks for rank, sight in sights.items() if sight.stacks.strip()}
+    stacks = {rank: seen.stacks for rank, seen in observations.items() if seen.stacks.strip()}
     head = [finding.headline, *(f"  {line}" for line in _lines(finding.states))]
     shown = loud = _stack_lines(stacks, finding.culprits)
     if finding.kind is Kind.STRAGGLER:  # nothing is wrong with the others
@@ -95,55 +95,63 @@ def judge(waits: Sequence[Wait], sights: Mapping[int, Sight], patience: float) -
         finding.kind,
         "\n".join([*head, *loud]),
         tuple(finding.culprits),
-        max([wait.seconds for wait in waits] or [sights[rank].age for rank in finding.culprits]),
+        max([wait.seconds for wait in waits] or [observations[rank].age for rank in finding.culprits]),
         "\n".join([*head, *shown]),
         {state.rank: state.words for state in finding.states},
         stacks,
     )
 
 
-def _waiting(waits: Sequence[Wait], sights: Mapping[int, Sight], patience: float) -> _Finding | None:
+def _waiting(waits: Sequence[Wait], observations: Mapping[int, RankObservation], patience: float) -> _Finding | None:
     collectives: dict[tuple[str, tuple[int, ...] | None], float] = {}
     for wait in sorted(waits, key=lambda wait: -wait.seconds):
         collectives.setdefault((wait.name, wait.ranks), wait.seconds)
     states = {
         (name, ranks): [
-            state_of(sights[rank], name, ranks) for rank in (sights if ranks is None else ranks) if rank in sights
+            state_of(observations[rank], name, ranks)
+            for rank in (observations if ranks is None else ranks)
+            if rank in observations
         ]
         for name, ranks in collectives
     }
     # Ranks that wait elsewhere wait for somebody themselves: whom nobody else explains is the cause.
     for key, seconds in collectives.items():
-        guilty = [each for each in states[key] if each.doing not in (Doing.WAITS, Doing.ELSEWHERE, Doing.JOINED)]
+        guilty = [
+            each
+            for each in states[key]
+            if each.activity not in (RankActivity.WAITS, RankActivity.ELSEWHERE, RankActivity.JOINED)
+        ]
         if guilty:
-            return _kept_waiting(*key, seconds, states[key], guilty, sights)
+            return _kept_waiting(*key, seconds, states[key], guilty, observations)
     for key in collectives:
-        parts = [entered(sights[state.rank], *key) for state in states[key]]
+        parts = [entered(observations[state.rank], *key) for state in states[key]]
         there = [part.seconds for part in parts if part is not None]
         if len(there) == len(parts):
             return _all_there(key[0], min(there), states[key]) if min(there) >= patience else None
-    return _different(max(collectives.values()), sights)
+    return _different(max(collectives.values()), observations)
 
 
 def _kept_waiting(
     name: str,
     ranks: tuple[int, ...] | None,
     seconds: float,
-    states: list[State],
-    guilty: list[State],
-    sights: Mapping[int, Sight],
+    states: list[RankState],
+    guilty: list[RankState],
+    observations: Mapping[int, RankObservation],
 ) -> _Finding | None:
     """Members do something else than to wait in collectives."""
     # A process that is stopped or gone is not helped by waiting; but a straggler may be what an idle rank waits for.
-    dead = [state for state in guilty if state.doing in (Doing.STOPPED, Doing.SILENT, Doing.ENDED)]
-    busy = [state for state in guilty if state.works or state.doing is Doing.MOVES]
+    dead = [
+        state for state in guilty if state.activity in (RankActivity.STOPPED, RankActivity.SILENT, RankActivity.ENDED)
+    ]
+    busy = [state for state in guilty if state.works or state.activity is RankActivity.MOVES]
     slow = bool(busy) and not dead
     if slow and name.startswith("join "):
         return None  # the others still have data: that is what join is for
     culprits = dead or busy or guilty
     numbers = [state.rank for state in culprits]
     one = len(numbers) == 1
-    waiting = [state.rank for state in states if state.doing is Doing.WAITS]
+    waiting = [state.rank for state in states if state.activity is RankActivity.WAITS]
     who = ranks_text(waiting) if waiting else "others"
     if slow:
         return _Finding(
@@ -153,7 +161,7 @@ def _kept_waiting(
             numbers,
             states,
         )
-    inside = all(entered(sights[rank], name, ranks) is not None for rank in numbers)
+    inside = all(entered(observations[rank], name, ranks) is not None for rank in numbers)
     absent = "" if inside else f", which {'has' if one else 'have'} not entered it"
     return _Finding(
         Kind.HANG,
@@ -164,7 +172,7 @@ def _kept_waiting(
     )
 
 
-def _all_there(name: str, seconds: float, states: list[State]) -> _Finding:
+def _all_there(name: str, seconds: float, states: list[RankState]) -> _Finding:
     everyone = [state.rank for state in states]
     if any(state.works for state in states):
         text = (
@@ -179,14 +187,14 @@ def _all_there(name: str, seconds: float, states: list[State]) -> _Finding:
     return _Finding(Kind.HANG, text, everyone, states)
 
 
-def _different(seconds: float, sights: Mapping[int, Sight]) -> _Finding:
+def _different(seconds: float, observations: Mapping[int, RankObservation]) -> _Finding:
     """All wait, for each other, in collectives that not all of them call."""
     groups: dict[str, list[int]] = {}
     states = []
-    for rank, sight in sights.items():
-        for one in sight.underway()[:1]:
+    for rank, seen in observations.items():
+        for one in seen.underway()[:1]:
             groups.setdefault(one.name, []).append(rank)
-            states.append(state_of(sight, one.name, one.ranks))
+            states.append(state_of(seen, one.name, one.ranks))
     where = ", ".join(f"{ranks_text(ranks)} in {name}" for name, ranks in groups.items())
     return _Finding(
         Kind.HANG,
@@ -197,19 +205,20 @@ def _different(seconds: float, sights: Mapping[int, Sight]) -> _Finding:
     )
 
 
-def _silent(sights: Mapping[int, Sight]) -> _Finding | None:
+def _silent(observations: Mapping[int, RankObservation]) -> _Finding | None:
     """Nobody is known to wait. A rank that is silent may still be in native code, or have left the world."""
-    states = [state_of(sight, "", None) for sight in sights.values()]
+    states = [state_of(seen, "", None) for seen in observations.values()]
     dead = [
         state
         for state in states
-        if state.doing is Doing.STOPPED or (state.doing is Doing.SILENT and sights[state.rank].examination is None)
+        if state.activity is RankActivity.STOPPED
+        or (state.activity is RankActivity.SILENT and observations[state.rank].examination is None)
     ]
     numbers = [state.rank for state in dead]
     return _Finding(Kind.HANG, f"no sign of life: {_what(dead)}", numbers, dead) if dead else None
 
 
-def _what(states: Sequence[State]) -> str:
+def _what(states: Sequence[RankState]) -> str:
     groups: dict[str, list[int]] = {}
     for state in states:
         groups.setdefault(state.words, []).append(state.rank)
@@ -217,7 +226,7 @@ def _what(states: Sequence[State]) -> str:
     return "; ".join(parts[:_CULPRITS] + ["..."] * (len(parts) > _CULPRITS))
 
 
-def _lines(states: Sequence[State]) -> list[str]:
+def _lines(states: Sequence[RankState]) -> list[str]:
     """A line for each rank; one for those that wait together, whose times differ by a little."""
     together: dict[str, str] = {}
     lines: dict[str, list[int]] = {}

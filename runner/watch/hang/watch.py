@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.silence import BEAT
-from spark_hvd.runner.watch.hang.states import SILENT_SECONDS, Sight
+from spark_hvd.runner.watch.hang.states import SILENT_SECONDS, RankObservation
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind, Wait, judge
 from spark_hvd.world.vitals import Underway, Vitals
 from spark_hvd.world.words import ranks_text
@@ -33,7 +33,7 @@ class Examine:
 
 
 @dataclass(slots=True)
-class _Rank:
+class _RankLog:
     """What is remembered of one rank."""
 
     vitals: Vitals
@@ -68,7 +68,7 @@ class _Patience:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _ActiveVerdict:
     """The verdict that holds."""
 
     verdict: HangVerdict
@@ -82,7 +82,7 @@ class _Told:
 
 
 @dataclass(slots=True)
-class _Looking:
+class _Inspection:
     """An examination under way."""
 
     since: float
@@ -97,13 +97,13 @@ class HangWatch:
     """See the module's description. Used by one thread."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, _RankLog] = {}
         self._generation = -1
         self._size = 0
         self._since = 0.0
         """When the first rank of this generation was heard of."""
-        self._looking: _Looking | None = None
-        self._told: _Told | None = None
+        self._inspection: _Inspection | None = None
+        self._active: _ActiveVerdict | None = None
         self._ended_at: float | None = None
         self._waits = _Patience()
         self._silences = _Patience()
@@ -113,7 +113,7 @@ class HangWatch:
     @property
     def verdict(self) -> HangVerdict | None:
         """The last verdict that still holds."""
-        return None if self._told is None else self._told.verdict
+        return None if self._active is None else self._active.verdict
 
     def take(self, vitals: Vitals, now: float) -> None:
         """Take a record of a rank.
@@ -127,19 +127,19 @@ class HangWatch:
         if vitals.generation > self._generation:
             self._ranks.clear()
             self._generation = vitals.generation
-            self._looking = self._told = self._ended_at = None
+            self._inspection = self._active = self._ended_at = None
         if not self._ranks:
             self._since = now
         self._size = vitals.size
         if (rank := self._ranks.get(vitals.rank)) is None:
-            self._ranks[vitals.rank] = _Rank(vitals, now)
+            self._ranks[vitals.rank] = _RankLog(vitals, now)
         else:
             rank.take(vitals, now)
 
     def examined(self, rank: int, examination: Examination, now: float) -> None:
         """Take what was found of a rank; answers to questions that were not asked, or come late, are dropped."""
-        if self._looking is not None:
-            self._looking.found[rank] = examination
+        if self._inspection is not None:
+            self._inspection.found[rank] = examination
 
     def tick(self, now: float) -> Examine | HangVerdict | None:
         """Say what is to be done; to be called several times a second.
@@ -151,13 +151,13 @@ class HangWatch:
         if patience is None:
             return None
         waits, silent = self._waiting(patience, now), self._silent(max(patience, SILENT_SECONDS), now)
-        if self._looking is not None:
-            if not self._has_looked(self._looking, now):
+        if self._inspection is not None:
+            if not self._is_complete(self._inspection, now):
                 return None
-            looked, self._looking = self._looking, None
+            looked, self._inspection = self._inspection, None
             return self._judge(looked, waits, silent, patience, now)
-        if self._told is not None and self._is_over(self._told, waits, silent, now):
-            told, self._told = self._told, None
+        if self._active is not None and self._is_over(self._active, waits, silent, now):
+            told, self._active = self._active, None
             if told.aloud:
                 seconds = told.verdict.seconds + (self._ended_at or now) - told.since
                 return HangVerdict(Kind.OVER, f"the run goes on: {told.what} after {seconds:.0f} s", seconds=seconds)
@@ -170,27 +170,27 @@ class HangWatch:
         if not any(over):
             return None
         before = {number: rank.vitals for number, rank in self._ranks.items()}
-        self._looking = _Looking(now, frozenset(waits), frozenset(silent), before)
+        self._inspection = _Inspection(now, frozenset(waits), frozenset(silent), before)
         return Examine()
 
-    def _has_looked(self, looking: _Looking, now: float) -> bool:
+    def _is_complete(self, inspection: _Inspection, now: float) -> bool:
         """Whether all is there that will come: the answers, and after them one more record of every rank.
 
         Records are up to a second old, and not of one moment. A rank that stays out of a collective still does by the
         time of its record; so a wait that others tell of later than the answers is for that rank.
         """
-        if looking.complete_at is None:
-            if len(looking.found) == self._size or now - looking.since >= _ANSWER_SECONDS:
-                looking.complete_at = now
+        if inspection.complete_at is None:
+            if len(inspection.found) == self._size or now - inspection.since >= _ANSWER_SECONDS:
+                inspection.complete_at = now
             return False
-        return now - looking.complete_at >= _RECORD_SECONDS or all(
-            rank.vitals.ended or rank.heard > looking.complete_at or now - rank.heard > SILENT_SECONDS
+        return now - inspection.complete_at >= _RECORD_SECONDS or all(
+            rank.vitals.ended or rank.heard > inspection.complete_at or now - rank.heard > SILENT_SECONDS
             for rank in self._ranks.values()
         )
 
     def _judge(
         self,
-        looked: _Looking,
+        looked: _Inspection,
         waits: Mapping[Hashable, Wait],
         silent: Mapping[Hashable, float],
         patience: float,
@@ -202,8 +202,8 @@ class HangWatch:
         lasting = [wait for key, wait in waits.items() if key in looked.waits]
         if not lasting and not silent.keys() & looked.silent:
             return None
-        sights = {rank: self._sight(rank, looked, now) for rank in range(self._size)}
-        verdict = judge(lasting, sights, patience)
+        observations = {rank: self._observe(rank, looked, now) for rank in range(self._size)}
+        verdict = judge(lasting, observations, patience)
         if verdict is None:
             return None
         aloud = verdict.kind is Kind.HANG or verdict.seconds >= 2 * self._straggled
@@ -211,14 +211,14 @@ class HangWatch:
             self._straggled = verdict.seconds
         keys = frozenset(waits) & looked.waits or frozenset(silent) & looked.silent
         positions = {wait.rank: _position(self._ranks[wait.rank].vitals) for wait in lasting}
-        was_aloud = self._told is not None and self._told.aloud
+        was_aloud = self._active is not None and self._active.aloud
         oldest = max(lasting, key=lambda wait: wait.seconds, default=None)
         what = f"{ranks_text(verdict.ranks)} is heard of again" if oldest is None else f"{oldest.name} has ended"
-        self._told, self._ended_at = _Told(verdict, now, what, keys, positions, aloud or was_aloud), None
+        self._active, self._ended_at = _ActiveVerdict(verdict, now, what, keys, positions, aloud or was_aloud), None
         return verdict if aloud else None
 
     def _is_over(
-        self, told: _Told, waits: Mapping[Hashable, Wait], silent: Mapping[Hashable, float], now: float
+        self, told: _ActiveVerdict, waits: Mapping[Hashable, Wait], silent: Mapping[Hashable, float], now: float
     ) -> bool:
         """Whether what was told has ended, and not only because the run is about to."""
         if told.keys & (waits.keys() | silent.keys()):
@@ -261,13 +261,13 @@ class HangWatch:
                 found[number, None if rank is None else rank.vitals.clock] = now - since
         return found
 
-    def _sight(self, number: int, looked: _Looking, now: float) -> Sight:
+    def _observe(self, number: int, looked: _Inspection, now: float) -> RankObservation:
         rank, look = self._ranks.get(number), looked.found.get(number)
         if rank is None:
-            return Sight(number, None, now - self._since, False, None, look)
+            return RankObservation(number, None, now - self._since, False, None, look)
         before = looked.before.get(number)
         moved = before is None or _position(before) != _position(rank.vitals) or bool(_ended(before, rank.vitals))
-        return Sight(number, rank.vitals, now - rank.heard, moved, rank.cpu, look)
+        return RankObservation(number, rank.vitals, now - rank.heard, moved, rank.cpu, look)
 
 
 def _position(vitals: Vitals) -> tuple[object, ...]:

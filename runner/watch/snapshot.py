@@ -11,7 +11,7 @@ LONG = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RankRow:
     """One rank. What is not known is None.
 
     Attributes:
@@ -98,7 +98,7 @@ class Remaining:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class RunSnapshot:
     """The run.
 
     Attributes:
@@ -126,7 +126,7 @@ class Picture:
     generation: int
     restarts: int
     changes: int
-    rows: tuple[Row, ...]
+    rows: tuple[RankRow, ...]
     samples: int
     steps_per_second: float | None
     samples_per_second: float | None
@@ -142,7 +142,7 @@ class Picture:
         """Whether there is anything to say of the ranks."""
         return any(row.started for row in self.rows)
 
-    def at_end(self) -> Picture:
+    def at_end(self) -> RunSnapshot:
         """What to leave standing: nothing remains to be done, and that all ranks have ended need not be said."""
         rows = self.rows
         if all(row.ended for row in rows):
@@ -154,7 +154,7 @@ class Picture:
         return asdict(self)
 
 
-def shown_rows(rows: Sequence[Row], most: int) -> tuple[list[Row], int]:
+def shown_rows(rows: Sequence[RankRow], most: int) -> tuple[list[RankRow], int]:
     """Which ranks to show where there is no room for all: those that stand out, and the first ones.
 
     Args:
