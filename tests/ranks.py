@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -21,6 +22,16 @@ from typing import Any
 import cloudpickle
 
 SECONDS = 60.0
+
+
+def left_in(folder: str, before: set[str]) -> set[str]:
+    """The files that are in a folder for good and were not before; tests beside this one may have some for a moment."""
+    left, deadline = {*os.listdir(folder)} - before, time.monotonic() + 10
+    while left := {name for name in left if os.path.isfile(os.path.join(folder, name))}:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return left
 
 
 class RankError(AssertionError):
