@@ -100,7 +100,7 @@ def _remove(path: str, lock: int, owner: int) -> None:
 
 
 def _forget() -> None:
-    """In a forked process, which may live longer than the owner."""
+    """Forget the folder in a forked process, which may live longer than the owner."""
     while _locks:
         os.close(_locks.pop())
 

@@ -73,7 +73,7 @@ class Batch(list[Entry]):
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         super().__init__(entries)
         self.nbytes = sum(bytes_of(entry.request) for entry in self)
-        """Of all their tensors, on this rank."""
+        """The bytes of all tensors of the batch, on this rank."""
 
     def add(self, entry: Entry, nbytes: int) -> None:
         """Take one in."""
@@ -132,11 +132,11 @@ class Planner:
         self._entries[number : number + 1] = [entry]
 
     def batches(self, entries: Sequence[Entry]) -> list[Batch]:
-        """Of these entries."""
+        """Divide these entries."""
         return plan_batches(entries, self.threshold)
 
     def batches_of_known(self, ids: int) -> list[Batch]:
-        """Of the entries with these numbers, given as bits."""
+        """Divide the entries with these numbers, which are given as bits."""
         found = self._known.get(ids)
         if found is None:
             if len(self._known) >= _REMEMBERED:

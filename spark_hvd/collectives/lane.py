@@ -378,7 +378,7 @@ class Lane:
         self._link.failed(self, text)
 
     def _release(self, handles: Sequence[NamedHandle[Any]]) -> None:
-        """Their names are free again."""
+        """Free the names of handles."""
         with self._lock:
             for handle in handles:
                 if self._handles.get(handle.name) is handle:

@@ -24,17 +24,17 @@ class Members:
     """The ranks of a process set, as one of them sees them."""
 
     ranks: Sequence[int]
-    """In the world, ascending."""
+    """The ranks of the members in the world, ascending."""
     hosts: Sequence[str]
-    """Of each."""
+    """The host of each member."""
     place: int
-    """Mine among them."""
+    """The place of this rank among the members."""
     communicator: Communicator
     """Over process groups that nobody else uses."""
     staging: Staging | None = None
     """Memory that they share, if they do."""
     connections: Abortable | None = None
-    """Of the communicator."""
+    """The connections of the communicator, where they can be aborted."""
     nccl: NcclGroups | None = None
     """All process groups that are of no use any more when one of the ranks has gone."""
     on_loss: Callable[[int, str], None] = lambda rank, text: None

@@ -23,7 +23,7 @@ class Request(NamedTuple):
     dtypes: list[str]
     """Of each tensor, without the "torch."."""
     shapes: list[list[int]]
-    """Of each tensor."""
+    """The shape of each tensor."""
     device: str
     """Kind of device, "cpu" or "cuda"; empty if there is no tensor."""
     op: str | None = None
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
     divisor: int | None = None
     """What Average divides by; None: the number of ranks."""
     seals: list[str | None] | None = None
-    """That of each rank, if any has one."""
+    """The seal of each rank, if any has one."""
 
 
 _NAMES = {value: str(value)[len("torch.") :] for value in vars(torch).values() if isinstance(value, torch.dtype)}

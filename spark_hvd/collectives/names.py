@@ -37,7 +37,7 @@ _told = False
 
 
 class Unnamed:
-    """Of one process set."""
+    """The names of one process set."""
 
     def __init__(self) -> None:
         self._counters: dict[str, int] = {}

@@ -25,12 +25,12 @@ class Here(Protocol):
 
     @property
     def lanes(self) -> Mapping[int, Lane]:
-        """Those of the process sets that this rank is in, by number."""
+        """The lanes of the process sets that this rank is in, by number."""
         ...
 
     @property
     def process_sets(self) -> Mapping[int, ProcessSet]:
-        """Those registered, the global one aside, by number."""
+        """The registered process sets, the global one aside, by number."""
         ...
 
 

@@ -67,15 +67,15 @@ class Context:
     """The named lane of all ranks."""
     groups: Groups
     process_sets: dict[int, ProcessSet] = field(default_factory=dict)
-    """Those registered, the global one aside, by number."""
+    """The registered process sets, the global one aside, by number."""
     lanes: dict[int, Lane] = field(default_factory=dict)
-    """Of the process sets that this rank is in, by number."""
+    """The lanes of the process sets that this rank is in, by number."""
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """For process sets; none is used twice, as keys of the key-value store must not be."""
     ordinals: defaultdict[str, Iterator[int]] = field(default_factory=lambda: defaultdict(itertools.count))
     """See :func:`ordinal`."""
     registry: ConnectionRegistry | None = None
-    """Of an elastic world."""
+    """The connections of an elastic world."""
     stand_ins: weakref.WeakValueDictionary[int, StandIn] = field(default_factory=weakref.WeakValueDictionary)
     """What this rank stands in for while it has joined, besides the named lane; under numbers that all ranks share."""
 
@@ -130,7 +130,7 @@ class ProcessState:
         self.joined: JoinedWorld | None = None
         self.pending: PendingMember | None = None
         self.registry: ConnectionRegistry | None = None
-        """Of the elastic world that is joined, or is being joined."""
+        """The connections of the elastic world that is joined, or is being joined."""
         self.aborted: tuple[int, str] | None = None
         """The last generation that was aborted by its number, and why."""
         self.forked: str | None = None

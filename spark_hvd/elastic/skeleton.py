@@ -40,7 +40,7 @@ class TensorTable:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.keys: list[Hashable] = []
-        """Their keys, see :func:`tensor_key`."""
+        """The keys of the tensors, see :func:`tensor_key`."""
         self._known: dict[Hashable, int] = {}
 
     def flatten(self, value: Any) -> Any:

@@ -76,7 +76,7 @@ class _Pending:
 
     commit: Commit
     sources: dict[int, torch.Tensor]
-    """By number."""
+    """The tensors that are copied, by number."""
     versions: list[int]
     copying: _Copying | None
 

@@ -85,7 +85,7 @@ class Trace:
     spans: Sequence[Span]
     instants: Sequence[Instant]
     names: Mapping[int, str]
-    """Of each rank, with its host."""
+    """The name of each rank, with its host."""
     truncated: bool
     """Whether the file ends before its closing bracket: the recording process did not get to close it."""
 

@@ -64,7 +64,7 @@ class Straggler:
     last: int
     """How often."""
     of: int
-    """Of so many collectives."""
+    """How many collectives the figures are of."""
     late_ms: float
     """From the last but one being ready until it was, all times together; those of several rows may overlap."""
 
@@ -76,7 +76,7 @@ class Summary:
     truncated: bool
     ranks: Sequence[RankTimes]
     stragglers: Sequence[Straggler]
-    """In negotiation, most often the last first."""
+    """The ranks that were last in negotiations, the most frequent first."""
     bucket_stragglers: Sequence[Straggler]
     """Where nothing is negotiated: last to send what the others had sent already."""
     row_stragglers: Mapping[str, Straggler]

@@ -102,7 +102,7 @@ class TorchState(ObjectState):
             handler.save()
 
     def _foreign(self) -> list[StateHandler]:
-        """Those that keep their own copies, as Horovod's do."""
+        """The handlers that keep their own copies, as Horovod's do."""
         return [handler for handler in self._handlers.values() if not isinstance(handler, StateDictHandler)]
 
     def _ours(self, name: str) -> StateDictHandler | None:

@@ -25,7 +25,7 @@ Sockets = dict[int, int]
 
 
 def sockets() -> Sockets:
-    """Those of this process."""
+    """The sockets of this process, by file descriptor."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile

@@ -14,15 +14,14 @@ from spark_hvd.transport.dtypes import as_bytes, check_op, copy_unless_shared, d
 from spark_hvd.transport.handles import FinishedHandle, PendingHandle, failed
 from spark_hvd.transport.nccl import NcclGroups
 from spark_hvd.transport.shapes import (
-    HEADER,
     describe,
     even_rows,
+    exchange_splits,
     require_dense,
     require_root,
     require_rows,
     require_same,
     rows_of,
-    split_fault,
 )
 
 T = TypeVar("T")
@@ -113,7 +112,7 @@ class TorchCommunicator(Communicator):
         require_dense(tensor)
         _, dense = to_dense(tensor)
         if rows is None:
-            headers = self._everyones(describe(tensor))
+            headers = self._gather_facts(describe(tensor))
             require_same("allgather", headers)
             rows = [rows_of(header) for header in headers]
         out = dense.new_empty((sum(rows), *dense.shape[1:]))
@@ -209,21 +208,7 @@ class TorchCommunicator(Communicator):
     ) -> Handle[tuple[torch.Tensor, list[int]]]:
         """See base class."""
         require_dense(tensor)
-        if received is not None:
-            assert splits is not None
-            return self._alltoall(tensor, list(splits), list(received))
-        fault = split_fault(tensor, splits, self._size)
-        if fault:
-            sent = [0] * self._size
-        else:
-            sent = list(splits) if splits is not None else even_rows(tensor.shape[0], self._size)
-        facts = self._everyones(describe(tensor, fault) + sent)
-        require_same("alltoall", [fact[:HEADER] for fact in facts])
-        return self._alltoall(tensor, sent, [fact[HEADER + self._rank] for fact in facts])
-
-    def _alltoall(
-        self, tensor: torch.Tensor, sent: list[int], received: list[int]
-    ) -> Handle[tuple[torch.Tensor, list[int]]]:
+        sent, received = exchange_splits(tensor, splits, received, self._rank, self._size, self._gather_facts)
         _, dense = to_dense(tensor)
         out = dense.new_empty((sum(received), *dense.shape[1:]))
         row_bytes = math.prod(dense.shape[1:]) * dense.element_size()
@@ -265,7 +250,7 @@ class TorchCommunicator(Communicator):
         root = dist.get_global_rank(self._group, root_rank) if self._group is not None else root_rank
         return self._start(name, lambda: dist.broadcast(as_bytes(dense), root, self._group, async_op=True))
 
-    def _everyones(self, fact: list[int]) -> list[list[int]]:
+    def _gather_facts(self, fact: list[int]) -> list[list[int]]:
         mine = torch.tensor(fact, dtype=torch.int64, device=self._fact_device)
         gathered = mine.new_empty(self._size * len(fact))
         name = "exchange of shapes"

@@ -100,7 +100,7 @@ class Groups:
                 each.forked()
 
     def of(self, process_set_id: int) -> list[dist.ProcessGroup]:
-        """Those of a process set, in the order in which they were made."""
+        """The groups of a process set, in the order in which they were made."""
         return list(self._made.get(process_set_id, []))
 
     def destroy(self, process_set_id: int) -> None:

@@ -13,7 +13,7 @@ from spark_hvd.transport.shapes import describe, require_dense, require_root, re
 
 
 class LocalCommunicator(Communicator):
-    """Of one rank: every collective has ended when it is called."""
+    """A communicator of one rank: every collective has ended when it is called."""
 
     @property
     def rank(self) -> int:

@@ -47,7 +47,7 @@ class Pipes(Abortable):
     ) -> None:
         self._ranks = ranks
         self.place = next(place for place in range(len(ranks)) if place not in incoming)
-        """Mine."""
+        """The place of this rank."""
         self._incoming = incoming
         self._outgoing = outgoing
         self._timeout = timeout

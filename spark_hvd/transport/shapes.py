@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -46,6 +46,42 @@ def split_fault(tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -
     if min(splits) < 0:
         return 2
     return 3 if sum(splits) != tensor.shape[0] else 0
+
+
+def exchange_splits(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | None,
+    received: Sequence[int] | None,
+    rank: int,
+    size: int,
+    gather: Callable[[list[int]], list[list[int]]],
+) -> tuple[list[int], list[int]]:
+    """How many rows each rank gets from this one in an alltoall, and how many it sends.
+
+    Args:
+        tensor: Whose rows are sent.
+        splits: The rows for each rank; None: equal shares.
+        received: The rows from each rank, where everything is known to fit; else all ranks exchange headers and splits.
+        rank: This rank.
+        size: Number of ranks.
+        gather: Gives every rank the numbers of all ranks.
+
+    Raises:
+        MismatchError: See :meth:`spark_hvd.transport.communicator.Communicator.alltoall`.
+    """
+    if received is not None:
+        assert splits is not None
+        return list(splits), list(received)
+    fault = split_fault(tensor, splits, size)
+    if fault:
+        sent = [0] * size
+    elif splits is None:
+        sent = even_rows(tensor.shape[0], size)
+    else:
+        sent = list(splits)
+    facts = gather(describe(tensor, fault) + sent)
+    require_same("alltoall", [fact[:HEADER] for fact in facts])
+    return sent, [fact[HEADER + rank] for fact in facts]
 
 
 def split_fault_text(tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> str | None:

@@ -38,7 +38,7 @@ class WorldLayout:
     """All ranks of a world, and which process of the launcher became which rank."""
 
     ranks: tuple[RankInfo, ...]
-    """In rank order."""
+    """The ranks, in rank order."""
     rank_of: tuple[int, ...]
     """`rank_of[i]` is the rank of the launcher's process i."""
 

@@ -56,7 +56,7 @@ class GradientPlan:
         tail_bytes: int,
     ) -> None:
         self.buckets: list[FlatBucket] = []
-        """In the order in which they are launched."""
+        """The buckets, in the order in which they are launched."""
         self.sparse: list[int] = []
         """Indices of the parameters whose gradients are gathered."""
         self.unplanned: list[int] = []

@@ -32,7 +32,7 @@ class Recipe:
     """The arguments of DistributedOptimizer that matter to its reducer, checked."""
 
     names: list[str]
-    """Of all parameters."""
+    """The names of all parameters."""
     grouped: Sequence[Sequence[int]]
     """Indices of parameters to keep in one bucket."""
     op: ReduceOp

@@ -153,7 +153,7 @@ class BucketPipeline:
             return exchange(fact, self.group, self._device, "facts about the gradients")
 
     def gather_facts(self, fact: dict[str, Any], presence: Presence) -> list[dict[str, Any]]:
-        """Those of the ranks that make this step, each with its `rank`."""
+        """Gather the facts of the ranks that make this step, each with its `rank`."""
         rows = self.exchange([presence, fact])
         self.participation = Participation.of([presence for presence, _ in rows])
         return [

@@ -15,15 +15,14 @@ from spark_hvd.transport.mpi.memory import Memory
 from spark_hvd.transport.mpi.progress import Operation
 from spark_hvd.transport.mpi.wire import elements, in_blocks, in_bytes, in_parts, ready, to_mpi
 from spark_hvd.transport.shapes import (
-    HEADER,
     describe,
     even_rows,
+    exchange_splits,
     require_dense,
     require_root,
     require_rows,
     require_same,
     rows_of,
-    split_fault,
 )
 
 T = TypeVar("T")
@@ -124,7 +123,7 @@ class MpiCommunicator(Communicator):
         require_dense(tensor)
         _, dense = to_dense(tensor)
         if rows is None:
-            headers = self._everyones(describe(tensor))
+            headers = self._gather_facts(describe(tensor))
             require_same("allgather", headers)
             rows = [rows_of(header) for header in headers]
         sent = self._memory.within_reach(dense)
@@ -186,21 +185,7 @@ class MpiCommunicator(Communicator):
     ) -> Handle[tuple[torch.Tensor, list[int]]]:
         """See base class."""
         require_dense(tensor)
-        if received is not None:
-            assert splits is not None
-            return self._alltoall(tensor, list(splits), list(received))
-        fault = split_fault(tensor, splits, self.size)
-        if fault:
-            sent = [0] * self.size
-        else:
-            sent = list(splits) if splits is not None else even_rows(tensor.shape[0], self.size)
-        facts = self._everyones(describe(tensor, fault) + sent)
-        require_same("alltoall", [fact[:HEADER] for fact in facts])
-        return self._alltoall(tensor, sent, [fact[HEADER + self.rank] for fact in facts])
-
-    def _alltoall(
-        self, tensor: torch.Tensor, sent: list[int], received: list[int]
-    ) -> Handle[tuple[torch.Tensor, list[int]]]:
+        sent, received = exchange_splits(tensor, splits, received, self.rank, self.size, self._gather_facts)
         _, dense = to_dense(tensor)
         wire = self._memory.within_reach(dense)
         out = self._memory.room(dense, (sum(received), *dense.shape[1:]))
@@ -220,7 +205,7 @@ class MpiCommunicator(Communicator):
         """See base class."""
         self._endpoint.abort()
 
-    def _everyones(self, fact: list[int]) -> list[list[int]]:
+    def _gather_facts(self, fact: list[int]) -> list[list[int]]:
         mine = torch.tensor(fact, dtype=torch.int64)
         gathered = mine.new_empty((self.size, len(fact)))
         name = "exchange of shapes"

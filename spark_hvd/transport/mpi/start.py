@@ -55,9 +55,9 @@ def world_of(comm: MPI.Intracomm | None = None, master: str | None = None) -> tu
         raise ValueError(f"comm={comm!r}: expected an MPI intracommunicator that this process is in.")
     own = given.Dup()
     shared = own.Split_type(MPI.COMM_TYPE_SHARED)
-    node = _everyones(shared, own.rank)[0]
+    node = _all_gather(shared, own.rank)[0]
     shared.Free()
-    places = _everyones(own, [MPI.Get_processor_name(), node])
+    places = _all_gather(own, [MPI.Get_processor_name(), node])
     layout = WorldLayout.of_ranks([host for host, _ in places], [node for _, node in places])
     me = layout.ranks[own.rank]
     if own.size == 1:
@@ -67,7 +67,7 @@ def world_of(comm: MPI.Intracomm | None = None, master: str | None = None) -> tu
         with contextlib.suppress(OSError):
             others = [host for host, its_node in places if its_node != node]
             store, mine = _serve(master or _address(others), own.size)
-    meeting = _everyones(own, mine)[0]
+    meeting = _all_gather(own, mine)[0]
     if meeting is None:
         raise CollectiveError(
             f"rank 0, on {places[0][0]}, can serve no key-value store there; set MASTER_ADDR to one of its addresses "
@@ -85,7 +85,7 @@ def world_of(comm: MPI.Intracomm | None = None, master: str | None = None) -> tu
     return World(me, endpoint, secret=secret, mpi=own), store
 
 
-def _everyones(comm: MPI.Comm, fact: Any) -> list[Any]:
+def _all_gather(comm: MPI.Comm, fact: Any) -> list[Any]:
     """What each rank says, in rank order; as JSON, since mpi4py's own exchange of objects unpickles what comes."""
     from spark_hvd.transport.mpi.library import MPI
 
