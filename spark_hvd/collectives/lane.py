@@ -338,7 +338,7 @@ class Lane:
 
     @property
     def done(self) -> int:
-        """Of how many batches this rank has done its part, so that the others can end them without it."""
+        """The number of batches of which this rank has done its part: the others can end them without it."""
         return self._runs.done
 
     @property

@@ -30,7 +30,7 @@ class Members:
     place: int
     """The place of this rank among the members."""
     communicator: Communicator
-    """Over process groups that nobody else uses."""
+    """The communicator over process groups that nobody else uses."""
     staging: Staging | None = None
     """Memory that they share, if they do."""
     connections: Abortable | None = None

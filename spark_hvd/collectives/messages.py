@@ -21,7 +21,7 @@ class Request(NamedTuple):
     kind: str
     """allreduce, allgather, broadcast, alltoall, reducescatter or barrier."""
     dtypes: list[str]
-    """Of each tensor, without the "torch."."""
+    """The dtype of each tensor, without the "torch."."""
     shapes: list[list[int]]
     """The shape of each tensor."""
     device: str

@@ -90,7 +90,7 @@ class Runs:
 
     @property
     def done(self) -> int:
-        """Of how many batches this rank has done its part; all ranks count them alike."""
+        """The number of batches of which this rank has done its part; all ranks count them alike."""
         return self._begun - (self._active is not None)
 
     @property

@@ -336,7 +336,7 @@ def _settle(
         if registry is not None:
             registry.on_abort(engine.abort)
         communicator: Communicator = LocalCommunicator() if size == 1 else communicator_over(None)
-        # A default group that the user initialised is his own affair, also when it hangs. Ours is looked up, not kept:
+        # A default group that the user initialised is not ours to destroy. Ours is looked up, not kept:
         # its connections close with the last reference to it, which is how peers notice that it was destroyed.
         nccl = NcclGroups(lambda: [dist.group.WORLD if owns_default_group else None, *groups.of(0)])
         members = open_members(0, range(size), layout, world.me.rank, groups, config, nccl)

@@ -21,8 +21,8 @@ _LAST_SECONDS = 1.0
 def shutdown() -> None:
     """Leave the world; does nothing outside one. init() may follow, if it follows on every rank.
 
-    What is still under way fails, here and on the other ranks. A default process group that the user initialised
-    himself stays. Called when the interpreter exits.
+    What is still under way fails, here and on the other ranks. A default process group that the user
+    initialised stays. Called when the interpreter exits.
     """
     with standing.lock:
         end("hvd.shutdown() was called on this rank.")
@@ -88,7 +88,7 @@ def end(text: str) -> None:
     if context.registry is not None:
         context.registry.abort(text)
     context.communicator.close()
-    # The user may have destroyed the default group himself, and all others with it.
+    # The user may have destroyed the default group, and all others with it.
     if dist.is_initialized():
         if context.owns_default_group:
             dist.destroy_process_group()

@@ -164,7 +164,7 @@ class Progress(Generic[T]):
 
 
 class _Totals:
-    """Of all loops of this process, and of the optimizer before the first one: a count that is told never falls."""
+    """The counts of all loops of this process, and of the optimizer before the first: none that is told ever falls."""
 
     __slots__ = ("data", "samples", "seconds", "steps")
 

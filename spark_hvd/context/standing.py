@@ -71,7 +71,7 @@ class Context:
     lanes: dict[int, Lane] = field(default_factory=dict)
     """The lanes of the process sets that this rank is in, by number."""
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    """For process sets; none is used twice, as keys of the key-value store must not be."""
+    """The numbers of process sets; none is used twice, as keys of the key-value store must not be."""
     ordinals: defaultdict[str, Iterator[int]] = field(default_factory=lambda: defaultdict(itertools.count))
     """See :func:`ordinal`."""
     registry: ConnectionRegistry | None = None
@@ -80,7 +80,7 @@ class Context:
     """What this rank stands in for while it has joined, besides the named lane; under numbers that all ranks share."""
 
     def establishing(self) -> contextlib.AbstractContextManager[None]:
-        """To make process groups and lanes in, so that :func:`abort` ends that too."""
+        """Make process groups and lanes within this context, so that :func:`abort` ends that too."""
         return contextlib.nullcontext() if self.registry is None else self.registry.establishing()
 
     def new_group(self, process_set_id: int, gloo_threads: int | None = None) -> dist.ProcessGroup:

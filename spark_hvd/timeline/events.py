@@ -154,7 +154,7 @@ def _entries(text: str) -> tuple[list[Any], bool]:
 
 
 def _leading(text: str) -> list[Any]:
-    """What is complete of an array that breaks off."""
+    """Parse what is complete of an array that breaks off."""
     decoder = json.JSONDecoder()
     entries: list[Any] = []
     start = re.match(r"\s*\[\s*", text)

@@ -29,7 +29,7 @@ class RankTimes:
     rank: int
     name: str
     traced_ms: float
-    """From the rank's first event to its last."""
+    """The time from the rank's first event to its last."""
     negotiation_ms: float
     queue_ms: float
     pack_ms: float
@@ -204,9 +204,9 @@ class _Outcome:
     """Who was last to be ready for one collective."""
 
     rank: int | None
-    """None in a tie."""
+    """The rank that was last; None in a tie."""
     late: Interval
-    """From the last but one being ready until it was."""
+    """The time from when the last but one was ready until it was."""
 
 
 def _ready_marks(events: Trace) -> dict[str, list[Mark]]:

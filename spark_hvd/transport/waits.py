@@ -1,7 +1,7 @@
 """Waiting for what torch.distributed has under way on the CPU, but not beyond the end of an elastic world.
 
 Gloo loses a send whose connection ends in the moment in which it begins: nobody tells the one who waits for it (in
-UnboundBuffer::waitSend), and only the process group's timeout frees him. Of worlds that were cut in full traffic, one
+UnboundBuffer::waitSend), and only the process group's timeout frees it. Of worlds that were cut in full traffic, one
 in ten to one in thirty ended so. The training thread therefore looks now and then whether its world still stands.
 """
 

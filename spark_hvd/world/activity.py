@@ -50,7 +50,7 @@ class Activity:
         self._waited = 0.0
         self._waits_since = 0.0
         self.optimizer_steps = 0
-        """Of DistributedOptimizer; they tell something where there is no loop of `hvd.progress`."""
+        """The steps of DistributedOptimizer; they tell something where there is no loop of `hvd.progress`."""
         self.progress: Loop | None = None
         """The loop that runs, or ran last."""
         self._sources: weakref.WeakSet[Any] = weakref.WeakSet()

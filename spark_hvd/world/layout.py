@@ -148,7 +148,7 @@ class World:
     generation: int = 0
     """Counts the times that the membership changed; keys of different generations never meet."""
     secret: bytes | None = field(default=None, repr=False)
-    """From which the keys of the ranks' channels are derived; None where the launcher made none."""
+    """The secret from which the keys of the ranks' channels are derived; None where the launcher made none."""
     ports: PortRange | None = None
     """Where ranks listen for each other; None for any port. Gloo and NCCL choose their own."""
     mpi: MPI.Intracomm | None = field(default=None, repr=False)

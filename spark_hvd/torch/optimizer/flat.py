@@ -86,7 +86,7 @@ class FlatBucket:
         self._tail = self._flat[plan.numel :]
         self._flags, notes = self._tail[: len(plan.members)], self._tail[len(plan.members) :]
         self.notes = torch.view_as_real(notes)[:, 0] if notes.is_complex() else notes
-        """After :meth:`receive` the sum of all ranks'."""
+        """The notes of this rank; after :meth:`receive` they are the sum of all ranks'."""
         self._usual_tail = torch.ones_like(self._tail)
         self._usual_tail[len(plan.members) + 1 :] = 0
         # `.data` gives each view a version counter of its own, so that a change to one gradient is seen as such.
@@ -136,7 +136,7 @@ class FlatBucket:
             self._work.get_future().add_done_callback(lambda _: callback())
 
     def share(self, memory: SharedSum | CopiedSum) -> None:
-        """From now on reduce in memory."""
+        """Reduce in memory from now on."""
         self._memory = memory
 
     def rearm(self) -> None:

@@ -48,7 +48,7 @@ class Participation:
 
     @classmethod
     def of(cls, presences: Sequence[int]) -> Participation:
-        """From what each rank has told."""
+        """Make it from what each rank has told."""
         return cls(
             any(presence < Presence.JOINED for presence in presences),
             Presence.HERE_WITH_NEWCOMERS in presences,
@@ -58,7 +58,7 @@ class Participation:
 
     @classmethod
     def read(cls, notes: torch.Tensor) -> Participation:
-        """From the sum of all ranks' notes."""
+        """Make it from the sum of all ranks' notes."""
         here, newcomers, joined, *gone = notes.tolist()
         return cls(here > 0.5, newcomers > 0.5, joined > 0.5, sum(map(round, gone)))
 

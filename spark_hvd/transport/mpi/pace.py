@@ -13,10 +13,10 @@ _GROWTH = 1.05
 
 
 class PollingPace:
-    """Of one who polls.
+    """How long a thread that polls pauses between two looks.
 
     Args:
-        patience: Seconds without movement for which he asks again at once.
+        patience: Seconds without movement for which it asks again at once.
     """
 
     def __init__(self, patience: float = _SPIN_SECONDS) -> None:

@@ -1,6 +1,6 @@
 """Keeps MPI's non-blocking operations moving: MPI moves only while some thread is inside one of its calls.
 
-Whoever waits for an operation polls it in his own thread, so a small collective costs no switch of threads. A daemon
+Whoever waits for an operation polls it in its own thread, so a small collective costs no switch of threads. A daemon
 thread polls the operations that nobody waits for, so that all of them go on behind a backward pass, and callbacks come.
 """
 
@@ -19,7 +19,7 @@ from spark_hvd.world.errors import CollectiveError
 _log = logging.getLogger("spark_hvd")
 
 _TESTS_AT_ONCE = 64
-"""How often a waiter asks before he looks at the clock: that many take some 20 microseconds."""
+"""How often a waiter asks before it looks at the clock: that many take some 20 microseconds."""
 _WATCH_SECONDS = 1e-4
 """Between two looks of the thread at operations that nobody waits for."""
 _REST_SECONDS = 1e-3
@@ -194,7 +194,7 @@ class ProgressThread:
         self._wake()
 
     def of(self, owner: object) -> list[Operation]:
-        """What is under way of an owner."""
+        """The operations of an owner that are under way."""
         return [each for each in list(self._operations.values()) if each.owner is owner]
 
     def remove(self, operation: Operation) -> None:
@@ -247,7 +247,7 @@ class ProgressThread:
             time.sleep(_WATCH_SECONDS)
             return time.monotonic()
         if self._operations or self._later or time.monotonic() - last < _REST_LASTS:
-            # What there is has a waiter, who polls it himself.
+            # What there is has a waiter, which polls it itself.
             time.sleep(_REST_SECONDS)
             return last
         self._rest()
