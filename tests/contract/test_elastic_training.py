@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from typing import Any
 
 import cloudpickle
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
+from tests.elastic_jobs import await_update
 from tests.elastic_ranks import elastic_job
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -20,8 +20,11 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 COUNT, BLOCK, EPOCHS = 50, 8, 2
 
 
-def train(victim: int | None, every: int, pause: float) -> dict[str, Any]:
-    """Train with blocks of samples that do not depend on the number of ranks; `victim` dies once, amid a step."""
+def train(victim: int | None, every: int, grows_at: int | None = None) -> dict[str, Any]:
+    """Train with blocks of samples that do not depend on the number of ranks; `victim` dies once, amid a step.
+
+    The first generation stays at step `grows_at` until others are to take part.
+    """
     torch.manual_seed(hvd.rank())
     model = torch.nn.Sequential(torch.nn.Linear(3, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     optimizer = hvd.DistributedOptimizer(
@@ -47,7 +50,8 @@ def train(victim: int | None, every: int, pause: float) -> dict[str, Any]:
             sampler.set_epoch(state.epoch)
             loader = torch.utils.data.DataLoader(range(COUNT), batch_size=BLOCK // hvd.size(), sampler=sampler)  # type: ignore[arg-type]
             for number, batch in enumerate(loader):
-                time.sleep(pause)
+                if (hvd.generation(), state.steps) == (0, grows_at):
+                    await_update()
                 loss = model(rows[batch]).square().mean()
                 loss.backward()
                 if victim == hvd.rank() and hvd.generation() == 0 and state.steps == 4:
@@ -69,7 +73,7 @@ def train(victim: int | None, every: int, pause: float) -> dict[str, Any]:
 
 
 def unbroken(count: int) -> dict[str, Any]:
-    with elastic_job(train, None, 1, 0.0, count=count) as job:
+    with elastic_job(train, None, 1, count=count) as job:
         job.form(job.ranks)
         results = job.finish(job.ranks)
     assert all(result == results[0] for result in results)
@@ -80,7 +84,7 @@ def unbroken(count: int) -> dict[str, Any]:
 def test_a_lost_rank_is_replaced_without_a_trace(victim: int, every: int) -> None:
     expected = unbroken(2)
     assert expected["steps"] == 2 * 7
-    with elastic_job(train, victim, every, 0.0, count=2) as job:
+    with elastic_job(train, victim, every, count=2) as job:
         fresh = job.start()
         job.form(job.ranks[:2])
         job.ranks[victim].await_end()
@@ -92,7 +96,7 @@ def test_a_lost_rank_is_replaced_without_a_trace(victim: int, every: int) -> Non
 
 def test_growth_in_an_epoch_repeats_and_loses_nothing() -> None:
     expected = unbroken(1)
-    with elastic_job(train, None, 1, 0.05, count=1) as job:
+    with elastic_job(train, None, 1, 3, count=1) as job:
         fresh = job.start()
         job.form(job.ranks[:1])
         for _ in range(3):
