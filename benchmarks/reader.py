@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 import torch
 
 from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup
-from spark_hvd.estimators.readers.reader import Batch, ReaderSpec
+from spark_hvd.estimators.readers.reader import ReaderSpec
 from spark_hvd.estimators.training.readers import open_reader
 from spark_hvd.store import Store
 
@@ -65,19 +65,10 @@ def _by_column(batches: Iterable[Any]) -> int:
     return rows
 
 
-def _stacked(batches: Iterable[Any]) -> int:
-    rows = 0
-    for batch in batches:
-        features, label = batch.stack(FEATURES), batch["label"]
-        assert len(features) == len(label)
-        rows += len(label)
-    return rows
-
-
-def _ours(meta: DatasetMeta, use: Callable[[Iterable[Batch]], int], **spec: Any) -> Pass:
+def _ours(meta: DatasetMeta, **spec: Any) -> Pass:
     store = Store.create(str(Path(meta.url).parent))
     reader = open_reader(ReaderSpec(dataset=meta, columns=NAMES, store=store, **spec), "arrow")
-    return lambda number: use(reader.batches(number))
+    return lambda number: _by_column(reader.batches(number))
 
 
 def _scan(meta: DatasetMeta) -> Pass:
@@ -137,8 +128,7 @@ def _speed(rows: int, rounds: int, workers: int) -> None:
             spec["window_rows"] = WINDOW
             passes = {
                 SCAN: _scan(meta),
-                "spark_hvd, each column": _ours(meta, _by_column, **spec),
-                "spark_hvd, features stacked": _ours(meta, _stacked, **spec),
+                "spark_hvd": _ours(meta, **spec),
             }
             bases = [SCAN]
             try:
@@ -171,7 +161,7 @@ def _peak(data: str, shuffle: bool) -> None:
     """Print the peak memory of this process before and after two passes."""
     meta = DatasetMeta.from_json(json.loads(data))
     before = _resident()
-    read = _ours(meta, _by_column, batch_size=1000, shuffle=shuffle, window_rows=WINDOW)
+    read = _ours(meta, batch_size=1000, shuffle=shuffle, window_rows=WINDOW)
     for number in range(2):
         assert read(number) == meta.rows
     print(before, _resident())

@@ -19,7 +19,7 @@ from pyspark.sql.types import BooleanType, IntegralType
 from spark_hvd.estimators.data import reuse
 from spark_hvd.estimators.data.columns import check_columns, expression_of, quoted
 from spark_hvd.estimators.data.leases import delete_unused
-from spark_hvd.estimators.data.writing import TRAIN, VALIDATION, Report, WriteTask, ragged
+from spark_hvd.estimators.data.writing import TRAIN, VALIDATION, WriteReport, WriteTask, ragged
 from spark_hvd.estimators.errors import DataError, EstimatorError
 from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.runner.spark.names import job_named
@@ -138,7 +138,7 @@ def _write(
         job = selected.mapInArrow(_writer(task), "report binary")
         with job_named(job, f"spark_hvd: {who} writes its data to {posixpath.dirname(directories[TRAIN])}"):
             rows = job.collect()
-        reports = [Report.from_bytes(bytes(row["report"])) for row in rows]
+        reports = [WriteReport.from_bytes(bytes(row["report"])) for row in rows]
         _check(reports, task)
         manifest = _manifest(reports, task)
     except BaseException:
@@ -165,7 +165,7 @@ def _writer(task: WriteTask) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa
     return write
 
 
-def _check(reports: Sequence[Report], task: WriteTask) -> None:
+def _check(reports: Sequence[WriteReport], task: WriteTask) -> None:
     """Raise what the tasks found wrong, taken together.
 
     Raises:
@@ -198,7 +198,7 @@ def _check(reports: Sequence[Report], task: WriteTask) -> None:
             raise DataError(f"no rows for {purpose}: validation={asked} leaves none of {rows}. {remedy}")
 
 
-def _manifest(reports: Sequence[Report], task: WriteTask) -> dict[str, Any]:
+def _manifest(reports: Sequence[WriteReport], task: WriteTask) -> dict[str, Any]:
     columns = tuple(_measured(column, reports) for column in task.columns)
     manifest: dict[str, Any] = {"sizes": {}, TRAIN: None, VALIDATION: None}
     files = sorted((file for report in reports for file in report.files), key=lambda file: str(file["name"]))
@@ -225,7 +225,7 @@ def _manifest(reports: Sequence[Report], task: WriteTask) -> dict[str, Any]:
     return manifest
 
 
-def _measured(column: Column, reports: Sequence[Report]) -> Column:
+def _measured(column: Column, reports: Sequence[WriteReport]) -> Column:
     """``column`` with the shape that all tasks found.
 
     Raises:

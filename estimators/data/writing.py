@@ -56,7 +56,7 @@ class WriteTask:
 
 
 @dataclass(slots=True)
-class Report:
+class WriteReport:
     """What a task did. Turns into JSON and back.
 
     Attributes:
@@ -82,7 +82,7 @@ class Report:
         return json.dumps({name: getattr(self, name) for name in self.__slots__}).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Report:
+    def from_bytes(cls, data: bytes) -> WriteReport:
         """The inverse of :meth:`to_bytes`."""
         report = cls(**json.loads(data))
         report.shapes = {name: tuple(shape) for name, shape in report.shapes.items()}
@@ -100,7 +100,7 @@ def write_partition(
         partition: Number of the partition, from which the split is drawn.
         attempt: Unique among all task attempts, those that Spark retries or runs twice included: makes file names.
     """
-    report = Report()
+    report = WriteReport()
     try:
         with ExitStack() as stack:
             name = f"part-{partition:05d}-{attempt}.parquet"
@@ -127,7 +127,7 @@ def write_partition(
 
 
 def _write_batch(
-    task: WriteTask, batch: pa.RecordBatch, files: dict[str, _File], random: np.random.Generator, report: Report
+    task: WriteTask, batch: pa.RecordBatch, files: dict[str, _File], random: np.random.Generator, report: WriteReport
 ) -> None:
     report.rows += batch.num_rows
     drawn = None if task.validation is None else pa.array(random.random(batch.num_rows) < task.validation)
@@ -211,7 +211,7 @@ def _list(kind: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field("element", kind, nullable=False))
 
 
-def convert(array: pa.Array, column: Column, report: Report) -> pa.Array:
+def convert(array: pa.Array, column: Column, report: WriteReport) -> pa.Array:
     """One column of a batch as it goes into the file. Counts nulls and notes the shape in ``report``.
 
     Raises:
@@ -239,7 +239,7 @@ def convert(array: pa.Array, column: Column, report: Report) -> pa.Array:
     return pa.ListArray.from_arrays(offsets, values.cast(kind.value_type), type=kind)
 
 
-def _convert_sparse(array: pa.Array, column: Column, report: Report) -> pa.Array:
+def _convert_sparse(array: pa.Array, column: Column, report: WriteReport) -> pa.Array:
     kind = _type_of(column)
     sizes, indices, values = (array.field(array.type.get_field_index(name)) for name in ("size", "indices", "values"))
     _agree((_one_length(sizes, column.name),), column, report)
@@ -267,7 +267,7 @@ def _one_length(lengths: pa.Array, name: str) -> int:
     return int(low)
 
 
-def _agree(shape: tuple[int, ...], column: Column, report: Report) -> None:
+def _agree(shape: tuple[int, ...], column: Column, report: WriteReport) -> None:
     known = report.shapes.setdefault(column.name, shape)
     if known != shape:
         raise DataError(ragged(column.name, known, shape))

@@ -36,7 +36,7 @@ class Backend(Protocol):
         ...
 
 
-class SparkBackend:
+class SparkBackend(Backend):
     """Ranks in one barrier stage of the Spark application, by :func:`spark_hvd.run`.
 
     Args:
@@ -69,7 +69,7 @@ class SparkBackend:
             return run(fn, args, kwargs, self._num_proc, spark=self._spark, **self._options)
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """Ranks as processes of this machine, by :func:`spark_hvd.run_local`; for tests, and one large machine.
 
     Args:

@@ -28,10 +28,10 @@ from spark_hvd.estimators.lightning.parts import (
 )
 from spark_hvd.estimators.torch.objective import Sums
 from spark_hvd.estimators.training.history import History
-from spark_hvd.estimators.training.train import NAN_CHECK_EVERY, Job, not_finite, speed
+from spark_hvd.estimators.training.train import NAN_CHECK_EVERY, Framework, Job, not_finite, speed
 
 
-class LightningFramework:
+class LightningFramework(Framework):
     """Trains a LightningModule."""
 
     def fit(self, job: Job) -> History:
@@ -182,22 +182,11 @@ class _Fit:
         weights = self.module.state_dict()
         if kept is not None and kept["state_dict"].keys() == weights.keys():
             weights = kept["state_dict"]  # those that were validated, where a callback averages weights
-        job.keep(_Weights(weights), lambda: {"lightning": to_bytes(kept or {}), "root": self.files.root})
+        job.save(weights, lambda: {"lightning": to_bytes(kept or {}), "root": self.files.root})
         job.report()
         for logger in trainer.loggers:
             logger.save()
         self.files.copy()
-
-
-class _Weights(torch.nn.Module):
-    """What a module's weights are taken from when a checkpoint is written."""
-
-    def __init__(self, weights: dict[str, Any]) -> None:
-        super().__init__()
-        self._weights = weights
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._weights
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

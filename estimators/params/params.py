@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Parameter:
     """One parameter.
 
     Attributes:
@@ -43,7 +43,7 @@ class Row:
 class TableParams(Params):
     """Base of everything whose parameters come from a table."""
 
-    _table: ClassVar[tuple[Row, ...]] = ()
+    _table: ClassVar[tuple[Parameter, ...]] = ()
     _gone: ClassVar[Mapping[str, str]] = {}
     """Names that Horovod's users may still give -> what to do instead."""
 
@@ -85,23 +85,23 @@ class TableParams(Params):
         value = self.getOrDefault(name)
         return None if value is None else row.check(name, value)
 
-    def _unknown(self, name: str, rows: Mapping[str, Row]) -> str:
+    def _unknown(self, name: str, rows: Mapping[str, Parameter]) -> str:
         if name in self._gone:
             return f"{type(self).__name__} has no parameter {name!r}: {self._gone[name]}"
         return f"{type(self).__name__} has no parameter {name!r}.{nearest(name, rows)}"
 
 
-def row_allows_none(row: Row) -> bool:
+def row_allows_none(row: Parameter) -> bool:
     """Whether None is a value of this parameter; for the others, None given means the default (as in Horovod)."""
     return row.default is None
 
 
-def rows(group: str, *entries: tuple[Any, ...]) -> tuple[Row, ...]:
+def rows(group: str, *entries: tuple[Any, ...]) -> tuple[Parameter, ...]:
     """Rows of one group of a table, from (name, default, check, doc)."""
-    return tuple(Row(name, default, check, doc, group) for name, default, check, doc in entries)
+    return tuple(Parameter(name, default, check, doc, group) for name, default, check, doc in entries)
 
 
-def table_markdown(table: Sequence[Row]) -> str:
+def table_markdown(table: Sequence[Parameter]) -> str:
     """The table as documentation shows it."""
     lines, group = [], None
     for row in table:
@@ -113,7 +113,7 @@ def table_markdown(table: Sequence[Row]) -> str:
     return "\n".join(lines).strip()
 
 
-def in_page(page: str, table: Sequence[Row]) -> str:
+def in_page(page: str, table: Sequence[Parameter]) -> str:
     """The text of a page of documentation, with the table between its two marks."""
     before, _, rest = page.partition("<!-- parameters")
     mark, _, rest = rest.partition("-->\n")
@@ -129,7 +129,7 @@ def _define(cls: type, name: str, method: Any) -> None:
         setattr(cls, name, method)
 
 
-def _getter(row: Row) -> Any:
+def _getter(row: Parameter) -> Any:
     def get(self: TableParams) -> Any:
         return self.getOrDefault(row.name)
 
@@ -137,7 +137,7 @@ def _getter(row: Row) -> Any:
     return get
 
 
-def _setter(row: Row) -> Any:
+def _setter(row: Parameter) -> Any:
     def set(self: TableParams, value: Any) -> TableParams:
         return self.setParams(**{row.name: value})
 

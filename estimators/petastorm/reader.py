@@ -18,9 +18,9 @@ import torch
 
 from spark_hvd.estimators.petastorm.bridge import install
 from spark_hvd.estimators.petastorm.schema import decoded_spec
-from spark_hvd.estimators.readers.batches import Blocks, ColumnBatch, Layout, RowShapes, cut
+from spark_hvd.estimators.readers.batches import Blocks, Layout, RowShapes, cut
 from spark_hvd.estimators.readers.files import where
-from spark_hvd.estimators.readers.reader import ReaderSpec
+from spark_hvd.estimators.readers.reader import Batch, Reader, ReaderSpec
 from spark_hvd.estimators.readers.sharding import Piece, batch_rows, pieces_of_pass
 from spark_hvd.estimators.readers.values import columns_yielded
 from spark_hvd.estimators.readers.windows import WINDOW_BYTES, Window, windows_of
@@ -29,8 +29,8 @@ from spark_hvd.store.errors import StoreError
 POOLS = ("thread", "process", "dummy")
 
 
-class PetastormReader:
-    """Reads a rank's shard of a data set, pass by pass, as :class:`~spark_hvd.estimators.readers.reader.Reader` says.
+class PetastormReader(Reader):
+    """Reads a rank's shard of a data set, pass by pass.
 
     Data sets with a Unischema are decoded by its codecs, which also say what dtype and shape a column has; plain
     Parquet is read as the Arrow reader does. ``transformation_fn`` and ``decoders`` run in Petastorm's workers: threads
@@ -67,8 +67,8 @@ class PetastormReader:
         self._lock = threading.Lock()  # held while waiting for results: sockets must not be closed meanwhile
         self._closed = False
 
-    def batches(self, number: int) -> Iterator[ColumnBatch]:
-        """Yield the batches of pass ``number``; see :class:`~spark_hvd.estimators.readers.reader.Reader`."""
+    def batches(self, number: int) -> Iterator[Batch]:
+        """See base class."""
         spec = self._spec
         if self._closed:
             raise RuntimeError("the reader is closed: open another")
@@ -80,7 +80,7 @@ class PetastormReader:
                 pass
 
     def close(self) -> None:
-        """Stop threads and processes, forget what was kept. Idempotent."""
+        """See base class."""
         self._closed = True
         for pool in self._busy:
             pool.interrupt()

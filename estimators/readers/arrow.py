@@ -13,9 +13,9 @@ from typing import TypeVar
 import pyarrow as pa
 import torch
 
-from spark_hvd.estimators.readers.batches import Blocks, ColumnBatch, Layout, RowShapes, cut
+from spark_hvd.estimators.readers.batches import Blocks, Layout, RowShapes, cut
 from spark_hvd.estimators.readers.files import Parts, RowGroups, where
-from spark_hvd.estimators.readers.reader import ReaderSpec
+from spark_hvd.estimators.readers.reader import Batch, Reader, ReaderSpec
 from spark_hvd.estimators.readers.sharding import Piece, batch_rows, pieces_of_pass
 from spark_hvd.estimators.readers.values import Values, columns_read, columns_yielded
 from spark_hvd.estimators.readers.windows import WINDOW_BYTES, Window, windows_of
@@ -27,13 +27,12 @@ _Item = TypeVar("_Item")
 _Load = Callable[[Piece], Blocks]
 
 
-class ArrowReader:
-    """Reads a rank's shard of a data set, pass by pass, as :class:`~spark_hvd.estimators.readers.reader.Reader` says.
+class ArrowReader(Reader):
+    """Reads a rank's shard of a data set, pass by pass.
 
-    Batches are :class:`~spark_hvd.estimators.readers.batches.ColumnBatch`. Shuffled, two windows are in memory, one
-    that is read and one that is consumed; in the order of the files, ``workers`` + 2 row groups. A row group is read
-    whole unless it is larger than a window, then in parts. ``transformation_fn`` and ``decoders`` get as many rows as
-    are read at once, and are called by several threads.
+    Shuffled, two windows are in memory, one that is read and one that is consumed; in the order of the files,
+    ``workers`` + 2 row groups. A row group is read whole unless it is larger than a window, then in parts.
+    ``transformation_fn`` and ``decoders`` get as many rows as are read at once, and are called by several threads.
 
     With ``cache`` the rank keeps the shard of the first pass, and shuffles that: what later passes of other ranks read
     is not in its memory.
@@ -56,8 +55,8 @@ class ArrowReader:
         self._pools: weakref.WeakSet[ThreadPoolExecutor] = weakref.WeakSet()
         self._closed = False
 
-    def batches(self, number: int) -> Iterator[ColumnBatch]:
-        """Yield the batches of pass ``number``; see :class:`~spark_hvd.estimators.readers.reader.Reader`."""
+    def batches(self, number: int) -> Iterator[Batch]:
+        """See base class."""
         spec = self._spec
         sizes = batch_rows(spec.dataset.rows, spec.rank, spec.size, spec.batch_size, spec.drop_last)
         if self._closed:
@@ -78,7 +77,7 @@ class ArrowReader:
             pool.shutdown(cancel_futures=True)
 
     def close(self) -> None:
-        """Stop the threads, close the files, forget what was kept. Idempotent."""
+        """See base class."""
         self._closed = True
         for pool in list(self._pools):
             pool.shutdown(cancel_futures=True)
@@ -90,7 +89,7 @@ class ArrowReader:
             return pool.submit(load, piece).result
 
         for blocks in _ahead(start, itertools.chain.from_iterable(windows), self._spec.workers):
-            # What is kept must not change with what the consumer does to his batches.
+            # What is kept must not change with what the consumer does to its batches.
             yield [block.clone() for block in blocks] if self._spec.cache else blocks
             del blocks
 

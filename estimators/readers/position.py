@@ -29,14 +29,14 @@ class Position:
     number: int = 0
     taken: Taken = ()
 
-    def to_plain(self) -> list[Any]:
-        """As lists of numbers."""
+    def to_json(self) -> list[Any]:
+        """As JSON-ready lists of numbers."""
         return [self.number, [list(each) for each in self.taken]]
 
     @classmethod
-    def of_plain(cls, plain: Sequence[Any]) -> Position:
-        """From what :meth:`to_plain` gave."""
-        number, taken = plain
+    def from_json(cls, data: Sequence[Any]) -> Position:
+        """The inverse of :meth:`to_json`."""
+        number, taken = data
         return cls(number, tuple((size, batches) for size, batches in taken))
 
     def split(self, size: int) -> tuple[Taken, int]:

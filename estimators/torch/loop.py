@@ -18,14 +18,14 @@ from spark_hvd.estimators.training.callbacks import TrainState
 from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.inputs import outputs_of, tensors_of
 from spark_hvd.estimators.training.spec import TrainSpec
-from spark_hvd.estimators.training.train import NAN_CHECK_EVERY, Job, not_finite, speed
+from spark_hvd.estimators.training.train import NAN_CHECK_EVERY, Framework, Job, not_finite, speed
 
-_NOTHING: dict[str, Any] = {"step": 0, "skipped": 0, "seconds": 0.0, "sums": [], "lr": None}
-"""What has begun of an epoch that begins."""
+_BEGINNING: dict[str, Any] = {"step": 0, "skipped": 0, "seconds": 0.0, "sums": [], "lr": None}
+"""The state of an epoch that begins."""
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class TorchFramework:
+class TorchFramework(Framework):
     """Trains a plain ``torch.nn.Module``."""
 
     def fit(self, job: Job) -> History:
@@ -47,7 +47,7 @@ class _Loop:
             self.scaler.load_state_dict(job.resumed["scaler"])
         self.minibatch = _calling(objects.minibatch) if objects.minibatch else None
         self.skipped = 0
-        self.begun = job.begun
+        self.partial_epoch = job.partial_epoch
         self.state = TrainState(
             rank=hvd.rank(),
             size=hvd.size(),
@@ -94,18 +94,19 @@ class _Loop:
 
     def _epoch(self) -> None:
         state, job = self.state, self.job
-        begun, self.begun = self.begun or _NOTHING, None  # an epoch that was cut off goes on where its checkpoint is
-        state.step, self.skipped = begun["step"], begun["skipped"]
+        # An epoch that was cut off goes on where its checkpoint is.
+        partial, self.partial_epoch = self.partial_epoch or _BEGINNING, None
+        state.step, self.skipped = partial["step"], partial["skipped"]
         state.steps = state.step + job.steps_left(state.step)
         job.seed(state.epoch, state.step)
         for callback in job.objects.callbacks:
             callback.on_epoch_begin(state)
-        rate = self.optimizer.param_groups[0]["lr"] if begun["lr"] is None else begun["lr"] * self.scaled
-        began = time.monotonic() - begun["seconds"]
+        rate = self.optimizer.param_groups[0]["lr"] if partial["lr"] is None else partial["lr"] * self.scaled
+        began = time.monotonic() - partial["seconds"]
         self.model.train()
         sums = Sums(self.metrics.names, job.device)
-        if begun["sums"]:
-            sums.values = _on_rank_0(torch.tensor(begun["sums"], dtype=sums.values.dtype, device=job.device))
+        if partial["sums"]:
+            sums.values = _on_rank_0(torch.tensor(partial["sums"], dtype=sums.values.dtype, device=job.device))
         self.optimizer.zero_grad()
         every, left = self.spec.checkpoint_every, state.steps - state.step
         where: dict[str, Any] = {"epoch": state.epoch, "epochs": self.spec.epochs}
@@ -113,7 +114,7 @@ class _Loop:
         for number, batch in enumerate(job.progress, state.step):
             self._batch(batch, number, sums)
             if every and state.step % every == 0 and state.step < state.steps:
-                self._keep_begun(sums, began, rate)
+                self._save_partial(sums, began, rate)
         seconds = time.monotonic() - began
         validation = self._validate()
         stop = torch.tensor([float(state.stop)], dtype=torch.float64, device=job.device)
@@ -132,20 +133,20 @@ class _Loop:
         state.stop = values[-1] > 0
         for callback in job.objects.callbacks:
             callback.on_epoch_end(state)
-        job.keep(self.model, self._rest)
+        job.save(self.model.state_dict(), self._rest)
         job.report()
         state.stop = self._anyone_stops(state.stop)
         state.epoch += 1
 
-    def _keep_begun(self, sums: Sums, began: float, rate: float) -> None:
+    def _save_partial(self, sums: Sums, began: float, rate: float) -> None:
         """Write a checkpoint within an epoch. Whoever goes on from it does what this run does, to the bit."""
         state = self.state
         self._share_buffers()
-        total = hvd.allreduce(sums.values, op=hvd.Sum, name="spark_hvd.begun")
+        total = hvd.allreduce(sums.values, op=hvd.Sum, name="spark_hvd.partial_epoch")
         sums.values = _on_rank_0(total)
         seconds = time.monotonic() - began
-        begun = {"step": state.step, "skipped": self.skipped, "seconds": seconds, "sums": total.tolist(), "lr": rate}
-        self.job.keep_begun(self.model, self._rest, begun)
+        partial = {"step": state.step, "skipped": self.skipped, "seconds": seconds, "sums": total.tolist(), "lr": rate}
+        self.job.save(self.model.state_dict(), self._rest, partial)
         self.job.seed(state.epoch, state.step)
 
     def _anyone_stops(self, stop: bool) -> bool:

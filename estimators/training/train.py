@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 NAN_CHECK_EVERY = 16
 """Batches between looks at the loss on a GPU, where each look waits for it."""
+_PARTIAL_EPOCH = "begun"
+"""Its key in checkpoints; those written before the code had a better word are read too."""
 
 
 class Framework(Protocol):
@@ -37,8 +39,8 @@ class Framework(Protocol):
     def fit(self, job: Job) -> History:
         """Train on this rank, together with the others.
 
-        Epochs ``len(job.history)`` to ``spec.epochs`` are to be done, the first from ``job.begun`` on. ``job.keep`` is
-        to be called after each.
+        Epochs ``len(job.history)`` to ``spec.epochs`` are to be done, the first from ``job.partial_epoch`` on.
+        ``job.save`` is to be called after each.
         """
         ...
 
@@ -75,9 +77,9 @@ class Job:
         return self.spec.epoch_steps(hvd.size())
 
     @property
-    def begun(self) -> dict[str, Any] | None:
-        """What the checkpoint has of an epoch that was cut off: what was given to :meth:`keep_begun`."""
-        return self.resumed["begun"] if self.resumed else None
+    def partial_epoch(self) -> dict[str, Any] | None:
+        """What the checkpoint has of an epoch that was cut off: what was given to :meth:`save`."""
+        return self.resumed[_PARTIAL_EPOCH] if self.resumed else None
 
     def steps_left(self, done: int) -> int:
         """Batches that an epoch has left on each rank after ``done``; to be asked when it begins or goes on."""
@@ -87,7 +89,7 @@ class Job:
             return self.steps
         assert self.resumed is not None
         # Not the feed's: with other ranks, nothing may be left of the pass, and it is at the next.
-        position = Position.of_plain(self.resumed["position"])
+        position = Position.from_json(self.resumed["position"])
         taken, batches = position.split(hvd.size())
         return len(self.feed.shares.batches(taken, hvd.rank(), hvd.size())) - batches
 
@@ -111,44 +113,37 @@ class Job:
         restarts = hvd.generation()
         self.history.append({**row, "restarts": restarts} if restarts else row)
 
-    def keep(self, model: torch.nn.Module, rest: Callable[[], dict[str, Any]]) -> None:
-        """Write the checkpoint of an epoch, whose row is the last of ``history``; on rank 0.
+    def save(
+        self,
+        weights: Mapping[str, Any],
+        rest: Callable[[], dict[str, Any]],
+        partial_epoch: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a checkpoint, on rank 0: after an epoch, whose row is the last of ``history``, or within one.
 
         Args:
-            model: Its weights.
+            weights: Of the model.
             rest: Gives the state of optimizer and scheduler, as plain data and tensors.
+            partial_epoch: Within an epoch, what it needs to go on, as plain data.
         """
         if hvd.rank() != 0:
             return
-        key = self.spec.monitor or ("val_loss" if "val_loss" in self.history[-1] else "loss")
-        if key not in self.history[-1] and self.spec.monitor:
-            raise ValueError(f"monitor={key!r}: expected one of {sorted(self.history[-1])}")
-        state = {"model": model.state_dict(), **rest(), **self._plain(), "begun": None}
-        # Without a loss, which a LightningModule may not report, no epoch is the best.
-        if key in self.history[-1] and self.history.best(key, self.spec.monitor_mode) is self.history[-1]:
-            self.checkpoints.save({"model": state["model"], **self._plain()}, BEST)
-        self.checkpoints.save(state, LAST)
-
-    def keep_begun(self, model: torch.nn.Module, rest: Callable[[], dict[str, Any]], begun: dict[str, Any]) -> None:
-        """Write a checkpoint within an epoch; on rank 0.
-
-        Args:
-            model: Its weights.
-            rest: As in :meth:`keep`.
-            begun: What the epoch needs to go on, as plain data.
-        """
-        if hvd.rank() == 0:
-            state = {"model": model.state_dict(), **rest(), **self._plain(), "begun": begun}
-            self.checkpoints.save(state, LAST)
-
-    def _plain(self) -> dict[str, Any]:
-        return {
+        common = {
+            "model": weights,
             "history": [dict(row) for row in self.history],
             "size": hvd.size(),
             "seed": self.spec.seed,
-            "position": self.feed.position.to_plain(),
+            "position": self.feed.position.to_json(),
             "order": order_of(self.spec),
         }
+        if partial_epoch is None:
+            key = self.spec.monitor or ("val_loss" if "val_loss" in self.history[-1] else "loss")
+            if key not in self.history[-1] and self.spec.monitor:
+                raise ValueError(f"monitor={key!r}: expected one of {sorted(self.history[-1])}")
+            # Without a loss, which a LightningModule may not report, no epoch is the best.
+            if key in self.history[-1] and self.history.best(key, self.spec.monitor_mode) is self.history[-1]:
+                self.checkpoints.save(common, BEST)
+        self.checkpoints.save({**common, **rest(), _PARTIAL_EPOCH: partial_epoch}, LAST)
 
     def report(self) -> None:
         """Print the last row of the history, on rank 0."""
@@ -228,7 +223,7 @@ def check_order(state: Mapping[str, Any], spec: TrainSpec) -> None:
     """
     order = order_of(spec)
     differ = [name for name, value in state["order"].items() if order[name] != value]
-    if state["begun"] is not None and differ:
+    if state[_PARTIAL_EPOCH] is not None and differ:
         name = differ[0]
         numbers = "" if name.startswith("the ") else f", {name}={state['order'][name]!r} then and {order[name]!r} now"
         raise CheckpointError(
@@ -242,7 +237,7 @@ def _position(spec: TrainSpec, resumed: dict[str, Any] | None) -> Position:
     """Where to go on: at the place of the checkpoint, or at the next pass if the order of rows is another now."""
     if resumed is None:
         return Position()
-    position = Position.of_plain(resumed["position"])
+    position = Position.from_json(resumed["position"])
     if not position.taken or resumed["order"] == order_of(spec):
         return position
     return Position(position.number + 1)

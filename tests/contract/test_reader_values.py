@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from spark_hvd.estimators.errors import DataError
-from spark_hvd.estimators.readers.batches import ColumnBatch
 from spark_hvd.estimators.readers.dataset import Column
 from spark_hvd.store import Store
 from tests.contract.reader_data import arrow, every, local, no_thread_stays, numbered, opened, read, rows, write
@@ -216,22 +215,7 @@ def test_transformation_that_breaks_the_rules(kind: str, store: Store, function:
 @arrow
 def test_a_batch_is_a_dict(kind: str, store: Store) -> None:
     (batch,) = read(opened(kind, write(store, numbered(4)), store, columns=("half", "row", "other")))
-    assert isinstance(batch, dict)
-    assert isinstance(batch, ColumnBatch)
-    assert len(batch) == 3
-    assert "row" in batch
-    assert "nope" not in batch
-    assert batch.get("nope") is None
-    with pytest.raises(KeyError, match="nope"):
-        batch["nope"]
-    assert batch.stack(["half", "other"]).tolist() == [[0, 0], [0.5, -1], [1, -2], [1.5, -3]]
-    assert batch.stack(["half", "other"]).data_ptr() == batch["half"].data_ptr()  # no copy
-    assert batch.stack(["row", "half"]).tolist() == [[0, 0], [1, 0.5], [2, 1], [3, 1.5]]
-    assert batch.to("cpu").stack(["half"]).tolist() == [[0], [0.5], [1], [1.5]]
-    plain = dict(batch)
-    assert type(plain) is dict
-    assert list(plain) == list({**batch}) == list(batch.keys()) == ["half", "row", "other"]
-    batch["new"] = batch["row"] + 1
-    del batch["half"]
-    assert list(batch) == ["row", "other", "new"]
-    assert batch.stack(["new", "row"]).tolist() == [[1, 0], [2, 1], [3, 2], [4, 3]]
+    assert type(batch) is dict
+    assert list(batch) == ["half", "row", "other"]
+    # Columns of one dtype are views of one matrix.
+    assert batch["half"].untyped_storage().data_ptr() == batch["other"].untyped_storage().data_ptr()

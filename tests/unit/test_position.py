@@ -80,8 +80,8 @@ def test_the_same_number_of_ranks_goes_on_to_the_bit() -> None:
         for each in first:
             for _ in range(done):
                 next(each)
-        plain = first[0].position.to_plain()
-        again = [feed(shares, rank, 3, Position.of_plain(plain)) for rank in range(3)]
+        plain = first[0].position.to_json()
+        again = [feed(shares, rank, 3, Position.from_json(plain)) for rank in range(3)]
         assert [[rows_of_batch(next(each)) for _ in range(12 - done)] for each in again] == [
             batches[done:] for batches in expected
         ]
@@ -123,4 +123,4 @@ def test_full_batches_only_where_the_rest_is_dropped() -> None:
 
 @pytest.mark.parametrize("position", [Position(), Position(2, ((3, 4), (2, 1)))])
 def test_a_position_is_plain_data(position: Position) -> None:
-    assert Position.of_plain(position.to_plain()) == position
+    assert Position.from_json(position.to_json()) == position
