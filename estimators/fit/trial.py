@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import uuid
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,29 +11,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from spark_hvd.estimators.errors import DataError, ModelError
+from spark_hvd.estimators.errors import DataError
+from spark_hvd.estimators.fit.plan import Plan
 from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.estimators.readers.reader import Batch, ReaderSpec
-from spark_hvd.estimators.torch.learning_rate import make_optimizer, make_scheduler
-from spark_hvd.estimators.torch.objective import Metrics, Objective
-from spark_hvd.estimators.training.head import INTEGER_LABELS, loss_name
-from spark_hvd.estimators.training.inputs import outputs_of, tensors_of
+from spark_hvd.estimators.training.inputs import TensorSpec
 from spark_hvd.estimators.training.readers import open_reader
-from spark_hvd.estimators.training.spec import Objects, TrainSpec
+from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.store import Store
 
 ROWS = 32
 """At most so many rows are tried: enough for batch normalisation, little enough to take no time."""
 
 
-def batch_of(table: pa.Table, columns: Sequence[Column], names: Sequence[str], fields: dict[str, Any]) -> Batch:
+def batch_of_rows(plan: Plan, table: pa.Table, columns: Sequence[Column]) -> Batch:
     """The rows of a table as ranks would get them, through the same reader.
 
     Args:
+        plan: Of the fit.
         table: What Spark gave for some rows.
         columns: Of the table.
-        names: Columns that the model needs.
-        fields: Of ReaderSpec: decoders, transformation_fn and what goes with it.
 
     Raises:
         DataError: there are no rows, nulls among them, or the functions fail.
@@ -48,83 +43,64 @@ def batch_of(table: pa.Table, columns: Sequence[Column], names: Sequence[str], f
         with store.writing(path) as file:
             pq.write_table(table, file)
         dataset = DatasetMeta(store.url, tuple(columns), (RowGroup(path, 0, table.num_rows),))
-        return first_batch(ReaderSpec(dataset=dataset, columns=tuple(names), store=store, batch_size=ROWS, **fields))
+        return first_batch(plan, dataset, store)
     finally:
         store.delete(store.url)
 
 
-def first_batch(spec: ReaderSpec, kind: str | None = None) -> Batch:
-    """The first batch that a reader gives."""
-    reader = open_reader(replace(spec, batch_size=min(ROWS, spec.dataset.rows), workers=1), kind)
+def first_batch(plan: Plan, dataset: DatasetMeta, store: Store, kind: str | None = None) -> Batch:
+    """The first batch of a data set that lies in ``store``, by the reader called ``kind``."""
+    fields = {key: value for key, value in plan.spec.reader.items() if key != "kind"} | {"workers": 1}
+    reader = open_reader(
+        ReaderSpec(
+            dataset=dataset,
+            columns=plan.columns,
+            store=store,
+            batch_size=min(ROWS, dataset.rows),
+            **fields,
+            **plan.objects.reader,
+        ),
+        kind,
+    )
     try:
-        batches = reader.batches(0)
-        return dict(next(iter(batches)))
+        return next(iter(reader.batches(0)))
     finally:
         reader.close()
 
 
-def label_dtype(tensor: torch.Tensor, losses: Sequence[Any], number: int) -> str | None:
-    """The dtype that a label is given in by default: int64 for losses of class numbers, else float32 for numbers.
+def spec_for(
+    plan: Plan, batch: Batch, columns: Sequence[Column], label_dtype: Callable[[torch.Tensor, int], str | None]
+) -> TrainSpec:
+    """The specification of a plan with its inputs and labels, of which a batch tells dtypes and shapes.
 
     Args:
-        tensor: The label in a batch.
-        losses: One, or one for each label; empty where ranks make them.
-        number: Of the label.
+        plan: Of the fit.
+        batch: What the reader gave.
+        columns: Of the data set.
+        label_dtype: Gives the dtype of a label, from its tensor and its number, where no parameter does.
     """
-    loss = losses[number if len(losses) > 1 else 0] if losses else None
-    if loss_name(loss) in INTEGER_LABELS:
-        return "int64" if tensor.dim() == 1 or not tensor.is_floating_point() else None
-    return "float32" if isinstance(loss, torch.nn.Module) or tensor.dtype is torch.float64 else None
+    settings, known = plan.settings, {column.name: column for column in columns}
+
+    def tensors(names: Sequence[str], what: str) -> tuple[TensorSpec, ...]:
+        shapes = settings[f"{what}_shapes"] or [None] * len(names)
+        dtypes = settings[f"{what}_dtypes"] or [None] * len(names)
+        return tuple(
+            # What a decoder or transformation_fn makes of a column is known from the batch.
+            TensorSpec(_as_in(batch[name], known.get(name) or Column(name, "object")), dtype, shape)
+            for name, shape, dtype in zip(names, shapes, dtypes, strict=True)
+        )
+
+    labels = tensors(settings["label_cols"], "label")
+    if settings["label_dtypes"] is None:
+        labels = tuple(
+            replace(label, dtype=label_dtype(batch[label.column.name], number)) for number, label in enumerate(labels)
+        )
+    return replace(plan.spec, inputs=tensors(settings["feature_cols"], "input"), labels=labels)
 
 
-def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
-    """Forward, loss, backward and metrics of one batch, on a copy of the model.
-
-    Raises:
-        ModelError: what did not work, with the shapes and dtypes that went in.
-    """
-    objects = copy.deepcopy(objects)
-    model = objects.model.train()
-    given: list[str] = []
-    try:
-        inputs, labels = tensors_of(spec.inputs, batch), tensors_of(spec.labels, batch)
-    except ValueError as error:
-        raise ModelError(f"{error}. Change input_shapes or label_shapes") from error
-    given = [
-        f"{s.column.name}: {describe(t)}" for s, t in zip((*spec.inputs, *spec.labels), (*inputs, *labels), strict=True)
-    ]
-    outputs = _step("model(*inputs)", given, lambda: outputs_of(model(*inputs)))
-    given.append(f"outputs: {'; '.join(map(describe, outputs))}")
-    weights = batch[spec.weight] if spec.weight else None
-    if weights is not None and weights.dim() != 1:
-        raise ModelError(f"sample_weight_col={spec.weight!r}: expected one number a row, got {describe(weights)}")
-    optimizer = make_optimizer(objects.optimizer, model)
-    make_scheduler(objects.scheduler, optimizer, 1)
-    if objects.loss_constructors or objects.minibatch is not None:
-        return  # made and called in the rank only
-    objective = Objective(objects.losses, spec.loss_weights, len(spec.labels), spec.reshape_labels)
-    metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
-    outputs, labels = _step("model(*inputs)", given, lambda: objective.transform_outputs(outputs, labels))
-    with warnings.catch_warnings():
-        # torch only warns when it compares each output with each label, which is never what was meant
-        warnings.filterwarnings("error", message="Using a target size")
-        loss = _step("the loss of outputs and labels", given, lambda: objective(outputs, labels, weights))
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-        raise ModelError(f"the loss of a batch is {describe(loss)}: expected a single number, such as a mean over rows")
-    if not loss.requires_grad:
-        raise ModelError("the loss does not depend on any parameter that is trained: is it computed under no_grad?")
-    _step("backward", given, loss.backward)
-    _step("metrics", given, lambda: metrics(outputs, labels))
-
-
-def _step(what: str, given: Sequence[str], do: Callable[[], Any]) -> Any:
-    try:
-        return do()
-    except Exception as error:
-        raise ModelError(
-            f"{what} failed on a batch of these data, tried before ranks were started: {type(error).__name__}: "
-            f"{error}\nGiven: {'; '.join(given)}.{advice(error)}"
-        ) from error
+def _as_in(tensor: torch.Tensor, column: Column) -> Column:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Column(column.name, dtype, tuple(tensor.shape[1:]), column.spark_type, column.encoding)
 
 
 def advice(error: Exception) -> str:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from spark_hvd.estimators.fit.estimator import Settings, SparkEstimator, model_fields
+from spark_hvd.estimators.fit.estimator import SparkEstimator, model_fields
+from spark_hvd.estimators.fit.plan import Plan, Settings, reader_functions
 from spark_hvd.estimators.lightning.loop import LightningFramework
 from spark_hvd.estimators.lightning.parts import package_of
 from spark_hvd.estimators.lightning.tables import GONE, LIGHTNING
 from spark_hvd.estimators.lightning.trial import check_trainer_args, try_lightning
 from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.torch.model import TorchModel
+from spark_hvd.estimators.torch.trial import label_dtype
 from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.estimators.training.train import Framework
@@ -34,7 +36,7 @@ class LightningModel(TorchModel):
     __module__ = "spark_hvd.estimators"
 
 
-class LightningEstimator(SparkEstimator):
+class LightningEstimator(SparkEstimator[LightningModel]):
     """Trains a ``LightningModule`` on the rows of a DataFrame, on several ranks, and gives a LightningModel.
 
     An ``Estimator`` of Spark ML as TorchEstimator is, with the same data, store, checkpoints and history; each rank
@@ -74,6 +76,9 @@ class LightningEstimator(SparkEstimator):
                 "batch_idx), which is what validates"
             )
 
+    def _label_dtype(self, tensor: torch.Tensor, losses: Sequence[Any], number: int) -> str | None:
+        return label_dtype(tensor, losses, number)
+
     def _try(self, spec: TrainSpec, objects: Objects, batch: Batch) -> None:
         try_lightning(spec, objects, batch)
 
@@ -86,7 +91,7 @@ class LightningEstimator(SparkEstimator):
             optimizer=None,
             losses=_losses(settings),
             callbacks=settings["callbacks"],
-            reader=self._reader_functions(settings),
+            reader=reader_functions(settings),
         )
 
     def _spec_fields(self, settings: Settings) -> dict[str, Any]:
@@ -100,12 +105,10 @@ class LightningEstimator(SparkEstimator):
             }
         }
 
-    def _model(
-        self, settings: Settings, spec: TrainSpec, objects: Objects, state: Mapping[str, Any], history: History
-    ) -> LightningModel:
-        module = copy.deepcopy(objects.model)
+    def _model(self, plan: Plan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> LightningModel:
+        module = copy.deepcopy(plan.objects.model)
         module.load_state_dict(state["model"])
-        return LightningModel(**model_fields(settings, spec, objects, module, history))
+        return LightningModel(**model_fields(plan, spec, module, history))
 
 
 def _losses(settings: Settings) -> list[torch.nn.Module]:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from spark_hvd.estimators.fit.estimator import Settings, SparkEstimator, model_fields
+import torch
+
+from spark_hvd.estimators.fit.estimator import SparkEstimator, model_fields
+from spark_hvd.estimators.fit.plan import Plan, Settings, reader_functions
 from spark_hvd.estimators.params.tables import GONE, TORCH
+from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.torch.learning_rate import make_optimizer, scale
 from spark_hvd.estimators.torch.loop import TorchFramework
 from spark_hvd.estimators.torch.model import TorchModel
+from spark_hvd.estimators.torch.trial import label_dtype, try_batch
 from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.estimators.training.train import Framework
 
 
-class TorchEstimator(SparkEstimator):
+class TorchEstimator(SparkEstimator[TorchModel]):
     """Trains a ``torch.nn.Module`` on the rows of a DataFrame, on several ranks, and gives a TorchModel.
 
     An ``Estimator`` of Spark ML: ``fit(df)``, in Pipelines, CrossValidator and TrainValidationSplit. ``df`` is written
@@ -55,6 +60,12 @@ class TorchEstimator(SparkEstimator):
                 "checkpoint has no gradients"
             )
 
+    def _label_dtype(self, tensor: torch.Tensor, losses: Sequence[Any], number: int) -> str | None:
+        return label_dtype(tensor, losses, number)
+
+    def _try(self, spec: TrainSpec, objects: Objects, batch: Batch) -> None:
+        try_batch(spec, objects, batch)
+
     def _framework(self) -> Framework:
         return TorchFramework()
 
@@ -69,27 +80,21 @@ class TorchEstimator(SparkEstimator):
             callbacks=settings["callbacks"],
             minibatch=settings["train_minibatch_fn"],
             compression=settings["gradient_compression"],
-            reader=self._reader_functions(settings),
+            reader=reader_functions(settings),
         )
 
     def _spec_fields(self, settings: Settings) -> dict[str, Any]:
         weights = settings["loss_weights"]
         return {
             "backward_passes": settings["backward_passes_per_step"],
-            "scale_lr": settings["scale_lr"],
-            "precision": settings["precision"],
             "clip_norm": settings["gradient_clip_norm"],
             "clip_value": settings["gradient_clip_value"],
             "lr_interval": settings["lr_scheduler_interval"],
-            "checkpoint_every": settings["checkpoint_every"],
-            "terminate_on_nan": settings["terminate_on_nan"],
             "loss_weights": None if weights is None else tuple(weights),
         }
 
-    def _model(
-        self, settings: Settings, spec: TrainSpec, objects: Objects, state: Mapping[str, Any], history: History
-    ) -> TorchModel:
-        trained = copy.deepcopy(objects)
+    def _model(self, plan: Plan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> TorchModel:
+        trained = copy.deepcopy(plan.objects)
         trained.model.load_state_dict(state["model"])
         optimizer = make_optimizer(trained.optimizer, trained.model)
         if "optimizer" in state:
@@ -97,8 +102,8 @@ class TorchEstimator(SparkEstimator):
             if spec.scale_lr:
                 scale(optimizer, None, 1.0 / state["size"])
         return TorchModel(
-            **model_fields(settings, spec, objects, trained.model, history),
+            **model_fields(plan, spec, trained.model, history),
             optimizer=optimizer,
-            loss=settings["loss"],
-            loss_constructors=settings["loss_constructors"],
+            loss=plan.settings["loss"],
+            loss_constructors=plan.settings["loss_constructors"],
         )

@@ -1,0 +1,164 @@
+"""The plan of a fit: what its parameters say together, before anything is read or started."""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from spark_hvd.estimators.fit.backend import Backend, LocalBackend, SparkBackend
+from spark_hvd.estimators.readers.dataset import DatasetMeta
+from spark_hvd.estimators.training.spec import Objects, TrainSpec
+from spark_hvd.runner.spark.session import active_session, is_local
+from spark_hvd.scratch import Scratch
+from spark_hvd.store import Store
+from spark_hvd.store.errors import StoreError
+
+Settings = Mapping[str, Any]
+
+_temporary: list[Scratch] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A fit.
+
+    Attributes:
+        name: Of the estimator's class.
+        settings: Value of every parameter.
+        columns: Names of those that the model, its losses and weights need.
+        backend: Runs the ranks.
+        store: Where data and the run lie.
+        objects: The code of the training.
+        spec: The training; its data, and what only a batch tells of inputs and labels, come with the next stages.
+    """
+
+    name: str
+    settings: Settings
+    columns: tuple[str, ...]
+    backend: Backend
+    store: Store
+    objects: Objects
+    spec: TrainSpec
+
+
+def make_plan(name: str, settings: Settings, objects: Objects, spec_fields: Mapping[str, Any]) -> Plan:
+    """What parameters, which were checked, come to.
+
+    Args:
+        name: Of the estimator's class.
+        settings: The parameters.
+        objects: The code of the training.
+        spec_fields: Of TrainSpec, those that only this framework has.
+
+    Raises:
+        ValueError: there is no store, and executors may be on several hosts.
+        StoreError: ranks would not see the store.
+    """
+    weight = [settings["sample_weight_col"]] if settings["sample_weight_col"] else []
+    backend: Backend = settings["backend"] or SparkBackend(
+        settings["num_proc"],
+        verbose=min(settings["verbose"], 1),
+        progress=settings["progress"],
+        max_restarts=settings["max_restarts"],
+        min_num_proc=settings["min_num_proc"],
+        tracker=settings["tracker"],
+    )
+    store, seed = _store(settings), settings["random_seed"]
+    common: dict[str, Any] = {
+        **{field.name: settings[field.name] for field in fields(TrainSpec) if field.name in settings},
+        "inputs": (),
+        "labels": (),
+        "weight": settings["sample_weight_col"],
+        "train": DatasetMeta("", (), ()),
+        "validation": None,
+        "store": store,
+        "run_id": settings["run_id"] or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}",
+        "val_batch_size": settings["val_batch_size"] or settings["batch_size"],
+        "steps": settings["train_steps_per_epoch"],
+        "val_steps": settings["validation_steps_per_epoch"],
+        "seed": random.SystemRandom().randrange(2**31) if seed is None else seed,
+        "reshape_labels": settings["label_shapes"] is None,
+        "reader": {
+            "kind": settings["reader"],
+            "window_rows": settings["shuffle_buffer_size"],
+            "drop_last": settings["drop_last"],
+            "cache": settings["inmemory_cache_all"],
+            "workers": settings["train_reader_num_workers"],
+            "pool": settings["reader_pool_type"],
+            "edit_fields": tuple(settings["transformation_edit_fields"] or ()),
+            "removed_fields": tuple(settings["transformation_removed_fields"] or ()),
+        },
+        "val_workers": settings["val_reader_num_workers"],
+    }
+    return Plan(
+        name=name,
+        settings=settings,
+        columns=tuple(dict.fromkeys([*settings["feature_cols"], *settings["label_cols"], *weight])),
+        backend=backend,
+        store=store,
+        objects=objects,
+        spec=TrainSpec(**{**common, **spec_fields}),
+    )
+
+
+def reader_functions(settings: Settings) -> dict[str, Any]:
+    """Of ReaderSpec, the fields that are code."""
+    return {"decoders": settings["decoders"], "transformation_fn": settings["transformation_fn"]}
+
+
+def check_together(name: str, settings: Settings, required: Mapping[str, str]) -> None:
+    """Find parameters that are missing or do not go together.
+
+    Args:
+        name: Of the estimator's class.
+        settings: The parameters.
+        required: Those that must be given -> what they are.
+
+    Raises:
+        ValueError: naming them.
+    """
+    for parameter, meaning in required.items():
+        if settings[parameter] is None:
+            raise ValueError(f"{parameter} is missing: {name} needs {meaning}")
+    for shapes, columns in (("input_shapes", "feature_cols"), ("label_shapes", "label_cols")):
+        for parameter in (shapes, shapes.replace("shapes", "dtypes")):
+            if settings[parameter] is not None and len(settings[parameter]) != len(settings[columns]):
+                raise ValueError(
+                    f"{parameter} has {len(settings[parameter])} entries for {len(settings[columns])} {columns}: "
+                    "expected one for each; None leaves one as it is"
+                )
+    if settings["backend"] is None:
+        return
+    if settings["num_proc"] is not None:
+        raise ValueError(
+            f"num_proc={settings['num_proc']} and backend are both given: give the number to the backend, "
+            "SparkBackend(num_proc=...)"
+        )
+    if settings["max_restarts"] or settings["min_num_proc"] is not None:
+        raise ValueError(
+            f"max_restarts={settings['max_restarts']}, min_num_proc={settings['min_num_proc']} and backend are "
+            "given: give them to the backend, SparkBackend(max_restarts=...)"
+        )
+    if settings["tracker"] is not None:
+        raise ValueError("tracker and backend are given: give it to the backend, SparkBackend(tracker=...)")
+
+
+def _store(settings: Settings) -> Store:
+    if settings["store"] is not None:
+        store: Store = settings["store"]
+    elif isinstance(settings["backend"], LocalBackend) or is_local(active_session(None)):
+        if not _temporary:  # one folder for all fits of this process that name no store; it goes with the process
+            _temporary.append(Scratch("fits"))
+        store = Store.create(_temporary[0].path)
+    else:
+        raise ValueError(
+            "store is missing: executors on several hosts need a place that all of them reach, such as "
+            "store=Store.create('s3://bucket/folder') or a shared file system"
+        )
+    if not store.is_shared:
+        raise StoreError(f"store={store.url}: ranks are other processes and see nothing of it. Use a shared path")
+    return store

@@ -1,0 +1,68 @@
+"""The last stage of a fit: ranks train, or what a former fit of the same run_id has left is enough."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from spark_hvd.estimators.errors import DataError, EstimatorError
+from spark_hvd.estimators.fit.plan import Plan
+from spark_hvd.estimators.training.checkpoint import BEST, LAST, Checkpoints, check_fits
+from spark_hvd.estimators.training.history import History
+from spark_hvd.estimators.training.packing import pack
+from spark_hvd.estimators.training.spec import TrainSpec
+from spark_hvd.estimators.training.train import Framework, check_order, train
+from spark_hvd.runner.outcome.errors import ExecutorLostError, RankFailedError
+from spark_hvd.runner.outcome.payload import renamed
+from spark_hvd.store.errors import StoreError
+
+
+def train_on_ranks(plan: Plan, spec: TrainSpec, num_proc: int, framework: Framework) -> tuple[dict[str, Any], History]:
+    """The checkpoint of the trained model, and the history.
+
+    Args:
+        plan: Of the fit.
+        spec: Of the training, with its data.
+        num_proc: Number of ranks.
+        framework: Trains.
+
+    Raises:
+        DataError: there are fewer rows than ranks.
+        CheckpointError: the run has a checkpoint that does not fit.
+        RunError: ranks failed.
+    """
+    for what, data in (("training", spec.train), ("validation", spec.validation)):
+        if data is not None and data.rows < num_proc:
+            raise DataError(
+                f"{data.rows} rows for {what} and num_proc={num_proc}: expected at least one row for each rank. "
+                "Use fewer ranks or more rows"
+            )
+    checkpoints = Checkpoints(plan.store, spec.run_id)
+    spec = replace(spec, resume=plan.settings["run_id"] is not None and checkpoints.exists())
+    plan.store.check_writable()
+    history = History()
+    if spec.resume:
+        state = checkpoints.load()
+        check_fits(state, plan.objects.model, spec.run_id)
+        if plan.settings["random_seed"] is None:  # else the order of rows would be another
+            spec = replace(spec, seed=state["seed"])
+        check_order(state, spec)
+        history = History(state["history"])
+    if len(history) < spec.epochs:
+        try:
+            values = plan.backend.run(
+                renamed(train, plan.name), (spec, pack(plan.objects, "the parameters"), framework)
+            )
+        except RankFailedError as error:
+            if isinstance(error.__cause__, EstimatorError | StoreError):
+                raise type(error.__cause__)(str(error.__cause__)) from error
+            raise
+        except ExecutorLostError as error:
+            raise ExecutorLostError(
+                f"{error} The last checkpoint, if there was one, is kept: fit again with "
+                f"run_id={spec.run_id!r} to go on from it."
+            ) from error
+        assert values[0] is not None
+        history = values[0]
+    best = plan.settings["restore_best_weights"] and checkpoints.exists(BEST)
+    return checkpoints.load(BEST if best else LAST), history

@@ -1,0 +1,83 @@
+"""One batch through a model and its losses on the driver, as TorchEstimator's ranks would take it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from spark_hvd.estimators.errors import ModelError
+from spark_hvd.estimators.fit.trial import advice, describe
+from spark_hvd.estimators.readers.reader import Batch
+from spark_hvd.estimators.torch.learning_rate import make_optimizer, make_scheduler
+from spark_hvd.estimators.torch.objective import Metrics, Objective
+from spark_hvd.estimators.training.head import INTEGER_LABELS, loss_name
+from spark_hvd.estimators.training.inputs import outputs_of, tensors_of
+from spark_hvd.estimators.training.spec import Objects, TrainSpec
+
+
+def label_dtype(tensor: torch.Tensor, losses: Sequence[Any], number: int) -> str | None:
+    """The dtype that a label is given in by default: int64 for losses of class numbers, else float32 for numbers.
+
+    Args:
+        tensor: The label in a batch.
+        losses: One, or one for each label; empty where ranks make them.
+        number: Of the label.
+    """
+    loss = losses[number if len(losses) > 1 else 0] if losses else None
+    if loss_name(loss) in INTEGER_LABELS:
+        return "int64" if tensor.dim() == 1 or not tensor.is_floating_point() else None
+    return "float32" if isinstance(loss, torch.nn.Module) or tensor.dtype is torch.float64 else None
+
+
+def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
+    """Forward, loss, backward and metrics of one batch, on a copy of the model.
+
+    Raises:
+        ModelError: what did not work, with the shapes and dtypes that went in.
+    """
+    objects = copy.deepcopy(objects)
+    model = objects.model.train()
+    given: list[str] = []
+    try:
+        inputs, labels = tensors_of(spec.inputs, batch), tensors_of(spec.labels, batch)
+    except ValueError as error:
+        raise ModelError(f"{error}. Change input_shapes or label_shapes") from error
+    given = [
+        f"{s.column.name}: {describe(t)}" for s, t in zip((*spec.inputs, *spec.labels), (*inputs, *labels), strict=True)
+    ]
+    outputs = _step("model(*inputs)", given, lambda: outputs_of(model(*inputs)))
+    given.append(f"outputs: {'; '.join(map(describe, outputs))}")
+    weights = batch[spec.weight] if spec.weight else None
+    if weights is not None and weights.dim() != 1:
+        raise ModelError(f"sample_weight_col={spec.weight!r}: expected one number a row, got {describe(weights)}")
+    optimizer = make_optimizer(objects.optimizer, model)
+    make_scheduler(objects.scheduler, optimizer, 1)
+    if objects.loss_constructors or objects.minibatch is not None:
+        return  # made and called in the rank only
+    objective = Objective(objects.losses, spec.loss_weights, len(spec.labels), spec.reshape_labels)
+    metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
+    outputs, labels = _step("model(*inputs)", given, lambda: objective.transform_outputs(outputs, labels))
+    with warnings.catch_warnings():
+        # torch only warns when it compares each output with each label, which is never what was meant
+        warnings.filterwarnings("error", message="Using a target size")
+        loss = _step("the loss of outputs and labels", given, lambda: objective(outputs, labels, weights))
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        raise ModelError(f"the loss of a batch is {describe(loss)}: expected a single number, such as a mean over rows")
+    if not loss.requires_grad:
+        raise ModelError("the loss does not depend on any parameter that is trained: is it computed under no_grad?")
+    _step("backward", given, loss.backward)
+    _step("metrics", given, lambda: metrics(outputs, labels))
+
+
+def _step(what: str, given: Sequence[str], do: Callable[[], Any]) -> Any:
+    try:
+        return do()
+    except Exception as error:
+        raise ModelError(
+            f"{what} failed on a batch of these data, tried before ranks were started: {type(error).__name__}: "
+            f"{error}\nGiven: {'; '.join(given)}.{advice(error)}"
+        ) from error
