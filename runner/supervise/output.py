@@ -3,13 +3,51 @@
 from __future__ import annotations
 
 import os
+import re
 import time
+from collections import deque
 from collections.abc import Callable
 
 from spark_hvd.runner.channel.link import Link
-from spark_hvd.runner.watch.display.lines import LineCutter, Tail
 
 _READ_BYTES = 64 << 10
+_LINE_END = re.compile(rb"\r\n|\n|\r")  # progress bars end their lines with \r
+TAIL_LINES = 20
+_MAX_LINE = 64 << 10
+
+
+class LineCutter:
+    """Turns pieces of bytes into whole lines of text."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        """Take a piece; return the lines it completes. A line of more than 64 KiB is cut."""
+        *lines, self._rest = _LINE_END.split(self._rest + data)
+        if len(self._rest) > _MAX_LINE:
+            lines.append(self._rest)
+            self._rest = b""
+        return [line.decode(errors="replace") for line in lines]
+
+    def end(self) -> list[str]:
+        """Return what is left of an unfinished line."""
+        rest, self._rest = self._rest, b""
+        return [rest.decode(errors="replace")] if rest else []
+
+
+class Tail:
+    """The last lines that a rank printed on either stream."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=TAIL_LINES)
+
+    def add(self, lines: list[str]) -> None:
+        """Note more lines."""
+        self._lines.extend(line[:2000] for line in lines)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines)
 
 
 class RankOutput:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 
-from spark_hvd.runner.watch.display.lines import LineCutter, LineWriter, OutputQueue, Tail
+from spark_hvd.runner.supervise.output import LineCutter, Tail
+from spark_hvd.runner.watch.display.lines import LineWriter, OutputQueue
 
 
 def test_lines_are_cut_at_every_kind_of_line_end() -> None:
