@@ -6,7 +6,6 @@ import contextlib
 import json
 import pickle
 import secrets
-import socket
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -184,8 +183,7 @@ def try_network(
         if not on_spark.is_connect(spark):
             public, bind = on_spark.driver_hosts(spark)
             try:
-                address = str(socket.getaddrinfo(bind, None, type=socket.SOCK_STREAM)[0][4][0])
-                server = EchoServer(address, ports, token, connect_back)
+                server = EchoServer(on_spark.address_of(bind), ports, token, connect_back)
                 closing.callback(server.close)
                 ways.driver = public, server.port
             except OSError as error:

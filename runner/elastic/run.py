@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import pickle
-import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -138,29 +138,29 @@ def run_elastic(
         HubError: the hub between ranks and driver has failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
-    common: dict[str, Any] = {
-        "backend": backend,
-        "interfaces": interfaces,
-        "ports": ports,
-        "env": dict(env or {}),
-        "start_timeout": start_timeout,
-        "timeout": timeout,
-        "collective_timeout": collective_timeout,
-        "verbose": verbose,
-        "progress": progress,
-        "cpus_per_proc": cpus_per_proc,
-        "gpus_per_proc": gpus_per_proc,
-    }
-    elastic: dict[str, Any] = {
-        "min_num_proc": min_num_proc,
-        "max_num_proc": max_num_proc,
-        "elastic_timeout": elastic_timeout,
-        "reset_limit": reset_limit,
-        "rejoin_timeout": rejoin_timeout,
-        "host_failure_limit": host_failure_limit,
-        "cooldown_range": cooldown_range,
-    }
-    ElasticConfig(common=RunConfig(num_proc=num_proc, **common), **elastic)
+    config = ElasticConfig(
+        common=RunConfig(
+            num_proc=num_proc,
+            backend=backend,
+            interfaces=interfaces,
+            ports=ports,
+            env=dict(env or {}),
+            start_timeout=start_timeout,
+            timeout=timeout,
+            collective_timeout=collective_timeout,
+            verbose=verbose,
+            progress=progress,
+            cpus_per_proc=cpus_per_proc,
+            gpus_per_proc=gpus_per_proc,
+        ),
+        min_num_proc=min_num_proc,
+        max_num_proc=max_num_proc,
+        elastic_timeout=elastic_timeout,
+        reset_limit=reset_limit,
+        rejoin_timeout=rejoin_timeout,
+        host_failure_limit=host_failure_limit,
+        cooldown_range=cooldown_range,
+    )
     payload = dump_call(fn, args, kwargs or {})
     session = on_spark.active_session(spark)
     on_spark.check_elastic_possible(session)
@@ -168,7 +168,7 @@ def run_elastic(
     if num_proc is None or not on_spark.has_dynamic_allocation(session):
         there = wait_for_slots(session, min_num_proc or num_proc, start_timeout, resources)
         num_proc = num_proc or there
-    config = ElasticConfig(common=RunConfig(num_proc=num_proc, **common), **elastic)
+    config = replace(config, common=replace(config.common, num_proc=num_proc))
     name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
     with make_monitor(config.common, name, num_proc, stdout, stderr, tracker) as monitor, ExitStack() as closing:
         local = on_spark.is_local(session)
@@ -185,12 +185,7 @@ def run_elastic(
         job = TaskJob(
             session,
             config.limits.max_num_proc,
-            task_of(
-                "elastic.task",
-                "run_elastic_task",
-                pickle.dumps(spec),
-                payload,
-            ),
+            task_of("elastic.task", "run_elastic_task", pickle.dumps(spec), payload),
             f"spark_hvd: {name} on {config.limits.min_num_proc} to {config.limits.max_num_proc} ranks, elastic",
             run_id,
             resources.profile,
@@ -289,8 +284,7 @@ def _end(job: Any, hub: ElasticHub) -> None:
 def _open_hub(session: SparkSession, config: ElasticConfig, monitor: Monitor) -> ElasticHub:
     public, bind = on_spark.driver_hosts(session)
     try:
-        address = str(socket.getaddrinfo(bind.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
-        return ElasticHub(config.limits, address, public.strip("[]"), monitor, config.common.port_range)
+        return ElasticHub(config.limits, on_spark.address_of(bind), public, monitor, config.common.port_range)
     except (OSError, zmq.ZMQBaseError) as error:
         raise ClusterError(
             f"the driver cannot listen on {bind} ({error}), where elastic runs are decided: set "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import socket
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -122,10 +121,7 @@ def _open_hub(
     public, bind = on_spark.driver_hosts(session)
     state = HubState(size, timeout=config.timeout, may_fall_back=True, max_result_bytes=max_result_bytes)
     try:
-        # ZeroMQ binds to addresses only, and the driver's host is often a name.
-        address = str(socket.getaddrinfo(bind.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
-        # Spark writes IPv6 addresses in brackets.
-        return Hub(state, address, public.strip("[]"), monitor, config.port_range)
+        return Hub(state, on_spark.address_of(bind), public, monitor, config.port_range)
     except (OSError, zmq.ZMQBaseError) as error:
         _log.warning(
             "the driver cannot listen on %s (%s): set spark.driver.bindAddress to an address of this machine. Training "

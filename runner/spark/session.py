@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -134,7 +135,17 @@ def busy_tasks(spark: SparkSession) -> int:
 def driver_hosts(spark: SparkSession) -> tuple[str, str]:
     """By which name or address executors reach the driver, and on which it is to listen."""
     public = conf(spark, "spark.driver.host") or "127.0.0.1"
-    return public, conf(spark, "spark.driver.bindAddress") or public
+    bind = conf(spark, "spark.driver.bindAddress") or public
+    return public.strip("[]"), bind.strip("[]")  # Spark writes IPv6 addresses in brackets
+
+
+def address_of(host: str) -> str:
+    """An address of a host: ZeroMQ binds to addresses only, and the driver's host is often a name.
+
+    Raises:
+        OSError: the name is not known.
+    """
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def _host_and_port(text: str) -> tuple[str, int]:
