@@ -3,12 +3,16 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+WORKERS ?= 3
 ROWS ?=
 MATRIX_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+
+# Most of the tests' time is waiting, so more processes than cores run them; a file's tests stay in one process.
+PARALLEL := -n $(WORKERS) --dist loadgroup
 
 # Demo and tests stay on this machine's loopback interface; two ranks on two cores get one thread each.
 export SPARK_LOCAL_IP ?= 127.0.0.1
@@ -21,10 +25,10 @@ demo: setup java
 	$(BIN)/python examples/flights_estimator.py --rows 100000 --epochs 5
 
 test: setup java
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL) $(PYTEST_ARGS)
 
 test-slow: setup java
-	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu" $(PARALLEL) $(PYTEST_ARGS)
 
 # Rows by name: make matrix ROWS="lowest py3.12"; .ci/run gives MATRIX_ARGS=--smoke
 matrix: setup java

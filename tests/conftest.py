@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,11 @@ import pytest
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+# Tests look for what was left behind in the temporary folder: each process that runs tests has one of its own.
+if (_WORKER := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
+    _OWN = tempfile.TemporaryDirectory(prefix=f"{_WORKER}-", ignore_cleanup_errors=True)  # short: sockets' paths are
+    os.environ["TMPDIR"] = tempfile.tempdir = _OWN.name
+
 LOCAL = "local[2]"
 LOCAL_CLUSTER = "local-cluster[2,1,1024]"
 SHORT_LIVED = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
@@ -27,6 +33,13 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
 os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # here, since multiprocessing's fork server keeps its first environment
 os.environ["PYSPARK_PYTHON"] = sys.executable
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file's tests run in one process; so do all that make network namespaces, which the machine has once."""
+    for item in items:
+        path = item.path.relative_to(Path(__file__).parent)
+        item.add_marker(pytest.mark.xdist_group("multihost" if path.parts[0] == "multihost" else str(path)))
 
 
 def start_session(master: str, **settings: str) -> SparkSession:
@@ -151,7 +164,6 @@ def listening() -> list[str]:
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
     """Fails if a test leaves a rank, a file descriptor, a thread of ours or a temporary file behind."""
-    import tempfile
     import threading
 
     def ours() -> set[str]:
