@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 import psutil
 
 from spark_hvd.runner.channel.frames import REQUEST_LENGTH, recv_exactly
-from spark_hvd.runner.supervise.private_sockets import BACKLOG, SocketFolder, is_ours
+from spark_hvd.runner.channel.private_sockets import BACKLOG, SocketFolder, is_ours
 from spark_hvd.scratch import sweep, temporary_directory
 
 _PR_SET_PDEATHSIG = 1

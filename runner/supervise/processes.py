@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import psutil
 
 from spark_hvd.runner.channel.frames import REQUEST_LENGTH, STACKS_SIGNAL
-from spark_hvd.runner.supervise.private_sockets import SocketFolder, is_ours, namespaces
+from spark_hvd.runner.channel.private_sockets import SocketFolder, is_ours, namespaces
 
 _log = logging.getLogger(__name__)
 _STACKS_PAUSE = 0.1  # seconds in which nothing more is written when stacks are complete

@@ -18,11 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
+from spark_hvd.runner.channel import private_sockets
 from spark_hvd.runner.channel.address import Address
-from spark_hvd.runner.supervise import private_sockets, processes
+from spark_hvd.runner.channel.private_sockets import SocketFolder, is_ours
+from spark_hvd.runner.supervise import processes
 from spark_hvd.runner.supervise.mpi.manager import SHIM_PROGRAM, manager_env
 from spark_hvd.runner.supervise.mpi.side import MpiPlan, MpiSide
-from spark_hvd.runner.supervise.private_sockets import SocketFolder, is_ours
 from spark_hvd.world.layout import WorldLayout
 from tests.conftest import wait_until
 

@@ -19,7 +19,7 @@ import pytest
 
 import spark_hvd
 from spark_hvd.runner import run_local
-from spark_hvd.runner.supervise.private_sockets import SocketFolder
+from spark_hvd.runner.channel.private_sockets import SocketFolder
 from tests.conftest import fork_servers, ranks_alive, start_session, wait_until
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

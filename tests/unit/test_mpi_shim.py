@@ -9,9 +9,9 @@ import subprocess
 import time
 from pathlib import Path
 
+from spark_hvd.runner.channel.private_sockets import SocketFolder
 from spark_hvd.runner.supervise.mpi.manager import SHIM_PROGRAM, manager_env
 from spark_hvd.runner.supervise.mpi.shim import FOLDER
-from spark_hvd.runner.supervise.private_sockets import SocketFolder
 
 
 def test_it_waits_for_a_supervisor_that_is_late_and_hands_everything_over(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ MPICH's proxies start programs and give each an open connection (PMI_FD) over wh
 come from a fork server, with torch imported and their supervisor watching. So the proxy starts this instead, which
 passes the connection and the environment to the supervisor (SCM_RIGHTS over a Unix socket), and ends with the exit
 code that the supervisor tells it. It is started as a plain file, without site-packages: it must be quick. It imports
-what lies in the folder above.
+a file of runner/channel, and nothing else of ours.
 
 ``shim.py guard PROGRAM ARGS...`` runs a program that is killed when the process which asked for it ends.
 ``shim.py agent HOST COMMAND...`` takes the place of ssh for Open MPI: it prints what is wanted, as a line of JSON.
@@ -21,10 +21,10 @@ import sys
 import time
 
 if __name__ == "__main__":
-    sys.path[0] = os.path.dirname(sys.path[0])
+    sys.path[0] = os.path.join(os.path.dirname(os.path.dirname(sys.path[0])), "channel")
     from private_sockets import is_ours  # type: ignore[import-not-found]
 else:
-    from spark_hvd.runner.supervise.private_sockets import is_ours
+    from spark_hvd.runner.channel.private_sockets import is_ours
 
 FOLDER = "SPARK_HVD_MPI_FOLDER"
 """The variable that says where the supervisors of this host's ranks listen, each under its rank's number."""

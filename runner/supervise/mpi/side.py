@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 
 from spark_hvd.runner.channel.address import Address
 from spark_hvd.runner.channel.link import Link
+from spark_hvd.runner.channel.private_sockets import SocketFolder, is_ours
 from spark_hvd.runner.supervise.mpi import mpich, openmpi
 from spark_hvd.runner.supervise.mpi.blame import Blame
 from spark_hvd.runner.supervise.mpi.manager import MpiMissingError, ProcessManager, counts_by_host, guarded, manager_env
 from spark_hvd.runner.supervise.mpi.shim import LAUNCH
-from spark_hvd.runner.supervise.private_sockets import SocketFolder, is_ours
 from spark_hvd.world.layout import RankInfo, WorldLayout
 from spark_hvd.world.ports import PortRange
 
