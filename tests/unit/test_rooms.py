@@ -1,0 +1,48 @@
+"""The map of the tree is true: DESIGN.md's tables and picture come from the code, and the rooms keep their measure."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_spec = importlib.util.spec_from_file_location("docs_rooms", ROOT / "docs" / "rooms.py")
+assert _spec is not None
+assert _spec.loader is not None
+rooms = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(rooms)
+
+REBUILD = "run python docs/rooms.py"
+
+
+def test_the_picture_shows_the_imports_of_today() -> None:
+    assert rooms.PICTURE.read_text() == rooms.picture(rooms.rooms()), REBUILD
+
+
+def test_the_tables_say_what_the_signs_say() -> None:
+    design = rooms.DESIGN.read_text()
+    assert rooms.written(design) == design, REBUILD
+
+
+def test_rooms_have_no_circle_and_no_more_than_fifteen_modules() -> None:
+    assert min(rooms.levels(rooms.rooms()).values()) == 0
+    modules = Counter(rooms.room_of(path) for path in rooms.modules().values() if path.name != "__init__.py")
+    assert {room: count for room, count in modules.items() if count > 15} == {}
+
+
+def test_a_circle_is_named() -> None:
+    with pytest.raises(ValueError, match="a -> b -> a"):
+        rooms.levels({"a": {"b"}, "b": {"a"}})
+
+
+def test_no_file_of_the_product_has_more_than_400_lines() -> None:
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in rooms.modules().values()}
+    assert {path: count for path, count in lines.items() if count > 400} == {}
+
+
+def test_every_room_has_a_sign_that_says_what_it_may_import() -> None:
+    for room in rooms.rooms():
+        assert rooms.sign(room), room
