@@ -1,13 +1,29 @@
-"""Hosts and clusters for the tests of this folder, started once a module."""
+"""Hosts and clusters for the tests of this folder, started once a session: modules that share one come together."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.multihost.hosts import Hosts, make_hosts, why_not
+from tests.multihost.hosts import make_hosts, why_not
 from tests.multihost.standalone import Cluster, make_cluster
+
+_CLUSTERS = ["two_slots", "two_hosts"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one cluster follow each other; then come those that make their own."""
+
+    def place(item: pytest.Item) -> int:
+        names = getattr(item, "fixturenames", [])
+        return next((index for index, name in enumerate(_CLUSTERS) if name in names), len(_CLUSTERS))
+
+    here = [index for index, item in enumerate(items) if Path(__file__).parent in item.path.parents]
+    for index, item in zip(here, sorted((items[index] for index in here), key=place), strict=True):
+        items[index] = item
 
 
 @pytest.fixture(scope="session")
@@ -17,22 +33,26 @@ def namespaces() -> None:
         pytest.skip(f"hosts cannot be made here: {reason}")
 
 
-@pytest.fixture(scope="module")
-def net(namespaces: None) -> Iterator[Hosts]:
-    """Two hosts."""
-    with make_hosts(2) as hosts:
-        yield hosts
+@pytest.fixture(scope="session")
+def running() -> Iterator[contextlib.ExitStack]:
+    """What ends the cluster that runs; an application has one master, so another cluster ends it first."""
+    with contextlib.ExitStack() as stack:
+        yield stack
 
 
-@pytest.fixture(scope="module")
-def two_hosts(net: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def _cluster(running: contextlib.ExitStack, folder: Path, cores: int) -> Cluster:
+    running.close()
+    net = running.enter_context(make_hosts(2))
+    return running.enter_context(make_cluster(net, folder, cores))
+
+
+@pytest.fixture(scope="session")
+def two_hosts(namespaces: None, running: contextlib.ExitStack, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     """A Spark cluster on two hosts with two slots each."""
-    with make_cluster(net, tmp_path_factory.mktemp("cluster"), cores=2) as cluster:
-        yield cluster
+    return _cluster(running, tmp_path_factory.mktemp("cluster"), cores=2)
 
 
-@pytest.fixture(scope="module")
-def two_slots(net: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+@pytest.fixture(scope="session")
+def two_slots(namespaces: None, running: contextlib.ExitStack, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     """A Spark cluster on two hosts with one slot each, so that two ranks are on two hosts."""
-    with make_cluster(net, tmp_path_factory.mktemp("cluster")) as cluster:
-        yield cluster
+    return _cluster(running, tmp_path_factory.mktemp("cluster"), cores=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -27,8 +28,9 @@ def hvd() -> Any:
 
 
 @pytest.fixture(scope="module")
-def odd(namespaces: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def odd(namespaces: None, running: contextlib.ExitStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A host that resolves its own name to 127.0.1.1, and one that cannot resolve it; two networks."""
+    running.close()
     names = [Names("loopback"), Names("nothing")]
     folder = tmp_path_factory.mktemp("odd")
     with make_hosts(2, names=names, two_networks=True) as net, make_cluster(net, folder) as cluster:
