@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from spark_hvd.runner.channel.silence import BEAT, Silences
+from spark_hvd.runner.channel.silence import BEAT, LivenessTracker
 
 _HUB = 0
 
@@ -31,8 +31,8 @@ class Heartbeat:
     def __init__(self, socket: zmq.Socket[bytes], message: dict[str, Any]) -> None:
         self._socket = socket
         self._message = json.dumps(message).encode()
-        self._silences = Silences()
-        self._silences.heard(_HUB, time.monotonic())
+        self._liveness = LivenessTracker()
+        self._liveness.record_heartbeat(_HUB, time.monotonic())
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="spark_hvd-heartbeat", daemon=True)
@@ -41,7 +41,7 @@ class Heartbeat:
     def silence(self) -> float:
         """Seconds in which the hub has not answered, to within a second or two."""
         with self._lock:
-            return self._silences.over(0.0, time.monotonic()).get(_HUB, 0.0)
+            return self._liveness.expired(0.0, time.monotonic()).get(_HUB, 0.0)
 
     def close(self) -> None:
         """End the thread and its connection. Idempotent."""
@@ -68,5 +68,5 @@ class Heartbeat:
         with self._lock:
             now = time.monotonic()
             if answered:
-                self._silences.heard(_HUB, now)
-            self._silences.tick(now)
+                self._liveness.record_heartbeat(_HUB, now)
+            self._liveness.tick(now)

@@ -70,7 +70,7 @@ class HubLogic(Protocol):
         """Take one message of a task."""
         ...
 
-    def hear(self, rank: int, now: float) -> None:
+    def record_heartbeat(self, rank: int, now: float) -> None:
         """Take anything as a sign of life."""
         ...
 
@@ -268,7 +268,7 @@ class HubServer:
             self._socket.send_multipart([identity, b'{"type": "alive"}'])
         if message["type"] in ASIDE:
             with self._lock:
-                self._state.hear(message["rank"], time.monotonic())
+                self._state.record_heartbeat(message["rank"], time.monotonic())
             self._pass_on(message)
             return
         if message["type"] == "hello":

@@ -108,7 +108,7 @@ class Link:
         return 0.0 if self._heartbeat is None else self._heartbeat.silence()
 
     def send(self, type_: str, **fields: Any) -> None:
-        """Send one message; lost if the hub has gone, in which case nobody is left to care."""
+        """Send one message; lost if the hub has gone."""
         with contextlib.suppress(zmq.Again):
             self.socket.send(self._encoded(type_, fields))
 

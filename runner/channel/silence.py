@@ -19,7 +19,7 @@ _AWAKE = 1.0
 
 
 @dataclass(slots=True)
-class Silences:
+class LivenessTracker:
     """When each of a listener's peers was last heard; who was never heard is not waited for."""
 
     _heard: dict[int, float] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Silences:
     def __contains__(self, peer: int) -> bool:
         return peer in self._heard
 
-    def heard(self, peer: int, now: float) -> None:
+    def record_heartbeat(self, peer: int, now: float) -> None:
         """Note a sign of life."""
         self._heard[peer] = now
 
@@ -43,7 +43,7 @@ class Silences:
             self._heard = {peer: min(now, heard + slept) for peer, heard in self._heard.items()}
         self._ticked = now
 
-    def over(self, seconds: float, now: float) -> dict[int, float]:
+    def expired(self, seconds: float, now: float) -> dict[int, float]:
         """The peers that have been silent for at least ``seconds``, and for how long."""
         return {peer: now - heard for peer, heard in self._heard.items() if now - heard >= seconds}
 

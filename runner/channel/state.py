@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, ClassVar
 
-from spark_hvd.runner.channel.silence import BEAT, SILENT_AFTER, Silences, describe
+from spark_hvd.runner.channel.silence import BEAT, SILENT_AFTER, LivenessTracker, describe
 
 Message = dict[str, Any]
 Kinds = Mapping[str, Mapping[str, type | UnionType]]
@@ -65,7 +65,7 @@ class HubState:
     gone: set[int] = field(default_factory=set)
     hosts: dict[int, str] = field(default_factory=dict)
     lost: dict[int, float] = field(default_factory=dict)  # rank -> seconds of silence
-    silences: Silences = field(default_factory=Silences)
+    liveness: LivenessTracker = field(default_factory=LivenessTracker)
     stopped: str | None = None
     _first_hello: float | None = None
     _going_since: float | None = None
@@ -76,16 +76,16 @@ class HubState:
     def handle(self, message: Message, now: float) -> list[Send]:
         """Take one message of a rank."""
         rank = message["rank"]
-        self.hear(rank, now)
+        self.record_heartbeat(rank, now)
         match message["type"]:
             case "hello":
                 if message.get("host"):  # it will give signs of life from now on
                     self.hosts[rank] = message["host"]
-                    self.silences.heard(rank, now)
+                    self.liveness.record_heartbeat(rank, now)
                 return self._hello(rank, message["attempt"], now)
             case "alive":
                 if rank not in self.gone:
-                    self.silences.heard(rank, now)
+                    self.liveness.record_heartbeat(rank, now)
                 return []
             case "ready":
                 self.ready.add(rank)
@@ -97,20 +97,20 @@ class HubState:
                 return [Send(message["to"], message["body"])] if message["to"] in self.attempts else []
             case "gone":
                 self.gone.add(rank)
-                self.silences.forget(rank)
+                self.liveness.forget(rank)
                 return []
             case other:
                 raise AssertionError(f"unknown message {other!r}")
 
-    def hear(self, rank: int, now: float) -> None:
+    def record_heartbeat(self, rank: int, now: float) -> None:
         """Take anything as a sign of life that a rank sends of which such signs are expected."""
-        if rank in self.silences:
-            self.silences.heard(rank, now)
+        if rank in self.liveness:
+            self.liveness.record_heartbeat(rank, now)
 
     def tick(self, now: float) -> list[Send]:
         """Take note of the time; to be called several times a second."""
-        self.silences.tick(now)
-        if not self.fell_back and self.silences.over(SILENT_AFTER, now):
+        self.liveness.tick(now)
+        if not self.fell_back and self.liveness.expired(SILENT_AFTER, now):
             return self._lose(now)
         if self._stop_at is not None and now >= self._stop_at and self.stopped is None:
             return self.stop("peer")
@@ -167,9 +167,9 @@ class HubState:
     def _lose(self, now: float) -> list[Send]:
         # The ranks of a host beat at different moments: those that will be over the limit within a beat or two are
         # named along with the first.
-        for rank, seconds in self.silences.over(SILENT_AFTER - 2 * BEAT, now).items():
+        for rank, seconds in self.liveness.expired(SILENT_AFTER - 2 * BEAT, now).items():
             self.lost[rank] = seconds
-            self.silences.forget(rank)
+            self.liveness.forget(rank)
         return self.stop("lost")
 
     def _over(self, now: float) -> bool:

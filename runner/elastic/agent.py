@@ -36,7 +36,7 @@ _LEAVE_GRACE = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class AgentReport:
     """What an agent hands to the driver at its end.
 
     Attributes:
@@ -95,7 +95,7 @@ class Agent:
         self._poller = zmq.Poller()
         self._poller.register(link.socket, zmq.POLLIN)
 
-    def run(self) -> Report:
+    def run(self) -> AgentReport:
         """Work until the driver has no more use for this agent.
 
         Raises:
@@ -112,7 +112,7 @@ class Agent:
             self._link.send("gone", why=why)
         if self._given_up is not None:
             raise GivenUpError(self._given_up)
-        return Report(tuple(self._values), tuple(self._failures))
+        return AgentReport(tuple(self._values), tuple(self._failures))
 
     def notice(self, signum: int, frame: FrameType | None = None) -> None:
         """Take a signal which says that this machine will go; a signal handler."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, get_type_hints
 
 from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.hub import HubServer, Listener
-from spark_hvd.runner.channel.silence import SILENT_AFTER, Silences
+from spark_hvd.runner.channel.silence import SILENT_AFTER, LivenessTracker
 from spark_hvd.runner.channel.state import Kinds, Message, Send
 from spark_hvd.runner.elastic.membership.events import (
     AgentLeaving,
@@ -82,7 +82,7 @@ class ElasticState:
         """What is to be logged."""
         self.labels: dict[int, int] = {}
         """The rank to show before an agent's output."""
-        self._silences = Silences()
+        self._liveness = LivenessTracker()
         self._present: set[int] = set()  # agents that have not said goodbye
         self._given_up: set[int] = set()
         self._tasks: dict[int, int] = {}  # of each agent
@@ -93,15 +93,15 @@ class ElasticState:
     def handle(self, message: Message, now: float) -> list[Send]:
         """See base class."""
         agent, kind = message["rank"], message["type"]
-        self.hear(agent, now)
+        self.record_heartbeat(agent, now)
         if kind == "hello":
-            self._silences.heard(agent, now)
+            self._liveness.record_heartbeat(agent, now)
             self._present.add(agent)
             self._tasks[agent] = message["task"]
             return self._act(self.membership.handle(AgentUp(agent, message["host"], message["task"]), now))
         if kind == "gone":
             self._present.discard(agent)
-            self._silences.forget(agent)
+            self._liveness.forget(agent)
             if self.membership.verdict is None:
                 return self._act(self.membership.handle(AgentLost(agent, message["why"]), now))
             return []
@@ -113,18 +113,18 @@ class ElasticState:
             return [Send(agent, {"type": "end", "again": True})] if agent in self._given_up else []
         return [] if kind == "alive" else self._act(self.membership.handle(_event(message), now))
 
-    def hear(self, rank: int, now: float) -> None:
+    def record_heartbeat(self, rank: int, now: float) -> None:
         """See base class."""
-        if rank in self._silences:
-            self._silences.heard(rank, now)
+        if rank in self._liveness:
+            self._liveness.record_heartbeat(rank, now)
 
     def tick(self, now: float) -> list[Send]:
         """See base class."""
-        self._silences.tick(now)
+        self._liveness.tick(now)
         patience = _SUSPECT_AFTER if self.membership.waits_for_the_silent else SILENT_AFTER
         sends = []
-        for agent, seconds in self._silences.over(patience, now).items():
-            self._silences.forget(agent)
+        for agent, seconds in self._liveness.expired(patience, now).items():
+            self._liveness.forget(agent)
             sends += self.lost(agent, f"is not heard of any more (last {seconds:.1f} s ago)", now)
         return sends + self._act(self.membership.tick(now))
 
@@ -258,7 +258,7 @@ class ElasticHub(HubServer):
     @property
     def resets(self) -> int:
         """Generations that have failed."""
-        return self._state.membership.patience.resets
+        return self._state.membership.policy.resets
 
     @property
     def handed_over(self) -> bool:

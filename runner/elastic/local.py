@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any, TextIO, TypeVar
 
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.elastic.agent import GivenUpError, Report
+from spark_hvd.runner.elastic.agent import AgentReport, GivenUpError
 from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.elastic.hub import ElasticHub
 from spark_hvd.runner.elastic.results import elastic_results
 from spark_hvd.runner.elastic.run import attend
-from spark_hvd.runner.elastic.task import ElasticSpec, be_agent
+from spark_hvd.runner.elastic.task import ElasticSpec, run_agent
 from spark_hvd.runner.launch.local import HOST, cores_each
 from spark_hvd.runner.launch.monitor import make_monitor
 from spark_hvd.runner.launch.result import RunResult
@@ -133,7 +133,7 @@ class _Threads:
     """Agents as threads of this process."""
 
     def __init__(self, spec: ElasticSpec, payload: bytes, count: int) -> None:
-        self.reports: list[Report] = []
+        self.reports: list[AgentReport] = []
         self.errors: list[BaseException] = []
         self._spec, self._payload = spec, payload
         self._numbers = itertools.count()
@@ -168,7 +168,7 @@ class _Threads:
         try:
             with ExitStack() as closing:
                 self.reports.append(
-                    be_agent(
+                    run_agent(
                         self._spec,
                         self._payload,
                         number=next(self._numbers),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spark_hvd.runner.elastic.agent import Report
+from spark_hvd.runner.elastic.agent import AgentReport
 from spark_hvd.runner.elastic.membership.events import End, Verdict
 from spark_hvd.runner.outcome.collect import value_of
 from spark_hvd.runner.outcome.errors import (
@@ -32,7 +32,7 @@ _ERRORS: dict[End, type[ElasticError | RankFailedError]] = {
 
 def elastic_results(
     verdict: Verdict,
-    reports: Sequence[Report],
+    reports: Sequence[AgentReport],
     hang: HangVerdict | None = None,
     where: Callable[[], Where] | None = None,
 ) -> list[Any]:

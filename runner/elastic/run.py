@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 import zmq
 
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.elastic.agent import Report
+from spark_hvd.runner.elastic.agent import AgentReport
 from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.elastic.hub import ElasticHub
 from spark_hvd.runner.elastic.membership.events import End, Verdict
@@ -196,8 +196,8 @@ def run_elastic(
             raise translate_elastic(job.error) from job.error
         assert verdict is not None
         reports = [pickle.loads(packed.data) for packed in from_rows(job.rows)]
-        known = [each for each in reports if isinstance(each, Report)]
-        known.append(Report(values=tuple(hub.values.items())))
+        known = [each for each in reports if isinstance(each, AgentReport)]
+        known.append(AgentReport(values=tuple(hub.values.items())))
         return monitor.result(elastic_results(verdict, known, monitor.hang, partial(job.where, 0)))
 
 

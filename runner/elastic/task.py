@@ -19,7 +19,7 @@ import psutil
 from spark_hvd.runner.channel.address import choose_address, is_loopback, own_addresses
 from spark_hvd.runner.channel.frames import NOTICES
 from spark_hvd.runner.channel.link import Link
-from spark_hvd.runner.elastic.agent import Agent, GivenUpError, Report
+from spark_hvd.runner.elastic.agent import Agent, AgentReport, GivenUpError
 from spark_hvd.runner.outcome.rows import Packed
 from spark_hvd.runner.rank.gpus import devices_of
 from spark_hvd.runner.supervise.processes import fork_server
@@ -72,7 +72,7 @@ def run_elastic_task(spec: ElasticSpec, payload: bytes) -> Iterator[pyarrow.Reco
     for again in itertools.count():
         try:
             with ExitStack() as closing:
-                report = be_agent(
+                report = run_agent(
                     spec,
                     payload,
                     number=context.taskAttemptId() + again * _NEXT_AGENT,
@@ -90,7 +90,7 @@ def run_elastic_task(spec: ElasticSpec, payload: bytes) -> Iterator[pyarrow.Reco
     yield from to_batches([Packed(context.partitionId(), True, pickle.dumps(report))], spec.task.spool)
 
 
-def be_agent(
+def run_agent(
     spec: ElasticSpec,
     payload: bytes,
     *,
@@ -101,7 +101,7 @@ def be_agent(
     anchor: int,
     gpus: list[str] | None,
     closing: ExitStack,
-) -> Report:
+) -> AgentReport:
     """Be an agent until the driver has no more use for it.
 
     Args:

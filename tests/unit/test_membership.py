@@ -95,7 +95,7 @@ def test_a_rank_that_dies_is_replaced_and_the_survivor_comes_first() -> None:
     model.run(1.0)
     assert model.size == 2
     assert model.of_rank(0).number == survivor
-    assert model.membership.patience.resets == 1
+    assert model.membership.policy.resets == 1
 
 
 def test_below_the_minimum_the_survivor_waits() -> None:
@@ -126,7 +126,7 @@ def test_newcomers_join_at_a_commit_and_that_is_no_failure() -> None:
     assert model.size == 2, "nobody has committed"
     model.run(1.0)
     assert model.size == 4
-    assert model.membership.patience.resets == 0
+    assert model.membership.policy.resets == 0
     assert [model.of_rank(rank).number for rank in range(4)] == [0, 1, 2, 3]
 
 
@@ -135,7 +135,7 @@ def test_nobody_waits_for_a_newcomer_that_prepares() -> None:
     model.up(2)
     model.processes[2].hangs = True
     model.run(60.0)
-    assert (model.size, model.membership.patience.resets) == (2, 0)
+    assert (model.size, model.membership.policy.resets) == (2, 0)
 
 
 def test_never_more_than_the_maximum() -> None:
@@ -152,11 +152,11 @@ def test_a_decommissioned_rank_leaves_at_a_commit_without_a_failure() -> None:
     model.run(1.0)
     assert model.size == 1
     assert model.of_rank(0).agent == 1
-    assert model.membership.patience.resets == 0
+    assert model.membership.policy.resets == 0
     assert 0 not in model.agents, "its task is free for another executor"
     model.up(5, task=0)
     model.run(1.0)
-    assert (model.size, model.membership.patience.resets) == (2, 0)
+    assert (model.size, model.membership.policy.resets) == (2, 0)
 
 
 def test_who_leaves_below_the_minimum_leaves_all_the_same_and_the_others_wait() -> None:
@@ -182,7 +182,7 @@ def test_when_all_leave_they_hand_the_state_over_first() -> None:
     model.run(3.0)
     assert {model.of_rank(rank).agent for rank in range(model.size)} == {2, 3}
     assert min(model.of_rank(rank).commits for rank in range(2)) > 0
-    assert model.membership.patience.resets == 0
+    assert model.membership.policy.resets == 0
 
 
 def test_a_hung_rank_is_ended_when_it_does_not_come_back() -> None:
@@ -255,7 +255,7 @@ def test_failures_with_commits_in_between_may_go_on_for_ever() -> None:
         model.run(2.0)
         model.fail(1)
     model.run(2.0)
-    assert (model.size, model.membership.patience.resets) == (2, 50)
+    assert (model.size, model.membership.policy.resets) == (2, 50)
 
 
 def test_the_reset_limit() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE, SILENT_AFTER, Silences, describe
+from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE, SILENT_AFTER, LivenessTracker, describe
 from spark_hvd.runner.channel.state import HubState, Send
 
 TICK = 0.05
@@ -80,7 +80,7 @@ def test_anything_that_a_rank_sends_is_a_sign_of_life() -> None:
     run.alive.remove(1)
     for _ in range(5):
         run.go_on(SILENT_AFTER - 2 * BEAT)
-        run.state.hear(1, run.now)  # output, which the hub does not hand to its state
+        run.state.record_heartbeat(1, run.now)  # output, which the hub does not hand to its state
     assert run.stops == []
 
 
@@ -176,8 +176,8 @@ def test_a_task_is_more_patient_than_the_hub() -> None:
 )
 def test_silence_counts_the_listeners_waking_time_only(naps: list[tuple[float, float]], dies: float) -> None:
     """However the hub naps: a peer counts as silent for no longer than the hub was awake since, and is found."""
-    silences, now, awake_since_heard = Silences(), 0.0, 0.0
-    silences.heard(0, now)
+    silences, now, awake_since_heard = LivenessTracker(), 0.0, 0.0
+    silences.record_heartbeat(0, now)
     silences.tick(now)
     for awake, nap in naps:
         end = now + awake
@@ -186,13 +186,13 @@ def test_silence_counts_the_listeners_waking_time_only(naps: list[tuple[float, f
             awake_since_heard += TICK
             silences.tick(now)
             if now < dies:
-                silences.heard(0, now)
+                silences.record_heartbeat(0, now)
                 awake_since_heard = 0.0
         now += nap
         awake_since_heard += min(nap, 1.0)  # a pause of up to a second is not told from work
         silences.tick(now)
-        assert silences.over(0.0, now).get(0, 0.0) <= awake_since_heard + 1e-6
+        assert silences.expired(0.0, now).get(0, 0.0) <= awake_since_heard + 1e-6
     for _ in range(int((SILENT_AFTER + 1) / TICK)):
         now += TICK
         silences.tick(now)
-    assert 0 in silences.over(SILENT_AFTER, now)
+    assert 0 in silences.expired(SILENT_AFTER, now)

@@ -253,7 +253,7 @@ class Limits:
         rejoin_timeout: Seconds for a worker to come back from a generation that is over, and to join the next one.
         host_failure_limit: Workers that may fail on a host, without a commit in between, until it is excluded.
         cooldown: Least and greatest number of seconds of an exclusion; None for ever.
-        fruitless_limit: Generations that may fail in a row before anything was committed.
+        no_progress_limit: Generations that may fail in a row before anything was committed.
     """
 
     num_proc: int
@@ -265,7 +265,7 @@ class Limits:
     rejoin_timeout: float = 30.0
     host_failure_limit: int = 2
     cooldown: tuple[float, float] | None = None
-    fruitless_limit: int = 3
+    no_progress_limit: int = 3
 
 
 class End(Enum):

@@ -9,7 +9,23 @@ from spark_hvd.runner.elastic.membership.events import Loss
 
 
 class Stage(Enum):
-    """How far a worker is."""
+    """How far a worker is.
+
+    ========= ================================== =========
+    from      by                                 to
+    ========= ================================== =========
+    PREPARING Entered                            WAITING
+    WAITING   a generation is formed with it     MEMBER
+    MEMBER    Finished                           FINISHED
+    MEMBER    Entered: its generation is over    WAITING
+    FINISHED  Entered: the others' has failed    WAITING
+    any alive Ended without a loss               RETURNED
+    any alive Ended with one, or its agent lost  GONE
+    WAITING   Dismiss: it is not wanted          GONE
+    ========= ================================== =========
+
+    RETURNED and GONE are final.
+    """
 
     PREPARING = "preparing"  # fn has not come to its elastic function yet
     WAITING = "waiting"  # asks for a generation
@@ -57,7 +73,7 @@ class Worker:
 
 
 @dataclass(slots=True)
-class Agent:
+class AgentRecord:
     """One attempt of a Spark task.
 
     Attributes:

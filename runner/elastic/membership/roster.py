@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from spark_hvd.runner.elastic.membership.exclusion import Exclusion
-from spark_hvd.runner.elastic.membership.records import Agent, Generation, Stage, Worker
+from spark_hvd.runner.elastic.membership.records import AgentRecord, Generation, Stage, Worker
 from spark_hvd.world.layout import RankInfo, WorldLayout
 
 _BACKOFF = 0.5
@@ -24,7 +24,7 @@ class Roster:
     """
 
     def __init__(self, exclusion: Exclusion) -> None:
-        self.agents: dict[int, Agent] = {}
+        self.agents: dict[int, AgentRecord] = {}
         self.workers: dict[int, Worker] = {}
         self._exclusion = exclusion
 
@@ -32,16 +32,16 @@ class Roster:
         """Take in an agent."""
         taken = {agent.slot for agent in self.agents.values() if agent.host == host}
         slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
-        self.agents[number] = Agent(number, host, task, slot)
+        self.agents[number] = AgentRecord(number, host, task, slot)
 
-    def add_worker(self, agent: Agent) -> Worker:
+    def add_worker(self, agent: AgentRecord) -> Worker:
         """Note a new worker of an agent."""
         worker = Worker(len(self.workers), agent.number, agent.host, agent.task)
         self.workers[worker.number] = worker
         agent.worker = worker.number
         return worker
 
-    def idle(self, now: float) -> list[Agent]:
+    def idle(self, now: float) -> list[AgentRecord]:
         """The agents that may have a new worker; those of a host next to each other."""
         first_seen = {agent.host: place for place, agent in reversed(list(enumerate(self.agents.values())))}
         idle = [
@@ -54,7 +54,7 @@ class Roster:
         ]
         return sorted(idle, key=lambda agent: (first_seen[agent.host], agent.slot))
 
-    def places_of(self, newcomers: Sequence[Agent]) -> Sequence[RankInfo]:
+    def places_of(self, newcomers: Sequence[AgentRecord]) -> Sequence[RankInfo]:
         """What new workers of these agents are told for the time being: as if they joined those that are there."""
         old = [worker.host for worker in sorted(self.alive(), key=lambda worker: worker.seniority)]
         return WorldLayout.of_ranks(old + [agent.host for agent in newcomers]).ranks[len(old) :]
@@ -78,7 +78,7 @@ class Roster:
         if worker.agent in self.agents:
             self.agents[worker.agent].failures = 0
 
-    def hopeless(self) -> list[Agent]:
+    def unschedulable(self) -> list[AgentRecord]:
         """Agents without a worker that will never have one."""
         staffed = {worker.agent for worker in self.alive()}
         return [a for a in self.agents.values() if self._exclusion.for_ever(a.host) and a.number not in staffed]
@@ -131,6 +131,6 @@ class Roster:
         place = f"a new rank (number {worker.number})" if worker.rank is None else f"rank {worker.rank}"
         return f"{place} on host {worker.host}"
 
-    def name_of_agent(self, agent: Agent) -> str:
+    def name_of_agent(self, agent: AgentRecord) -> str:
         """As it is called in messages."""
         return f"task {agent.task} on {agent.host}" if agent.worker is None else self.name(self.workers[agent.worker])

@@ -21,7 +21,7 @@ class Start(Enum):
 
 
 @dataclass(slots=True)
-class Beginning:
+class StartPolicy:
     """Decides when a run begins; no clock.
 
     Args:
@@ -32,7 +32,7 @@ class Beginning:
     _since: float | None = None
     _enough_since: float | None = None
 
-    def look(self, there: int, now: float) -> Start:
+    def decide(self, there: int, now: float) -> Start:
         """Decide; to be called several times a second.
 
         Args:

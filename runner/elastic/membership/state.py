@@ -18,10 +18,10 @@ from typing import Any
 from spark_hvd.runner.elastic.membership import events as ev
 from spark_hvd.runner.elastic.membership import texts
 from spark_hvd.runner.elastic.membership.exclusion import Exclusion
-from spark_hvd.runner.elastic.membership.patience import Patience
-from spark_hvd.runner.elastic.membership.records import Agent, Generation, Stage, Worker
+from spark_hvd.runner.elastic.membership.failure_policy import FailurePolicy
+from spark_hvd.runner.elastic.membership.records import AgentRecord, Generation, Stage, Worker
 from spark_hvd.runner.elastic.membership.roster import Roster
-from spark_hvd.runner.elastic.membership.start import Beginning, Start
+from spark_hvd.runner.elastic.membership.start import Start, StartPolicy
 from spark_hvd.world.layout import WorldLayout
 from spark_hvd.world.words import count
 
@@ -36,7 +36,7 @@ class Membership:
     Attributes:
         roster: Who is there.
         generation: The present one, or the last; None before the first.
-        patience: Says when it is not worth going on.
+        policy: Says when it is not worth going on.
         verdict: How the run has ended; None while it goes on.
     """
 
@@ -44,10 +44,10 @@ class Membership:
         self.limits = limits
         self.roster = Roster(Exclusion(limits.host_failure_limit, limits.cooldown, chance or random.Random()))
         self.generation: Generation | None = None
-        self.patience = Patience(limits)
+        self.policy = FailurePolicy(limits)
         self.verdict: ev.Verdict | None = None
         self._out: list[ev.Decision] = []
-        self._beginning = Beginning(limits)
+        self._start_policy = StartPolicy(limits)
         self._begun = False
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Decision]:
@@ -110,7 +110,7 @@ class Membership:
         if event.agent in self.roster.agents:
             self._drop_agent(self.roster.agents[event.agent], event.why, now)
 
-    def _drop_agent(self, agent: Agent, why: str, now: float) -> None:
+    def _drop_agent(self, agent: AgentRecord, why: str, now: float) -> None:
         del self.roster.agents[agent.number]
         worker = None if agent.worker is None else self.roster.workers[agent.worker]
         if worker is None or self.verdict is not None:
@@ -140,7 +140,7 @@ class Membership:
             self._out.append(ev.EndAgent(agent.number, again=True))
         idle = self.roster.idle(now)
         if not self._begun:
-            start = self._beginning.look(len(idle), now)
+            start = self._start_policy.decide(len(idle), now)
             if start is Start.NEVER:
                 self._end(ev.End.NOT_STARTED, texts.not_started(len(idle), self.limits))
             if start in (Start.NEVER, Start.WAIT):
@@ -198,7 +198,7 @@ class Membership:
         if worker is None:
             return
         before, worker.commits = worker.commits, event.commits
-        self.patience.committed(event.commits)
+        self.policy.committed(event.commits)
         if 0 <= before < event.commits:  # a new one's first is that which it was given
             self.roster.count_commit(worker)
 
@@ -255,7 +255,7 @@ class Membership:
         generation = self.generation
         name = self.roster.name(worker)
         worker.stage, worker.loss = Stage.GONE, loss
-        self.patience.lost(worker, f"{name}: {error}")
+        self.policy.lost(worker, f"{name}: {error}")
         self._note(f"{name}: {error}")
         if loss is ev.Loss.FAILED:
             self._count_failure(worker, now)
@@ -294,7 +294,7 @@ class Membership:
         for agent, number in self.roster.addresses(generation.members):
             if self.roster.workers[number].stage in (Stage.MEMBER, Stage.FINISHED):
                 self._out.append(ev.Reset(agent, number, generation.number, why))
-        self.patience.resets += 1
+        self.policy.resets += 1
 
     def _watch_deadline(self, now: float) -> None:
         generation = self.generation
@@ -315,7 +315,7 @@ class Membership:
         if last is not None and ((last.over is None and not last.finished) or self.roster.missing(last)):
             return
         waiting = self.roster.waiting()
-        if last is not None and last.failed and self._ends(self.patience.too_many_resets(last)):
+        if last is not None and last.failed and self._ends(self.policy.too_many_resets(last)):
             return
         if last is not None and last.finished and not any(worker.number in last.members for worker in waiting):
             return  # no member wants another: the run is about to end
@@ -323,20 +323,20 @@ class Membership:
         if last is None and len(candidates) < self.limits.num_proc and self.roster.preparing():
             return
         if len(candidates) < self.limits.min_num_proc:
-            self._ends(self.patience.too_few(len(candidates), self.roster, now))
+            self._ends(self.policy.too_few(len(candidates), self.roster, now))
             return
-        self.patience.enough()
-        if last is not None and self._ends(self.patience.fruitless(last, self.roster)):
+        self.policy.enough()
+        if last is not None and self._ends(self.policy.no_progress(last, self.roster)):
             return
         chosen = candidates[: self.limits.max_num_proc]
-        if not self._ends(self.patience.state_lost(chosen)):
+        if not self._ends(self.policy.state_lost(chosen)):
             self._assign(chosen, 0 if last is None else last.number + 1, now)
 
     def _stayers(self, waiting: list[Worker]) -> list[Worker]:
         """Those who wait, without those who are to leave: these may go, once others have the state."""
         leaving = [worker for worker in waiting if self.roster.leaves(worker)]
         staying = [worker for worker in waiting if not self.roster.leaves(worker)]
-        if self.patience.commits > 0 and all(worker.commits < 0 for worker in staying):
+        if self.policy.commits > 0 and all(worker.commits < 0 for worker in staying):
             return waiting  # somebody has to hand the state over
         for agent, number in self.roster.addresses(worker.number for worker in leaving):
             self._out.append(ev.Dismiss(agent, number))
@@ -349,7 +349,7 @@ class Membership:
         if self.generation is not None:
             after = self.generation.over or "the last had ended"
             self._note(f"generation {number}: {count(len(chosen), 'rank')}, after {after}")
-        self.generation = Generation(number, members, self.patience.commits, now + self.limits.rejoin_timeout)
+        self.generation = Generation(number, members, self.policy.commits, now + self.limits.rejoin_timeout)
         for worker, place in zip(chosen, places, strict=True):
             worker.stage, worker.rank = Stage.MEMBER, place.rank
             self._out.append(ev.Assign(worker.agent, worker.number, number, place))

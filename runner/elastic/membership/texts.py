@@ -54,7 +54,7 @@ def state_lost(commits: int) -> str:
     )
 
 
-def fruitless(times: int) -> str:
+def no_progress(times: int) -> str:
     """No progress."""
     return f"{times} times in a row a rank failed before anything was committed"
 

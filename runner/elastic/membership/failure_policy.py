@@ -11,7 +11,7 @@ from spark_hvd.runner.elastic.membership.roster import Roster
 
 
 @dataclass(slots=True)
-class Patience:
+class FailurePolicy:
     """Each method gives the verdict that ends the run, or None if it may go on; no clock.
 
     Args:
@@ -25,7 +25,7 @@ class Patience:
     limits: Limits
     resets: int = 0
     commits: int = -1
-    _fruitless: int = 0
+    _no_progress: int = 0
     _short_since: float | None = None  # of workers
     _culprit: int | None = None
     _error: str = "no rank has failed"
@@ -33,7 +33,7 @@ class Patience:
     def committed(self, commits: int) -> None:
         """A worker has told of its commits."""
         if commits > max(self.commits, 0):
-            self._fruitless = 0
+            self._no_progress = 0
         self.commits = max(self.commits, commits)
 
     def lost(self, worker: Worker, error: str) -> None:
@@ -49,10 +49,10 @@ class Patience:
         limits = self.limits
         if self._short_since is None:
             self._short_since = now
-        hopeless = roster.hopeless()
+        unschedulable = roster.unschedulable()
         agents = len(roster.agents)
-        if agents >= limits.max_num_proc and agents - len(hopeless) < limits.min_num_proc:
-            hosts = [agent.host for agent in hopeless]
+        if agents >= limits.max_num_proc and agents - len(unschedulable) < limits.min_num_proc:
+            hosts = [agent.host for agent in unschedulable]
             return Verdict(End.FAILED, texts.all_excluded(there, limits, hosts, self._error), self._culprit)
         if now - self._short_since >= limits.elastic_timeout:
             return Verdict(End.TOO_FEW, texts.too_few(there, limits, self._error), self._culprit)
@@ -65,15 +65,15 @@ class Patience:
             return None
         return Verdict(End.RESET_LIMIT, texts.reset_limit(self.resets, self.limits, last.over or ""), last.culprit)
 
-    def fruitless(self, last: Generation, roster: Roster) -> Verdict | None:
+    def no_progress(self, last: Generation, roster: Roster) -> Verdict | None:
         """The next generation is about to be formed; to be called once for each."""
         failures = [number for number in last.members if roster.workers[number].loss is Loss.FAILED]
         if not failures or self.commits > max(last.commits, 0):
             return None
-        self._fruitless += 1
-        if self._fruitless < self.limits.fruitless_limit:
+        self._no_progress += 1
+        if self._no_progress < self.limits.no_progress_limit:
             return None
-        return Verdict(End.FAILED, texts.fruitless(self._fruitless), failures[0])
+        return Verdict(End.FAILED, texts.no_progress(self._no_progress), failures[0])
 
     def state_lost(self, chosen: list[Worker]) -> Verdict | None:
         """These are to be the next generation."""
