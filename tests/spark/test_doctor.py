@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import pytest
 
 import spark_hvd
 from spark_hvd.runner import ClusterError, Level, doctor
+from spark_hvd.runner.spark import session as on_spark
 from tests.conftest import LOCAL_CLUSTER, start_session
 from tests.doctor_cases import of
 
@@ -50,6 +52,18 @@ def test_errors_are_collected_and_named(spark: SparkSession, tmp_path: Path, mon
     assert "-m pip install" in errors["packages", "torch"].remedy
     assert "the driver cannot create a directory" in errors["store", "the"].found
     assert of("network", report.findings).level is Level.WARNING, "not tried, since no rank could start"
+
+
+def test_a_driver_whose_address_is_in_brackets(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 on this machine: {error}")
+    real = on_spark.conf
+    changed = {"spark.driver.host": "[::1]", "spark.driver.bindAddress": None}
+    monkeypatch.setattr(on_spark, "conf", lambda session, key: changed.get(key, real(session, key)))
+    findings = doctor(spark, 2, seconds=0.2).findings
+    assert "all tasks reach ::1:" in of("executor to driver", findings).found
 
 
 def test_wrong_arguments_are_refused(spark: SparkSession) -> None:
