@@ -14,7 +14,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 LANGUAGES = {".py": "python", ".sh": "sh", ".yaml": "yaml"}
 ROLE = re.compile(r":(?:attr|class|func|meth|mod):(?=<code>)")
 IN_NAV = ("CHANGELOG.md", "CONTRIBUTING.md", "DESIGN.md")

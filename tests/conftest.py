@@ -18,11 +18,6 @@ import pytest
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# Tests look for what was left behind in the temporary folder: each process that runs tests has one of its own.
-if (_WORKER := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
-    _OWN = tempfile.TemporaryDirectory(prefix=f"{_WORKER}-", ignore_cleanup_errors=True)  # short: sockets' paths are
-    os.environ["TMPDIR"] = tempfile.tempdir = _OWN.name
-
 LOCAL = "local[2]"
 LOCAL_CLUSTER = "local-cluster[2,1,1024]"
 SHORT_LIVED = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
@@ -33,6 +28,15 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
 os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # here, since multiprocessing's fork server keeps its first environment
 os.environ["PYSPARK_PYTHON"] = sys.executable
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Each of several test processes has a temporary folder of its own: tests look for what was left behind there."""
+    if hasattr(config, "workerinput"):
+        # Short, as paths of sockets are limited.
+        own = tempfile.TemporaryDirectory(prefix=os.environ["PYTEST_XDIST_WORKER"], ignore_cleanup_errors=True)
+        os.environ["TMPDIR"] = tempfile.tempdir = own.name
+        config.add_cleanup(own.cleanup)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

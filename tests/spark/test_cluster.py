@@ -17,6 +17,7 @@ import pytest
 from spark_hvd.runner import ClusterError, ExecutorLostError, NotEnoughSlotsError, RankFailedError, run
 from spark_hvd.runner.outcome.rows import FailureKind
 from spark_hvd.runner.spark import session as on_spark
+from spark_hvd.runner.spark import slots
 from tests.conftest import LOCAL_CLUSTER, ranks_alive, start_session, wait_until
 
 if TYPE_CHECKING:
@@ -102,8 +103,8 @@ def test_a_failing_rank_is_named_and_the_cluster_stays_usable(cluster: SparkSess
 def test_too_few_slots_fails_in_seconds_and_names_the_settings(
     cluster: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert on_spark._SETTLE <= 10
-    monkeypatch.setattr(on_spark, "_SETTLE", 1.0)  # executors may be about to register
+    assert slots._SETTLE <= 10
+    monkeypatch.setattr(slots, "_SETTLE", 1.0)  # executors may be about to register
     started = time.monotonic()
     with pytest.raises(NotEnoughSlotsError, match=r"5 slots wanted, 2 there .*spark\.executor\.instances"):
         run(lambda: 1, num_proc=5, spark=cluster)

@@ -25,6 +25,7 @@ from spark_hvd.runner import (
     run_elastic,
 )
 from spark_hvd.runner.launch import attempt as attempt_module
+from spark_hvd.runner.spark import slots
 from tests.conftest import ranks_alive, wait_until
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def test_too_few_slots_fails_at_once(spark: SparkSession) -> None:
     started = time.monotonic()
     with pytest.raises(NotEnoughSlotsError, match=r'3 slots wanted, 2 there .*master\("local\[3\]"\)'):
         run(lambda: 1, num_proc=3, spark=spark)
-    assert time.monotonic() - started < attempt_module.on_spark._SETTLE
+    assert time.monotonic() - started < slots._SETTLE
 
 
 def test_elastic_ranks_fail_in_the_driver(spark: SparkSession) -> None:

@@ -123,7 +123,7 @@ def test_what_is_not_the_other_s_pipe_is_not_used(fault: str) -> None:
 
     before = os.listdir("/proc/self/fd")
     assert Pipes.open([0, 1], 0, 1.0, exchange) is None
-    assert os.listdir("/proc/self/fd") == before
+    assert set(os.listdir("/proc/self/fd")) <= set(before)  # what earlier tests left may be closed meanwhile
     theirs[:] = [os.getpid(), {"0": [reading, inode]}]
     opened = Pipes.open([0, 1], 0, 1.0, exchange)
     assert opened is not None
@@ -131,6 +131,6 @@ def test_what_is_not_the_other_s_pipe_is_not_used(fault: str) -> None:
     opened.wait(SyncPoint.FILLED, 1)
     assert len([fd for fd in before if Path(f"/proc/self/fd/{fd}").exists()]) == len(before) - 1  # the listing's own
     del opened
-    assert os.listdir("/proc/self/fd") == before
+    assert set(os.listdir("/proc/self/fd")) <= set(before)  # what earlier tests left may be closed meanwhile
     os.close(reading)
     os.close(writing)
