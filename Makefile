@@ -11,7 +11,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Most of the tests' time is waiting, so more processes than cores run them; a file's tests stay in one process.
+# Most of the tests' time is waiting, so more processes than cores run them; a file's tests stay in one process. The slow
+# ones run alone: some look at descriptors and threads for minutes, or make hosts out of network namespaces.
 PARALLEL := -n $(WORKERS) --dist loadgroup
 
 # Demo and tests stay on this machine's loopback interface; two ranks on two cores get one thread each.
@@ -28,7 +29,7 @@ test: setup java
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL) $(PYTEST_ARGS)
 
 test-slow: setup java
-	$(BIN)/python -m pytest -m "slow and not gpu" $(PARALLEL) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
 # Rows by name: make matrix ROWS="lowest py3.12"; .ci/run gives MATRIX_ARGS=--smoke
 matrix: setup java

@@ -65,7 +65,10 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
 
-    faults = FaultPlan().kill(rank=1, step=60).notice(rank=0, step=300, generation=2)
+    # By then it is the first or second world after the loss: a new rank may come before the other has gone on alone.
+    faults = FaultPlan().kill(rank=1, step=60)
+    for generation in (1, 2):
+        faults = faults.notice(rank=0, step=300, generation=generation)
     elastic: dict[str, Any] = {"num_proc": 2, "min_num_proc": 1}
     digits = load_digits()
     call = torch.tensor(digits.data, dtype=torch.float32).div(16), torch.tensor(digits.target), arguments.epochs, faults

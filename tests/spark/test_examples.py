@@ -49,9 +49,12 @@ def test_digits_on_spark() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_elastic_digits() -> None:
-    printed = run_program("elastic_digits.py").stdout  # what befalls the ranks is on stderr
-    assert "in generation 1, with 1 rank\n" in printed
-    assert re.search(r"in generation [3-9], with 2 ranks\n", printed)
+    done = run_program("elastic_digits.py")
+    # On a quick machine a new rank comes before an epoch has ended with one rank.
+    assert re.search(r"^generation 1: [12] ranks?, after rank 1 on host .*SIGKILL", done.stderr, re.MULTILINE)
+    printed = done.stdout
+    assert "notice, as planned" in done.stderr
+    assert re.search(r"in generation [2-9], with 2 ranks\n", printed)
     accuracy = re.search(r"accuracy (\S+)", printed)
     assert accuracy is not None
     assert float(accuracy[1]) > 0.9
