@@ -163,8 +163,9 @@ def _preload() -> None:
     with contextlib.suppress(Exception):  # OSError where a shared library is missing, and others of broken installs
         import torch
 
+        import spark_hvd.runner.rank.elastic
         import spark_hvd.runner.rank.main
-        import spark_hvd.runner.rank.own_gpu
+        import spark_hvd.runner.rank.static
         import spark_hvd.torch  # noqa: F401
 
         # The first optimizer of a process imports torch._dynamo and sympy, which takes as long as torch itself.
