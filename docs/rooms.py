@@ -174,7 +174,7 @@ def tables(graph: Graph) -> str:
         for room in sorted(own, key=lambda room: (-own[room], room)):
             purpose, _, rules = sign(room).partition("\n\n")
             cells = [f"[{room.removeprefix(house + '/')}]({room})", str(count[room]), purpose]
-            cells.append("" if room.endswith(".py") else rules)
+            cells.append(next((text for text in rules.split("\n\n") if text.startswith("May import")), ""))
             rows.append(f"| {' | '.join(_cell(text) for text in cells)} |")
         blocks.append(f"**{title[0]}{title[1:]}**\n\n" + "\n".join(rows) + "\n")
     return "\n".join(blocks)

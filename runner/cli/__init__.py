@@ -1,4 +1,7 @@
-"""The command line: ``spark-hvd run``, ``spark-hvd doctor``, ``spark-hvd check-build``."""
+"""The command line: ``spark-hvd run``, ``spark-hvd doctor``, ``spark-hvd check-build``.
+
+May import every room of the runner. Door: main.
+"""
 
 from __future__ import annotations
 

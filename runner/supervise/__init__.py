@@ -1,5 +1,5 @@
 """What runs in a Spark task: finds its ranks, forks them, watches them.
 
-May import channel, outcome, config and spark_hvd.world; rank.main only in the forked process. No pyspark, no torch.
-Door: task.
+May import channel, outcome, config, spark_hvd.world and, of rank, what it orders (order, gpus); what runs in a rank is
+imported by the fork server alone. No pyspark, no torch. Door: task.
 """

@@ -11,6 +11,8 @@
         ...
         if (step + 1) % 100 == 0:
             hvd.checkpoint.save(folder, {"model": model.state_dict()}, step + 1)
+
+May import the context and what is below it, and spark_hvd.store.
 """
 
 from __future__ import annotations

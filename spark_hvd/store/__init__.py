@@ -1,6 +1,6 @@
 """The store: where data, checkpoints and logs of a fit lie. One class over fsspec, for every kind of file system.
 
-Imports nothing of ours.
+May import scratch. Door: Store.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The face for PyTorch: ``import spark_hvd.torch as hvd``."""
+"""The face for PyTorch: ``import spark_hvd.torch as hvd``.
+
+May import every other room of spark_hvd. Doors: itself, elastic.
+"""
 
 from __future__ import annotations
 

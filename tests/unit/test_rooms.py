@@ -46,3 +46,4 @@ def test_no_file_of_the_product_has_more_than_400_lines() -> None:
 def test_every_room_has_a_sign_that_says_what_it_may_import() -> None:
     for room in rooms.rooms():
         assert rooms.sign(room), room
+        assert room.endswith(".py") or "\n\nMay import " in rooms.sign(room), room

@@ -1,4 +1,4 @@
-"""How ranks of one host reach each other without a socket: shared memory, pipes.
+"""Memory that ranks of one host share: sums in it without a socket, and huge pages for large results.
 
-May import world and, of the transport, dtypes, shapes, handles and waits. Door: shared_memory.
+May import world and the transport. Door: shared_memory.
 """
