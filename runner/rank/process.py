@@ -87,7 +87,7 @@ def exit_code(left: SystemExit) -> int:
 
 
 def format_error(error: BaseException) -> str:
-    """The traceback as the user would see it without us: from fn on, no frame of ours above it."""
+    """The traceback from fn on, without our frames above it."""
     trace = error.__traceback__
     while trace is not None and _OURS.match(trace.tb_frame.f_globals.get("__name__") or ""):
         trace = trace.tb_next
