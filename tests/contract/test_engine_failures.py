@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import cloudpickle
 import pytest
@@ -22,9 +22,9 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def broken_pipe(engine: Engine) -> None:
-    os.dup2(engine._wake_pipe[1], engine._wake_pipe[0])  # from now on it can be read at once, and reading is an error
-    with contextlib.suppress(BrokenPipeError):  # the engine was not waiting for it just now
-        os.write(engine._wake_pipe[1], b"w")
+    # From now on the pipe can be read at once, and reading is an error. In the engine's thread: poll(2) keeps the file
+    # that it began with open, so an engine asleep in it would not notice.
+    engine.call(partial(os.dup2, engine._wake_pipe[1], engine._wake_pipe[0]))
 
 
 def closed_socket(engine: Engine) -> None:
