@@ -134,7 +134,7 @@ class SparkEstimator(TableParams, Estimator[M], MLWritable, MLReadable):  # type
 
     def _tried(self, plan: Plan, batch: Batch, columns: tuple[Column, ...]) -> TrainSpec:
         spec = spec_for(plan, batch, columns, lambda tensor, at: self._label_dtype(tensor, plan.objects.losses, at))
-        self._try(spec, plan.objects, batch)
+        self._try(plan, spec, batch)
         return spec
 
     def _trained(self, plan: Plan, spec: TrainSpec, num_proc: int) -> M:
@@ -156,9 +156,13 @@ class SparkEstimator(TableParams, Estimator[M], MLWritable, MLReadable):  # type
         """The dtype of label ``number``, where ``label_dtypes`` is not given; None for that of its tensor."""
         raise NotImplementedError
 
-    def _try(self, spec: TrainSpec, objects: Objects, batch: Batch) -> None:
-        """Train on one batch, on a copy of the model; raise a ModelError where that fails."""
+    def _try(self, plan: Plan, spec: TrainSpec, batch: Batch) -> None:
+        """Train and predict one batch, on copies of the model; raise a ModelError where that fails."""
         raise NotImplementedError
+
+    def _untrained(self, plan: Plan, spec: TrainSpec) -> M:
+        """The model that would come out, with the weights it begins with."""
+        return self._model(plan, spec, {"model": plan.objects.model.state_dict()}, History())
 
     def _framework(self) -> Framework:
         raise NotImplementedError

@@ -17,8 +17,9 @@ from spark_hvd.estimators.lightning.tables import GONE, LIGHTNING
 from spark_hvd.estimators.lightning.trial import check_trainer_args, try_lightning
 from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.torch.model import TorchModel
-from spark_hvd.estimators.torch.trial import label_dtype
+from spark_hvd.estimators.torch.trial import label_dtype, try_transform
 from spark_hvd.estimators.training.history import History
+from spark_hvd.estimators.training.inputs import tensors_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.estimators.training.train import Framework
 
@@ -79,8 +80,9 @@ class LightningEstimator(SparkEstimator[LightningModel]):
     def _label_dtype(self, tensor: torch.Tensor, losses: Sequence[Any], number: int) -> str | None:
         return label_dtype(tensor, losses, number)
 
-    def _try(self, spec: TrainSpec, objects: Objects, batch: Batch) -> None:
-        try_lightning(spec, objects, batch)
+    def _try(self, plan: Plan, spec: TrainSpec, batch: Batch) -> None:
+        try_lightning(spec, plan.objects, batch)
+        try_transform(self._untrained(plan, spec), tensors_of(spec.inputs, batch), needed=False)
 
     def _framework(self) -> Framework:
         return LightningFramework()

@@ -15,8 +15,9 @@ from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.torch.learning_rate import make_optimizer, scale
 from spark_hvd.estimators.torch.loop import TorchFramework
 from spark_hvd.estimators.torch.model import TorchModel
-from spark_hvd.estimators.torch.trial import label_dtype, try_batch
+from spark_hvd.estimators.torch.trial import label_dtype, try_batch, try_transform
 from spark_hvd.estimators.training.history import History
+from spark_hvd.estimators.training.inputs import tensors_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.estimators.training.train import Framework
 
@@ -63,8 +64,11 @@ class TorchEstimator(SparkEstimator[TorchModel]):
     def _label_dtype(self, tensor: torch.Tensor, losses: Sequence[Any], number: int) -> str | None:
         return label_dtype(tensor, losses, number)
 
-    def _try(self, spec: TrainSpec, objects: Objects, batch: Batch) -> None:
-        try_batch(spec, objects, batch)
+    def _try(self, plan: Plan, spec: TrainSpec, batch: Batch) -> None:
+        try_batch(spec, plan.objects, batch)
+        try_transform(
+            self._untrained(plan, spec), tensors_of(spec.inputs, batch), needed=plan.objects.minibatch is None
+        )
 
     def _framework(self) -> Framework:
         return TorchFramework()

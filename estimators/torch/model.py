@@ -18,16 +18,18 @@ from spark_hvd.estimators.params.persistence import ParamsReader, ParamsWriter
 from spark_hvd.estimators.readers.dataset import listed
 from spark_hvd.estimators.training.head import Head, head_of
 from spark_hvd.estimators.training.history import History, as_history
-from spark_hvd.estimators.training.packing import pack
+from spark_hvd.estimators.training.packing import pack, unpack
 from spark_hvd.estimators.transform.meta import ModelMeta, inputs_as_trained, inputs_of, probed_shapes
-from spark_hvd.estimators.transform.outputs import Output, Shape, head_outputs, label_output
-from spark_hvd.estimators.transform.predict import Prediction, arrow_function, pandas_function
+from spark_hvd.estimators.transform.outputs import Output, Shape, head_outputs, label_output, to_arrow
+from spark_hvd.estimators.transform.predict import Prediction, arrow_function, pandas_function, run
 from spark_hvd.runner.spark.session import is_connect
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.figure import Figure
     from pyspark.sql import Column as SparkColumn
     from pyspark.sql import DataFrame
+    from pyspark.sql.types import StructType
 
 _ROW = "__spark_hvd_row"
 
@@ -132,6 +134,25 @@ class TorchModel(TableParams, Model, MLWritable, MLReadable["TorchModel"]):
         """A reader: ``TorchModel.read().load(path)``."""
         return ParamsReader(cls)
 
+    def try_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Predict some rows in this process, as ``transform`` would on executors; an estimator does before it trains.
+
+        Args:
+            inputs: One tensor (rows, ...) for each of ``feature_columns``.
+
+        Raises:
+            ModelError: the model does not run in evaluation mode, cannot be pickled, or its outputs do not make the
+                columns.
+        """
+        try:
+            outputs = run(unpack(pack(self.value_of("model"))).eval(), list(inputs))
+            plan = self._plan(self._label_types(), [tuple(output.shape[1:]) for output in outputs])
+            to_arrow(outputs, plan, self._head())
+        except Exception as error:
+            raise ModelError(
+                f"transform would fail, tried on a batch of these data: {type(error).__name__}: {error}"
+            ) from error
+
     def _transform(self, dataset: DataFrame) -> DataFrame:
         model, names = self.value_of("model"), self.value_of("feature_columns")
         for name, value in (("model", model), ("feature_columns", names)):
@@ -146,7 +167,8 @@ class TorchModel(TableParams, Model, MLWritable, MLReadable["TorchModel"]):
         packed = pack(model)
         known = meta.shapes if meta is not None and meta.shapes else None
         shapes = known or probed_shapes(dataset, packed, specs, decoders) or self._assumed_shapes()
-        plan = self._plan(dataset, shapes)
+        plan = self._plan(self._label_types(dataset.schema), shapes)
+        _check_new(dataset, [output.name for output in plan])
         session = dataset.sparkSession
         used = {name: decoder for name, decoder in decoders.items() if name in names}
         job = Prediction(
@@ -180,12 +202,11 @@ class TorchModel(TableParams, Model, MLWritable, MLReadable["TorchModel"]):
         """The shapes of the outputs where there is no row to tell: they decide types only."""
         return ((2,) if self._head().kind == "multiclass" else (),) * self._outputs()
 
-    def _plan(self, dataset: DataFrame, shapes: Sequence[Shape]) -> tuple[Output, ...]:
-        """The columns to append.
+    def _plan(self, types: Sequence[str], shapes: Sequence[Shape]) -> tuple[Output, ...]:
+        """The columns to append for labels of these Spark types and outputs of these shapes.
 
         Raises:
             ModelError: there are not as many outputs as labels.
-            DataError: the DataFrame has a column of such a name.
         """
         labels = self.value_of("label_columns") or []
         names = self.value_of("output_cols") or [f"{label}__output" for label in labels]
@@ -193,20 +214,18 @@ class TorchModel(TableParams, Model, MLWritable, MLReadable["TorchModel"]):
             raise ModelError(f"the model returns {len(shapes)} outputs, expected one for each of {listed(names)}")
         if labels and len(names) != len(labels):
             raise ValueError(f"output_cols={names!r}: expected {len(labels)}, one for each of {listed(labels)}")
-        types = self._label_types(dataset)
         plan = [label_output(name, i, types[i], shapes[i]) for i, name in enumerate(names)]
         if len(shapes) == 1:
             columns = (self.value_of(f"{name}_col") for name in ("raw_prediction", "probability", "prediction"))
             plan += head_outputs(self._head(), shapes[0], *columns)
-        _check_new(dataset, [output.name for output in plan])
         return tuple(plan)
 
-    def _label_types(self, dataset: DataFrame) -> list[str]:
-        """The Spark types of the labels: from training, or from the DataFrame; "" where neither has them."""
+    def _label_types(self, schema: StructType | None = None) -> list[str]:
+        """The Spark types of the labels: from training, or from a DataFrame's; "" where neither has them."""
         labels, meta = self.value_of("label_columns") or [""] * self._outputs(), self.value_of("metadata")
         if meta is not None and len(meta.labels) == len(labels):
             return [label.spark_type for label in meta.labels]
-        there = {field.name: field.dataType.simpleString() for field in dataset.schema.fields}
+        there = {field.name: field.dataType.simpleString() for field in schema.fields} if schema else {}
         return [there.get(label, "") for label in labels]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,10 +14,13 @@ from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.fit.trial import advice, describe
 from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.torch.learning_rate import make_optimizer, make_scheduler
+from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.torch.objective import Metrics, Objective
 from spark_hvd.estimators.training.head import INTEGER_LABELS, loss_name
 from spark_hvd.estimators.training.inputs import outputs_of, tensors_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
+
+_log = logging.getLogger(__name__)
 
 
 def label_dtype(tensor: torch.Tensor, losses: Sequence[Any], number: int) -> str | None:
@@ -71,6 +75,26 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
         raise ModelError("the loss does not depend on any parameter that is trained: is it computed under no_grad?")
     _step("backward", given, loss.backward)
     _step("metrics", given, lambda: metrics(outputs, labels))
+
+
+def try_transform(model: TorchModel, inputs: Sequence[torch.Tensor], *, needed: bool) -> None:
+    """Predict one batch with the model that is to be trained, so that nothing trained can fail to predict.
+
+    Args:
+        model: As it would come out of the fit, untrained.
+        inputs: What it takes of a batch.
+        needed: False where the training does not call the model as transform does, so that it may be trained for
+            another use: what fails is a warning then.
+
+    Raises:
+        ModelError: what did not work, where it is needed.
+    """
+    try:
+        model.try_inputs(inputs)
+    except ModelError as error:
+        if needed:
+            raise
+        _log.warning("%s. The training goes on, for a use of the model other than transform", error)
 
 
 def _step(what: str, given: Sequence[str], do: Callable[[], Any]) -> Any:

@@ -120,7 +120,7 @@ def to_arrow(outputs: Sequence[torch.Tensor], plan: Sequence[Output], head: Head
     """
     scored: dict[str, torch.Tensor] = {}
     if any(output.role != "value" for output in plan):
-        scored = _scores(outputs[0].double().flatten(1), head)
+        scored = _scores(outputs[0].double().unsqueeze(-1).flatten(1), head)  # (rows,) too
     arrays = [
         _array(outputs[output.index] if output.role == "value" else scored[output.role], output, head)
         for output in plan

@@ -110,8 +110,9 @@ def net(outputs: int, seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, outputs))
 
 
-def test_regression_keeps_the_frame_and_appends_columns(adapter: str, numbers: DataFrame) -> None:
-    model = TorchModel(model=net(1), feature_columns="features", label_columns="label", loss=nn.MSELoss())
+@pytest.mark.parametrize("last", [nn.Identity(), nn.Flatten(0)], ids=["(rows, 1)", "(rows,)"])
+def test_regression_keeps_the_frame_and_appends_columns(adapter: str, last: nn.Module, numbers: DataFrame) -> None:
+    model = TorchModel(model=net(1).append(last), feature_columns="features", label_columns="label", loss=nn.MSELoss())
     result = model.transform(numbers)
     assert result.columns == [*numbers.columns, "label__output", "prediction"]
     assert result.schema.fields[: len(numbers.columns)] == numbers.schema.fields
@@ -144,14 +145,16 @@ def test_multiclass(adapter: str, numbers: DataFrame) -> None:
     assert MulticlassClassificationEvaluator(metricName="logLoss").evaluate(result) == pytest.approx(surprise)
 
 
-@pytest.mark.parametrize("scores", ["logits", "probabilities"])
+@pytest.mark.parametrize("scores", ["logits", "probabilities", "logits (rows,)"])
 def test_binary(scores: str, numbers: DataFrame) -> None:
-    module, loss = net(1, seed=3), nn.BCEWithLogitsLoss() if scores == "logits" else nn.BCELoss()
+    module, loss = net(1, seed=3), nn.BCELoss() if scores == "probabilities" else nn.BCEWithLogitsLoss()
     with torch.no_grad():  # outputs on both sides of zero
         module[2].bias -= float(np.median(expected(module, numbers)))
     logits = expected(module, numbers)[:, 0]
     if scores == "probabilities":
         module.append(nn.Sigmoid())
+    if scores == "logits (rows,)":
+        module.append(nn.Flatten(0))
     frame = numbers.withColumn("label", F.expr("id > 40"))
     model = TorchModel(model=module, feature_columns=["features"], label_columns=["label"], loss=loss)
     result = model.transform(frame)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,8 @@ from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 from torch.nn import functional
 
-from spark_hvd.estimators import DataError, LocalBackend, ModelError, TorchEstimator
+from spark_hvd.estimators import DataError, LocalBackend, ModelError, TorchEstimator, TorchModel
+from spark_hvd.estimators.torch.trial import try_transform
 from tests.spark.estimator_support import estimator, frame, linear
 
 if TYPE_CHECKING:
@@ -63,6 +65,18 @@ class Scores(nn.Module):
         return [self.linear(x)] * self.outputs
 
 
+class Otherwise(nn.Module):
+    """Gives in evaluation what it does not give in training."""
+
+    def __init__(self, evaluated: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.evaluated = evaluated
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.linear(x) if self.training else self.evaluated(self.linear(x))
+
+
 FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no features": ({"feature_cols": None}, ValueError, "feature_cols is missing"),
     "no loss": ({"loss": None}, ValueError, r"loss is missing: give .* torch\.nn\.MSELoss"),
@@ -87,6 +101,16 @@ FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"loss": nn.MSELoss(reduction="none")},
         ModelError,
         r"the loss of a batch is float32 \[32, 1\]: expected a single number",
+    ),
+    "two outputs in evaluation": (
+        {"model": Otherwise(lambda output: [output, output])},
+        ModelError,
+        "transform would fail.*the model returns 2 outputs, expected one for each of 'value__output'",
+    ),
+    "one row in evaluation": (
+        {"model": Otherwise(lambda output: output.mean(0, keepdim=True))},
+        ModelError,
+        r"transform would fail.*output 0 of the model has the shape \(1, 1\) for 32 rows",
     ),
     "frozen model": (
         {"model": linear().requires_grad_(False)},
@@ -114,6 +138,13 @@ def test_at_fit(df: DataFrame, case: str) -> None:
     given, kind, message = FIT[case]
     with pytest.raises(kind, match=f"(?s){message}"):
         estimator(**given).fit(df)
+
+
+def test_a_model_that_is_trained_for_another_use_may_fail_to_transform(caplog: pytest.LogCaptureFixture) -> None:
+    model = TorchModel(model=Otherwise(lambda output: None), feature_columns=["x"], label_columns=["y"])
+    try_transform(model, [torch.zeros(2, 3)], needed=False)
+    assert "transform would fail" in caplog.text
+    assert "the model returned NoneType" in caplog.text
 
 
 def test_strings_are_refused_with_the_remedy(df: DataFrame) -> None:
