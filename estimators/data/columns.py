@@ -88,7 +88,6 @@ def columns_of(
     *,
     decoders: Collection[str] = frozenset(),
     compress_sparse: bool = False,
-    keep_double: bool = False,
 ) -> tuple[Column, ...]:
     """The columns called ``names`` as they will lie in the files.
 
@@ -97,7 +96,6 @@ def columns_of(
         names: Of the columns, in the order wanted; a name that repeats counts once.
         decoders: Names of the binary columns that a function will turn into tensors.
         compress_sparse: Store vectors as size, indices and values; worth it where most of their entries are zero.
-        keep_double: double, decimal and vector become float64 instead of float32.
 
     Returns:
         One column for each name. The shape of vectors and arrays is None: only their values tell it.
@@ -106,9 +104,8 @@ def columns_of(
         DataError: a column is missing, or of a type that no tensor is made of.
     """
     check_columns(schema, names, "columns")
-    wide = "float64" if keep_double else "float32"
     return tuple(
-        _column(name, schema[name].dataType, wide, name in decoders, compress_sparse) for name in dict.fromkeys(names)
+        _column(name, schema[name].dataType, name in decoders, compress_sparse) for name in dict.fromkeys(names)
     )
 
 
@@ -140,16 +137,16 @@ def quoted(name: str) -> str:
     return "`" + name.replace("`", "``") + "`"
 
 
-def _column(name: str, kind: DataType, wide: str, decoded: bool, compress_sparse: bool) -> Column:
+def _column(name: str, kind: DataType, decoded: bool, compress_sparse: bool) -> Column:
     text = kind.simpleString()
     if isinstance(kind, UserDefinedType) and text == "vector":
-        return Column(name, wide, None, text, "sparse" if compress_sparse else "plain")
+        return Column(name, "float32", None, text, "sparse" if compress_sparse else "plain")
     if isinstance(kind, BinaryType) and decoded:
         return Column(name, "object", None, text)
     inner: DataType = kind
     while isinstance(inner, ArrayType):
         inner = inner.elementType
-    dtype = wide if isinstance(inner, _WIDE) else _EXACT.get(type(inner))
+    dtype = "float32" if isinstance(inner, _WIDE) else _EXACT.get(type(inner))
     if dtype is None:
         family = re.split(r"[^a-z_]", inner.simpleString())[0]
         remedy = _REMEDIES.get(family, _REMEDIES[""])

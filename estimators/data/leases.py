@@ -10,7 +10,6 @@ the clean-up had not seen.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import posixpath
@@ -86,7 +85,7 @@ def delete_unused(store: Store, days: float = DAYS) -> None:
     for path in found:
         try:
             _delete_unless_used(store, posixpath.basename(path), days)
-        except (StoreError, ValueError, KeyError, TypeError) as error:  # not ours, or another process deletes it too
+        except (StoreError, ValueError) as error:  # not ours, or another process deletes it too
             _log.debug("%s is left as it is: %s", path, error)
 
 
@@ -100,9 +99,7 @@ def _delete_unless_used(store: Store, key: str, days: float) -> None:
     written = [path for root in (home, *others) for path in store.list(root)]
     manifest, lease = f"{home}/{MANIFEST}", f"{home}/{USED}"
     renewed = store.read_bytes(lease)
-    if clock() - float(renewed) <= days * 86400 or (
-        manifest in written and json.loads(store.read_bytes(manifest))["keep"]
-    ):
+    if clock() - float(renewed) <= days * 86400:
         return
     store.delete(manifest)
     if store.read_bytes(lease) != renewed:

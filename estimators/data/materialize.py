@@ -41,11 +41,9 @@ def materialize(
     store: Store,
     *,
     num_proc: int,
-    key_extra: Mapping[str, Any] | None = None,
     validation: float | str | None = None,
     seed: int = 0,
     partitions_per_process: int = 10,
-    keep: bool = False,
     who: str = "materialize",
 ) -> Datasets:
     """Write ``columns`` of ``df`` as Parquet, or find them already written.
@@ -55,12 +53,10 @@ def materialize(
         columns: What :func:`spark_hvd.estimators.data.columns.columns_of` returned.
         store: Takes the files; must be seen by all hosts.
         num_proc: Ranks that will read.
-        key_extra: More that decides what the files hold; the same data with another ``key_extra`` are written anew.
         validation: Share of the rows for validation, above 0 and below 1, drawn row by row. Or the name of a
             boolean or integer column: rows where it is true or above 0 are for validation. None for no validation.
         seed: Of that draw. The same partitions with the same rows and the same seed are split alike.
         partitions_per_process: Row groups that each rank shall find at least, where there are rows enough.
-        keep: Leave the files when this process ends, for this one and others to use again.
         who: Asks for it; the Spark UI shows the name.
 
     Returns:
@@ -78,19 +74,13 @@ def materialize(
         )
     _check_validation(df, validation)
     groups = num_proc * partitions_per_process
-    extra = {
-        **(key_extra or {}),
-        " columns": tuple(columns),
-        " split": (validation, seed),
-        " groups": groups,
-    }
-    key = reuse.key_of(reuse.fingerprint(df, across=keep), extra, keep)
+    key = reuse.key_of(reuse.fingerprint(df), (tuple(columns), validation, seed, groups))
     delete_unused(store)
-    with reuse.using(store, key, keep):
+    with reuse.using(store, key):
         manifest = reuse.read_manifest(store, key)
         if manifest is None:
             manifest = _write(df, columns, store, key, validation, seed, groups, who)
-            reuse.write_manifest(store, key, {**manifest, "keep": keep})
+            reuse.write_manifest(store, key, manifest)
         else:
             _log.info("using data again that were written to %s", store.data_path(key))
     train, held = (manifest[split] and DatasetMeta.from_json(manifest[split]) for split in (TRAIN, VALIDATION))

@@ -6,7 +6,6 @@ length and time of modification. What is not understood for certain has no finge
 What lies in ``<store>/intermediate_data``:
 
 * data that this process wrote are found again by this process only, and deleted when it ends normally;
-* with ``keep=True`` they stay, and later processes find them too if they read the same files in the same way;
 * data of processes that were killed are deleted by the next fit with the same store, once unused for 7 days;
 * ``clear_materialized_data(store)`` deletes all of it at once.
 """
@@ -22,7 +21,7 @@ import os
 import posixpath
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -47,46 +46,32 @@ _guard = threading.Lock()
 # -- what a DataFrame reads
 
 
-def fingerprint(df: DataFrame, across: bool = False) -> str | None:
+def fingerprint(df: DataFrame) -> str | None:
     """What ``df`` computes and from which data; None where that is not known for certain.
 
     Two DataFrames with one fingerprint have the same rows. The other way round nothing follows: what was made by
-    ``createDataFrame`` or is cached has the same fingerprint only as long as it is the same object.
-
-    Args:
-        df: The DataFrame. Nothing is computed of it; the directories of its files are listed.
-        across: Whether the fingerprint shall be the same in another process, where the plan allows that: it reads
-            files only and calls no functions of users. Spark's hash of the plan, which holds addresses of objects of
-            the JVM, is left out then; the plan as text and as JSON remains.
+    ``createDataFrame`` or is cached has the same fingerprint only as long as it is the same object. Nothing is computed
+    of it; the directories of its files are listed.
     """
     if not spark_private.has_plan(df):
         return None
     try:
-        parts = _parts_of(df, across)
+        parts = spark_private.reads(df)
     except Exception as error:  # whatever a plan that Spark or a plugin made in another way answers
         lost = "Fits write their data anew each time, also where the DataFrame reads what it did before."
         spark_private.does_not_tell(df.sparkSession, "what a DataFrame reads", lost, error)
         return None
-    return None if parts is None else _digest(parts)
+    return None if parts is None else _digest([df.sparkSession.sparkContext.applicationId, *parts])
 
 
-def key_of(found: str | None, extra: Mapping[str, Any], keep: bool) -> str:
+def key_of(found: str | None, extra: Sequence[Any]) -> str:
     """Name of the directory for data: the same for the same data written in the same way, else never the same.
 
     Args:
         found: The DataFrame's fingerprint.
-        extra: All else that decides what the files hold. Its values must have a repr that tells them apart.
-        keep: Whether other processes may find them.
+        extra: All else that decides what the files hold: values whose repr tells them apart.
     """
-    owner = None if keep else _process
-    return _digest([FORMAT, found or uuid.uuid4().hex, owner, sorted((name, repr(extra[name])) for name in extra)])
-
-
-def _parts_of(df: DataFrame, across: bool) -> list[Any] | None:
-    found = spark_private.reads(df)
-    if found is None or (across and not found.bound):
-        return None if found is None else found.parts
-    return [*found.parts, [df.sparkSession.sparkContext.applicationId, _process, found.digest]]
+    return _digest([FORMAT, found or uuid.uuid4().hex, _process, [repr(value) for value in extra]])
 
 
 def _digest(parts: Any) -> str:
@@ -106,7 +91,7 @@ def directories_of(store: Store, key: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def using(store: Store, key: str, keep: bool) -> Iterator[None]:
+def using(store: Store, key: str) -> Iterator[None]:
     """Hold the data of ``key`` for looking or writing: one thread at a time, and with a lease.
 
     Raises:
@@ -117,17 +102,16 @@ def using(store: Store, key: str, keep: bool) -> Iterator[None]:
         lock = _locks.setdefault(path, threading.Lock())
     with lock, leased(store, key):
         with _guard:  # only now: where not even the lease could be written there is nothing to delete
-            if not keep:
-                if not _mine:
-                    atexit.register(_delete_mine)
-                _mine[store.url, key] = (store, os.getpid())
+            if not _mine:
+                atexit.register(_delete_mine)
+            _mine[store.url, key] = (store, os.getpid())
         yield
 
 
 def read_manifest(store: Store, key: str) -> dict[str, Any] | None:
     """The manifest of the data under ``key`` if it is there and all its files are, with the sizes they had.
 
-    Its keys: format, keep, sizes (path -> bytes), train, validation (``DatasetMeta`` as JSON, or None).
+    Its keys: format, sizes (path -> bytes), train, validation (``DatasetMeta`` as JSON, or None).
     """
     try:
         manifest = json.loads(store.read_bytes(f"{store.data_path(key)}/{MANIFEST}"))
@@ -149,7 +133,7 @@ def write_manifest(store: Store, key: str, manifest: Mapping[str, Any]) -> None:
 
 
 def clear_materialized_data(store: Store) -> None:
-    """Delete all data that fits have materialised in ``store``, also what was to be kept.
+    """Delete all data that fits have materialised in ``store``.
 
     No fit may be running that reads them. Checkpoints, logs and data that you put there yourself stay.
 

@@ -237,24 +237,10 @@ def has_plan(df: DataFrame) -> bool:
     return getattr(df, "_jdf", None) is not None
 
 
-class Reads(NamedTuple):
-    """What a DataFrame computes and reads.
+def reads(df: DataFrame) -> list[Any] | None:
+    """What `df` computes and reads, as JSON takes it; None where that is not known for certain.
 
-    Attributes:
-        parts: All of that, as JSON takes it.
-        bound: Whether some of it means nothing to another process.
-        digest: Spark's hash of the plan, which holds addresses of objects of the JVM.
-    """
-
-    parts: list[Any]
-    bound: bool
-    digest: int
-
-
-def reads(df: DataFrame) -> Reads | None:
-    """What `df` computes and reads; None where that is not known for certain.
-
-    Nothing is computed of it; the directories of its files are listed.
+    Nothing is computed of it; the directories of its files are listed. Part of it means nothing to another process.
     """
     spark: Any = df.sparkSession
     private: Any = df.select("*")  # a new one: what is cached is looked up once for each
@@ -270,15 +256,13 @@ def reads(df: DataFrame) -> Reads | None:
     text = re.sub(r'"jvmId":"[^"]*"', "", canonical.toJSON()) + canonical.toString()
     settings = spark._jsparkSession.conf().getAll().mkString("\0").split("\0")  # time zone, ANSI, case of names ...
     settings = sorted(setting for setting in settings if setting.startswith("spark.sql."))
-    parts: list[Any] = [spark.sparkContext.version, settings, df.schema.json(), text]
-    bound = plan.containsPattern(patterns.PYTHON_UDF()) or plan.containsPattern(patterns.SCALA_UDF())
+    parts: list[Any] = [spark.sparkContext.version, settings, df.schema.json(), text, plan.semanticHash()]
     for leaf in [*items(plan.collectLeaves()), *_cached(execution)]:
         part = _leaf(spark, leaf)
         if part is None:
             return None
         parts.append(part)
-        bound = bound or part[0] not in ("files", "range")
-    return Reads(parts, bound, plan.semanticHash())
+    return parts
 
 
 def _leaf(spark: Any, leaf: Any) -> list[Any] | None:

@@ -61,12 +61,6 @@ def test_dtypes_shapes_and_spark_types() -> None:
     assert {c.encoding for c in columns} == {"plain"}
 
 
-def test_keep_double_widens_what_is_wide_and_nothing_else() -> None:
-    columns = columns_of(SCHEMA, SCHEMA.fieldNames(), decoders={"bytes"}, keep_double=True)
-    wide = {column.name for column in columns if column.dtype == "float64"}
-    assert wide == {"double", "decimal", "a.dot", "numbers", "nested", "vector"}
-
-
 def test_compress_sparse_concerns_vectors_only_and_names_count_once() -> None:
     columns = columns_of(SCHEMA, ["vector", "numbers", "vector"], compress_sparse=True)
     assert [(column.name, column.encoding) for column in columns] == [("vector", "sparse"), ("numbers", "plain")]
@@ -89,12 +83,9 @@ def test_arrow_gets_the_values_of_every_type(spark: SparkSession) -> None:
     ]
 
 
-@pytest.mark.parametrize(("keep_double", "kind"), [(False, "float"), (True, "double")])
-def test_sparse_encoding_of_sparse_dense_empty_and_null_vectors(
-    spark: SparkSession, keep_double: bool, kind: str
-) -> None:
+def test_sparse_encoding_of_sparse_dense_empty_and_null_vectors(spark: SparkSession) -> None:
     df = spark.createDataFrame([*((row[-2],) for row in ROWS), (Vectors.dense([]),)], _vectors())
-    (column,) = columns_of(df.schema, ["v"], compress_sparse=True, keep_double=keep_double)
+    (column,) = columns_of(df.schema, ["v"], compress_sparse=True)
     table = df.select(expression_of(column)).toArrow()
     assert table["v"].to_pylist() == [
         {"size": 3, "indices": [0, 1, 2], "values": [1, 0, 2]},
@@ -102,7 +93,7 @@ def test_sparse_encoding_of_sparse_dense_empty_and_null_vectors(
         None,
         {"size": 0, "indices": [], "values": []},
     ]
-    assert str(table.schema.types[0].field("values").type.value_type) == kind
+    assert str(table.schema.types[0].field("values").type.value_type) == "float"
 
 
 def _vectors() -> T.StructType:

@@ -137,23 +137,23 @@ class Interrupted(Store):
         super().delete(path)
 
 
-def take_up(found: list[DatasetMeta], path: str, store: Store, keep: bool) -> None:
-    found.append(write(SparkSession.active().read.parquet(path), store, keep=keep))
+def take_up(found: list[DatasetMeta], path: str, store: Store) -> None:
+    found.append(write(SparkSession.active().read.parquet(path), store))
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("killed", [False, True])
 def test_a_fit_that_starts_during_a_clean_up_has_its_data(
-    spark: SparkSession, tmp_path: Path, path: str, clock: Clock, monkeypatch: pytest.MonkeyPatch, keep: bool
+    spark: SparkSession, tmp_path: Path, path: str, clock: Clock, monkeypatch: pytest.MonkeyPatch, killed: bool
 ) -> None:
     """At each of the places where the clean-up of another process touches the store."""
     for place in range(20):
         store = Store.create(tmp_path / f"{place}")
-        old = write(spark.read.parquet(path), store, keep=keep)
-        if keep:  # its writer was killed before the manifest
+        old = write(spark.read.parquet(path), store)
+        if killed:  # its writer was killed before the manifest
             next(Path(store.url).rglob(leases.MANIFEST)).unlink()
         clock.now += 7.1 * DAY
         found: list[DatasetMeta] = []
-        call = functools.partial(take_up, found, path, store, keep)
+        call = functools.partial(take_up, found, path, store)
         with monkeypatch.context() as patch:
             patch.setattr("spark_hvd.estimators.data.materialize.delete_unused", lambda store: None)
             delete_unused(Interrupted(store.url, calls=[None] * place + [call]))
@@ -189,7 +189,7 @@ def test_data_that_cannot_be_deleted_at_the_end_are_told(
     def refuse(self: Store, path: str) -> None:
         raise StoreError(f"cannot delete {path}: access denied")
 
-    with reuse.using(store, "key", keep=False):
+    with reuse.using(store, "key"):
         pass
     monkeypatch.setattr(Store, "delete", refuse)
     reuse._delete_mine()

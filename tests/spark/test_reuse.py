@@ -41,8 +41,7 @@ def path(spark: SparkSession, tmp_path: Path) -> str:
 
 
 def write(df: DataFrame, store: Store, names: tuple[str, ...] = ("a", "b"), **options: Any) -> DatasetMeta:
-    columns = columns_of(df.schema, names, keep_double=options.pop("keep_double", False))
-    return materialize(df, columns, store, **{"num_proc": 1, **options})[0]
+    return materialize(df, columns_of(df.schema, names), store, **{"num_proc": 1, **options})[0]
 
 
 def test_the_same_data_in_another_dataframe_object_are_found(spark: SparkSession, store: Store, path: str) -> None:
@@ -62,8 +61,6 @@ def test_the_same_data_in_another_dataframe_object_are_found(spark: SparkSession
         {"seed": 1},
         {"num_proc": 2},
         {"partitions_per_process": 3},
-        {"keep_double": True},
-        {"key_extra": {"compress": True}},
     ],
 )
 def test_other_options_are_other_data(spark: SparkSession, store: Store, path: str, options: dict[str, Any]) -> None:
@@ -166,32 +163,26 @@ def test_cached_data_count_as_what_is_in_the_cache(spark: SparkSession, path: st
     df.unpersist(blocking=True)
 
 
-@pytest.mark.parametrize("across", [False, True])
-def test_functions_of_the_user_count(spark: SparkSession, path: str, across: bool) -> None:
+def test_functions_of_the_user_count(spark: SparkSession, path: str) -> None:
     df = spark.read.parquet(path)
     functions = (lambda x: x + 1, lambda x: x + 2)
-    found = [fingerprint(df.withColumn("c", F.udf(fn, "int")("a")), across) for fn in functions]
+    found = [fingerprint(df.withColumn("c", F.udf(fn, "int")("a"))) for fn in functions]
     assert None not in found
     assert found[0] != found[1]
 
 
-def test_conditions_and_literals_count_across_processes(spark: SparkSession, path: str) -> None:
+def test_conditions_and_literals_count(spark: SparkSession, path: str) -> None:
     df = spark.read.parquet(path)
     clauses = ["a > 1", "a > 2", "a >= 1", "b > 1", "a > 1 and b > 1", "cast(a as string) > '1'"]
-    found = [fingerprint(df.where(clause), across=True) for clause in clauses]
+    found = [fingerprint(df.where(clause)) for clause in clauses]
     assert None not in found
     assert len(set(found)) == len(clauses)
-    assert fingerprint(spark.read.parquet(path).where("a > 1"), across=True) == found[0]
+    assert fingerprint(spark.read.parquet(path).where("a > 1")) == found[0]
 
 
-@pytest.mark.parametrize("across", [False, True])
-def test_columns_of_the_source_count_whatever_they_are_called_later(
-    spark: SparkSession, path: str, across: bool
-) -> None:
-    found = [
-        fingerprint(spark.read.schema(schema).parquet(path).toDF("x"), across)
-        for schema in ("a int", "c int", "a long")
-    ]
+def test_columns_of_the_source_count_whatever_they_are_called_later(spark: SparkSession, path: str) -> None:
+    frames = [spark.read.schema(schema).parquet(path).toDF("x") for schema in ("a int", "c int", "a long")]
+    found = [fingerprint(df) for df in frames]
     assert None not in found
     assert len(set(found)) == 3
 
@@ -253,17 +244,15 @@ def test_two_threads_write_once(spark: SparkSession, store: Store, path: str) ->
     assert len(list(Path(store.url).rglob("train"))) == 1
 
 
-def test_unused_data_are_deleted_by_age_unless_kept(spark: SparkSession, store: Store, path: str) -> None:
+def test_unused_data_are_deleted_by_age(spark: SparkSession, store: Store, path: str) -> None:
     df = spark.read.parquet(path)
-    old, kept, new = write(df, store), write(df, store, keep=True), write(df, store, seed=5)
-    for meta in (old, kept):
-        used = Path(meta.url).parents[1] / "_used"
-        assert time.time() - float(used.read_text()) < 60
-        used.write_text(repr(time.time() - 7.1 * 86400))
+    old, new = write(df, store), write(df, store, seed=5)
+    used = Path(old.url).parents[1] / "_used"
+    assert time.time() - float(used.read_text()) < 60
+    used.write_text(repr(time.time() - 7.1 * 86400))
     (Path(store.url) / "intermediate_data/somebody else's").mkdir()
     delete_unused(store)
-    assert [Path(meta.url).exists() for meta in (old, kept, new)] == [False, True, True]
-    assert write(df, store, keep=True) == kept
+    assert [Path(meta.url).exists() for meta in (old, new)] == [False, True]
     clear_materialized_data(store)
     assert [path.name for path in Path(store.url, "intermediate_data").iterdir()] == ["somebody else's"]
 
@@ -286,8 +275,7 @@ from tests.spark.test_reuse import write
 from spark_hvd.store import Store
 spark = start_session("local[1]")
 df, store = spark.read.parquet(sys.argv[1]), Store.create(sys.argv[2])
-for keep in (False, True):
-    print("wrote", write(df, store, keep=keep).url, flush=True)
+print("wrote", write(df, store).url, flush=True)
 if os.fork() == 0:
     sys.exit()
 os.wait()
@@ -300,26 +288,15 @@ if sys.argv[3] == "killed":
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("end", ["ended", "killed"])
-def test_data_go_with_their_driver_unless_kept_or_killed(store: Store, path: str, end: str) -> None:
+def test_data_go_with_their_driver_unless_it_is_killed(store: Store, path: str, end: str) -> None:
     command = [sys.executable, "-c", DRIVER, path, store.url, end]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         lines = []
         for line in driver.stdout:
             lines += [line.split()[1]] if line.startswith(("wrote", "there")) else []
-            if len(lines) == 3 and end == "killed":
+            if len(lines) == 2 and end == "killed":
                 driver.send_signal(signal.SIGKILL)
-    own, kept, there = lines
+    own, there = lines
     assert there == "True"
-    assert Path(kept).exists()
     assert Path(own).exists() == (end == "killed")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_kept_data_are_found_by_another_process(spark: SparkSession, store: Store, path: str) -> None:
-    script = DRIVER.split("for keep")[0] + 'print("wrote", write(df, store, keep=True).url)'
-    command = [sys.executable, "-c", script, path, store.url, ""]
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2)]
-    urls = [line.split()[1] for run in runs for line in run.stdout.splitlines() if line.startswith("wrote")]
-    assert urls[0] == urls[1]
