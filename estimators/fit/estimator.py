@@ -5,7 +5,7 @@ A fit has four stages, each called once: the plan, a trial of one batch, the dat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -133,15 +133,21 @@ class SparkEstimator(TableParams, Estimator[M], MLWritable, MLReadable):  # type
         return make_plan(name, settings, self._objects(settings), self._spec_fields(settings))
 
     def _tried(self, plan: Plan, batch: Batch, columns: tuple[Column, ...]) -> TrainSpec:
-        spec = spec_for(plan, batch, columns, lambda tensor, at: self._label_dtype(tensor, plan.objects.losses, at))
+        spec = spec_for(plan, batch, columns)
         self._try(plan, spec, batch)
         return spec
 
     def _trained(self, plan: Plan, spec: TrainSpec, num_proc: int) -> M:
-        state, history = train_on_ranks(plan, spec, num_proc, self._framework())
+        state, history = train_on_ranks(plan, spec, num_proc, self._framework)
         return self._model(plan, spec, state, history)
 
     # -- what a subclass adds
+
+    _framework: ClassVar[Framework]
+
+    def _try(self, plan: Plan, spec: TrainSpec, batch: Batch) -> None:
+        """Train and predict one batch, on copies of the model; raise a ModelError where that fails."""
+        raise NotImplementedError
 
     def _check(self, settings: Settings) -> None:
         """Raise a ValueError for parameters that do not go together."""
@@ -152,20 +158,9 @@ class SparkEstimator(TableParams, Estimator[M], MLWritable, MLReadable):  # type
     def _spec_fields(self, settings: Settings) -> dict[str, Any]:
         return {}
 
-    def _label_dtype(self, tensor: torch.Tensor, losses: Sequence[Any], number: int) -> str | None:
-        """The dtype of label ``number``, where ``label_dtypes`` is not given; None for that of its tensor."""
-        raise NotImplementedError
-
-    def _try(self, plan: Plan, spec: TrainSpec, batch: Batch) -> None:
-        """Train and predict one batch, on copies of the model; raise a ModelError where that fails."""
-        raise NotImplementedError
-
     def _untrained(self, plan: Plan, spec: TrainSpec) -> M:
         """The model that would come out, with the weights it begins with."""
         return self._model(plan, spec, {"model": plan.objects.model.state_dict()}, History())
-
-    def _framework(self) -> Framework:
-        raise NotImplementedError
 
     def _model(self, plan: Plan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> M:
         raise NotImplementedError

@@ -72,14 +72,11 @@ def make_plan(name: str, settings: Settings, objects: Objects, spec_fields: Mapp
         **{field.name: settings[field.name] for field in fields(TrainSpec) if field.name in settings},
         "inputs": (),
         "labels": (),
-        "weight": settings["sample_weight_col"],
         "train": DatasetMeta("", (), ()),
         "validation": None,
         "store": store,
         "run_id": settings["run_id"] or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}",
         "val_batch_size": settings["val_batch_size"] or settings["batch_size"],
-        "steps": settings["train_steps_per_epoch"],
-        "val_steps": settings["validation_steps_per_epoch"],
         "seed": random.SystemRandom().randrange(2**31) if seed is None else seed,
         "reshape_labels": settings["label_shapes"] is None,
         "reader": {
@@ -92,7 +89,6 @@ def make_plan(name: str, settings: Settings, objects: Objects, spec_fields: Mapp
             "edit_fields": tuple(settings["transformation_edit_fields"] or ()),
             "removed_fields": tuple(settings["transformation_removed_fields"] or ()),
         },
-        "val_workers": settings["val_reader_num_workers"],
     }
     return Plan(
         name=name,

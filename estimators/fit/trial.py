@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from spark_hvd.estimators.errors import DataError
 from spark_hvd.estimators.fit.plan import Plan
 from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.estimators.readers.reader import Batch, ReaderSpec
+from spark_hvd.estimators.training.head import INTEGER_LABELS, loss_name
 from spark_hvd.estimators.training.inputs import TensorSpec
 from spark_hvd.estimators.training.readers import open_reader
 from spark_hvd.estimators.training.spec import TrainSpec
@@ -68,17 +69,8 @@ def first_batch(plan: Plan, dataset: DatasetMeta, store: Store, kind: str | None
         reader.close()
 
 
-def spec_for(
-    plan: Plan, batch: Batch, columns: Sequence[Column], label_dtype: Callable[[torch.Tensor, int], str | None]
-) -> TrainSpec:
-    """The specification of a plan with its inputs and labels, of which a batch tells dtypes and shapes.
-
-    Args:
-        plan: Of the fit.
-        batch: What the reader gave.
-        columns: Of the data set.
-        label_dtype: Gives the dtype of a label, from its tensor and its number, where no parameter does.
-    """
+def spec_for(plan: Plan, batch: Batch, columns: Sequence[Column]) -> TrainSpec:
+    """The specification of a plan with its inputs and labels, of which a batch tells dtypes and shapes."""
     settings, known = plan.settings, {column.name: column for column in columns}
 
     def tensors(names: Sequence[str], what: str) -> tuple[TensorSpec, ...]:
@@ -93,9 +85,18 @@ def spec_for(
     labels = tensors(settings["label_cols"], "label")
     if settings["label_dtypes"] is None:
         labels = tuple(
-            replace(label, dtype=label_dtype(batch[label.column.name], number)) for number, label in enumerate(labels)
+            replace(label, dtype=_label_dtype(batch[label.column.name], plan.objects.losses, number))
+            for number, label in enumerate(labels)
         )
     return replace(plan.spec, inputs=tensors(settings["feature_cols"], "input"), labels=labels)
+
+
+def _label_dtype(tensor: torch.Tensor, losses: Sequence[Any], number: int) -> str | None:
+    """The dtype that a label is given in by default: int64 for losses of class numbers, else float32 for numbers."""
+    loss = losses[number if len(losses) > 1 else 0] if losses else None
+    if loss_name(loss) in INTEGER_LABELS:
+        return "int64" if tensor.dim() == 1 or not tensor.is_floating_point() else None
+    return "float32" if isinstance(loss, torch.nn.Module) or tensor.dtype is torch.float64 else None
 
 
 def _as_in(tensor: torch.Tensor, column: Column) -> Column:

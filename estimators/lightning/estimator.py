@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,11 +17,10 @@ from spark_hvd.estimators.lightning.tables import GONE, LIGHTNING
 from spark_hvd.estimators.lightning.trial import check_trainer_args, try_lightning
 from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.torch.model import TorchModel
-from spark_hvd.estimators.torch.trial import label_dtype, try_transform
+from spark_hvd.estimators.torch.trial import try_transform
 from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.inputs import tensors_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
-from spark_hvd.estimators.training.train import Framework
 
 _LOSSES = {
     "multiclass": torch.nn.CrossEntropyLoss,
@@ -60,6 +59,7 @@ class LightningEstimator(SparkEstimator[LightningModel]):
 
     _table = LIGHTNING
     _gone = GONE
+    _framework = LightningFramework()
 
     def _check(self, settings: Settings) -> None:
         module = settings["model"]
@@ -77,21 +77,15 @@ class LightningEstimator(SparkEstimator[LightningModel]):
                 "batch_idx), which is what validates"
             )
 
-    def _label_dtype(self, tensor: torch.Tensor, losses: Sequence[Any], number: int) -> str | None:
-        return label_dtype(tensor, losses, number)
-
     def _try(self, plan: Plan, spec: TrainSpec, batch: Batch) -> None:
         try_lightning(spec, plan.objects, batch)
         try_transform(self._untrained(plan, spec), tensors_of(spec.inputs, batch), needed=False)
-
-    def _framework(self) -> Framework:
-        return LightningFramework()
 
     def _objects(self, settings: Settings) -> Objects:
         return Objects(
             model=settings["model"],
             optimizer=None,
-            losses=_losses(settings),
+            losses=[_LOSSES[settings["task"]]()] if settings["task"] else [],
             callbacks=settings["callbacks"],
             reader=reader_functions(settings),
         )
@@ -111,7 +105,3 @@ class LightningEstimator(SparkEstimator[LightningModel]):
         module = copy.deepcopy(plan.objects.model)
         module.load_state_dict(state["model"])
         return LightningModel(**model_fields(plan, spec, module, history))
-
-
-def _losses(settings: Settings) -> list[torch.nn.Module]:
-    return [_LOSSES[settings["task"]]()] if settings["task"] else []

@@ -46,8 +46,8 @@ def be_quiet() -> None:
 def batch_dict(spec: TrainSpec, batch: Batch) -> Batch:
     """What a step gets: each feature and label in the shape and dtype asked for, and the weight, by column name."""
     tensors = {tensor.column.name: tensor.of(batch[tensor.column.name]) for tensor in (*spec.inputs, *spec.labels)}
-    if spec.weight:
-        tensors[spec.weight] = batch[spec.weight]
+    if spec.sample_weight_col:
+        tensors[spec.sample_weight_col] = batch[spec.sample_weight_col]
     return tensors
 
 

@@ -59,7 +59,7 @@ def try_lightning(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
     except ValueError as error:
         raise ModelError(f"{error}. Change input_shapes or label_shapes") from error
     given = "; ".join(f"{name}: {describe(tensor)}" for name, tensor in tensors.items())
-    steps = spec.epoch_steps(1) if spec.steps or spec.train.rows else _STEPS
+    steps = spec.epoch_steps(1) if spec.train_steps_per_epoch or spec.train.rows else _STEPS
     probe = _probe(pl)
     asked = spec.trainer
     args = {name: value for name, value in asked["args"].items() if name in _TRIED}

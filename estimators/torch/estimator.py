@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
-
-import torch
 
 from spark_hvd.estimators.fit.estimator import SparkEstimator, model_fields
 from spark_hvd.estimators.fit.plan import Plan, Settings, reader_functions
@@ -15,11 +13,10 @@ from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.torch.learning_rate import make_optimizer, scale
 from spark_hvd.estimators.torch.loop import TorchFramework
 from spark_hvd.estimators.torch.model import TorchModel
-from spark_hvd.estimators.torch.trial import label_dtype, try_batch, try_transform
+from spark_hvd.estimators.torch.trial import try_batch, try_transform
 from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.inputs import tensors_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
-from spark_hvd.estimators.training.train import Framework
 
 
 class TorchEstimator(SparkEstimator[TorchModel]):
@@ -37,6 +34,7 @@ class TorchEstimator(SparkEstimator[TorchModel]):
 
     _table = TORCH
     _gone = GONE
+    _framework = TorchFramework()
     _required: ClassVar[Mapping[str, str]] = {
         **SparkEstimator._required,
         "optimizer": "a torch optimizer of model.parameters(), or a function of them such as "
@@ -61,17 +59,11 @@ class TorchEstimator(SparkEstimator[TorchModel]):
                 "checkpoint has no gradients"
             )
 
-    def _label_dtype(self, tensor: torch.Tensor, losses: Sequence[Any], number: int) -> str | None:
-        return label_dtype(tensor, losses, number)
-
     def _try(self, plan: Plan, spec: TrainSpec, batch: Batch) -> None:
         try_batch(spec, plan.objects, batch)
         try_transform(
             self._untrained(plan, spec), tensors_of(spec.inputs, batch), needed=plan.objects.minibatch is None
         )
-
-    def _framework(self) -> Framework:
-        return TorchFramework()
 
     def _objects(self, settings: Settings) -> Objects:
         return Objects(
@@ -86,16 +78,6 @@ class TorchEstimator(SparkEstimator[TorchModel]):
             compression=settings["gradient_compression"],
             reader=reader_functions(settings),
         )
-
-    def _spec_fields(self, settings: Settings) -> dict[str, Any]:
-        weights = settings["loss_weights"]
-        return {
-            "backward_passes": settings["backward_passes_per_step"],
-            "clip_norm": settings["gradient_clip_norm"],
-            "clip_value": settings["gradient_clip_value"],
-            "lr_interval": settings["lr_scheduler_interval"],
-            "loss_weights": None if weights is None else tuple(weights),
-        }
 
     def _model(self, plan: Plan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> TorchModel:
         trained = copy.deepcopy(plan.objects)

@@ -78,7 +78,7 @@ class _Loop:
             optimizer,
             named_parameters=_named(self.model, optimizer),
             compression=objects.compression or hvd.Compression.none,
-            backward_passes_per_step=spec.backward_passes,
+            backward_passes_per_step=spec.backward_passes_per_step,
         )
         return reduced, scheduler
 
@@ -158,8 +158,8 @@ class _Loop:
     def _batch(self, batch: Batch, number: int, sums: Sums) -> None:
         spec, state, device = self.spec, self.state, self.job.device
         inputs, labels = tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device)
-        weights = batch[spec.weight].to(device) if spec.weight else None
-        last = (number + 1) % spec.backward_passes == 0 or number + 1 == self.state.steps
+        weights = batch[spec.sample_weight_col].to(device) if spec.sample_weight_col else None
+        last = (number + 1) % spec.backward_passes_per_step == 0 or number + 1 == self.state.steps
         if self.minibatch is not None:
             outputs, loss = self.minibatch(
                 model=self.model,
@@ -169,13 +169,13 @@ class _Loop:
                 inputs=inputs,
                 labels=labels,
                 sample_weights=weights,
-                backward_passes_per_step=spec.backward_passes,
+                backward_passes_per_step=spec.backward_passes_per_step,
                 batch_idx=number,
             )
             outputs, labels = self.objective.transform_outputs(outputs_of(outputs), labels)
         else:
             outputs, labels, loss = self._forward(inputs, labels, weights)
-            torch.autograd.backward(self.scaler.scale(loss / spec.backward_passes))
+            torch.autograd.backward(self.scaler.scale(loss / spec.backward_passes_per_step))
             if last:
                 self._step()
         state.loss = loss.detach()
@@ -202,10 +202,10 @@ class _Loop:
         optimizer.synchronize()
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         self.scaler.unscale_(optimizer)
-        if spec.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(params, spec.clip_value)
-        if spec.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(params, spec.clip_norm)
+        if spec.gradient_clip_value is not None:
+            torch.nn.utils.clip_grad_value_(params, spec.gradient_clip_value)
+        if spec.gradient_clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(params, spec.gradient_clip_norm)
         # Gradients are the same on all ranks by now, so all ranks decide alike.
         finite = spec.terminate_on_nan or self.scaler.is_enabled() or _finite(params)
         with optimizer.skip_synchronize():
@@ -219,7 +219,7 @@ class _Loop:
             self._schedule("step")
 
     def _schedule(self, interval: str, row: Mapping[str, Any] | None = None) -> None:
-        if self.scheduler is not None and self.spec.lr_interval == interval:
+        if self.scheduler is not None and self.spec.lr_scheduler_interval == interval:
             if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 assert row is not None
                 self.scheduler.step(row[self.spec.monitor or ("val_loss" if "val_loss" in row else "loss")])
@@ -236,7 +236,7 @@ class _Loop:
         with torch.no_grad():
             for batch in self.job.validation_batches():
                 inputs, labels = tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device)
-                weights = batch[spec.weight].to(device) if spec.weight else None
+                weights = batch[spec.sample_weight_col].to(device) if spec.sample_weight_col else None
                 outputs, labels, loss = self._forward(inputs, labels, weights)
                 sums.add(len(inputs[0]), loss, self.metrics(outputs, labels))
         return sums

@@ -16,25 +16,10 @@ from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.torch.learning_rate import make_optimizer, make_scheduler
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.torch.objective import Metrics, Objective
-from spark_hvd.estimators.training.head import INTEGER_LABELS, loss_name
 from spark_hvd.estimators.training.inputs import outputs_of, tensors_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 
 _log = logging.getLogger(__name__)
-
-
-def label_dtype(tensor: torch.Tensor, losses: Sequence[Any], number: int) -> str | None:
-    """The dtype that a label is given in by default: int64 for losses of class numbers, else float32 for numbers.
-
-    Args:
-        tensor: The label in a batch.
-        losses: One, or one for each label; empty where ranks make them.
-        number: Of the label.
-    """
-    loss = losses[number if len(losses) > 1 else 0] if losses else None
-    if loss_name(loss) in INTEGER_LABELS:
-        return "int64" if tensor.dim() == 1 or not tensor.is_floating_point() else None
-    return "float32" if isinstance(loss, torch.nn.Module) or tensor.dtype is torch.float64 else None
 
 
 def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
@@ -55,9 +40,10 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
     ]
     outputs = _step("model(*inputs)", given, lambda: outputs_of(model(*inputs)))
     given.append(f"outputs: {'; '.join(map(describe, outputs))}")
-    weights = batch[spec.weight] if spec.weight else None
+    column = spec.sample_weight_col
+    weights = batch[column] if column else None
     if weights is not None and weights.dim() != 1:
-        raise ModelError(f"sample_weight_col={spec.weight!r}: expected one number a row, got {describe(weights)}")
+        raise ModelError(f"sample_weight_col={column!r}: expected one number a row, got {describe(weights)}")
     optimizer = make_optimizer(objects.optimizer, model)
     make_scheduler(objects.scheduler, optimizer, 1)
     if objects.loss_constructors or objects.minibatch is not None:

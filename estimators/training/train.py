@@ -83,8 +83,8 @@ class Job:
 
     def steps_left(self, done: int) -> int:
         """Batches that an epoch has left on each rank after ``done``; to be asked when it begins or goes on."""
-        if self.spec.steps:
-            return self.spec.steps - done
+        if self.spec.train_steps_per_epoch:
+            return self.spec.train_steps_per_epoch - done
         if not done:
             return self.steps
         assert self.resumed is not None
@@ -96,7 +96,7 @@ class Job:
     def validation_batches(self) -> Iterator[Batch]:
         """The batches of one validation."""
         assert self.validation is not None
-        batches = itertools.islice(self.validation.batches(0), self.spec.val_steps)
+        batches = itertools.islice(self.validation.batches(0), self.spec.validation_steps_per_epoch)
         where: dict[str, Any] = {"epoch": len(self.history), "epochs": self.spec.epochs, "stage": "validation"}
         return iter(hvd.progress(batches, total=self.spec.validation_steps(hvd.size()), **where))
 
@@ -192,7 +192,7 @@ def train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> Histor
         )
         val_reader = None
         if spec.validation is not None:
-            common.update(workers=spec.val_workers, drop_last=False)
+            common.update(workers=spec.val_reader_num_workers, drop_last=False)
             validation = ReaderSpec(**common, dataset=spec.validation, batch_size=spec.val_batch_size)
             val_reader = cleanup.enter_context(closing(open_reader(validation, kind)))
         job = Job(spec, objects, device, resumed, history, checkpoints, feed, val_reader)
