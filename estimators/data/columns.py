@@ -6,7 +6,6 @@ be made of (text, times, maps) is refused before any job runs, with what to do a
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ from pyspark.sql.types import (
 )
 
 from spark_hvd.estimators.errors import DataError
-from spark_hvd.estimators.readers.dataset import Column, listed
+from spark_hvd.estimators.readers.dataset import Column, listed, nearest
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -72,9 +71,8 @@ def check_columns(schema: StructType, names: Sequence[str], what: str) -> None:
     there = schema.fieldNames()
     for name in names:
         if name not in there:
-            nearest = _nearest(name, there)
-            hint = f"; did you mean {nearest!r}?" if nearest else "."
-            raise DataError(f"{what} names {name!r}, which the DataFrame does not have{hint} It has {listed(there)}")
+            hint = nearest(name, there)
+            raise DataError(f"{what} names {name!r}, which the DataFrame does not have.{hint} It has {listed(there)}")
         if there.count(name) > 1:
             raise DataError(
                 f"{what} names {name!r}, which the DataFrame has {there.count(name)} times: expected once. "
@@ -163,9 +161,3 @@ def _sparse(source: SparkColumn, kind: str) -> SparkColumn:
         values.cast(f"array<{kind}>").alias("values"),
     )
     return F.when(source.isNotNull(), encoded)
-
-
-def _nearest(name: str, names: Sequence[str]) -> str | None:
-    folded = {other.casefold(): other for other in names}
-    found = difflib.get_close_matches(name.strip().casefold(), folded, n=1)
-    return folded[found[0]] if found else None

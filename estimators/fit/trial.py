@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,10 @@ import torch
 from spark_hvd.estimators.errors import DataError
 from spark_hvd.estimators.fit.plan import Plan
 from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup
-from spark_hvd.estimators.readers.reader import Batch, ReaderSpec
+from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.training.head import INTEGER_LABELS, loss_name
 from spark_hvd.estimators.training.inputs import TensorSpec
-from spark_hvd.estimators.training.readers import open_reader
+from spark_hvd.estimators.training.readers import open_reader, reader_spec
 from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.store import Store
 
@@ -51,22 +52,10 @@ def batch_of_rows(plan: Plan, table: pa.Table, columns: Sequence[Column]) -> Bat
 
 def first_batch(plan: Plan, dataset: DatasetMeta, store: Store, kind: str | None = None) -> Batch:
     """The first batch of a data set that lies in ``store``, by the reader called ``kind``."""
-    fields = {key: value for key, value in plan.spec.reader.items() if key != "kind"} | {"workers": 1}
-    reader = open_reader(
-        ReaderSpec(
-            dataset=dataset,
-            columns=plan.columns,
-            store=store,
-            batch_size=min(ROWS, dataset.rows),
-            **fields,
-            **plan.objects.reader,
-        ),
-        kind,
-    )
-    try:
+    few: dict[str, Any] = {"batch_size": min(ROWS, dataset.rows), "workers": 1, "kind": kind}
+    spec = reader_spec(plan.spec, plan.objects, dataset=dataset, columns=plan.columns, store=store, **few)
+    with closing(open_reader(spec)) as reader:
         return next(iter(reader.batches(0)))
-    finally:
-        reader.close()
 
 
 def spec_for(plan: Plan, batch: Batch, columns: Sequence[Column]) -> TrainSpec:

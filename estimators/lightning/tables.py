@@ -105,31 +105,21 @@ GONE = {
 }
 """What Horovod or TorchEstimator have and LightningEstimator has not -> what to do."""
 
-_OTHER = {
-    "model": replace(
-        next(row for row in SHARED if row.name == "model"),
-        check=module,
-        doc="The LightningModule to train; it is not changed. Its steps get a dict of column name -> tensor of the "
+_OTHER: dict[str, dict[str, Any]] = {
+    "model": {
+        "check": module,
+        "doc": "The LightningModule to train; it is not changed. Its steps get a dict of column name -> tensor of the "
         "feature, label and weight columns; its `forward` gets the features, one argument each, in transform.",
-    ),
-    "callbacks": replace(
-        next(row for row in SHARED if row.name == "callbacks"),
-        doc="Callbacks of Lightning. Files that a ModelCheckpoint writes are copied to the store's logs.",
-    ),
-    "verbose": replace(
-        next(row for row in SHARED if row.name == "verbose"),
-        doc="0: print nothing; 1: a line an epoch; 2: Lightning's progress bar too.",
-    ),
-    "label_dtypes": replace(
-        next(row for row in SHARED if row.name == "label_dtypes"),
-        doc='Dtype of each label; by default int64 with task="multiclass", float32 with others, else the column\'s.',
-    ),
-    "label_shapes": replace(
-        next(row for row in SHARED if row.name == "label_shapes"), doc="The same for labels, such as `[[-1, 1]]`."
-    ),
+    },
+    "callbacks": {"doc": "Callbacks of Lightning. Files that a ModelCheckpoint writes are copied to the store's logs."},
+    "verbose": {"doc": "0: print nothing; 1: a line an epoch; 2: Lightning's progress bar too."},
+    "label_dtypes": {
+        "doc": 'Dtype of each label; by default int64 with task="multiclass", float32 with others, else the column\'s.'
+    },
+    "label_shapes": {"doc": "The same for labels, such as `[[-1, 1]]`."},
 }
 
-LIGHTNING = tuple(_OTHER.get(row.name, row) for row in SHARED) + rows(
+LIGHTNING = tuple(replace(row, **_OTHER.get(row.name, {})) for row in SHARED) + rows(
     "Lightning",
     (
         "task",

@@ -14,8 +14,7 @@ import torch
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.fit.trial import advice, describe
 from spark_hvd.estimators.lightning.parts import batch_dict, be_quiet, package_of
-from spark_hvd.estimators.params.checks import nearest
-from spark_hvd.estimators.readers.dataset import listed
+from spark_hvd.estimators.readers.dataset import listed, nearest
 from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 

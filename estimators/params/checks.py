@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from spark_hvd.estimators.readers.dataset import nearest
 
 Check = Callable[[str, Any], Any]
 """(name, value) -> the value, perhaps in its plain form; raises ValueError or TypeError."""
-
-
-def nearest(wrong: str, right: Iterable[str]) -> str:
-    """A hint at the name that was meant, with a space before it; empty if none is near."""
-    names = list(right)
-    close = get_close_matches(wrong, names, n=1, cutoff=0.6)
-    close = close or [name for name in names if name.lower() == wrong.lower()]
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def anything(name: str, value: Any) -> Any:
@@ -59,10 +52,8 @@ def flag(name: str, value: Any) -> bool:
 
 def text(name: str, value: Any) -> str:
     """Text that is not empty."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name}={value!r}: expected text")
-    if not value:
-        raise ValueError(f"{name}='': expected text that is not empty")
+    if not isinstance(value, str) or not value:
+        raise (ValueError if value == "" else TypeError)(f"{name}={value!r}: expected text that is not empty")
     return value
 
 
@@ -128,11 +119,20 @@ def dtypes(name: str, value: Any) -> list[str | None]:
     return result
 
 
-def function(name: str, value: Any) -> Any:
-    """Something that can be called."""
-    if not callable(value):
-        raise TypeError(f"{name}={value!r}: expected a function")
-    return value
+def callable_or(expected: str, *attributes: str) -> Check:
+    """Something that can be called, or that has some attributes; so that what is checked need not be imported."""
+
+    def check(name: str, value: Any) -> Any:
+        if not callable(value) and not (attributes and all(hasattr(value, each) for each in attributes)):
+            raise TypeError(f"{name}={value!r}: expected {expected}")
+        return value
+
+    return check
+
+
+function = callable_or("a function")
+optimizer = callable_or("a torch optimizer, or a function of model.parameters()", "param_groups", "step")
+scheduler = callable_or("a learning rate scheduler, or a function of the optimizer", "step")
 
 
 def functions(name: str, value: Any) -> list[Any]:
@@ -201,20 +201,6 @@ def edit_fields(name: str, value: Any) -> list[tuple[str, Any, tuple[int, ...], 
     ):
         raise TypeError(f"{name}={value!r}: expected a list of (name, numpy dtype, shape, nullable)")
     return [(field[0], field[1], tuple(field[2]), bool(field[3])) for field in value]
-
-
-def optimizer(name: str, value: Any) -> Any:
-    """An optimizer, or a function that makes one."""
-    if not callable(value) and not (hasattr(value, "param_groups") and hasattr(value, "step")):
-        raise TypeError(f"{name}={value!r}: expected a torch optimizer, or a function of model.parameters()")
-    return value
-
-
-def scheduler(name: str, value: Any) -> Any:
-    """A scheduler, or a function that makes one."""
-    if not callable(value) and not hasattr(value, "step"):
-        raise TypeError(f"{name}={value!r}: expected a learning rate scheduler, or a function of the optimizer")
-    return value
 
 
 def compression(name: str, value: Any) -> Any:

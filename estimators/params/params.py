@@ -8,13 +8,14 @@ in a ParamGridBuilder's grid too (there when ``fit`` starts).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyspark.ml.param import Param, Params
 
-from spark_hvd.estimators.params.checks import Check, nearest
+from spark_hvd.estimators.params.checks import Check
+from spark_hvd.estimators.readers.dataset import nearest
 from spark_hvd.runner.spark.private import set_defaults, unowned_param
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class TableParams(Params):
     _table: ClassVar[tuple[Parameter, ...]] = ()
     _gone: ClassVar[Mapping[str, str]] = {}
     """Names that Horovod's users may still give -> what to do instead."""
+    _from_json: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
+    """Parameters that are saved as what their ``to_json()`` returns -> its inverse."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -75,7 +78,8 @@ class TableParams(Params):
         for name, value in values.items():
             if name not in rows:
                 raise TypeError(self._unknown(name, rows))
-            if value is not None or row_allows_none(rows[name]):
+            # None, where it is not a value of the parameter, means the default, as in Horovod.
+            if value is not None or rows[name].default is None:
                 self._set(**{name: rows[name].check(name, value) if value is not None else None})
         return self
 
@@ -91,26 +95,9 @@ class TableParams(Params):
         return f"{type(self).__name__} has no parameter {name!r}.{nearest(name, rows)}"
 
 
-def row_allows_none(row: Parameter) -> bool:
-    """Whether None is a value of this parameter; for the others, None given means the default (as in Horovod)."""
-    return row.default is None
-
-
 def rows(group: str, *entries: tuple[Any, ...]) -> tuple[Parameter, ...]:
     """Rows of one group of a table, from (name, default, check, doc)."""
     return tuple(Parameter(name, default, check, doc, group) for name, default, check, doc in entries)
-
-
-def table_markdown(table: Sequence[Parameter]) -> str:
-    """The table as documentation shows it."""
-    lines, group = [], None
-    for row in table:
-        if row.group != group:
-            group = row.group
-            lines += ["", f"**{group}**", "", "| parameter | default | meaning |", "|---|---|---|"]
-        default = "" if row.default is None else f"`{row.default!r}`"
-        lines.append(f"| `{row.name}` | {default} | {row.doc} |")
-    return "\n".join(lines).strip()
 
 
 def in_page(page: str, table: Sequence[Parameter]) -> str:
@@ -118,7 +105,14 @@ def in_page(page: str, table: Sequence[Parameter]) -> str:
     before, _, rest = page.partition("<!-- parameters")
     mark, _, rest = rest.partition("-->\n")
     _, _, after = rest.partition("<!-- end of parameters -->")
-    table_text = table_markdown(table)
+    lines, group = [], None
+    for row in table:
+        if row.group != group:
+            group = row.group
+            lines += ["", f"**{group}**", "", "| parameter | default | meaning |", "|---|---|---|"]
+        default = "" if row.default is None else f"`{row.default!r}`"
+        lines.append(f"| `{row.name}` | {default} | {row.doc} |")
+    table_text = "\n".join(lines).strip()
     return f"{before}<!-- parameters{mark}-->\n\n{table_text}\n\n<!-- end of parameters -->{after}"
 
 

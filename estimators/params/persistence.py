@@ -34,12 +34,7 @@ T = TypeVar("T", bound=TableParams)
 
 
 class ParamsWriter(MLWriter):
-    """What ``write()`` returns.
-
-    Args:
-        instance: What to save.
-        skip: Names of parameters that are not saved.
-    """
+    """Saves the parameters of ``instance`` that are set, but for those in ``skip``, and its defaults."""
 
     def __init__(self, instance: TableParams, skip: Collection[str] = ()) -> None:
         super().__init__()
@@ -52,15 +47,42 @@ class ParamsWriter(MLWriter):
             StoreError: there is something already and ``overwrite()`` was not called, or it cannot be written.
             UnpicklableError: naming the attribute that cannot be saved.
         """
-        write_params(self._instance, path, self.sparkSession, skip=self._skip, overwrite=self.shouldOverwrite)
+        instance = self._instance
+        values, defaults = (
+            {name: value for name, value in given.items() if name not in self._skip}
+            for given in spark_private.values_and_defaults(instance)
+        )
+        plain = {
+            name: value.to_json() if value is not None and name in instance._from_json else value
+            for name, value in values.items()
+        }
+        objects = {name: value for name, value in values.items() if not _is_plain(plain[name])}
+        packed = pack(objects, type(instance).__name__)
+        store = Store.create(_qualified(path, self.sparkSession))
+        if self.shouldOverwrite:
+            store.delete(store.url)
+        elif store.exists(store.url):
+            raise StoreError(f"cannot save to {path}: there is something already; replace it with write().overwrite()")
+        store.write_bytes(store.join(WEIGHTS), packed.weights)
+        store.write_bytes(store.join(STRUCTURE), packed.structure)
+        metadata = {
+            "class": f"{type(instance).__module__}.{type(instance).__name__}",
+            "timestamp": round(time.time() * 1000),
+            "sparkVersion": self.sparkSession.version,
+            "uid": instance.uid,
+            "paramMap": {name: value for name, value in plain.items() if name not in objects},
+            "defaultParamMap": {name: value for name, value in defaults.items() if _is_plain(value)},
+            "format_version": FORMAT_VERSION,
+            "spark_hvd": spark_hvd.__version__,
+            "torch": torch.__version__,
+            "sha256": {STRUCTURE: _sha256(packed.structure), WEIGHTS: _sha256(packed.weights)},
+        }
+        line = json.dumps(metadata, separators=(",", ":"))
+        self.sparkSession.createDataFrame([(line,)], ["value"]).coalesce(1).write.text(f"{path.rstrip('/')}/metadata")
 
 
 class ParamsReader(MLReader[Any], Generic[T]):
-    """What ``read()`` returns.
-
-    Args:
-        cls: The class to load.
-    """
+    """Makes a new ``cls`` with the parameters that a :class:`ParamsWriter` saved."""
 
     def __init__(self, cls: type[T]) -> None:
         super().__init__()
@@ -72,79 +94,19 @@ class ParamsReader(MLReader[Any], Generic[T]):
         Raises:
             CheckpointError: there is none, it is damaged, of a newer version, or needs code that is not here.
         """
-        return read_params(self._cls, path, self.sparkSession)
-
-
-def write_params(
-    instance: TableParams, path: str, spark: SparkSession, *, skip: Collection[str] = (), overwrite: bool = False
-) -> None:
-    """Save the parameters of ``instance`` that are set, and its defaults.
-
-    Parameters for which the class has a function in ``_from_json`` are saved as what their ``to_json()`` returns.
-
-    Args:
-        instance: What to save.
-        path: A directory.
-        spark: The session that writes the metadata.
-        skip: Names of parameters to leave out.
-        overwrite: Delete what is at ``path``.
-
-    Raises:
-        StoreError: there is something at ``path`` already, or it cannot be written.
-        UnpicklableError: naming the attribute that cannot be saved.
-    """
-    values, defaults = (
-        {name: value for name, value in given.items() if name not in skip}
-        for given in spark_private.values_and_defaults(instance)
-    )
-    plain = {name: _to_json(instance, name, value) for name, value in values.items()}
-    objects = {name: value for name, value in values.items() if not _is_plain(plain[name])}
-    packed = pack(objects, type(instance).__name__)
-    store = Store.create(_qualified(path, spark))
-    if overwrite:
-        store.delete(store.url)
-    elif store.exists(store.url):
-        raise StoreError(f"cannot save to {path}: there is something already; replace it with write().overwrite()")
-    store.write_bytes(store.join(WEIGHTS), packed.weights)
-    store.write_bytes(store.join(STRUCTURE), packed.structure)
-    metadata = {
-        "class": f"{type(instance).__module__}.{type(instance).__name__}",
-        "timestamp": round(time.time() * 1000),
-        "sparkVersion": spark.version,
-        "uid": instance.uid,
-        "paramMap": {name: value for name, value in plain.items() if name not in objects},
-        "defaultParamMap": {name: value for name, value in defaults.items() if _is_plain(value)},
-        "format_version": FORMAT_VERSION,
-        "spark_hvd": spark_hvd.__version__,
-        "torch": torch.__version__,
-        "sha256": {STRUCTURE: _sha256(packed.structure), WEIGHTS: _sha256(packed.weights)},
-    }
-    line = json.dumps(metadata, separators=(",", ":"))
-    spark.createDataFrame([(line,)], ["value"]).coalesce(1).write.text(f"{path.rstrip('/')}/metadata")
-
-
-def read_params(cls: type[T], path: str, spark: SparkSession) -> T:
-    """A new ``cls`` with the parameters that :func:`write_params` saved.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, of a newer version, or needs code that is not here.
-    """
-    metadata = _metadata(cls, path, spark)
-    store = Store.create(_qualified(path, spark))
-    packed = PackedModule(*(_file(store, name, metadata["sha256"][name]) for name in (STRUCTURE, WEIGHTS)))
-    instance = cls()
-    spark_private.rename(instance, metadata["uid"])
-    from_json: Mapping[str, Any] = getattr(cls, "_from_json", {})
-    plain = {name: from_json.get(name, _same)(value) for name, value in metadata["paramMap"].items()}
-    defaults = {name: value for name, value in metadata["defaultParamMap"].items() if _has(cls, name)}
-    spark_private.set_defaults(instance, defaults)
-    instance.setParams(**plain, **_unpacked(packed, store.join(STRUCTURE), metadata))
-    return instance
-
-
-def _has(cls: type[TableParams], name: str) -> bool:
-    """Whether ``cls`` has a parameter called ``name``; those of other versions may be gone."""
-    return any(row.name == name for row in cls._table)
+        cls, spark = self._cls, self.sparkSession
+        metadata = _metadata(cls, path, spark)
+        store = Store.create(_qualified(path, spark))
+        packed = PackedModule(*(_file(store, name, metadata["sha256"][name]) for name in (STRUCTURE, WEIGHTS)))
+        instance = cls()
+        spark_private.rename(instance, metadata["uid"])
+        plain = metadata["paramMap"]
+        plain |= {name: made(plain[name]) for name, made in cls._from_json.items() if name in plain}
+        known = {row.name for row in cls._table}  # those of other versions may be gone
+        defaults = {name: value for name, value in metadata["defaultParamMap"].items() if name in known}
+        spark_private.set_defaults(instance, defaults)
+        instance.setParams(**plain, **_unpacked(packed, store.join(STRUCTURE), metadata))
+        return instance
 
 
 def _metadata(cls: type[TableParams], path: str, spark: SparkSession) -> dict[str, Any]:
@@ -204,10 +166,6 @@ def _qualified(path: str, spark: SparkSession) -> str:
     return path if is_connect(spark) else spark_private.qualified(spark, path)
 
 
-def _to_json(instance: TableParams, name: str, value: Any) -> Any:
-    return value.to_json() if value is not None and name in getattr(instance, "_from_json", {}) else value
-
-
 def _is_plain(value: Any) -> bool:
     """Whether JSON holds it; tuples become lists, which checks take as well."""
     if isinstance(value, (list, tuple)):
@@ -215,10 +173,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(type(key) is str and _is_plain(item) for key, item in value.items())
     return value is None or type(value) in (bool, int, float, str)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _sha256(data: bytes) -> str:

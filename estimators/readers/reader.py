@@ -35,6 +35,7 @@ class ReaderSpec:
         drop_last: Leave out the batch at the end of a pass that is not full.
         cache: Keep what was read in memory; later passes read no file (``inmemory_cache_all``), so that a rank has the
             same rows in every pass.
+        kind: "arrow", "petastorm", or None to choose by the data set.
         workers: Threads that read ahead.
         pool: Petastorm's ``reader_pool_type``: "thread", "process" or "dummy". The Arrow reader has threads only.
         decoders: Column name -> function of the bytes of one value, returning an array; for binary columns.
@@ -54,6 +55,7 @@ class ReaderSpec:
     window_rows: int | None = None
     drop_last: bool = False
     cache: bool = False
+    kind: str | None = None
     workers: int = 2
     pool: str = "thread"
     decoders: Mapping[str, Callable[[bytes], Any]] = field(default_factory=dict)

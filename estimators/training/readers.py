@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from spark_hvd.estimators.readers.arrow import ArrowReader
 from spark_hvd.estimators.readers.reader import Reader, ReaderSpec
+from spark_hvd.estimators.training.spec import Objects, TrainSpec
 
 
-def open_reader(spec: ReaderSpec, kind: str | None = None) -> Reader:
-    """Open the reader called ``kind``: "arrow", "petastorm", or None to choose by the data set.
+def reader_spec(spec: TrainSpec, objects: Objects, **fields: Any) -> ReaderSpec:
+    """What a reader is asked for in a training, with ``fields`` in place of what is asked for in all of it."""
+    return ReaderSpec(**{"columns": spec.columns, "store": spec.store, **spec.reader, **objects.reader, **fields})
+
+
+def open_reader(spec: ReaderSpec) -> Reader:
+    """Open the reader of ``spec.kind``.
 
     Raises:
         DataError: a column is missing, or the Arrow reader is asked for a data set with a Unischema.
@@ -15,7 +23,7 @@ def open_reader(spec: ReaderSpec, kind: str | None = None) -> Reader:
     for name in spec.columns:
         if name not in {field[0] for field in spec.edit_fields}:
             spec.dataset.column(name)
-    if kind == "petastorm" or (kind is None and spec.dataset.unischema):
+    if spec.kind == "petastorm" or (spec.kind is None and spec.dataset.unischema):
         from spark_hvd.estimators.petastorm.reader import PetastormReader
 
         return PetastormReader(spec)

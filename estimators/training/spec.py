@@ -29,7 +29,7 @@ class TrainSpec:
         epochs: Passes over the data; also counting those that a resumed run has done.
         seed: Of everything random.
         reshape_labels: Give labels the shape of outputs.
-        reader: Fields of ReaderSpec, and "kind"; the same for training and validation but for ``workers``.
+        reader: Fields of ReaderSpec; the same for training and validation but for ``workers``.
         resume: Whether the run has a checkpoint to go on from.
         trainer: What LightningEstimator gives to the Trainer.
     """

@@ -16,10 +16,10 @@ from spark_hvd.checkpoint.format import on_rank_0
 from spark_hvd.estimators.errors import NotFiniteLossError
 from spark_hvd.estimators.readers.feed import Feed
 from spark_hvd.estimators.readers.position import Position, Shares
-from spark_hvd.estimators.readers.reader import Batch, Reader, ReaderSpec
+from spark_hvd.estimators.readers.reader import Batch, Reader
 from spark_hvd.estimators.training.checkpoint import BEST, LAST, Checkpoints, check_fits
 from spark_hvd.estimators.training.history import History
-from spark_hvd.estimators.training.readers import open_reader
+from spark_hvd.estimators.training.readers import open_reader, reader_spec
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.store.errors import CheckpointError
 
@@ -170,21 +170,13 @@ def train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> Histor
         objects.model.load_state_dict(resumed["model"])
     history = History(resumed["history"]) if resumed else History()
     with ExitStack() as cleanup:
-        shared = {key: value for key, value in spec.reader.items() if key != "kind"}
-        common: dict[str, Any] = {
-            **shared,
-            **objects.reader,
-            "columns": spec.columns,
-            "store": spec.store,
-            "seed": spec.seed,
-            "rank": hvd.rank(),
-            "size": hvd.size(),
-        }
-        reader = ReaderSpec(**common, dataset=spec.train, batch_size=spec.batch_size, shuffle=spec.shuffle)
-        kind = spec.reader.get("kind")
+        mine: dict[str, Any] = {"seed": spec.seed, "rank": hvd.rank(), "size": hvd.size()}
+        reader = reader_spec(
+            spec, objects, dataset=spec.train, batch_size=spec.batch_size, shuffle=spec.shuffle, **mine
+        )
         feed = Feed(
-            cleanup.enter_context(closing(open_reader(reader, kind))),
-            lambda rank, size: open_reader(replace(reader, rank=rank, size=size), kind),
+            cleanup.enter_context(closing(open_reader(reader))),
+            lambda rank, size: open_reader(replace(reader, rank=rank, size=size)),
             Shares(spec.train.rows, spec.batch_size, reader.drop_last),
             hvd.rank(),
             hvd.size(),
@@ -192,9 +184,15 @@ def train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> Histor
         )
         val_reader = None
         if spec.validation is not None:
-            common.update(workers=spec.val_reader_num_workers, drop_last=False)
-            validation = ReaderSpec(**common, dataset=spec.validation, batch_size=spec.val_batch_size)
-            val_reader = cleanup.enter_context(closing(open_reader(validation, kind)))
+            validation = replace(
+                reader,
+                dataset=spec.validation,
+                batch_size=spec.val_batch_size,
+                shuffle=False,
+                workers=spec.val_reader_num_workers,
+                drop_last=False,
+            )
+            val_reader = cleanup.enter_context(closing(open_reader(validation)))
         job = Job(spec, objects, device, resumed, history, checkpoints, feed, val_reader)
         history = framework.fit(job)
     return history if hvd.rank() == 0 else None

@@ -76,7 +76,7 @@ arrow = pytest.mark.parametrize("kind", ["arrow"])
 def opened(kind: str, meta: DatasetMeta, store: Store, batch_size: int = 7, **spec: Any) -> Reader:
     """A reader of all columns, unless ``columns`` are given."""
     columns = spec.pop("columns", tuple(column.name for column in meta.columns))
-    return open_reader(ReaderSpec(dataset=meta, columns=columns, store=store, batch_size=batch_size, **spec), kind)
+    return open_reader(ReaderSpec(dataset=meta, columns=columns, store=store, batch_size=batch_size, kind=kind, **spec))
 
 
 def read(reader: Reader, number: int = 0) -> list[Batch]:

@@ -70,7 +70,7 @@ def test_the_batches_of_the_arrow_reader(store: Store, pool: str, window_rows: i
     meta = write(store, numbered(211), 3, 40)
     for rank in range(3):
         spec = spec_of(meta, store, rank=rank, size=3, shuffle=True, seed=9, window_rows=window_rows, cache=cache)
-        arrow, petastorm = open_reader(spec, "arrow"), PetastormReader(_with(spec, pool=pool, workers=3))
+        arrow, petastorm = open_reader(_with(spec, kind="arrow")), PetastormReader(_with(spec, pool=pool, workers=3))
         for number in (0, 1):
             for a, b in zip(arrow.batches(number), petastorm.batches(number), strict=True):
                 assert all(torch.equal(a[name], b[name]) for name in ("row", "half", "other"))

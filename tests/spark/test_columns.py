@@ -126,11 +126,11 @@ def test_types_without_a_tensor_name_column_type_and_remedy(kind: str, hint: str
 
 
 def test_missing_columns_are_named_with_the_nearest_name() -> None:
-    with pytest.raises(DataError, match=r"feature_cols names 'Doubel', .*did you mean 'double'\? It has 'byte'"):
+    with pytest.raises(DataError, match=r"feature_cols names 'Doubel', .*Did you mean 'double'\? It has 'byte'"):
         check_columns(SCHEMA, ["int", "Doubel"], "feature_cols")
     with pytest.raises(DataError, match=r"label_cols names 'zzz', which the DataFrame does not have\. It has 'byte'"):
         check_columns(SCHEMA, ["zzz"], "label_cols")
-    with pytest.raises(DataError, match=r"did you mean 'a\.dot'"):
+    with pytest.raises(DataError, match=r"Did you mean 'a\.dot'"):
         columns_of(SCHEMA, ["a_dot"])
     check_columns(SCHEMA, SCHEMA.fieldNames(), "feature_cols")
 

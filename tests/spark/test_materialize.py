@@ -199,7 +199,7 @@ def test_null_and_ragged_vectors(spark: SparkSession, store: Store) -> None:
         (3, "never", r"no rows for validation: validation='never' leaves none of 3\. Check that column"),
         (3, "always", "no rows for training: validation='always'"),
         (3, "unknown", r"column 'unknown' has 3 null\(s\) in 3 rows"),
-        (3, "nevr", "validation names 'nevr', .*did you mean 'never'"),
+        (3, "nevr", "validation names 'nevr', .*Did you mean 'never'"),
         (3, "text", r"validation='text' is a column of type string: expected boolean or integer"),
     ],
 )

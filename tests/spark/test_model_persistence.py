@@ -22,7 +22,7 @@ from torch import nn
 
 from spark_hvd.estimators.params import checks
 from spark_hvd.estimators.params.params import TableParams, rows
-from spark_hvd.estimators.params.persistence import read_params, write_params
+from spark_hvd.estimators.params.persistence import ParamsReader, ParamsWriter
 from spark_hvd.estimators.readers.dataset import Column
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.training.head import Head
@@ -221,8 +221,8 @@ class Thing(TableParams):
 
 def test_any_table_of_params(spark: SparkSession, tmp_path: Path) -> None:
     path, factor = str(tmp_path / "thing"), 3
-    write_params(Thing(size=2, act=lambda x: x * factor, secret="s"), path, spark, skip=["secret"])
-    back = read_params(Thing, path, spark)
+    ParamsWriter(Thing(size=2, act=lambda x: x * factor, secret="s"), skip=["secret"]).save(path)
+    back = ParamsReader(Thing).load(path)
     assert back.getOrDefault("size") == 2
     assert back.getOrDefault("act")(5) == 15
     assert back.getOrDefault("secret") is None

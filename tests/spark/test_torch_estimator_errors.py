@@ -83,8 +83,8 @@ FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no optimizer": ({"optimizer": None}, ValueError, "optimizer is missing"),
     "two losses": ({"loss_constructors": [nn.MSELoss]}, ValueError, "both given"),
     "two numbers of ranks": ({"backend": LocalBackend(2)}, ValueError, "num_proc=2 and backend are both given"),
-    "column": ({"feature_cols": ["feature"]}, DataError, r"feature_cols names 'feature'.* did you mean 'features'\?"),
-    "label column": ({"label_cols": ["valu"]}, DataError, r"label_cols names 'valu'.* did you mean 'value'\?"),
+    "column": ({"feature_cols": ["feature"]}, DataError, r"feature_cols names 'feature'.* Did you mean 'features'\?"),
+    "label column": ({"label_cols": ["valu"]}, DataError, r"label_cols names 'valu'.* Did you mean 'value'\?"),
     "weight column": ({"sample_weight_col": "w"}, DataError, "sample_weight_col names 'w'"),
     "validation column": ({"validation": "value"}, DataError, "validation='value' is a column of type double"),
     "shape": (
