@@ -167,14 +167,7 @@ class SparkEstimator(TableParams, Estimator[M], MLWritable, MLReadable):  # type
 
 
 def model_fields(plan: Plan, spec: TrainSpec, model: torch.nn.Module, history: History) -> dict[str, Any]:
-    """What every estimator gives to the model that comes out of it, as keywords.
-
-    Args:
-        plan: Of the fit.
-        spec: The training.
-        model: With the trained weights.
-        history: Of the training.
-    """
+    """What every estimator gives to the model that comes out of it, as keywords."""
     labels = tuple(label.column for label in spec.labels)
     return {
         "model": model.eval(),

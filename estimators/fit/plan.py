@@ -46,13 +46,7 @@ class Plan:
 
 
 def make_plan(name: str, settings: Settings, objects: Objects, spec_fields: Mapping[str, Any]) -> Plan:
-    """What parameters, which were checked, come to.
-
-    Args:
-        name: Of the estimator's class.
-        settings: The parameters.
-        objects: The code of the training.
-        spec_fields: Of TrainSpec, those that only this framework has.
+    """What parameters, which were checked, come to; ``spec_fields`` of TrainSpec only this framework has.
 
     Raises:
         ValueError: there is no store, and executors may be on several hosts.
@@ -107,12 +101,7 @@ def reader_functions(settings: Settings) -> dict[str, Any]:
 
 
 def check_together(name: str, settings: Settings, required: Mapping[str, str]) -> None:
-    """Find parameters that are missing or do not go together.
-
-    Args:
-        name: Of the estimator's class.
-        settings: The parameters.
-        required: Those that must be given -> what they are.
+    """Find parameters that are missing, those ``required`` (-> what they are), or do not go together.
 
     Raises:
         ValueError: naming them.

@@ -20,12 +20,6 @@ from spark_hvd.store.errors import StoreError
 def train_on_ranks(plan: Plan, spec: TrainSpec, num_proc: int, framework: Framework) -> tuple[dict[str, Any], History]:
     """The checkpoint of the trained model, and the history.
 
-    Args:
-        plan: Of the fit.
-        spec: Of the training, with its data.
-        num_proc: Number of ranks.
-        framework: Trains.
-
     Raises:
         DataError: there are fewer rows than ranks.
         CheckpointError: the run has a checkpoint that does not fit.

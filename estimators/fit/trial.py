@@ -29,11 +29,6 @@ ROWS = 32
 def batch_of_rows(plan: Plan, table: pa.Table, columns: Sequence[Column]) -> Batch:
     """The rows of a table as ranks would get them, through the same reader.
 
-    Args:
-        plan: Of the fit.
-        table: What Spark gave for some rows.
-        columns: Of the table.
-
     Raises:
         DataError: there are no rows, nulls among them, or the functions fail.
     """

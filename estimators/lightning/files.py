@@ -17,13 +17,7 @@ _FOLDERS = ("dirpath", "_root_dir", "_save_dir")
 
 
 class RunFiles:
-    """The files of a run.
-
-    Args:
-        store: Of the run.
-        run_id: Its name.
-        resumed: Whether files of it are in the store already.
-    """
+    """The files of a run; where it is ``resumed``, the store has some already."""
 
     def __init__(self, store: Store, run_id: str, resumed: bool) -> None:
         self._store, self._logs = store, store.logs_path(run_id)
@@ -41,9 +35,7 @@ class RunFiles:
     def inside(self, path: str, driver_folder: str) -> str:
         """Where the files go that were to go to ``path``: into the folder, unless the path says otherwise.
 
-        Args:
-            path: Relative, absolute or a URL; only those within ``driver_folder`` were not meant to be elsewhere.
-            driver_folder: The working directory of the driver; loggers make paths absolute there.
+        Only paths within ``driver_folder``, where loggers make them absolute, were not meant to be elsewhere.
         """
         if "://" in path:
             return path

@@ -52,11 +52,7 @@ def batch_dict(spec: TrainSpec, batch: Batch) -> Batch:
 
 
 class TrainLoader:
-    """Batches of one epoch each time it is iterated; ``len`` of them on every rank.
-
-    Args:
-        job: Reads them.
-    """
+    """Batches of one epoch each time it is iterated; ``len`` of them on every rank."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

@@ -70,14 +70,7 @@ class Partitions:
 
 
 class ParquetDatasetPiece:
-    """One file of a data set, or one row group of it. Pickles, so that workers in other processes get it.
-
-    Args:
-        path: As the file system wants it.
-        open_file_func: Opens it for reading.
-        row_group: Its number in the file; None for the whole file.
-        partition_keys: Of the directories above it.
-    """
+    """A file of a data set, or one row group of it. Pickles, so that workers in other processes get it."""
 
     def __init__(
         self,

@@ -40,9 +40,6 @@ class PetastormReader(Reader):
     A window of ``window_rows`` rows, ``workers + 2`` row groups read ahead, and batches not yet used are in memory.
     With ``cache`` the rank keeps the shard of the first pass and shuffles that.
 
-    Args:
-        spec: What to read.
-
     Raises:
         DataError: a column is not in the data set, or its Unischema cannot be read.
         EstimatorError: Petastorm is missing or does not fit.

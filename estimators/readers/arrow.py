@@ -37,9 +37,6 @@ class ArrowReader(Reader):
     With ``cache`` the rank keeps the shard of the first pass, and shuffles that: what later passes of other ranks read
     is not in its memory.
 
-    Args:
-        spec: What to read.
-
     Raises:
         DataError: a column is not in the data set.
     """

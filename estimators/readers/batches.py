@@ -93,9 +93,6 @@ class Layout:
 class RowShapes:
     """Dtype and shape of a row of each block. All row groups must have the same; within one, rows are alike.
 
-    Args:
-        layout: Of the blocks.
-
     Attributes:
         known: Of the first row group that was looked at; None before.
     """

@@ -41,12 +41,7 @@ KEPT_OPEN = 16
 
 
 class RowGroups:
-    """Reads row groups. Each thread uses a file alone: Arrow's reader of one file is not made for several.
-
-    Args:
-        store: Opens the files.
-        columns: Names of the columns to read.
-    """
+    """Reads row groups. Each thread uses a file alone: Arrow's reader of one file is not made for several."""
 
     def __init__(self, store: Store, columns: tuple[str, ...]) -> None:
         self._filesystem = arrow_filesystem(store)
@@ -124,12 +119,7 @@ class RowGroups:
 class Parts:
     """Parts of one large row group, which several threads ask for: read in order, one after the other.
 
-    Args:
-        files: Reads.
-        group: The row group.
-        start: First row that will be asked for.
-        stop: End of the rows that will be asked for.
-        chunk: Rows to decode at once.
+    All of them together are rows ``start`` to ``stop``; ``chunk`` rows are decoded at once.
     """
 
     def __init__(self, files: RowGroups, group: RowGroup, start: int, stop: int, chunk: int) -> None:

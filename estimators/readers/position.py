@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spark_hvd.estimators.readers.sharding import batch_rows, rows_of
+from spark_hvd.estimators.readers.sharding import batch_rows, share_of
 
 Taken = tuple[tuple[int, int], ...]
 """What was taken of a pass: (ranks, batches of each), the earliest first."""
@@ -85,16 +85,7 @@ class Shares:
 
     def parts(self, taken: Taken, rank: int, size: int) -> list[Part]:
         """Where the rows of ``rank`` of ``size`` are, among what each rank of the last of ``taken`` has left."""
-        total = self.left(taken)
-        start = rank * (total // size) + min(rank, total % size)
-        stop = start + rows_of(total, rank, size)
-        parts, at = [], 0
-        for former, rows in enumerate(self._left_by(taken)):
-            low, high = max(start - at, 0), min(stop - at, rows)
-            if low < high:
-                parts.append(Part(former, low, high))
-            at += rows
-        return parts
+        return [Part(*each) for each in share_of(self._left_by(taken), rank, size)]
 
     def _left_by(self, taken: Taken) -> list[int]:
         """Rows that each rank of the last of ``taken`` has left."""

@@ -7,7 +7,7 @@ groups are, also with fewer row groups than ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,32 +56,29 @@ def batch_rows(rows: int, rank: int, size: int, batch_size: int, drop_last: bool
     return [batch_size] * (steps - 1) + [mine - (steps - 1) * batch_size]
 
 
+def share_of(lengths: Sequence[int], rank: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """The piece of ``rank``, where things of these lengths are laid end to end: (number of the thing, start, stop)."""
+    total = sum(lengths)
+    start = rank * (total // size) + min(rank, total % size)
+    stop = start + rows_of(total, rank, size)
+    at = 0
+    for number, length in enumerate(lengths):
+        low, high = max(start - at, 0), min(stop - at, length)
+        if low < high:
+            yield number, low, high
+        at += length
+
+
 def pieces_of(
     group_rows: Sequence[int], rank: int, size: int, *, shuffle: bool = False, seed: int = 0, number: int = 0
 ) -> list[Piece]:
-    """What ``rank`` reads in pass ``number``, in this order.
-
-    Args:
-        group_rows: Rows of each row group.
-        rank: Mine.
-        size: Number of ranks.
-        shuffle: Whether row groups come in an order drawn for this pass.
-        seed: Of the order; all ranks must give the same.
-        number: Of the pass, from 0.
-    """
+    """What ``rank`` reads in pass ``number``, in this order; with ``shuffle`` one that all ranks draw from ``seed``."""
     order = np.arange(len(group_rows))
     if shuffle:
         np.random.default_rng((seed, number)).shuffle(order)
-    total = sum(group_rows)
-    start = rank * (total // size) + min(rank, total % size)
-    stop = start + rows_of(total, rank, size)
-    pieces, at = [], 0
-    for group in order.tolist():
-        low, high = max(start - at, 0), min(stop - at, group_rows[group])
-        if low < high:
-            pieces.append(Piece(group, low, high))
-        at += group_rows[group]
-    return pieces
+    groups = order.tolist()
+    share = share_of([group_rows[group] for group in groups], rank, size)
+    return [Piece(groups[place], start, stop) for place, start, stop in share]
 
 
 def pieces_of_pass(spec: ReaderSpec, number: int) -> list[Piece]:

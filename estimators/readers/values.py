@@ -47,12 +47,7 @@ def columns_yielded(spec: ReaderSpec) -> tuple[Column, ...]:
 
 
 class Values:
-    """Turns tables into blocks; through the user's functions where there are any.
-
-    Args:
-        spec: Names columns and functions.
-        layout: Of the blocks.
-    """
+    """Turns tables into blocks; through the user's functions where there are any."""
 
     def __init__(self, spec: ReaderSpec, layout: Layout) -> None:
         self._spec = spec

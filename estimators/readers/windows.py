@@ -19,12 +19,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def windows_of(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
-    """Group pieces, in their order, into windows of at most ``rows`` rows; a longer piece is cut.
-
-    Args:
-        pieces: What is to be read.
-        rows: Most rows of a window, from 1.
-    """
+    """Group pieces, in their order, into windows of at most ``rows`` rows; a longer piece is cut."""
     window: list[Piece] = []
     room = rows
     for piece in pieces:
@@ -43,12 +38,7 @@ def windows_of(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
 
 
 class Window:
-    """Memory for the rows of some pieces, which several threads fill.
-
-    Args:
-        pieces: The pieces, in order.
-        seed: Of the order of the rows.
-    """
+    """Memory for the rows of some pieces, which several threads fill."""
 
     def __init__(self, pieces: Sequence[Piece], seed: Sequence[int]) -> None:
         self._ends = np.cumsum([piece.rows for piece in pieces]).tolist()

@@ -142,12 +142,7 @@ class Metrics:
 
 
 class Sums:
-    """Sums over the rows of an epoch on this rank, kept on the device so that no batch waits for it.
-
-    Args:
-        names: Of the metrics.
-        device: Of the model.
-    """
+    """Sums over the rows of an epoch on this rank, kept on the device so that no batch waits for it."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = ["loss", *names]

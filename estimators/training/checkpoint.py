@@ -18,12 +18,7 @@ BEST = "best.ckpt"
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Args:
-        store: Where they lie.
-        run_id: Of the run.
-    """
+    """The checkpoints of one run."""
 
     store: Store
     run_id: str

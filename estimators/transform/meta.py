@@ -96,12 +96,6 @@ def inputs_as_trained(
 
     Numbers may be wider or narrower than they were, vectors and arrays of numbers may stand for one another.
 
-    Args:
-        schema: Of the DataFrame.
-        names: Of its columns, one for each of ``trained``.
-        decoders: Functions that make arrays of binary columns.
-        trained: What the model took.
-
     Raises:
         ValueError: another number of columns than in training.
         DataError: a column is missing, or of another type than in training.

@@ -53,13 +53,7 @@ class Output:
 
 
 def label_output(name: str, index: int, label_type: str, shape: Shape) -> Output:
-    """The column of output ``index`` in the type of its label.
-
-    Args:
-        name: Of the column.
-        index: Of the output.
-        label_type: The label's Spark type; "" where it is not known.
-        shape: Of the output for one row.
+    """The column of output ``index`` in the type of its label, "" where that is not known; ``shape`` is that of a row.
 
     Returns:
         A scalar label gives a scalar of its type, or a vector where the output has several numbers; vectors and arrays
@@ -81,14 +75,7 @@ def label_output(name: str, index: int, label_type: str, shape: Shape) -> Output
 
 
 def head_outputs(head: Head, shape: Shape, raw: str, probability: str, prediction: str) -> tuple[Output, ...]:
-    """Spark ML's columns for a model with one output.
-
-    Args:
-        head: What the output is.
-        shape: Of the output for one row.
-        raw: Name of the column of scores, "" to leave it out; so for the other two.
-        probability: Of the column of probabilities.
-        prediction: Of the column of predictions.
+    """Spark ML's columns, by these names ("" leaves one out), for a model with one output of ``shape`` a row.
 
     Returns:
         Nothing where the head is "other" or ``shape`` is not that of its kind: (classes,) or one number.
