@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from pyspark.sql import SparkSession
@@ -17,7 +16,6 @@ def local_session(app_name: str, slots: int) -> SparkSession:
     On a cluster none of this is needed: take the session that the notebook or spark-submit gives you.
     """
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     return (
         SparkSession.builder.master(f"local[{slots}]")
         .appName(app_name)

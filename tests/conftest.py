@@ -30,6 +30,13 @@ os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # here, since multiprocessing's 
 os.environ["PYSPARK_PYTHON"] = sys.executable
 
 
+def not_activated() -> dict[str, str]:
+    """The environment of somebody who calls this interpreter by its full path and has not activated its environment."""
+    here = os.path.dirname(sys.executable)
+    path = [folder for folder in os.environ["PATH"].split(os.pathsep) if folder != here]
+    return {k: v for k, v in os.environ.items() if k != "PYSPARK_PYTHON"} | {"PATH": os.pathsep.join(path)}
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Each of several test processes has a temporary folder of its own: tests look for what was left behind there."""
     if hasattr(config, "workerinput"):

@@ -23,6 +23,7 @@ from spark_hvd.estimators.data.writing import TRAIN, VALIDATION, WriteReport, Wr
 from spark_hvd.estimators.errors import DataError, EstimatorError
 from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.runner.spark.names import job_named
+from spark_hvd.runner.spark.session import choose_python
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
 
@@ -124,6 +125,7 @@ def _write(
         sources.append(F.col(quoted(marked_by)).cast("bigint") > 0)
     # names without dots, which mapInArrow takes for fields of structs; tasks go by position
     selected = df.select([source.alias(f"c{number}") for number, source in enumerate(sources)])
+    choose_python(df.sparkSession)
     try:
         job = selected.mapInArrow(_writer(task), "report binary")
         with job_named(job, f"spark_hvd: {who} writes its data to {posixpath.dirname(directories[TRAIN])}"):

@@ -22,7 +22,7 @@ from spark_hvd.estimators.training.packing import pack, unpack
 from spark_hvd.estimators.transform.meta import ModelMeta, inputs_as_trained, inputs_of, probed_shapes
 from spark_hvd.estimators.transform.outputs import Output, Shape, head_outputs, label_output, to_arrow
 from spark_hvd.estimators.transform.predict import Prediction, arrow_function, pandas_function, run
-from spark_hvd.runner.spark.session import is_connect
+from spark_hvd.runner.spark.session import choose_python, is_connect
 
 if TYPE_CHECKING:
     import torch
@@ -170,6 +170,7 @@ class TorchModel(TableParams, Model, MLWritable, MLReadable["TorchModel"]):
         plan = self._plan(self._label_types(dataset.schema), shapes)
         _check_new(dataset, [output.name for output in plan])
         session = dataset.sparkSession
+        choose_python(session)
         used = {name: decoder for name, decoder in decoders.items() if name in names}
         job = Prediction(
             packed=packed if is_connect(session) else session.sparkContext.broadcast(packed),

@@ -13,7 +13,7 @@ from spark_hvd.runner.outcome.rows import SCHEMA, Row
 from spark_hvd.runner.spark import private as spark_private
 from spark_hvd.runner.spark.names import call_site, job_group, job_named
 from spark_hvd.runner.spark.reach import Placement
-from spark_hvd.runner.spark.session import executor_addresses, is_connect
+from spark_hvd.runner.spark.session import choose_python, executor_addresses, is_connect
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -86,6 +86,7 @@ class TaskJob:
         self._tag = tag
         self._description = description
         self._place = call_site(description)
+        choose_python(spark)
         given = {} if profile is None else {"profile": profile}  # PySpark 3.5 has no such argument
         self._frame = spark.range(0, num_tasks, 1, num_tasks).mapInArrow(task, SCHEMA, barrier=barrier, **given)
         self.rows: list[Row] = []

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import re
+import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from spark_hvd.runner.outcome.errors import ClusterError
+from spark_hvd.runner.outcome.errors import ClusterError, SetupError
 from spark_hvd.runner.spark import private as spark_private
 
 if TYPE_CHECKING:
@@ -54,6 +59,47 @@ def is_local(spark: SparkSession) -> bool:
     """Whether all tasks run in the driver's own JVM (``local[N]``; not ``local-cluster``)."""
     master = conf(spark, "spark.master") or ""
     return not is_connect(spark) and (master == "local" or master.startswith("local["))
+
+
+def choose_python(spark: SparkSession) -> None:
+    """On a local master, let Spark's workers run the Python that runs this program, unless the user chose another.
+
+    Spark itself takes the ``python3`` that is first on PATH, which is another one where an environment is used by its
+    full path. On other masters nothing is known of the hosts' interpreters, and nothing is changed.
+
+    Raises:
+        SetupError: the one that was chosen has not what tasks of ours need.
+    """
+    from pyspark import SparkFiles
+
+    if not is_local(spark):
+        return
+    context = spark.sparkContext
+    chosen = os.environ.get("PYSPARK_PYTHON") or conf(spark, "spark.pyspark.python")
+    if context.pythonExec == "python3" and not chosen:
+        context.pythonExec = sys.executable
+    shipped = SparkFiles.getRootDirectory()
+    archives = [os.path.join(shipped, name) for name in os.listdir(shipped) if name.endswith((".zip", ".egg"))]
+    missing = _missing_from(context.pythonExec, (shipped, *archives))
+    if missing:
+        raise SetupError(
+            f"Spark's workers would run {context.pythonExec}, which cannot be used: {missing}. This program runs "
+            f"{sys.executable}: unset PYSPARK_PYTHON and spark.pyspark.python, or point them at that"
+        )
+
+
+@functools.cache
+def _missing_from(python: str, shipped: tuple[str, ...]) -> str:
+    """Why a Python of this host cannot run our tasks, with what Spark ships to them; "" if it can."""
+    if os.path.abspath(shutil.which(python) or python) == os.path.abspath(sys.executable):
+        return ""
+    command = [python, "-c", f"import sys; sys.path[:0] = {shipped!r}; import pyarrow, pandas, zmq, spark_hvd"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    said = done.stderr.strip().splitlines()
+    return (said[-1] if said else f"exit status {done.returncode}") if done.returncode else ""
 
 
 def max_result_bytes(spark: SparkSession) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from spark_hvd.runner import cli
-from tests.conftest import wait_until
+from tests.conftest import not_activated, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = [sys.executable, "-m", "spark_hvd.runner.cli"]
@@ -25,7 +24,7 @@ pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(300)]
 
 def environment() -> dict[str, str]:
     settings = {"PYTHONPATH": str(ROOT), "SPARK_LOCAL_IP": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **settings, "PYSPARK_PYTHON": sys.executable}
+    return {**not_activated(), **settings}
 
 
 def start(arguments: list[str], folder: Path) -> subprocess.Popen[str]:
@@ -130,7 +129,8 @@ def test_a_script_on_spark_with_files(folder: Path, tmp_path_factory: pytest.Tem
 def test_under_spark_submit(folder: Path) -> None:
     submit = str(Path(sys.executable).parent / "spark-submit")
     arguments = ["--master", "local[2]", *CONF, str(cli.__file__), "run", "-np", "2", "train.py", "exit"]
-    code, out, err = finish([submit, *arguments], folder)
+    # Spark's own script looks for a Python with pyspark, before any program of ours
+    code, out, err = finish(["env", f"PYSPARK_PYTHON={sys.executable}", submit, *arguments], folder)
     assert code == 3, err
     assert "[0] __main__ ['exit'] beside 2.0" in out
 

@@ -7,7 +7,6 @@ reader does not are in a comment of their own, ``<!-- before it:`` to ``-->``, a
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SHORT_LIVED
+from tests.conftest import SHORT_LIVED, not_activated
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -52,7 +51,7 @@ def program(page: Path) -> str:
 PROGRAMS = {page.stem: code for page in PAGES if (code := program(page))}
 TOGETHER = [
     ["README", "index", "migrating-from-horovodrunner", "networks", "run", "quickstart", "tracking", "doctor"],
-    ["migrating-from-torchdistributor", "data", "estimators"],
+    ["data", "estimators", "migrating-from-torchdistributor"],
     ["checkpoints", "collectives", "migrating-from-horovod", "progress", "timeline", "tuning"],
 ]
 """Pages that run one after another in a process: most of their time would be the start of Spark and of torch."""
@@ -86,7 +85,7 @@ def test_pages_run(pages: list[str], tmp_path: Path) -> None:
     # what the pages leave to a cluster's own configuration
     (tmp_path / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in SETTINGS.items()))
     environment = {
-        **os.environ,
+        **not_activated(),
         "PYTHONPATH": str(ROOT),
         "SPARK_LOCAL_IP": "127.0.0.1",
         "SPARK_CONF_DIR": str(tmp_path),

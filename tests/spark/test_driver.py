@@ -25,7 +25,7 @@ from spark_hvd.runner import (
     run_elastic,
 )
 from spark_hvd.runner.launch import attempt as attempt_module
-from spark_hvd.runner.spark import slots
+from spark_hvd.runner.spark import job, slots
 from tests.conftest import ranks_alive, wait_until
 
 if TYPE_CHECKING:
@@ -129,6 +129,10 @@ def blocking_python(tmp_path: Path, module: str, error: str) -> str:
 def test_spark_hvd_missing_on_an_executor(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = blocking_python(tmp_path, "spark_hvd", """ModuleNotFoundError("No module named 'spark_hvd'")""")
     monkeypatch.setattr(spark.sparkContext, "pythonExec", python)
+    told = rf"would run {python}, .* No module named 'spark_hvd'\. This program runs {sys.executable}"
+    with pytest.raises(SetupError, match=told):
+        run(lambda: 1, num_proc=2, spark=spark)
+    monkeypatch.setattr(job, "choose_python", lambda spark: None)  # as on a cluster, of whose hosts nothing is known
     with pytest.raises(
         SetupError, match=rf"No module named 'spark_hvd'; Python {sys.version.split()[0]} \(.*\) on host"
     ):
