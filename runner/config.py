@@ -5,9 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from spark_hvd.runner.channel.address import check_wishes
+from spark_hvd.runner.options import Option, option, options_of
 from spark_hvd.world.ports import PortRange
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 BACKENDS = ("gloo", "nccl", "mpi")
 MPIS = ("mpich", "openmpi")
@@ -16,68 +21,119 @@ CHOICES = ("auto", "table", "notebook", "plain", "json", "off")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """What ``run`` and ``run_local`` were asked for.
+    """What ``run`` and ``run_local`` were asked for: the declaration of their options.
 
     Raises:
         ValueError: naming the argument, its value and what is allowed.
         TypeError: an argument of a wrong type.
     """
 
-    num_proc: int | None = None
-    backend: str | None = None
-    mpi: str | None = None
-    procs_per_task: int = 1
-    interfaces: Sequence[str] = ()
-    ports: str | None = None
-    env: Mapping[str, str | None] = field(default_factory=dict)
-    start_timeout: float = 600.0
-    timeout: float | None = None
-    collective_timeout: float = 1800.0
-    verbose: int = 1
-    progress: str = "auto"
-    cpus_per_proc: int | None = None
-    gpus_per_proc: int | None = None
-    max_restarts: int = 0
-    min_num_proc: int | None = None
+    num_proc: int | None = option(
+        None,
+        "Number of ranks; None for as many as the cluster has task slots.",
+        least=1,
+        unit="ranks",
+        none="for every slot",
+    )
+    backend: str | None = option(
+        None,
+        '"gloo", "nccl", "mpi", or None for NCCL on CUDA tensors and Gloo on CPU tensors.',
+        choices=BACKENDS,
+        none="to take NCCL for CUDA tensors and Gloo for CPU tensors",
+    )
+    mpi: str | None = option(
+        None, 'Which MPI, for ``backend="mpi"``: "mpich" (the default) or "openmpi".', choices=MPIS
+    )
+    procs_per_task: int = option(
+        1, "Ranks in each Spark task; ``num_proc`` must be a multiple of it.", least=1, unit="ranks in each Spark task"
+    )
+    interfaces: Sequence[str] = option(
+        (),
+        'Interfaces ("eth1") or networks ("10.0.0.0/8") over which ranks are to talk; each host takes the first that '
+        "it has. By default, what carries the address by which Spark knows the host.",
+    )
+    ports: str | None = option(
+        None,
+        'Where this program and the ranks may listen, as "30000-30100"; by default anywhere. Gloo and NCCL choose '
+        "theirs from the kernel's range all the same (sysctl net.ipv4.ip_local_port_range).",
+    )
+    env: Mapping[str, str | None] = field(
+        default_factory=dict,
+        metadata={"option": Option("Changes to the environment of the ranks; None as a value unsets a variable.")},
+    )
+    start_timeout: float = option(
+        600.0, "Seconds for all ranks to be up: includes waiting for busy slots and importing torch.", seconds=True
+    )
+    timeout: float | None = option(
+        None,
+        "Seconds that fn may run in one start, or None for no limit. When over, every rank's stacks are in the error.",
+        seconds=True,
+    )
+    collective_timeout: float = option(
+        1800.0, "Seconds after which a collective fails that not all ranks have joined.", seconds=True
+    )
+    verbose: int = option(
+        1, "0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it, and how far they are."
+    )
+    progress: str = option(
+        "auto",
+        'How the run is shown while it goes on: "table" on a terminal, "notebook", "plain" lines every 30 seconds, '
+        '"json" lines, or "off"; "auto" takes what suits. See docs/progress.md.',
+        choices=CHOICES,
+    )
+    cpus_per_proc: int | None = option(
+        None,
+        "Cores for each rank, which is also its OMP_NUM_THREADS; None for what the application gives.",
+        least=1,
+        unit="cores for each rank",
+        none="for what the application gives",
+    )
+    gpus_per_proc: int | None = option(
+        None,
+        "GPUs for each rank, 0 to hide them; None for what the application gives.",
+        least=0,
+        unit="GPUs for each rank",
+        none="for what the application gives",
+    )
+    max_restarts: int = option(
+        0,
+        "How often all ranks are started again after an executor was lost, or a rank was killed by a signal. fn then "
+        "runs from its start, on every rank, and is to go on from a checkpoint (hvd.checkpoint). 0: fn never runs "
+        "twice.",
+        least=0,
+    )
+    min_num_proc: int | None = option(
+        None,
+        "Ranks that are enough for a restart where the slots for num_proc do not come back within start_timeout; None "
+        "for num_proc.",
+        least=1,
+        unit="ranks",
+        none="for num_proc",
+    )
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """The config of those arguments of a function that it declares; None stands for the default."""
+        names = options_of(cls)
+        return cls(**{name: value for name, value in arguments.items() if name in names and value is not None})
 
     def __post_init__(self) -> None:
-        if self.num_proc is not None:
-            if isinstance(self.num_proc, bool) or not isinstance(self.num_proc, int):
-                raise TypeError(f"num_proc={self.num_proc!r}: expected a whole number of ranks, or None for every slot")
-            if self.num_proc < 1:
-                raise ValueError(f"num_proc={self.num_proc}: expected at least 1 rank, or None for every slot")
-        if self.backend is not None and self.backend not in BACKENDS:
+        for name, declared in options_of(type(self)).items():
+            declared.check(name, getattr(self, name))
+        if self.progress == "notebook" and not in_notebook():
             raise ValueError(
-                f"backend={self.backend!r}: expected one of {', '.join(map(repr, BACKENDS))}, or None to take NCCL for "
-                "CUDA tensors and Gloo for CPU tensors"
+                "progress='notebook': this program does not run in a notebook; 'auto' is a table where it does."
             )
-        if self.mpi is not None and (self.mpi not in MPIS or self.backend != "mpi"):
-            raise ValueError(
-                f"mpi={self.mpi!r} with backend={self.backend!r}: expected one of {', '.join(map(repr, MPIS))}, with "
-                'backend="mpi"'
-            )
-        check_progress(self.progress)
-        self._check_tasks()
-        self._check_restarts()
         if isinstance(self.interfaces, str) or not all(isinstance(each, str) for each in self.interfaces):
             raise TypeError(
                 f'interfaces={self.interfaces!r}: expected a list of names and networks, such as ["eth1", "10.0.0.0/8"]'
             )
         self.port_range  # noqa: B018 - raises
         check_wishes(self.interfaces)
-        for name, least, what in (("cpus_per_proc", 1, "cores"), ("gpus_per_proc", 0, "GPUs")):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"{name}={value!r}: expected a whole number of {what} for each rank, or None")
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value}: expected at least {least}, or None for what the application gives")
-        for name in ("start_timeout", "collective_timeout", "timeout"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}={value!r}: expected a number of seconds above 0")
         for key, value in self.env.items():
             if not isinstance(key, str) or not isinstance(value, str | None):
                 raise TypeError(f"env[{key!r}]={value!r}: expected text, or None to unset the variable in the ranks")
+        self._check_together()
 
     @property
     def port_range(self) -> PortRange | None:
@@ -89,53 +145,27 @@ class RunConfig:
         """Spark tasks that run at the same time; None for as many as there are slots."""
         return None if self.num_proc is None else self.num_proc // self.procs_per_task
 
-    def _check_tasks(self) -> None:
-        each = self.procs_per_task
-        if isinstance(each, bool) or not isinstance(each, int):
-            raise TypeError(f"procs_per_task={each!r}: expected a whole number of ranks in each Spark task")
-        if each < 1 or (self.num_proc is not None and self.num_proc % each):
+    def _check_together(self) -> None:
+        if self.mpi is not None and self.backend != "mpi":
+            raise ValueError(f'mpi={self.mpi!r} with backend={self.backend!r}: expected backend="mpi"')
+        each, least = self.procs_per_task, self.min_num_proc
+        if self.num_proc is not None and self.num_proc % each:
             raise ValueError(
-                f"procs_per_task={each} with num_proc={self.num_proc}: expected at least 1, and a number that divides "
-                "num_proc: every Spark task has the same number of ranks"
+                f"procs_per_task={each} with num_proc={self.num_proc}: expected a number that divides num_proc: every "
+                "Spark task has the same number of ranks"
             )
-
-    def _check_restarts(self) -> None:
-        if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int):
-            raise TypeError(f"max_restarts={self.max_restarts!r}: expected a whole number")
-        if self.max_restarts < 0:
-            raise ValueError(f"max_restarts={self.max_restarts}: expected 0, for none, or more")
-        least, each = self.min_num_proc, self.procs_per_task
         if least is None:
             return
-        if isinstance(least, bool) or not isinstance(least, int):
-            raise TypeError(f"min_num_proc={least!r}: expected a whole number of ranks, or None for num_proc")
         if not self.max_restarts:
             raise ValueError(
                 f"min_num_proc={least} with max_restarts=0: it says how many ranks are enough for a restart; give "
                 "max_restarts too"
             )
-        if least < 1 or least % each or (self.num_proc is not None and least > self.num_proc):
+        if least % each or (self.num_proc is not None and least > self.num_proc):
             raise ValueError(
                 f"min_num_proc={least} with num_proc={self.num_proc}, procs_per_task={each}: expected a multiple of "
                 "procs_per_task, from 1 to num_proc"
             )
-
-
-def check_progress(progress: str) -> None:
-    """Make sure that there is such a display.
-
-    Args:
-        progress: The argument of ``run``.
-
-    Raises:
-        ValueError: There is not, or it is "notebook" outside of one.
-    """
-    if progress not in CHOICES:
-        raise ValueError(f"progress={progress!r}: expected one of {', '.join(map(repr, CHOICES))}.")
-    if progress == "notebook" and not in_notebook():
-        raise ValueError(
-            "progress='notebook': this program does not run in a notebook; 'auto' is a table where it does."
-        )
 
 
 def in_notebook() -> bool:

@@ -42,8 +42,7 @@ class SparkBackend(Backend):
     Args:
         num_proc: Number of ranks; None for as many as can run at once.
         spark: The session; None for the active one.
-        options: Further keywords of :func:`spark_hvd.run`: env, backend, start_timeout, timeout, collective_timeout,
-            verbose, progress, cpus_per_proc, gpus_per_proc, max_restarts, min_num_proc, tracker, stdout, stderr.
+        options: Further keywords of :func:`spark_hvd.run`.
     """
 
     __module__ = "spark_hvd.estimators"

@@ -29,6 +29,7 @@ from spark_hvd.runner.diagnosis.network_checks import check_allreduce, check_dri
 from spark_hvd.runner.diagnosis.report import Finding, Level, Report
 from spark_hvd.runner.diagnosis.spark_checks import SparkFacts, check_spark
 from spark_hvd.runner.launch.run import run
+from spark_hvd.runner.options import launcher
 from spark_hvd.runner.outcome.errors import ClusterError
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.profiles import Ask, TaskResources, task_resources
@@ -54,6 +55,11 @@ class StoreLike(Protocol):
     def storage_options(self) -> Mapping[str, Any]: ...  # noqa: D102
 
 
+@launcher(
+    RunConfig,
+    store="The store of an estimator, or its URL: it is written and read on every host.",
+    seconds="How long all-reduces are timed, for the whole world and again for all pairs of hosts.",
+)
 def doctor(
     spark: SparkSession | None = None,
     num_proc: int | None = None,
@@ -71,19 +77,8 @@ def doctor(
 
     Settings, slots, GPUs; Python, packages, memory and disks on the driver and every executor host; who can connect to
     whom; the store; and how fast the ranks all-reduce. A check that breaks is a finding of its own, and none waits
-    without end: an application that is well takes about ten seconds, a sick one some minutes at most.
-
-    Args:
-        spark: The session; None for the active one.
-        num_proc: Ranks that the run will have; None for every slot.
-        store: The store of an estimator, or its URL: it is written and read on every host.
-        procs_per_task: As the run will have it.
-        cpus_per_proc: As the run will have it.
-        gpus_per_proc: As the run will have it.
-        backend: As the run will have it; "mpi" makes mpi4py and its library necessary.
-        interfaces: As the run will have it.
-        ports: As the run will have it.
-        seconds: How long all-reduces are timed, for the whole world and again for all pairs of hosts.
+    without end: an application that is well takes about ten seconds, a sick one some minutes at most. Give the options
+    that the run will have.
 
     Returns:
         The report: print it, or leave it as the last line of a notebook cell. ``report.ok`` is False if a run fails.
@@ -92,15 +87,7 @@ def doctor(
         ValueError, TypeError: an argument is wrong.
         ClusterError: there is no session.
     """
-    config = RunConfig(
-        num_proc=num_proc,
-        procs_per_task=procs_per_task,
-        cpus_per_proc=cpus_per_proc,
-        gpus_per_proc=gpus_per_proc,
-        backend=backend,
-        interfaces=interfaces,
-        ports=ports,
-    )
+    config = RunConfig.of(locals())
     if not seconds > 0:
         raise ValueError(f"seconds={seconds!r}: expected a number above 0")
     return _Examination(on_spark.active_session(spark), config, store, seconds).report()

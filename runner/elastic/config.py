@@ -4,60 +4,83 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.config import BACKENDS, RunConfig
 from spark_hvd.runner.elastic.membership.events import Limits
+from spark_hvd.runner.options import option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ElasticConfig:
-    """What ``run_elastic`` was asked for, besides what it has in common with ``run``.
-
-    Args:
-        common: Those; its `num_proc` is given.
-        min_num_proc: None for `num_proc`.
-        max_num_proc: None for `num_proc`.
+class ElasticConfig(RunConfig):
+    """What ``run_elastic`` was asked for: the declaration of its options.
 
     Raises:
         ValueError: naming the argument, its value and what is allowed.
         TypeError: an argument of a wrong type.
     """
 
-    common: RunConfig
-    min_num_proc: int | None = None
-    max_num_proc: int | None = None
-    elastic_timeout: float = 600.0
-    reset_limit: int | None = None
-    rejoin_timeout: float = 30.0
-    host_failure_limit: int = 2
-    cooldown_range: tuple[float, float] | None = None
+    num_proc: int | None = option(
+        None,
+        "Ranks to start with; None for as many as the cluster has task slots.",
+        least=1,
+        unit="ranks",
+        none="for every slot",
+    )
+    backend: str | None = option(
+        None,
+        '"gloo", "nccl", or None for NCCL on CUDA tensors and Gloo on CPU tensors. MPI is not elastic.',
+        choices=BACKENDS,
+        none="to take NCCL for CUDA tensors and Gloo for CPU tensors",
+    )
+    start_timeout: float = option(
+        600.0, "Seconds for `num_proc` tasks to start; then `min_num_proc` will do.", seconds=True
+    )
+    timeout: float | None = option(None, "Seconds for the whole run, or None for no limit.", seconds=True)
+    min_num_proc: int | None = option(
+        None, "With fewer, those that are left wait; None for `num_proc`.", least=1, unit="ranks", none="for num_proc"
+    )
+    max_num_proc: int | None = option(
+        None, "Never more; None for `num_proc`.", least=1, unit="ranks", none="for num_proc"
+    )
+    elastic_timeout: float = option(
+        600.0, "Seconds to wait for `min_num_proc` ranks after some were lost.", seconds=True
+    )
+    reset_limit: int | None = option(
+        None,
+        "Failures that are survived; None for any number. Ranks that join, or leave because their executor is "
+        "decommissioned, are none.",
+        least=0,
+        unit="failures",
+        none="for any number",
+    )
+    rejoin_timeout: float = option(
+        30.0,
+        "Seconds for a rank to come back after a failure elsewhere, and to join the others; longer than the longest "
+        "step. A rank that takes more is taken for hung and replaced.",
+        seconds=True,
+    )
+    host_failure_limit: int = option(
+        2,
+        "Ranks that may fail on a host, with no commit of theirs in between, until it gets no more.",
+        least=1,
+        unit="failures",
+    )
+    cooldown_range: tuple[float, float] | None = option(
+        None, "Least and greatest number of seconds for which a host then gets none, doubled each time; None for ever."
+    )
 
-    def __post_init__(self) -> None:
-        if self.common.backend == "mpi":
+    def _check_together(self) -> None:
+        if self.backend == "mpi":
             raise ValueError(
                 'backend="mpi": MPI ends all ranks when one is lost, and takes in none, so it cannot be elastic. Use '
                 'backend="gloo" or "nccl", or spark_hvd.run(backend="mpi", max_restarts=...)'
             )
-        num_proc = self.common.num_proc
-        for name in ("min_num_proc", "max_num_proc", "reset_limit", "host_failure_limit"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"{name}={value!r}: expected a whole number")
-        for name in ("min_num_proc", "max_num_proc"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1 rank, or None for num_proc")
+        num_proc = self.num_proc
         least, greatest = self.min_num_proc or num_proc, self.max_num_proc or num_proc
         if num_proc is not None and not (least or 1) <= num_proc <= (greatest or num_proc):
             raise ValueError(
                 f"min_num_proc={self.min_num_proc}, num_proc={num_proc}, max_num_proc={self.max_num_proc}: expected "
                 "1 <= min_num_proc <= num_proc <= max_num_proc"
             )
-        if self.reset_limit is not None and self.reset_limit < 0:
-            raise ValueError(f"reset_limit={self.reset_limit}: expected 0 or more failures, or None for any number")
-        if self.host_failure_limit < 1:
-            raise ValueError(f"host_failure_limit={self.host_failure_limit}: expected at least 1 failure")
-        for name in ("elastic_timeout", "rejoin_timeout"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number of seconds above 0")
         times = self.cooldown_range
         if times is not None and (len(times) != 2 or not 0 < times[0] <= times[1]):
             raise ValueError(
@@ -68,13 +91,13 @@ class ElasticConfig:
     @property
     def limits(self) -> Limits:
         """The rules of the run."""
-        num_proc = self.common.num_proc
+        num_proc = self.num_proc
         assert num_proc is not None
         return Limits(
             num_proc=num_proc,
             min_num_proc=self.min_num_proc or num_proc,
             max_num_proc=self.max_num_proc or num_proc,
-            start_timeout=self.common.start_timeout,
+            start_timeout=self.start_timeout,
             elastic_timeout=self.elastic_timeout,
             reset_limit=self.reset_limit,
             rejoin_timeout=self.rejoin_timeout,

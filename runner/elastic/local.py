@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TextIO, TypeVar
 
-from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.elastic.agent import AgentReport, GivenUpError
 from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.elastic.hub import ElasticHub
@@ -21,6 +20,7 @@ from spark_hvd.runner.elastic.task import ElasticSpec, run_agent
 from spark_hvd.runner.launch.local import HOST, cores_each
 from spark_hvd.runner.launch.monitor import make_monitor
 from spark_hvd.runner.launch.result import RunResult
+from spark_hvd.runner.options import launcher
 from spark_hvd.runner.outcome.payload import dump_call, name_of
 from spark_hvd.runner.supervise.processes import check_system
 from spark_hvd.runner.supervise.task import TaskSpec
@@ -30,6 +30,13 @@ from spark_hvd.runner.watch.tracking import Tracker
 R = TypeVar("R")
 
 
+@launcher(
+    ElasticConfig,
+    num_proc="Ranks to start with.",
+    start_timeout="Seconds for the ranks' processes to be up.",
+    host_failure_limit="Ranks that may fail, with no commit of theirs in between, until no more are started.",
+    cooldown_range="Least and greatest number of seconds until they are again; None for ever.",
+)
 @briefly
 def run_elastic_local(
     fn: Callable[..., R],
@@ -60,29 +67,6 @@ def run_elastic_local(
     The same as :func:`spark_hvd.run_elastic` in everything that fn and the caller can see. Here no executor is ever
     lost: a rank that dies is replaced at once.
 
-    Args:
-        fn: The training function.
-        args: Positional arguments of fn.
-        kwargs: Keyword arguments of fn.
-        num_proc: Ranks to start with.
-        min_num_proc: With fewer, those that are left wait; None for `num_proc`.
-        max_num_proc: Never more; None for `num_proc`.
-        elastic_timeout: As in :func:`spark_hvd.run_elastic`, like all that follow.
-        reset_limit: Failures that are survived.
-        rejoin_timeout: Seconds for a rank to come back after a failure elsewhere.
-        host_failure_limit: Ranks that may fail, with no commit of theirs in between, until no more are started.
-        cooldown_range: Least and greatest number of seconds until they are again.
-        backend: "gloo", "nccl", or None for a choice.
-        env: Changes to the environment of the ranks.
-        start_timeout: Seconds for the ranks' processes to be up.
-        timeout: Seconds for the whole run, or None.
-        collective_timeout: Seconds after which a collective fails that not all ranks have joined.
-        verbose: 0 shows nothing, 1 what ranks print.
-        progress: How the run is shown while it goes on, see :func:`spark_hvd.run`.
-        tracker: Keeps a record of the run elsewhere, see :func:`spark_hvd.run`.
-        stdout: Text stream for the ranks' stdout.
-        stderr: Text stream for the ranks' stderr.
-
     Returns:
         What fn returned on every rank of the last generation, in rank order.
 
@@ -91,38 +75,19 @@ def run_elastic_local(
         RunError: as of :func:`spark_hvd.run_elastic`.
         KeyboardInterrupt: after every rank has been stopped.
     """
-    common = RunConfig(
-        num_proc=num_proc,
-        backend=backend,
-        env=dict(env or {}),
-        start_timeout=start_timeout,
-        timeout=timeout,
-        collective_timeout=collective_timeout,
-        verbose=verbose,
-        progress=progress,
-    )
-    config = ElasticConfig(
-        common=common,
-        min_num_proc=min_num_proc,
-        max_num_proc=max_num_proc,
-        elastic_timeout=elastic_timeout,
-        reset_limit=reset_limit,
-        rejoin_timeout=rejoin_timeout,
-        host_failure_limit=host_failure_limit,
-        cooldown_range=cooldown_range,
-    )
+    config = ElasticConfig.of(locals())
     if "OMP_NUM_THREADS" not in os.environ:
         threads = str(cores_each(config.limits.max_num_proc))
-        common = replace(common, env={"OMP_NUM_THREADS": threads, **common.env})
+        config = replace(config, env={"OMP_NUM_THREADS": threads, **config.env})
     check_system()
     payload = dump_call(fn, args, kwargs or {})
-    with make_monitor(common, name_of(fn), num_proc, stdout, stderr, tracker) as monitor, ExitStack() as closing:
+    with make_monitor(config, name_of(fn), num_proc, stdout, stderr, tracker) as monitor, ExitStack() as closing:
         hub = ElasticHub(config.limits, HOST, None, monitor)
         closing.callback(hub.close)
         monitor.ask(hub)
-        task = TaskSpec(common, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address)
+        task = TaskSpec(config, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address)
         job = _Threads(ElasticSpec(task, rejoin_timeout), payload, config.limits.max_num_proc)
-        verdict = attend(job, hub, common, monitor)
+        verdict = attend(job, hub, config, monitor)
         if job.errors:
             raise job.errors[0]
         assert verdict is not None

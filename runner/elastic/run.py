@@ -23,6 +23,7 @@ from spark_hvd.runner.elastic.results import elastic_results
 from spark_hvd.runner.elastic.task import ElasticSpec
 from spark_hvd.runner.launch.monitor import Monitor, make_monitor
 from spark_hvd.runner.launch.result import RunResult
+from spark_hvd.runner.options import launcher
 from spark_hvd.runner.outcome.errors import ClusterError, RunTimeoutError, check_hub
 from spark_hvd.runner.outcome.payload import dump_call, name_of
 from spark_hvd.runner.outcome.report import with_hang
@@ -51,6 +52,7 @@ _STOP_GRACE = 10.0
 """Seconds that agents get to end after a run that went wrong, so that their ranks' errors come back."""
 
 
+@launcher(ElasticConfig)
 @briefly
 def run_elastic(
     fn: Callable[..., R],
@@ -88,39 +90,6 @@ def run_elastic(
     go on without it; new ranks, in place of lost ones or on new executors, join at a commit. Ranks are processes below
     the tasks of one ordinary Spark job of `max_num_proc` tasks: those that find no slot wait for one.
 
-    Args:
-        fn: The training function.
-        args: Positional arguments of fn.
-        kwargs: Keyword arguments of fn.
-        num_proc: Ranks to start with; None for as many as the cluster has task slots.
-        min_num_proc: With fewer, those that are left wait; None for `num_proc`.
-        max_num_proc: Never more; None for `num_proc`.
-        spark: The session; None for the active one.
-        elastic_timeout: Seconds to wait for `min_num_proc` ranks after some were lost.
-        reset_limit: Failures that are survived; None for any number. Ranks that join, or leave because their executor
-            is decommissioned, are none.
-        rejoin_timeout: Seconds for a rank to come back after a failure elsewhere, and to join the others; longer than
-            the longest step. A rank that takes more is taken for hung and replaced.
-        host_failure_limit: Ranks that may fail on a host, with no commit of theirs in between, until it gets no more.
-        cooldown_range: Least and greatest number of seconds for which a host then gets none, doubled each time; None
-            for ever.
-        backend: "gloo", "nccl", or None for NCCL on CUDA tensors and Gloo on CPU tensors. MPI is not elastic.
-        interfaces: As in :func:`spark_hvd.run`.
-        ports: As in :func:`spark_hvd.run`.
-        env: Changes to the environment of the ranks; None as a value unsets a variable.
-        start_timeout: Seconds for `num_proc` tasks to start; then `min_num_proc` will do.
-        timeout: Seconds for the whole run, or None for no limit.
-        collective_timeout: Seconds after which a collective fails that not all ranks have joined.
-        verbose: 0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it, and how far they are.
-        progress: How the run is shown while it goes on: "table" on a terminal, "notebook", "plain" lines every 30
-            seconds, "json" lines, or "off"; "auto" takes what suits. See docs/progress.md.
-        cpus_per_proc: Cores for each rank; None for what the application gives.
-        gpus_per_proc: GPUs for each rank, 0 to hide them; None for what the application gives.
-        tracker: Keeps a record of the run elsewhere: ``spark_hvd.runner.MlflowTracker()``, or one of yours. See
-            docs/tracking.md.
-        stdout: Text stream for the ranks' stdout instead of ``sys.stdout``.
-        stderr: Text stream for the ranks' stderr instead of ``sys.stderr``.
-
     Returns:
         What fn returned on every rank of the last generation, in rank order: a list, that also knows how the run went.
 
@@ -138,29 +107,7 @@ def run_elastic(
         HubError: the hub between ranks and driver has failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
-    config = ElasticConfig(
-        common=RunConfig(
-            num_proc=num_proc,
-            backend=backend,
-            interfaces=interfaces,
-            ports=ports,
-            env=dict(env or {}),
-            start_timeout=start_timeout,
-            timeout=timeout,
-            collective_timeout=collective_timeout,
-            verbose=verbose,
-            progress=progress,
-            cpus_per_proc=cpus_per_proc,
-            gpus_per_proc=gpus_per_proc,
-        ),
-        min_num_proc=min_num_proc,
-        max_num_proc=max_num_proc,
-        elastic_timeout=elastic_timeout,
-        reset_limit=reset_limit,
-        rejoin_timeout=rejoin_timeout,
-        host_failure_limit=host_failure_limit,
-        cooldown_range=cooldown_range,
-    )
+    config = ElasticConfig.of(locals())
     payload = dump_call(fn, args, kwargs or {})
     session = on_spark.active_session(spark)
     on_spark.check_elastic_possible(session)
@@ -168,9 +115,9 @@ def run_elastic(
     if num_proc is None or not on_spark.has_dynamic_allocation(session):
         there = wait_for_slots(session, min_num_proc or num_proc, start_timeout, resources)
         num_proc = num_proc or there
-    config = replace(config, common=replace(config.common, num_proc=num_proc))
+    config = replace(config, num_proc=num_proc)
     name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
-    with make_monitor(config.common, name, num_proc, stdout, stderr, tracker) as monitor, ExitStack() as closing:
+    with make_monitor(config, name, num_proc, stdout, stderr, tracker) as monitor, ExitStack() as closing:
         local = on_spark.is_local(session)
         if local:
             check_system()
@@ -178,7 +125,7 @@ def run_elastic(
         hub = _open_hub(session, config, monitor)
         closing.callback(hub.close)
         monitor.ask(hub)
-        common_spec = TaskSpec(config.common, run_id, hub.address, spool, may_share_gpus=resources.plan.may_share)
+        common_spec = TaskSpec(config, run_id, hub.address, spool, may_share_gpus=resources.plan.may_share)
         most = None if local else on_spark.max_result_bytes(session)
         value_limit = None if most is None else most // config.limits.max_num_proc
         spec = ElasticSpec(common_spec, rejoin_timeout, value_limit, not local)
@@ -191,7 +138,7 @@ def run_elastic(
             resources.profile,
             barrier=False,
         )
-        verdict = attend(job, hub, config.common, monitor, _watch_spark(job, hub))
+        verdict = attend(job, hub, config, monitor, _watch_spark(job, hub))
         if job.error is not None and (verdict is None or verdict.end is End.DONE) and not hub.handed_over:
             raise translate_elastic(job.error) from job.error
         assert verdict is not None
@@ -284,7 +231,7 @@ def _end(job: Any, hub: ElasticHub) -> None:
 def _open_hub(session: SparkSession, config: ElasticConfig, monitor: Monitor) -> ElasticHub:
     public, bind = on_spark.driver_hosts(session)
     try:
-        return ElasticHub(config.limits, on_spark.address_of(bind), public, monitor, config.common.port_range)
+        return ElasticHub(config.limits, on_spark.address_of(bind), public, monitor, config.port_range)
     except (OSError, zmq.ZMQBaseError) as error:
         raise ClusterError(
             f"the driver cannot listen on {bind} ({error}), where elastic runs are decided: set "

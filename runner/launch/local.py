@@ -17,6 +17,7 @@ from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.launch.monitor import Monitor, make_monitor
 from spark_hvd.runner.launch.restart import with_restarts
 from spark_hvd.runner.launch.result import RunResult
+from spark_hvd.runner.options import launcher
 from spark_hvd.runner.outcome.collect import results
 from spark_hvd.runner.outcome.errors import RunError, check_hub
 from spark_hvd.runner.outcome.payload import dump_call, name_of
@@ -34,6 +35,15 @@ _STOP_GRACE = 30.0
 """Seconds that ranks get to end after a stop; each gets some for SIGTERM, and its last output some more."""
 
 
+@launcher(
+    RunConfig,
+    num_proc="Number of ranks.",
+    interfaces="Interface or network over which ranks talk, instead of loopback.",
+    env="Changes to the environment of the ranks; None as a value unsets a variable. OMP_NUM_THREADS is each rank's "
+    "share of the cores, unless it is set here or in this process.",
+    start_timeout="Seconds for all ranks to be up.",
+    max_restarts="How often all ranks are started again after one was killed by a signal; see :func:`spark_hvd.run`.",
+)
 @briefly
 def run_local(
     fn: Callable[..., R],
@@ -59,27 +69,6 @@ def run_local(
 
     The same as :func:`spark_hvd.run` in everything that fn and the caller can see, over the loopback interface.
 
-    Args:
-        fn: The training function.
-        args: Positional arguments of fn.
-        kwargs: Keyword arguments of fn.
-        num_proc: Number of ranks.
-        backend: "gloo", "nccl", "mpi", or None for NCCL on CUDA tensors and Gloo on CPU tensors.
-        mpi: Which MPI, for ``backend="mpi"``: "mpich" (the default) or "openmpi".
-        interfaces: Interface or network over which ranks talk, instead of loopback.
-        env: Changes to the environment of the ranks; None as a value unsets a variable. OMP_NUM_THREADS is each rank's
-            share of the cores, unless it is set here or in this process.
-        start_timeout: Seconds for all ranks to be up.
-        timeout: Seconds that fn may run in one start, or None for no limit.
-        collective_timeout: Seconds after which a collective fails that not all ranks have joined.
-        verbose: 0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it, and how far they are.
-        progress: How the run is shown while it goes on: "table" on a terminal, "notebook", "plain" lines every 30
-            seconds, "json" lines, or "off"; "auto" takes what suits. See docs/progress.md.
-        max_restarts: How often all ranks are started again after one was killed by a signal; see :func:`spark_hvd.run`.
-        tracker: Keeps a record of the run elsewhere, see :func:`spark_hvd.run`.
-        stdout: Text stream for the ranks' stdout instead of ``sys.stdout``.
-        stderr: Text stream for the ranks' stderr instead of ``sys.stderr``.
-
     Returns:
         What fn returned on every rank, in rank order: a list, that also knows how the run went.
 
@@ -91,19 +80,7 @@ def run_local(
         HubError: the hub between ranks and driver has failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
-    config = RunConfig(
-        num_proc=num_proc,
-        backend=backend,
-        mpi=mpi,
-        interfaces=interfaces,
-        env=dict(env or {}),
-        start_timeout=start_timeout,
-        timeout=timeout,
-        collective_timeout=collective_timeout,
-        verbose=verbose,
-        progress=progress,
-        max_restarts=max_restarts,
-    )
+    config = RunConfig.of(locals())
     if "OMP_NUM_THREADS" not in os.environ:
         config = replace(config, env={"OMP_NUM_THREADS": str(cores_each(num_proc)), **config.env})
     check_system()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.runner.config import CHOICES
+from spark_hvd.runner.config import CHOICES, RunConfig
 from spark_hvd.runner.watch.display.choose import make_display
 from spark_hvd.runner.watch.display.json_lines import JsonDisplay
 from spark_hvd.runner.watch.display.lines import LineWriter
@@ -114,9 +114,9 @@ def test_what_is_asked_for_is_what_one_gets() -> None:
 
 def test_a_wrong_name_is_an_error_that_names_the_choices() -> None:
     with pytest.raises(ValueError, match=r"progress='tabel': expected one of 'auto', 'table', .*'off'"):
-        make_display("tabel", 1, None, None)
+        RunConfig(progress="tabel")
     with pytest.raises(ValueError, match="does not run in a notebook"):
-        make_display("notebook", 1, None, None)
+        RunConfig(progress="notebook")
 
 
 @pytest.mark.parametrize("progress", ["auto", "table", "plain", "json", "off"])

@@ -104,7 +104,7 @@ def test_the_last_error_says_how_many_were_made() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_restarts": -1}, "max_restarts=-1: expected 0, for none, or more"),
+        ({"max_restarts": -1}, "max_restarts=-1: expected a whole number, at least 0"),
         ({"max_restarts": 1.0}, r"max_restarts=1\.0: expected a whole number"),
         ({"min_num_proc": 1}, "min_num_proc=1 with max_restarts=0: .* give max_restarts too"),
         ({"min_num_proc": 5, "max_restarts": 1}, "min_num_proc=5 with num_proc=4, .* from 1 to num_proc"),

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Protocol, TextIO
 
-from spark_hvd.runner.config import check_progress, in_notebook
+from spark_hvd.runner.config import in_notebook
 from spark_hvd.runner.terminal import is_terminal
 from spark_hvd.runner.watch.display.json_lines import JsonDisplay
 from spark_hvd.runner.watch.display.lines import LineWriter
@@ -61,11 +61,7 @@ def make_display(progress: str, verbose: int, stdout: TextIO | None, stderr: Tex
         verbose: 0 shows nothing but what goes to the streams given.
         stdout: Where the ranks' stdout is to go; None for ``sys.stdout``.
         stderr: Where their stderr is to go; None for ``sys.stderr``.
-
-    Raises:
-        ValueError: See :func:`check_progress`.
     """
-    check_progress(progress)
     if verbose < 1:
         return LinesDisplay(LineWriter(stdout, stderr))
     if progress == "auto":

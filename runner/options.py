@@ -1,0 +1,126 @@
+"""The options of a run are declared once, as fields of a config: checks, docs and the command line come from there."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from functools import wraps
+from numbers import Real
+from textwrap import fill
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+_NOT_OPTIONS = {
+    "fn": "The training function.",
+    "args": "Positional arguments of fn.",
+    "kwargs": "Keyword arguments of fn.",
+    "spark": "The session; None for the active one.",
+    "tracker": "Keeps a record of the run elsewhere: ``spark_hvd.runner.MlflowTracker()``, or one of yours. See "
+    "docs/tracking.md.",
+    "stdout": "Text stream for the ranks' stdout instead of ``sys.stdout``.",
+    "stderr": "Text stream for the ranks' stderr instead of ``sys.stderr``.",
+}
+"""Parameters of the functions that no config holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What the field of a config says of itself besides its name, type and default.
+
+    Attributes:
+        text: What it means.
+        least: The least whole number; None where the value is no whole number.
+        unit: What a whole number counts.
+        choices: The texts allowed.
+        seconds: Whether it is a number of seconds.
+        none: What None is for, as in "None for every slot".
+    """
+
+    text: str
+    least: int | None = None
+    unit: str = ""
+    choices: tuple[str, ...] = ()
+    seconds: bool = False
+    none: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        """Hold a value to the type and range that the option has by itself.
+
+        Raises:
+            ValueError: naming the option, its value and what is allowed.
+            TypeError: a value of a wrong type, likewise.
+        """
+        if value is None:
+            return
+        kind: Any
+        if self.least is not None:
+            kind, expected = int, f"a whole number{self.unit and ' of '}{self.unit}, at least {self.least}"
+        elif self.seconds:
+            kind, expected = Real, "a number of seconds above 0"
+        elif self.choices:
+            kind, expected = str, f"one of {', '.join(map(repr, self.choices))}"
+        else:
+            return
+        expected += f", or None {self.none}" if self.none else ""
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise TypeError(f"{name}={value!r}: expected {expected}")
+        if not (value in self.choices if self.choices else value > 0 if self.seconds else value >= self.least):
+            raise ValueError(f"{name}={value!r}: expected {expected}")
+
+
+def option(default: T, text: str, **more: Any) -> T:
+    """A field of a config; the arguments are those of :class:`Option`."""
+    made: T = field(default=default, metadata={"option": Option(text, **more)})
+    return made
+
+
+def options_of(config: type[Any]) -> dict[str, Option]:
+    """The options that a config declares, by name."""
+    return {each.name: each.metadata["option"] for each in fields(config)}
+
+
+def launcher(config: type[Any], **texts: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function's keyword arguments the options that a config declares.
+
+    Its docstring gets what each argument means, and a name that it does not have is refused with the closest that it
+    has. The signature stays written out, for those who read it without running it (editors, mypy).
+
+    Args:
+        config: The class.
+        texts: What options mean here, where that differs.
+    """
+
+    def complete(function: Callable[P, R]) -> Callable[P, R]:
+        names = list(inspect.signature(function).parameters)
+        named = [name for name in names if name not in ("fn", "args", "kwargs")]
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in names:
+                    close = get_close_matches(
+                        name, [each for each in names if each not in ("fn", "args", "kwargs")], 1, 0.4
+                    )
+                    raise TypeError(
+                        f"{function.__name__}() got an unexpected keyword argument {name!r}: "
+                        + (f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(named)}")
+                    )
+            return function(*args, **kwargs)
+
+        if function.__doc__ is not None:  # there is none under python -OO
+            meanings = {**_NOT_OPTIONS, **{name: each.text for name, each in options_of(config).items()}, **texts}
+            call.__doc__ = _with_arguments(function.__doc__, {name: meanings[name] for name in names})
+        return call
+
+    return complete
+
+
+def _with_arguments(docstring: str, meanings: Mapping[str, str]) -> str:
+    head, returns, rest = inspect.cleandoc(docstring).partition("Returns:\n")
+    lines = [fill(f"    {name}: {text}", 110, subsequent_indent=" " * 8) for name, text in meanings.items()]
+    return "\n".join([head + "Args:", *lines, "", returns + rest])

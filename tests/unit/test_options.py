@@ -1,0 +1,95 @@
+"""The options of the four functions that start ranks, and of the doctor: written out for editors, declared once."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+import spark_hvd
+from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.elastic.config import ElasticConfig
+from spark_hvd.runner.options import Option, options_of
+
+DECLARED = {
+    "run": RunConfig,
+    "run_local": RunConfig,
+    "run_elastic": ElasticConfig,
+    "run_elastic_local": ElasticConfig,
+    "doctor": RunConfig,
+}
+NOT_OPTIONS = {"fn", "args", "kwargs", "spark", "tracker", "stdout", "stderr", "store", "seconds"}
+NOT_IN = {
+    "run": set(),
+    "run_elastic": {"mpi", "procs_per_task", "max_restarts"},
+}
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_signature_has_the_types_and_defaults_of_the_declaration(name: str) -> None:
+    declared = {each.name: each for each in fields(DECLARED[name])}
+    parameters = inspect.signature(getattr(spark_hvd, name)).parameters
+    assert parameters.keys() - declared.keys() <= NOT_OPTIONS
+    if name in NOT_IN:
+        assert declared.keys() - parameters.keys() == NOT_IN[name]
+    for option in parameters.keys() & declared.keys():
+        if option == "env":  # None is no changes
+            continue
+        if option == "num_proc" and name.endswith("local"):
+            assert (parameters[option].annotation, parameters[option].default) == ("int", 2)
+            continue
+        assert parameters[option].annotation == declared[option].type, option
+        assert parameters[option].default == declared[option].default, option
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_the_docstring_tells_of_every_argument_in_their_order(name: str) -> None:
+    function = getattr(spark_hvd, name)
+    told = re.search(r"Args:\n(.*?)\n\nReturns:", function.__doc__, re.DOTALL)
+    assert told is not None
+    assert re.findall(r"^    (\w+): \S", told[1], re.MULTILINE) == list(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("name", DECLARED)
+@pytest.mark.parametrize(("wrong", "closest"), [("np", "num_proc"), ("back_end", "backend")])
+def test_an_unknown_option_is_named_with_the_closest(name: str, wrong: str, closest: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an .* argument '{wrong}': did you mean '{closest}'\?"):
+        getattr(spark_hvd, name)(**{wrong: 2})
+
+
+def test_an_option_unlike_any_is_named_with_all() -> None:
+    with pytest.raises(TypeError, match="'xyzzy': expected one of num_proc, backend, mpi, "):
+        spark_hvd.run_local(len, xyzzy=1)  # type: ignore[call-arg]
+
+
+def test_a_config_of_arguments_takes_what_it_declares() -> None:
+    assert RunConfig.of({"num_proc": 3, "fn": len, "env": None}) == RunConfig(num_proc=3)
+    assert ElasticConfig.of({"num_proc": 2, "min_num_proc": 1}).limits.min_num_proc == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "error", "text"),
+    [
+        (
+            Option("", least=1, unit="ranks", none="for all"),
+            0,
+            ValueError,
+            "a whole number of ranks, at least 1, or None f",
+        ),
+        (Option("", least=0), True, TypeError, "a whole number, at least 0"),
+        (Option("", seconds=True), float("nan"), ValueError, "a number of seconds above 0"),
+        (Option("", seconds=True), "5", TypeError, "a number of seconds above 0"),
+        (Option("", choices=("a", "b")), "c", ValueError, "one of 'a', 'b'"),
+    ],
+)
+def test_checks(option: Option, value: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(f"x={value!r}: expected {text}")):
+        option.check("x", value)
+    option.check("x", None)
+
+
+def test_every_field_says_what_it_means() -> None:
+    assert all(each.text for each in options_of(ElasticConfig).values())
