@@ -27,7 +27,7 @@ from spark_hvd.estimators.readers.dataset import Column
 from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.training.head import head_of
 from spark_hvd.estimators.training.history import History
-from spark_hvd.estimators.training.spec import Objects, TrainSpec
+from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.training.train import Framework
 from spark_hvd.estimators.transform.meta import ModelMeta
 from spark_hvd.runner.spark.names import job_group, job_named
@@ -87,7 +87,7 @@ class SparkEstimator(TableParams, Estimator[M], MLWritable, MLReadable):  # type
         # A store reads below its own file system only; the data may lie elsewhere.
         data = Store.create(train_path, storage_options=store.storage_options)
         edited = {field[0] for field in settings["transformation_edit_fields"] or ()}
-        wanted = None if settings["transformation_fn"] else [name for name in plan.columns if name not in edited]
+        wanted = None if settings["transformation_fn"] else [name for name in plan.spec.columns if name not in edited]
         train_data = dataset_of(data, train_path, wanted)
         val_data = dataset_of(data, val_path, wanted) if val_path else None
         batch = first_batch(plan, train_data, data, settings["reader"])
@@ -130,7 +130,7 @@ class SparkEstimator(TableParams, Estimator[M], MLWritable, MLReadable):  # type
         name, settings = type(self).__name__, {row.name: self.value_of(row.name) for row in self._table}
         check_together(name, settings, self._required)
         self._check(settings)
-        return make_plan(name, settings, self._objects(settings), self._spec_fields(settings))
+        return make_plan(name, {**settings, **self._derived(settings)})
 
     def _tried(self, plan: Plan, batch: Batch, columns: tuple[Column, ...]) -> TrainSpec:
         spec = spec_for(plan, batch, columns)
@@ -152,10 +152,8 @@ class SparkEstimator(TableParams, Estimator[M], MLWritable, MLReadable):  # type
     def _check(self, settings: Settings) -> None:
         """Raise a ValueError for parameters that do not go together."""
 
-    def _objects(self, settings: Settings) -> Objects:
-        raise NotImplementedError
-
-    def _spec_fields(self, settings: Settings) -> dict[str, Any]:
+    def _derived(self, settings: Settings) -> dict[str, Any]:
+        """Fields of TrainSpec and Objects that follow from parameters of another name."""
         return {}
 
     def _untrained(self, plan: Plan, spec: TrainSpec) -> M:
@@ -171,7 +169,7 @@ def model_fields(plan: Plan, spec: TrainSpec, model: torch.nn.Module, history: H
     labels = tuple(label.column for label in spec.labels)
     return {
         "model": model.eval(),
-        "metadata": ModelMeta(spec.inputs, labels, head_of(plan.objects.losses)),
+        "metadata": ModelMeta(spec.inputs, labels, head_of(plan.objects.loss)),
         "history": history,
         "run_id": spec.run_id,
         "feature_columns": plan.settings["feature_cols"],
@@ -186,9 +184,8 @@ def _checked_columns(plan: Plan, df: DataFrame) -> tuple[Column, ...]:
         check_columns(df.schema, settings[parameter], parameter)
     if settings["sample_weight_col"]:
         check_columns(df.schema, [settings["sample_weight_col"]], "sample_weight_col")
-    return columns_of(
-        df.schema, plan.columns, decoders=set(settings["decoders"]), compress_sparse=settings["compress_sparse_cols"]
-    )
+    compress = settings["compress_sparse_cols"]
+    return columns_of(df.schema, plan.spec.columns, decoders=set(settings["decoders"]), compress_sparse=compress)
 
 
 def _some_rows(df: DataFrame, columns: tuple[Column, ...], who: str) -> pa.Table:

@@ -29,7 +29,6 @@ class Plan:
     Attributes:
         name: Of the estimator's class.
         settings: Value of every parameter.
-        columns: Names of those that the model, its losses and weights need.
         backend: Runs the ranks.
         store: Where data and the run lie.
         objects: The code of the training.
@@ -38,15 +37,14 @@ class Plan:
 
     name: str
     settings: Settings
-    columns: tuple[str, ...]
     backend: Backend
     store: Store
     objects: Objects
     spec: TrainSpec
 
 
-def make_plan(name: str, settings: Settings, objects: Objects, spec_fields: Mapping[str, Any]) -> Plan:
-    """What parameters, which were checked, come to; ``spec_fields`` of TrainSpec only this framework has.
+def make_plan(name: str, settings: Settings) -> Plan:
+    """What parameters, which were checked, come to. Fields of TrainSpec and Objects called as parameters are those.
 
     Raises:
         ValueError: there is no store, and executors may be on several hosts.
@@ -62,10 +60,11 @@ def make_plan(name: str, settings: Settings, objects: Objects, spec_fields: Mapp
         tracker=settings["tracker"],
     )
     store, seed = _store(settings), settings["random_seed"]
-    common: dict[str, Any] = {
-        **{field.name: settings[field.name] for field in fields(TrainSpec) if field.name in settings},
+    spec: dict[str, Any] = {
+        **_fields_of(TrainSpec, settings),
         "inputs": (),
         "labels": (),
+        "columns": tuple(dict.fromkeys([*settings["feature_cols"], *settings["label_cols"], *weight])),
         "train": DatasetMeta("", (), ()),
         "validation": None,
         "store": store,
@@ -84,20 +83,20 @@ def make_plan(name: str, settings: Settings, objects: Objects, spec_fields: Mapp
             "removed_fields": tuple(settings["transformation_removed_fields"] or ()),
         },
     }
+    functions = {"decoders": settings["decoders"], "transformation_fn": settings["transformation_fn"]}
+    objects = {**_fields_of(Objects, settings), "reader": functions}
     return Plan(
         name=name,
         settings=settings,
-        columns=tuple(dict.fromkeys([*settings["feature_cols"], *settings["label_cols"], *weight])),
         backend=backend,
         store=store,
-        objects=objects,
-        spec=TrainSpec(**{**common, **spec_fields}),
+        objects=Objects(**objects),
+        spec=TrainSpec(**spec),
     )
 
 
-def reader_functions(settings: Settings) -> dict[str, Any]:
-    """Of ReaderSpec, the fields that are code."""
-    return {"decoders": settings["decoders"], "transformation_fn": settings["transformation_fn"]}
+def _fields_of(kind: type[Any], settings: Settings) -> dict[str, Any]:
+    return {each.name: settings[each.name] for each in fields(kind) if settings.get(each.name) is not None}
 
 
 def check_together(name: str, settings: Settings, required: Mapping[str, str]) -> None:

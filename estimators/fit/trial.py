@@ -48,7 +48,7 @@ def batch_of_rows(plan: Plan, table: pa.Table, columns: Sequence[Column]) -> Bat
 def first_batch(plan: Plan, dataset: DatasetMeta, store: Store, kind: str | None = None) -> Batch:
     """The first batch of a data set that lies in ``store``, by the reader called ``kind``."""
     few: dict[str, Any] = {"batch_size": min(ROWS, dataset.rows), "workers": 1, "kind": kind}
-    spec = reader_spec(plan.spec, plan.objects, dataset=dataset, columns=plan.columns, store=store, **few)
+    spec = reader_spec(plan.spec, plan.objects, dataset=dataset, store=store, **few)
     with closing(open_reader(spec)) as reader:
         return next(iter(reader.batches(0)))
 
@@ -69,7 +69,7 @@ def spec_for(plan: Plan, batch: Batch, columns: Sequence[Column]) -> TrainSpec:
     labels = tensors(settings["label_cols"], "label")
     if settings["label_dtypes"] is None:
         labels = tuple(
-            replace(label, dtype=_label_dtype(batch[label.column.name], plan.objects.losses, number))
+            replace(label, dtype=_label_dtype(batch[label.column.name], plan.objects.loss, number))
             for number, label in enumerate(labels)
         )
     return replace(plan.spec, inputs=tensors(settings["feature_cols"], "input"), labels=labels)

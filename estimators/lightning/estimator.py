@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from spark_hvd.estimators.fit.estimator import SparkEstimator, model_fields
-from spark_hvd.estimators.fit.plan import Plan, Settings, reader_functions
+from spark_hvd.estimators.fit.plan import Plan, Settings
 from spark_hvd.estimators.lightning.loop import LightningFramework
 from spark_hvd.estimators.lightning.parts import package_of
 from spark_hvd.estimators.lightning.tables import GONE, LIGHTNING
@@ -20,7 +20,7 @@ from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.torch.trial import try_transform
 from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.inputs import tensors_of
-from spark_hvd.estimators.training.spec import Objects, TrainSpec
+from spark_hvd.estimators.training.spec import TrainSpec
 
 _LOSSES = {
     "multiclass": torch.nn.CrossEntropyLoss,
@@ -81,24 +81,16 @@ class LightningEstimator(SparkEstimator[LightningModel]):
         try_lightning(spec, plan.objects, batch)
         try_transform(self._untrained(plan, spec), tensors_of(spec.inputs, batch), needed=False)
 
-    def _objects(self, settings: Settings) -> Objects:
-        return Objects(
-            model=settings["model"],
-            optimizer=None,
-            losses=[_LOSSES[settings["task"]]()] if settings["task"] else [],
-            callbacks=settings["callbacks"],
-            reader=reader_functions(settings),
-        )
-
-    def _spec_fields(self, settings: Settings) -> dict[str, Any]:
+    def _derived(self, settings: Settings) -> dict[str, Any]:
         names = ("logger", "log_every_n_steps", "profiler", "terminate_on_nan", "find_unused_parameters")
         return {
+            "loss": [_LOSSES[settings["task"]]()] if settings["task"] else [],
             "trainer": {
                 **{name: settings[name] for name in names},
                 "args": settings["trainer_args"],
                 "validate": bool(settings["validation"]),
                 "folder": os.getcwd(),
-            }
+            },
         }
 
     def _model(self, plan: Plan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> LightningModel:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from spark_hvd.estimators.fit.estimator import SparkEstimator, model_fields
-from spark_hvd.estimators.fit.plan import Plan, Settings, reader_functions
+from spark_hvd.estimators.fit.plan import Plan, Settings
 from spark_hvd.estimators.params.tables import GONE, TORCH
 from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.torch.learning_rate import make_optimizer, scale
@@ -16,7 +16,7 @@ from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.torch.trial import try_batch, try_transform
 from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.inputs import tensors_of
-from spark_hvd.estimators.training.spec import Objects, TrainSpec
+from spark_hvd.estimators.training.spec import TrainSpec
 
 
 class TorchEstimator(SparkEstimator[TorchModel]):
@@ -62,21 +62,7 @@ class TorchEstimator(SparkEstimator[TorchModel]):
     def _try(self, plan: Plan, spec: TrainSpec, batch: Batch) -> None:
         try_batch(spec, plan.objects, batch)
         try_transform(
-            self._untrained(plan, spec), tensors_of(spec.inputs, batch), needed=plan.objects.minibatch is None
-        )
-
-    def _objects(self, settings: Settings) -> Objects:
-        return Objects(
-            model=settings["model"],
-            optimizer=settings["optimizer"],
-            scheduler=settings["lr_scheduler"],
-            losses=settings["loss"] or (),
-            loss_constructors=settings["loss_constructors"] or (),
-            metrics=settings["metrics"],
-            callbacks=settings["callbacks"],
-            minibatch=settings["train_minibatch_fn"],
-            compression=settings["gradient_compression"],
-            reader=reader_functions(settings),
+            self._untrained(plan, spec), tensors_of(spec.inputs, batch), needed=plan.objects.train_minibatch_fn is None
         )
 
     def _model(self, plan: Plan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> TorchModel:

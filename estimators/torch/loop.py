@@ -45,7 +45,7 @@ class _Loop:
         self.scaler = torch.amp.GradScaler(job.device.type, enabled=spec.precision == "fp16")
         if job.resumed and job.resumed.get("scaler"):
             self.scaler.load_state_dict(job.resumed["scaler"])
-        self.minibatch = _calling(objects.minibatch) if objects.minibatch else None
+        self.minibatch = _calling(objects.train_minibatch_fn) if objects.train_minibatch_fn else None
         self.skipped = 0
         self.partial_epoch = job.partial_epoch
         self.state = TrainState(
@@ -65,7 +65,7 @@ class _Loop:
     def _optimizer(self) -> tuple[Any, Scheduler | None]:
         spec, objects, resumed = self.spec, self.job.objects, self.job.resumed
         optimizer = make_optimizer(objects.optimizer, self.model)
-        scheduler = make_scheduler(objects.scheduler, optimizer, hvd.size() if spec.scale_lr else 1)
+        scheduler = make_scheduler(objects.lr_scheduler, optimizer, hvd.size() if spec.scale_lr else 1)
         if resumed:
             optimizer.load_state_dict(resumed["optimizer"])
             if scheduler is not None:
@@ -77,7 +77,7 @@ class _Loop:
         reduced = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=_named(self.model, optimizer),
-            compression=objects.compression or hvd.Compression.none,
+            compression=objects.gradient_compression or hvd.Compression.none,
             backward_passes_per_step=spec.backward_passes_per_step,
         )
         return reduced, scheduler
@@ -259,7 +259,7 @@ def make_objective(spec: TrainSpec, job: Job) -> Objective:
     """The objective of a training; losses that are modules go to the device."""
     objects = job.objects
     losses = [_calling(make)(model=objects.model, device=job.device) for make in objects.loss_constructors]
-    losses = losses or list(objects.losses) or [_no_loss]
+    losses = losses or list(objects.loss) or [_no_loss]
     losses = [loss.to(job.device) if isinstance(loss, torch.nn.Module) else loss for loss in losses]
     return Objective(losses, spec.loss_weights, len(spec.labels), spec.reshape_labels)
 

@@ -15,6 +15,7 @@ from spark_hvd.estimators.errors import DataError, ModelError
 from spark_hvd.estimators.params import checks
 from spark_hvd.estimators.params.params import TableParams, rows
 from spark_hvd.estimators.params.persistence import ParamsReader, ParamsWriter
+from spark_hvd.estimators.params.tables import MODEL_SETTINGS, SHARED
 from spark_hvd.estimators.readers.dataset import listed
 from spark_hvd.estimators.training.head import Head, head_of
 from spark_hvd.estimators.training.history import History, as_history
@@ -47,25 +48,15 @@ TABLE = (
     *rows(
         "Inputs",
         ("feature_columns", None, checks.names, "One for each input of the model, in its order."),
-        ("input_shapes", None, checks.shapes, "Shape of a batch for each input, with -1 for the rows."),
         ("input_dtypes", None, checks.dtypes, "Dtype of each input; float32 where none is given."),
-        (
-            "decoders",
-            None,
-            checks.mapping_of_functions,
-            "Binary column -> function of a value's bytes, to an array.",
-        ),
         ("batch_size", 1024, checks.whole(1), "Rows that go through the model at once."),
         ("use_gpu", True, checks.flag, "Use the GPU that Spark assigned to the task, or any there; else the CPU."),
     ),
     *rows(
         "Outputs",
         ("label_columns", None, checks.names, "One for each output of the model, in its order."),
-        ("output_cols", None, checks.names, "Names of the columns for the outputs; `<label>__output` if not given."),
-        ("prediction_col", "prediction", checks.maybe_empty_text, "Class or value as double; '' to leave it out."),
-        ("probability_col", "probability", checks.maybe_empty_text, "Probabilities as a vector; '' to leave it out."),
-        ("raw_prediction_col", "rawPrediction", checks.maybe_empty_text, "Scores as a vector; '' to leave it out."),
     ),
+    *(row for row in SHARED if row.name in MODEL_SETTINGS and row.name not in ("input_dtypes", "use_gpu")),
 )
 
 

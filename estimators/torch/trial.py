@@ -45,10 +45,10 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
     if weights is not None and weights.dim() != 1:
         raise ModelError(f"sample_weight_col={column!r}: expected one number a row, got {describe(weights)}")
     optimizer = make_optimizer(objects.optimizer, model)
-    make_scheduler(objects.scheduler, optimizer, 1)
-    if objects.loss_constructors or objects.minibatch is not None:
+    make_scheduler(objects.lr_scheduler, optimizer, 1)
+    if objects.loss_constructors or objects.train_minibatch_fn is not None:
         return  # made and called in the rank only
-    objective = Objective(objects.losses, spec.loss_weights, len(spec.labels), spec.reshape_labels)
+    objective = Objective(objects.loss, spec.loss_weights, len(spec.labels), spec.reshape_labels)
     metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
     outputs, labels = _step("model(*inputs)", given, lambda: objective.transform_outputs(outputs, labels))
     with warnings.catch_warnings():

@@ -24,6 +24,7 @@ class TrainSpec:
     Attributes:
         inputs: Arguments of the model, in order.
         labels: What its outputs are compared with.
+        columns: Names of all columns that a rank reads, each once.
         train: Data to train on.
         validation: Data to validate on after each epoch.
         epochs: Passes over the data; also counting those that a resumed run has done.
@@ -36,7 +37,7 @@ class TrainSpec:
 
     inputs: tuple[TensorSpec, ...]
     labels: tuple[TensorSpec, ...]
-    sample_weight_col: str | None
+    columns: tuple[str, ...]
     train: DatasetMeta
     validation: DatasetMeta | None
     store: Store
@@ -44,6 +45,7 @@ class TrainSpec:
     batch_size: int
     val_batch_size: int
     epochs: int
+    sample_weight_col: str | None = None
     train_steps_per_epoch: int | None = None
     validation_steps_per_epoch: int | None = None
     backward_passes_per_step: int = 1
@@ -67,16 +69,6 @@ class TrainSpec:
     resume: bool = False
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Names of all columns that a rank reads, each once."""
-        weight = [self.sample_weight_col] if self.sample_weight_col else []
-        return tuple(dict.fromkeys([*(spec.column.name for spec in (*self.inputs, *self.labels)), *weight]))
-
-    def pass_steps(self, size: int) -> int:
-        """Batches that one pass over the training data has on each of ``size`` ranks."""
-        return steps_of(self.train.rows, size, self.batch_size, self.reader.get("drop_last", False))
-
     def validation_steps(self, size: int) -> int:
         """Batches of a validation on each of ``size`` ranks."""
         assert self.validation is not None
@@ -85,33 +77,24 @@ class TrainSpec:
 
     def epoch_steps(self, size: int) -> int:
         """Batches of an epoch on each of ``size`` ranks."""
-        return self.train_steps_per_epoch or self.pass_steps(size)
+        drop_last = self.reader.get("drop_last", False)
+        return self.train_steps_per_epoch or steps_of(self.train.rows, size, self.batch_size, drop_last)
 
 
 @dataclass(frozen=True)
 class Objects:
     """What a training needs that is code: pickled together, so that an optimizer keeps the parameters of its model.
 
-    Attributes:
-        model: The model.
-        optimizer: An optimizer of its parameters, or a function that makes one.
-        scheduler: A learning rate scheduler of the optimizer, or a function that makes one.
-        losses: Loss functions, or None.
-        loss_constructors: Functions that make them in the rank.
-        metrics: Groups of metrics.
-        callbacks: Of type Callback.
-        minibatch: Replaces forward, loss and backward of a batch.
-        compression: Of gradients.
-        reader: Functions for ReaderSpec: decoders, transformation_fn.
+    Fields mean what the parameters of that name do; ``reader`` are functions for ReaderSpec.
     """
 
     model: torch.nn.Module
-    optimizer: Any
-    scheduler: Any = None
-    losses: Sequence[Any] = ()
+    optimizer: Any = None
+    lr_scheduler: Any = None
+    loss: Sequence[Any] = ()
     loss_constructors: Sequence[Callable[..., Any]] = ()
     metrics: Sequence[Sequence[Callable[..., Any]]] = ()
     callbacks: Sequence[Any] = ()
-    minibatch: Callable[..., Any] | None = None
-    compression: Any = None
+    train_minibatch_fn: Callable[..., Any] | None = None
+    gradient_compression: Any = None
     reader: Mapping[str, Any] = field(default_factory=dict)
