@@ -17,7 +17,7 @@ from spark_hvd.estimators.data.columns import check_columns, columns_of, express
 from spark_hvd.estimators.data.leases import in_use
 from spark_hvd.estimators.data.materialize import materialize
 from spark_hvd.estimators.data.parquet import dataset_of
-from spark_hvd.estimators.fit.plan import Plan, Settings, check_together, make_plan
+from spark_hvd.estimators.fit.plan import FitPlan, Settings, check_together, make_plan
 from spark_hvd.estimators.fit.ranks import train_on_ranks
 from spark_hvd.estimators.fit.trial import ROWS, batch_of_rows, first_batch, spec_for
 from spark_hvd.estimators.params.params import TableParams
@@ -126,18 +126,18 @@ class SparkEstimator(TableParams, Estimator[M], MLWritable, MLReadable):  # type
         with in_use(plan.store, train_data):
             return self._trained(plan, replace(spec, train=train_data, validation=val_data), num_proc)
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> FitPlan:
         name, settings = type(self).__name__, {row.name: self.value_of(row.name) for row in self._table}
         check_together(name, settings, self._required)
         self._check(settings)
         return make_plan(name, {**settings, **self._derived(settings)})
 
-    def _tried(self, plan: Plan, batch: Batch, columns: tuple[Column, ...]) -> TrainSpec:
+    def _tried(self, plan: FitPlan, batch: Batch, columns: tuple[Column, ...]) -> TrainSpec:
         spec = spec_for(plan, batch, columns)
         self._try(plan, spec, batch)
         return spec
 
-    def _trained(self, plan: Plan, spec: TrainSpec, num_proc: int) -> M:
+    def _trained(self, plan: FitPlan, spec: TrainSpec, num_proc: int) -> M:
         state, history = train_on_ranks(plan, spec, num_proc, self._framework)
         return self._model(plan, spec, state, history)
 
@@ -145,7 +145,7 @@ class SparkEstimator(TableParams, Estimator[M], MLWritable, MLReadable):  # type
 
     _framework: ClassVar[Framework]
 
-    def _try(self, plan: Plan, spec: TrainSpec, batch: Batch) -> None:
+    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> None:
         """Train and predict one batch, on copies of the model; raise a ModelError where that fails."""
         raise NotImplementedError
 
@@ -156,15 +156,15 @@ class SparkEstimator(TableParams, Estimator[M], MLWritable, MLReadable):  # type
         """Fields of TrainSpec and Objects that follow from parameters of another name."""
         return {}
 
-    def _untrained(self, plan: Plan, spec: TrainSpec) -> M:
+    def _untrained(self, plan: FitPlan, spec: TrainSpec) -> M:
         """The model that would come out, with the weights it begins with."""
         return self._model(plan, spec, {"model": plan.objects.model.state_dict()}, History())
 
-    def _model(self, plan: Plan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> M:
+    def _model(self, plan: FitPlan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> M:
         raise NotImplementedError
 
 
-def model_fields(plan: Plan, spec: TrainSpec, model: torch.nn.Module, history: History) -> dict[str, Any]:
+def model_fields(plan: FitPlan, spec: TrainSpec, model: torch.nn.Module, history: History) -> dict[str, Any]:
     """What every estimator gives to the model that comes out of it, as keywords."""
     labels = tuple(label.column for label in spec.labels)
     return {
@@ -178,7 +178,7 @@ def model_fields(plan: Plan, spec: TrainSpec, model: torch.nn.Module, history: H
     }
 
 
-def _checked_columns(plan: Plan, df: DataFrame) -> tuple[Column, ...]:
+def _checked_columns(plan: FitPlan, df: DataFrame) -> tuple[Column, ...]:
     settings = plan.settings
     for parameter in ("feature_cols", "label_cols"):
         check_columns(df.schema, settings[parameter], parameter)

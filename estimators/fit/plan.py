@@ -23,7 +23,7 @@ _temporary: list[Scratch] = []
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class FitPlan:
     """A fit.
 
     Attributes:
@@ -43,7 +43,7 @@ class Plan:
     spec: TrainSpec
 
 
-def make_plan(name: str, settings: Settings) -> Plan:
+def make_plan(name: str, settings: Settings) -> FitPlan:
     """What parameters, which were checked, come to. Fields of TrainSpec and Objects called as parameters are those.
 
     Raises:
@@ -85,7 +85,7 @@ def make_plan(name: str, settings: Settings) -> Plan:
     }
     functions = {"decoders": settings["decoders"], "transformation_fn": settings["transformation_fn"]}
     objects = {**_fields_of(Objects, settings), "reader": functions}
-    return Plan(
+    return FitPlan(
         name=name,
         settings=settings,
         backend=backend,

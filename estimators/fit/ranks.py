@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from spark_hvd.estimators.errors import DataError, EstimatorError
-from spark_hvd.estimators.fit.plan import Plan
+from spark_hvd.estimators.fit.plan import FitPlan
 from spark_hvd.estimators.training.checkpoint import BEST, LAST, Checkpoints, check_fits
 from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.packing import pack
@@ -17,7 +17,9 @@ from spark_hvd.runner.outcome.payload import renamed
 from spark_hvd.store.errors import StoreError
 
 
-def train_on_ranks(plan: Plan, spec: TrainSpec, num_proc: int, framework: Framework) -> tuple[dict[str, Any], History]:
+def train_on_ranks(
+    plan: FitPlan, spec: TrainSpec, num_proc: int, framework: Framework
+) -> tuple[dict[str, Any], History]:
     """The checkpoint of the trained model, and the history.
 
     Raises:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import torch
 
 from spark_hvd.estimators.errors import DataError
-from spark_hvd.estimators.fit.plan import Plan
+from spark_hvd.estimators.fit.plan import FitPlan
 from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.training.head import INTEGER_LABELS, loss_name
@@ -26,7 +26,7 @@ ROWS = 32
 """At most so many rows are tried: enough for batch normalisation, little enough to take no time."""
 
 
-def batch_of_rows(plan: Plan, table: pa.Table, columns: Sequence[Column]) -> Batch:
+def batch_of_rows(plan: FitPlan, table: pa.Table, columns: Sequence[Column]) -> Batch:
     """The rows of a table as ranks would get them, through the same reader.
 
     Raises:
@@ -45,7 +45,7 @@ def batch_of_rows(plan: Plan, table: pa.Table, columns: Sequence[Column]) -> Bat
         store.delete(store.url)
 
 
-def first_batch(plan: Plan, dataset: DatasetMeta, store: Store, kind: str | None = None) -> Batch:
+def first_batch(plan: FitPlan, dataset: DatasetMeta, store: Store, kind: str | None = None) -> Batch:
     """The first batch of a data set that lies in ``store``, by the reader called ``kind``."""
     few: dict[str, Any] = {"batch_size": min(ROWS, dataset.rows), "workers": 1, "kind": kind}
     spec = reader_spec(plan.spec, plan.objects, dataset=dataset, store=store, **few)
@@ -53,7 +53,7 @@ def first_batch(plan: Plan, dataset: DatasetMeta, store: Store, kind: str | None
         return next(iter(reader.batches(0)))
 
 
-def spec_for(plan: Plan, batch: Batch, columns: Sequence[Column]) -> TrainSpec:
+def spec_for(plan: FitPlan, batch: Batch, columns: Sequence[Column]) -> TrainSpec:
     """The specification of a plan with its inputs and labels, of which a batch tells dtypes and shapes."""
     settings, known = plan.settings, {column.name: column for column in columns}
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from spark_hvd.estimators.fit.estimator import SparkEstimator, model_fields
-from spark_hvd.estimators.fit.plan import Plan, Settings
+from spark_hvd.estimators.fit.plan import FitPlan, Settings
 from spark_hvd.estimators.lightning.loop import LightningFramework
 from spark_hvd.estimators.lightning.parts import package_of
 from spark_hvd.estimators.lightning.tables import GONE, LIGHTNING
@@ -77,7 +77,7 @@ class LightningEstimator(SparkEstimator[LightningModel]):
                 "batch_idx), which is what validates"
             )
 
-    def _try(self, plan: Plan, spec: TrainSpec, batch: Batch) -> None:
+    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> None:
         try_lightning(spec, plan.objects, batch)
         try_transform(self._untrained(plan, spec), tensors_of(spec.inputs, batch), needed=False)
 
@@ -93,7 +93,7 @@ class LightningEstimator(SparkEstimator[LightningModel]):
             },
         }
 
-    def _model(self, plan: Plan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> LightningModel:
+    def _model(self, plan: FitPlan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> LightningModel:
         module = copy.deepcopy(plan.objects.model)
         module.load_state_dict(state["model"])
         return LightningModel(**model_fields(plan, spec, module, history))

@@ -27,6 +27,7 @@ from spark_hvd.estimators.readers.windows import WINDOW_BYTES, Window, windows_o
 from spark_hvd.store.errors import StoreError
 
 POOLS = ("thread", "process", "dummy")
+_Result = list[tuple[np.ndarray[Any, Any], torch.dtype]] | Exception
 
 
 class PetastormReader(Reader):
@@ -131,7 +132,7 @@ class PetastormReader(Reader):
         pool = self._take_pool()
         ahead = 1 if self._spec.pool == "dummy" else self._spec.workers + 2
         asked, whole = 0, False
-        early: dict[int, list[tuple[np.ndarray[Any, Any], torch.dtype]] | Exception] = {}
+        early: dict[int, _Result] = {}
         try:
             for wanted in range(len(pieces)):
                 while asked < min(wanted + ahead, len(pieces)):
@@ -168,12 +169,12 @@ class PetastormReader(Reader):
         else:
             _stop(pool)
 
-    def _result(self, pool: Any) -> tuple[int, list[tuple[np.ndarray[Any, Any], torch.dtype]] | Exception]:
+    def _result(self, pool: Any) -> tuple[int, _Result]:
         with self._lock:
             try:
                 if self._closed:
                     raise RuntimeError("closed")
-                result: tuple[int, list[tuple[np.ndarray[Any, Any], torch.dtype]] | Exception] = pool.get_results()
+                result: tuple[int, _Result] = pool.get_results()
             except RuntimeError as error:
                 if self._closed:
                     raise RuntimeError("the reader was closed while its batches were read") from None

@@ -103,12 +103,12 @@ class WatchedProcessPool(ProcessPool):  # type: ignore[misc]
     """Petastorm's, which would wait for ever for a process that was killed, and 20 seconds for one to start."""
 
     def _wait_for_workers_to_start(self) -> None:
-        self._watch = _Watch(self._results_receiver_poller, self._workers)
-        self._results_receiver_poller: Any = self._watch
+        self._worker_poller = _WorkerPoller(self._results_receiver_poller, self._workers)
+        self._results_receiver_poller: Any = self._worker_poller
         deadline = time.monotonic() + START_SECONDS
         try:
             for _ in self._workers:
-                while not self._watch.poll(100):
+                while not self._worker_poller.poll(100):
                     if time.monotonic() > deadline:
                         raise EstimatorError(
                             f"Petastorm's {self.workers_count} reader processes did not start in {START_SECONDS} s: "
@@ -123,10 +123,10 @@ class WatchedProcessPool(ProcessPool):  # type: ignore[misc]
 
     def interrupt(self) -> None:
         """Let ``get_results`` raise, within a tenth of a second."""
-        self._watch.interrupted = True
+        self._worker_poller.interrupted = True
 
 
-class _Watch:
+class _WorkerPoller:
     def __init__(self, poller: Any, processes: list[Any]) -> None:
         self._poller, self._processes = poller, processes
         self.interrupted = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -30,6 +30,11 @@ class Column:
     shape: tuple[int, ...] | None = ()
     spark_type: str = ""
     encoding: str = "plain"
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Column:
+        """The inverse of ``dataclasses.asdict``, from what JSON made of that."""
+        return cls(**{**data, "shape": None if data["shape"] is None else tuple(data["shape"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +98,7 @@ class DatasetMeta:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> DatasetMeta:
         """The inverse of :meth:`to_json`."""
-        columns = tuple(
-            Column(**{**column, "shape": None if column["shape"] is None else tuple(column["shape"])})
-            for column in data["columns"]
-        )
+        columns = tuple(map(Column.from_json, data["columns"]))
         groups = tuple(RowGroup(data["files"][file], index, rows) for file, index, rows in data["row_groups"])
         return cls(data["url"], columns, groups, data["bytes"], data["unischema"])
 

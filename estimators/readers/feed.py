@@ -23,7 +23,7 @@ class Feed(Iterator[Batch]):
         reader: Reads this rank's share.
         open_share: Opens a reader of the share of a rank among others, (rank, size).
         shares: How passes are shared.
-        rank: Mine.
+        rank: This rank.
         size: Number of ranks.
         position: Where to begin.
 

@@ -27,7 +27,7 @@ class ReaderSpec:
         columns: Names of the columns to read, those and no more.
         store: Opens the files.
         batch_size: Rows in a batch.
-        rank: Mine.
+        rank: This rank.
         size: Number of ranks. Each gets ``rows // size`` rows of every pass, the first ``rows % size`` one more.
         shuffle: Another order in every pass: row groups across the whole data set, and rows within a window.
         seed: Of the order. Same seed, size and pass: same batches, to the bit.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from spark_hvd.estimators.fit.estimator import SparkEstimator, model_fields
-from spark_hvd.estimators.fit.plan import Plan, Settings
+from spark_hvd.estimators.fit.plan import FitPlan, Settings
 from spark_hvd.estimators.params.tables import GONE, TORCH
 from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.torch.learning_rate import make_optimizer, scale
@@ -59,13 +59,13 @@ class TorchEstimator(SparkEstimator[TorchModel]):
                 "checkpoint has no gradients"
             )
 
-    def _try(self, plan: Plan, spec: TrainSpec, batch: Batch) -> None:
+    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> None:
         try_batch(spec, plan.objects, batch)
         try_transform(
             self._untrained(plan, spec), tensors_of(spec.inputs, batch), needed=plan.objects.train_minibatch_fn is None
         )
 
-    def _model(self, plan: Plan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> TorchModel:
+    def _model(self, plan: FitPlan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> TorchModel:
         trained = copy.deepcopy(plan.objects)
         trained.model.load_state_dict(state["model"])
         optimizer = make_optimizer(trained.optimizer, trained.model)

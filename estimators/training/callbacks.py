@@ -201,28 +201,26 @@ class MLflow(Callback):
         self._ours = active is None
         self._name = run_name
 
+    def _client(self) -> Any:
+        from mlflow import MlflowClient
+
+        return MlflowClient(self._uri)
+
     def on_train_begin(self, state: TrainState) -> None:
         """See base class."""
         if state.rank == 0:
-            from mlflow import MlflowClient
-
-            client = MlflowClient(self._uri)
             if not self._run:
-                self._run = client.create_run("0", run_name=self._name or state.run_id).info.run_id
-            client.log_param(self._run, "num_proc", state.size)
+                self._run = self._client().create_run("0", run_name=self._name or state.run_id).info.run_id
+            self._client().log_param(self._run, "num_proc", state.size)
 
     def on_epoch_end(self, state: TrainState) -> None:
         """See base class."""
         if state.rank == 0:
-            from mlflow import MlflowClient
-
             row: Row = state.history[-1]
             for key in row.keys() - {"epoch"}:
-                MlflowClient(self._uri).log_metric(self._run, key, row[key], step=row["epoch"])
+                self._client().log_metric(self._run, key, row[key], step=row["epoch"])
 
     def on_train_end(self, state: TrainState) -> None:
         """See base class."""
         if state.rank == 0 and self._ours:
-            from mlflow import MlflowClient
-
-            MlflowClient(self._uri).set_terminated(self._run)
+            self._client().set_terminated(self._run)

@@ -49,20 +49,15 @@ class ModelMeta:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ModelMeta:
         """The inverse of :meth:`to_json`."""
-
-        def column(data: Mapping[str, Any]) -> Column:
-            return Column(**{**data, "shape": _tuple(data["shape"])})
-
         return cls(
-            tuple(TensorSpec(column(i["column"]), i["dtype"], _tuple(i["shape"])) for i in data["inputs"]),
-            tuple(column(label) for label in data["labels"]),
+            tuple(
+                TensorSpec(Column.from_json(i["column"]), i["dtype"], None if i["shape"] is None else tuple(i["shape"]))
+                for i in data["inputs"]
+            ),
+            tuple(map(Column.from_json, data["labels"])),
             Head(**data["head"]),
             None if data["shapes"] is None else tuple(tuple(shape) for shape in data["shapes"]),
         )
-
-
-def _tuple(value: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if value is None else tuple(value)
 
 
 def inputs_of(
