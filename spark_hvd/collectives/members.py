@@ -10,7 +10,7 @@ import torch.distributed as dist
 from spark_hvd.collectives.staging import Staging
 from spark_hvd.transport.communicator import Communicator
 from spark_hvd.transport.connections import Abortable
-from spark_hvd.transport.distributed import TorchCommunicator
+from spark_hvd.transport.distributed import MPI_BACKEND, TorchCommunicator
 from spark_hvd.transport.groups import GROUP_PREFIX, Groups
 from spark_hvd.transport.local import LocalCommunicator
 from spark_hvd.transport.mpi import backend as mpi_backend
@@ -41,13 +41,6 @@ class Members:
     """Told the rank, in the world, that has left or is gone, and what is known of it."""
 
 
-def communicator_over(group: dist.ProcessGroup | None) -> Communicator:
-    """The communicator that talks over a process group; None for the default one."""
-    if dist.get_backend(group) == mpi_backend.NAME:
-        return mpi_backend.communicator_over(group)
-    return TorchCommunicator(group)
-
-
 def open_members(
     process_set_id: int,
     ranks: Sequence[int],
@@ -74,8 +67,8 @@ def open_members(
         return Members(ranks, hosts, place, LocalCommunicator())
     group, connections = groups.make_known(process_set_id, ranks)
     staging = Staging.open(group, hosts, config.shared_memory)
-    communicator = communicator_over(group)
-    if dist.get_backend(group) != mpi_backend.NAME:
+    communicator = TorchCommunicator(group)
+    if dist.get_backend(group) != MPI_BACKEND:
         return Members(ranks, hosts, place, communicator, staging, connections, nccl)
     on_loss = mpi_backend.on_loss("" if groups.owns_default_group else GROUP_PREFIX)
     endpoint = mpi_backend.endpoint_of(group)

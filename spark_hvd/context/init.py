@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from spark_hvd.collectives.members import communicator_over, open_members
+from spark_hvd.collectives.members import open_members
 from spark_hvd.context import forks  # noqa: F401  what it registers keeps forked processes out of the world
 from spark_hvd.context.leave import abandon, abort, end, is_aborted, shutdown
 from spark_hvd.context.standing import (
@@ -34,6 +34,7 @@ from spark_hvd.context.standing import (
 from spark_hvd.engine.engine import Engine
 from spark_hvd.transport.communicator import Communicator
 from spark_hvd.transport.connections import Connections, sockets
+from spark_hvd.transport.distributed import MPI_BACKEND, TorchCommunicator
 from spark_hvd.transport.groups import Groups
 from spark_hvd.transport.local import LocalCommunicator
 from spark_hvd.transport.mpi import backend as mpi_backend
@@ -293,7 +294,7 @@ def _adopt_default_group(config: Config) -> None:
 def _enter(world: World, layout: WorldLayout, kv: Store, timeout: float, backend: str | None, config: Config) -> None:
     if backend == "mpi":
         mpi_backend.use(world.mpi, world.me.rank, world.me.size)
-        backend = mpi_backend.NAME
+        backend = MPI_BACKEND
     elif backend is None:
         # Plain "gloo" where there is no GPU: with "cpu:gloo" torch warns of its own plugins at every group.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
@@ -335,7 +336,7 @@ def _settle(
     try:
         if registry is not None:
             registry.on_abort(engine.abort)
-        communicator: Communicator = LocalCommunicator() if size == 1 else communicator_over(None)
+        communicator: Communicator = LocalCommunicator() if size == 1 else TorchCommunicator()
         # A default group that the user initialised is not ours to destroy. Ours is looked up, not kept:
         # its connections close with the last reference to it, which is how peers notice that it was destroyed.
         nccl = NcclGroups(lambda: [dist.group.WORLD if owns_default_group else None, *groups.of(0)])

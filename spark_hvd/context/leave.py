@@ -87,7 +87,6 @@ def end(text: str) -> None:
     drain([context.lane, *context.lanes.values()])
     if context.registry is not None:
         context.registry.abort(text)
-    context.communicator.close()
     # The user may have destroyed the default group, and all others with it.
     if dist.is_initialized():
         if context.owns_default_group:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from spark_hvd.context import init as context
 from spark_hvd.context.init import current, in_world, place
-from spark_hvd.transport.mpi import backend as mpi_backend
+from spark_hvd.transport.distributed import MPI_BACKEND
 
 
 def rank() -> int:
@@ -74,7 +74,7 @@ def mpi_threads_supported() -> bool:
 
 def mpi_enabled() -> bool:
     """Whether this process is in a world that was made by MPI."""
-    return in_world() and dist.is_initialized() and dist.get_backend() == mpi_backend.NAME
+    return in_world() and dist.is_initialized() and dist.get_backend() == MPI_BACKEND
 
 
 def mpi_built() -> bool:

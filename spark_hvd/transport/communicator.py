@@ -145,15 +145,3 @@ class Communicator(Protocol):
     def barrier(self) -> Handle[None]:
         """End when every rank has called it."""
         ...
-
-    def close(self) -> None:
-        """Give back what this communicator owns; no collective may be under way."""
-        ...
-
-    def abort(self) -> None:
-        """Leave without waiting for anyone: what the peers have under way with me fails at once.
-
-        My own collectives under way fail too; where the transport cannot be interrupted (gloo), only at their timeout.
-        The process group is gone afterwards, also one that the user had initialised.
-        """
-        ...

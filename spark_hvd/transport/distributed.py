@@ -1,4 +1,4 @@
-"""The communicator over torch.distributed: gloo for tensors on the CPU, NCCL for those on a GPU."""
+"""The communicator over torch.distributed: Gloo, NCCL for tensors on a GPU, or MPI."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from spark_hvd.transport.communicator import Communicator, Handle, ReduceOp
 from spark_hvd.transport.dtypes import as_bytes, check_op, copy_unless_shared, divide, to_dense, to_wire
 from spark_hvd.transport.handles import FinishedHandle, PendingHandle, failed
-from spark_hvd.transport.nccl import NcclGroups
 from spark_hvd.transport.shapes import (
     describe,
     even_rows,
@@ -36,6 +35,9 @@ _OPS = {
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+MPI_BACKEND = "mpi4py"
+"""Our backend's name; torch has taken "mpi" for one that its wheels do not have."""
+
 PADDED_LIMIT = 1 << 20
 """Bytes of the whole result up to which uneven rows are padded: one collective, at the price of sending padding."""
 
@@ -52,7 +54,9 @@ class TorchCommunicator(Communicator):
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
         # A group that the user made for NCCL alone cannot carry the small facts over the CPU.
-        on_cpu = "cpu:" in dist.get_backend_config(group)
+        config = dist.get_backend_config(group)
+        on_cpu = "cpu:" in config
+        self._over_mpi = f"cpu:{MPI_BACKEND}" in config
         self._fact_device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
     @property
@@ -94,7 +98,7 @@ class TorchCommunicator(Communicator):
         return self._pending(dense, "allreduce", [work], finish)
 
     def _complex_product(self, tensor: torch.Tensor, mine: torch.Tensor, dense: torch.Tensor) -> Handle[torch.Tensor]:
-        # No backend multiplies complex numbers.
+        # Neither Gloo nor NCCL multiplies complex numbers.
         gathered = dense.new_empty((self._size, *dense.shape))
         work = self._start(
             "allreduce",
@@ -125,6 +129,10 @@ class TorchCommunicator(Communicator):
             )
             return self._pending(dense, "allgather", [work], lambda: out)
         row_bytes = out.numel() // sum(rows) * out.element_size()
+        if self._over_mpi:  # which moves uneven parts by itself
+            parts = list(torch.split(as_bytes(out), [count * row_bytes for count in rows]))
+            work = self._start("allgather", lambda: dist.all_gather(parts, as_bytes(dense), self._group, async_op=True))
+            return self._pending(dense, "allgather", [work], lambda: out)
         if max(rows) * self._size * row_bytes <= PADDED_LIMIT:
             return self._gather_padded(dense, out, rows)
         return self._gather_by_broadcast(dense, out, rows)
@@ -176,8 +184,8 @@ class TorchCommunicator(Communicator):
             return FinishedHandle(torch.split(whole, rows)[self._rank].clone())
         _, dense = to_dense(tensor)
         wire, wire_op, restore = to_wire(dense, op)
-        on_cpu = tensor.device.type == "cpu"
-        if on_cpu:
+        over_gloo = tensor.device.type == "cpu" and not self._over_mpi
+        if over_gloo:
             # Gloo's own reduce-scatter is an all-reduce too, and cannot tell when it is done.
             if wire.data_ptr() == tensor.data_ptr():
                 wire = wire.clone()
@@ -199,7 +207,7 @@ class TorchCommunicator(Communicator):
             if op is ReduceOp.AVERAGE:
                 divide(mine, self._size)
             result = restore(mine)
-            return result.clone() if on_cpu else result  # not to keep everyone's rows alive
+            return result.clone() if over_gloo else result  # not to keep everyone's rows alive
 
         return self._pending(tensor, "reducescatter", [work], finish)
 
@@ -237,14 +245,6 @@ class TorchCommunicator(Communicator):
             token.cpu()  # for NCCL wait() only orders the stream; a barrier holds up the host
 
         return self._pending(token, "barrier", [work], finish)
-
-    def close(self) -> None:
-        """See base class."""
-
-    def abort(self) -> None:
-        """See base class."""
-        NcclGroups(lambda: [self._group if self._group is not None else dist.group.WORLD]).abort()
-        dist.destroy_process_group(self._group)  # gloo's part: it closes the connections, which the peers notice
 
     def _broadcast_bytes(self, name: str, dense: torch.Tensor, root_rank: int) -> dist.Work | None:
         root = dist.get_global_rank(self._group, root_rank) if self._group is not None else root_rank

@@ -66,12 +66,6 @@ class LocalCommunicator(Communicator):
         """See base class."""
         return FinishedHandle(None)
 
-    def close(self) -> None:
-        """See base class."""
-
-    def abort(self) -> None:
-        """See base class."""
-
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -30,8 +30,8 @@ WORLDS = {
     "local": (1, "LocalCommunicator"),
     "gloo2": (2, "TorchCommunicator"),
     "gloo3": (3, "TorchCommunicator"),
-    "mpi2": (2, "MpiCommunicator"),
-    "mpi3": (3, "MpiCommunicator"),
+    "mpi2": (2, "TorchCommunicator"),
+    "mpi3": (3, "TorchCommunicator"),
 }
 
 

@@ -82,25 +82,6 @@ def test_timeout_of_a_handle() -> None:
         assert world.run(fn) == ["timed out", "slept"]
 
 
-def test_abort_frees_the_peers() -> None:
-    def fn() -> float:
-        hvd.barrier()
-        communicator = current().communicator
-        if hvd.rank() == 1:
-            time.sleep(0.5)
-            communicator.abort()
-            hvd.shutdown()
-            time.sleep(3.5)  # it is the abort that the peer notices, not the end of this process
-            return time.monotonic()
-        with pytest.raises(hvd.CollectiveError):
-            communicator.allreduce(torch.ones(1), ReduceOp.SUM).wait()
-        return time.monotonic()
-
-    with ranks(2, timeout=30.0) as world:
-        noticed, ended = world.run(fn)
-    assert noticed < ended
-
-
 def test_a_rank_that_lacks_memory_blames_no_peer() -> None:
     def fn() -> str:
         model = torch.nn.Embedding(1 << 16, 64, sparse=True)

@@ -8,23 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from spark_hvd.transport.communicator import Communicator
+from spark_hvd.transport.distributed import MPI_BACKEND
 
 if TYPE_CHECKING:
     from spark_hvd.transport.mpi.endpoint import MpiEndpoint
     from spark_hvd.transport.mpi.group import MpiProcessGroup
     from spark_hvd.transport.mpi.library import MPI
 
-NAME = "mpi4py"
-"""torch has taken "mpi" for a backend that its wheels do not have."""
-
-
 _parent: MPI.Intracomm | None = None
 
 
 def register() -> None:
     """Let torch.distributed know the backend; doing it again changes nothing."""
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(MPI_BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def carrier(on_gpu: bool) -> str:
@@ -33,7 +29,7 @@ def carrier(on_gpu: bool) -> str:
     Args:
         on_gpu: Whether they are on a GPU.
     """
-    if dist.is_initialized() and dist.get_backend() == NAME:
+    if dist.is_initialized() and dist.get_backend() == MPI_BACKEND:
         return "mpi"
     return "nccl" if on_gpu else "gloo"
 
@@ -63,24 +59,12 @@ def release() -> None:
     _parent = None
 
 
-def communicator_over(group: dist.ProcessGroup | None) -> Communicator:
-    """The communicator that talks over the same MPI communicator as a process group of this backend.
-
-    Args:
-        group: None for the default one.
-    """
-    from spark_hvd.transport.mpi.communicator import MpiCommunicator
-
-    return MpiCommunicator(endpoint_of(group))
-
-
-def endpoint_of(group: dist.ProcessGroup | None) -> MpiEndpoint:
-    """What a process group of this backend talks over; None for the default one."""
+def endpoint_of(group: Any) -> MpiEndpoint:
+    """What a process group of this backend talks over."""
     from spark_hvd.transport.mpi.group import MpiProcessGroup
 
-    ours: Any = dist.group.WORLD if group is None else group
-    assert isinstance(ours, MpiProcessGroup)
-    return ours.endpoint
+    assert isinstance(group, MpiProcessGroup)
+    return group.endpoint
 
 
 def on_loss(prefix: str) -> Callable[[int, str], None]:

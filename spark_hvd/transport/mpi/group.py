@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.dtypes import check_op, copy_unless_shared, divide, to_dense
+from spark_hvd.transport.mpi import memory
 from spark_hvd.transport.mpi.endpoint import MpiEndpoint
 from spark_hvd.transport.mpi.library import MPI
-from spark_hvd.transport.mpi.memory import Memory
 from spark_hvd.transport.mpi.progress import Operation
 from spark_hvd.transport.mpi.wire import Buffer, elements, in_blocks, in_bytes, in_parts, ready, to_mpi
 from spark_hvd.transport.mpi.work import MpiWork
@@ -53,16 +53,13 @@ class MpiProcessGroup(_ProcessGroup):
     Args:
         name: By which torch.distributed knows it.
         endpoint: What it talks over, and closes in the end.
-        memory: Copies what MPI cannot reach.
     """
 
-    def __init__(self, name: str, endpoint: MpiEndpoint, memory: Memory | None = None) -> None:
+    def __init__(self, name: str, endpoint: MpiEndpoint) -> None:
         super().__init__(endpoint.rank, endpoint.size)
         self.endpoint = endpoint
         self._name = name
         self._mpi = endpoint.communicator
-        self._memory = memory or Memory()
-        self._direct = memory is None
 
     def getBackendName(self) -> str:  # noqa: N802 # torch's name
         """mpi4py."""
@@ -81,7 +78,7 @@ class MpiProcessGroup(_ProcessGroup):
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
         """Reduce in place over all ranks."""
-        if len(tensors) == 1 and self._direct and _is_sum(opts) and (buffer := ready(tensors[0])) is not None:
+        if len(tensors) == 1 and _is_sum(opts) and (buffer := ready(tensors[0])) is not None:
             operation = self._start("all_reduce", self._mpi.Iallreduce, MPI.IN_PLACE, buffer, MPI.SUM, keep=tensors)
             return MpiWork([operation], self.endpoint.timeout, tensors)
         return self._work(tensors, [self._allreduce(tensor, opts) for tensor in tensors])
@@ -145,7 +142,7 @@ class MpiProcessGroup(_ProcessGroup):
         require_dense(tensor)
         wanted = "SUM" if opts is None else opts.reduceOp.op.name
         _, dense = to_dense(tensor)
-        dense = self._memory.within_reach(dense)
+        dense = memory.within_reach(dense)
         if wanted in _BITWISE:
             return dense, _BITWISE[wanted], lambda result, target: copy_unless_shared(target.detach(), result)
         if wanted not in _OPS:
@@ -177,7 +174,9 @@ class MpiProcessGroup(_ProcessGroup):
         parts = []
         for shares, mine in zip(outputs, inputs, strict=True):
             wire, counts = self._outward(mine), [share.numel() for share in shares]
-            room = self._memory.room(wire, (sum(counts),))
+            room = _side_by_side(shares)
+            if room is None:
+                room = memory.room(wire, (sum(counts),))
             operation = self._start(
                 "all_gather", self._mpi.Iallgatherv, in_bytes(wire), in_parts(room, counts), keep=(wire, room)
             )
@@ -217,7 +216,7 @@ class MpiProcessGroup(_ProcessGroup):
             return self._work([], [(operation, _nothing)])
         (shares,) = outputs
         counts = [share.numel() for share in shares]
-        room = self._memory.room(wire, (sum(counts),))
+        room = memory.room(wire, (sum(counts),))
         operation = self._start(
             "gather", self._mpi.Igatherv, in_bytes(wire), in_parts(room, counts), root, keep=(wire, room)
         )
@@ -231,16 +230,16 @@ class MpiProcessGroup(_ProcessGroup):
         wire = None
         if self.endpoint.rank == root:
             (shares,) = inputs
-            wire = self._memory.within_reach(_joined(shares))
+            wire = memory.within_reach(_joined(shares))
             parts = in_parts(wire, [share.numel() for share in shares])
         operation = self._start("scatter", self._mpi.Iscatterv, parts, in_bytes(room), root, keep=(wire, room))
         return self._work(outputs, [(operation, lambda: copy_unless_shared(output.detach(), room))])
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> MpiWork:
         """Send each rank a tensor of a list, and fill another with what they send."""
-        wire = self._memory.within_reach(_joined(inputs))
+        wire = memory.within_reach(_joined(inputs))
         counts = [output.numel() for output in outputs]
-        room = self._memory.room(wire, (sum(counts),))
+        room = memory.room(wire, (sum(counts),))
         operation = self._start(
             "all_to_all",
             self._mpi.Ialltoallv,
@@ -306,14 +305,14 @@ class MpiProcessGroup(_ProcessGroup):
 
     def _outward(self, tensor: torch.Tensor) -> torch.Tensor:
         require_dense(tensor)
-        return self._memory.within_reach(to_dense(tensor)[1])
+        return memory.within_reach(to_dense(tensor)[1])
 
     def _inward(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself if MPI can write to it, else memory for what is to be copied into it."""
         require_dense(tensor)
-        if tensor.is_contiguous() and self._memory.reaches(tensor):
-            return self._memory.within_reach(tensor.detach())
-        return self._memory.room(tensor, tensor.shape)
+        if tensor.is_contiguous() and memory.reaches(tensor):
+            return memory.within_reach(tensor.detach())
+        return memory.room(tensor, tensor.shape)
 
     def _evenly(self, tensor: torch.Tensor) -> list[int]:
         size = self.endpoint.size
@@ -334,7 +333,20 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _share_out(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
     for target, part in zip(targets, torch.split(flat, [each.numel() for each in targets]), strict=True):
-        target.detach().copy_(part.view(target.shape))
+        copy_unless_shared(target.detach(), part.view(target.shape))
+
+
+def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Those whose memory follows one another as one, if MPI can write to it; else None."""
+    filled = [tensor.detach() for tensor in tensors if tensor.numel()]
+    end = filled[0].data_ptr() if filled else 0
+    for tensor in filled:
+        if tensor.data_ptr() != end or not tensor.is_contiguous() or not memory.reaches(tensor):
+            return None
+        end += tensor.nbytes
+    if not filled or end > filled[0].untyped_storage().data_ptr() + filled[0].untyped_storage().nbytes():
+        return None  # neighbours by chance
+    return memory.within_reach(filled[0].as_strided((sum(tensor.numel() for tensor in filled),), (1,)))
 
 
 def _nothing() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -35,31 +35,23 @@ def takes_cuda() -> bool:
         return False
 
 
-def _reaches(tensor: torch.Tensor) -> bool:
+def reaches(tensor: torch.Tensor) -> bool:
+    """Whether MPI can reach its memory."""
     return not tensor.is_cuda or takes_cuda()
 
 
-class Memory:
-    """Copies between where tensors are and where MPI can reach them.
+def within_reach(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a copy on the host; what was to write it has ended."""
+    if reaches(tensor):
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+        return tensor
+    copy = room(tensor, tensor.shape)
+    return copy.copy_(tensor)  # waits for the GPU
 
-    Args:
-        reaches: Whether MPI can reach a tensor.
-    """
 
-    def __init__(self, reaches: Callable[[torch.Tensor], bool] = _reaches) -> None:
-        self.reaches = reaches
-
-    def within_reach(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself, or a copy on the host; what was to write it has ended."""
-        if self.reaches(tensor):
-            if tensor.is_cuda:
-                torch.cuda.current_stream(tensor.device).synchronize()
-            return tensor
-        copy = self.room(tensor, tensor.shape)
-        return copy.copy_(tensor)  # waits for the GPU
-
-    def room(self, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """An uninitialised tensor within reach, for what is to become one like another."""
-        if self.reaches(like):
-            return like.new_empty(shape)
-        return torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)
+def room(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """An uninitialised tensor within reach, for what is to become one like another."""
+    if reaches(like):
+        return like.new_empty(shape)
+    return torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)
