@@ -81,6 +81,19 @@ def tensor_key(tensor: torch.Tensor) -> Hashable:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors that :meth:`TensorTable.flatten` would find, of whatever kind."""
+    found: list[torch.Tensor] = []
+
+    def look(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        return leaf
+
+    rebuilt(value, look)
+    return found
+
+
 def unflatten(skeleton: Any, tensor_of: Callable[[TensorRef], torch.Tensor]) -> Any:
     """The value with tensors in place of references.
 

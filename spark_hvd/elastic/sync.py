@@ -43,6 +43,38 @@ def synchronize(
     _require_same_kinds([theirs for _, theirs in facts])
     counts = [theirs for theirs, _ in facts]
     root = counts.index(max(counts))
+
+    def require_fits(skeletons: Mapping[str, Any]) -> None:
+        faults = [misfit(name, skeleton) for name, skeleton in skeletons.items()] if communicator.rank != root else []
+        for rank, text in enumerate(allgather_object("; ".join(filter(None, faults)))):
+            if text:
+                raise MismatchError(
+                    f"state.sync(): rank {rank} cannot load the state of rank {root}: {text}. Build models, optimizers "
+                    "and the like in the same way on every rank."
+                )
+
+    return broadcast_content(communicator, content, root, "state.sync()", require_fits), counts[root], root
+
+
+def broadcast_content(
+    communicator: Communicator,
+    content: Mapping[str, Any],
+    root: int,
+    caller: str,
+    check: Callable[[Mapping[str, Any]], None] = lambda _: None,
+) -> Mapping[str, Any]:
+    """One rank's named values on all ranks; the root gets its own, the others' tensors are received as they fit.
+
+    Args:
+        communicator: Of all ranks.
+        content: This rank's.
+        root: Whose.
+        caller: What the user called, for an error.
+        check: Sees the root's skeletons before any tensor is sent.
+
+    Raises:
+        ValueError: The root has something that cannot be sent. Raised on every rank.
+    """
     table = TensorTable()
     skeletons: dict[str, Any] = {}
     fault: str | None = None
@@ -53,24 +85,17 @@ def synchronize(
             fault = str(error)
     skeletons, fault = broadcast_object((skeletons, fault), root)
     if fault is not None:
-        raise ValueError(f"state.sync(): rank {root} has state that cannot be sent: {fault}")
-    faults = [misfit(name, skeleton) for name, skeleton in skeletons.items()] if communicator.rank != root else []
-    gathered = allgather_object("; ".join(filter(None, faults)))
-    for rank, text in enumerate(gathered):
-        if text:
-            raise MismatchError(
-                f"state.sync(): rank {rank} cannot load the state of rank {root}: {text}. Build models, optimizers and "
-                "the like in the same way on every rank."
-            )
+        raise ValueError(f"{caller}: rank {root} has state that cannot be sent: {fault}")
+    check(skeletons)
     if communicator.rank == root:
         broadcast_all(communicator, table.tensors, root)
-        return content, counts[root], root
+        return content
     receivers = Receivers()
     for name, skeleton in skeletons.items():
         receivers.prepare(skeleton, content[name])
     broadcast_all(communicator, receivers.in_order(), root)
-    received = unflatten(skeletons, lambda ref: receivers.tensors[ref.number])
-    return received, counts[root], root
+    received: Mapping[str, Any] = unflatten(skeletons, lambda ref: receivers.tensors[ref.number])
+    return received
 
 
 def flatten_all(table: TensorTable, content: Mapping[str, Any]) -> dict[str, Any]:

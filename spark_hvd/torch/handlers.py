@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from spark_hvd.elastic.skeleton import TensorRef, tensor_key
+from spark_hvd.elastic.skeleton import TensorRef, tensor_key, tensors_in
 from spark_hvd.torch.sampler import ElasticSampler
 from spark_hvd.torch.sync import load_optimizer_state
 from spark_hvd.transport.torch_private import with_versions
@@ -128,7 +128,7 @@ class OptimizerStateHandler(StateDictHandler):
     def stable(self) -> Collection[Hashable]:
         """See base class."""
         params = [param for group in self.value.param_groups for param in group["params"]]
-        tensors = [*params, *_tensors_in(self.value.state.values())]
+        tensors = [*params, *tensors_in(dict(self.value.state))]
         return [tensor_key(tensor) for tensor in tensors if tensor.layout is torch.strided]
 
     def renewed(self) -> None:
@@ -193,15 +193,3 @@ def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor | TensorRef):
         return f"{value.dtype} of shape {tuple(value.shape)}"
     return "missing" if value is None else "no tensor"
-
-
-def _tensors_in(values: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, dict):
-            found += _tensors_in(value.values())
-        elif isinstance(value, list | tuple):
-            found += _tensors_in(value)
-    return found

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from spark_hvd.collectives.objects import allgather_object, broadcast_object
+from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.context.init import current
-from spark_hvd.elastic.skeleton import Receivers, TensorTable, broadcast_all, unflatten
+from spark_hvd.elastic.skeleton import broadcast_all
+from spark_hvd.elastic.sync import broadcast_content
 from spark_hvd.transport.communicator import Communicator
 from spark_hvd.transport.shapes import require_dense, require_root
 from spark_hvd.world.errors import MismatchError
@@ -73,26 +74,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
                 f"broadcast_optimizer_state: the optimizer of rank {rank} has parameter groups of {sizes} parameters, "
                 f"that of rank {root_rank} of {groups[root_rank]}; build it alike on every rank."
             )
-    table = TensorTable()
-    skeleton: Any = None
-    fault: str | None = None
-    if communicator.rank == root_rank:
-        try:
-            skeleton = table.flatten(optimizer.state_dict())
-        except TypeError as error:
-            fault = str(error)
-    skeleton, fault = broadcast_object((skeleton, fault), root_rank)
-    if fault is not None:
-        raise ValueError(
-            f"broadcast_optimizer_state: rank {root_rank} has optimizer state that cannot be sent: {fault}"
-        )
-    if communicator.rank == root_rank:
-        broadcast_all(communicator, table.tensors, root_rank)
-        return
-    receivers = Receivers()
-    receivers.prepare(skeleton, optimizer.state_dict())
-    broadcast_all(communicator, receivers.in_order(), root_rank)
-    load_optimizer_state(optimizer, unflatten(skeleton, lambda ref: receivers.tensors[ref.number]))
+    content = {"optimizer": optimizer.state_dict()}
+    received = broadcast_content(communicator, content, root_rank, "broadcast_optimizer_state")
+    if communicator.rank != root_rank:
+        load_optimizer_state(optimizer, received["optimizer"])
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
