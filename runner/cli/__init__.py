@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
@@ -19,39 +19,22 @@ import click
 
 import spark_hvd
 from spark_hvd.runner.cli import session as cli_session
-from spark_hvd.runner.cli.elastic import check_static, elastic_arguments, elastic_options, is_elastic
 from spark_hvd.runner.cli.horovodrun import refused_options, tuning_env, tuning_options
-from spark_hvd.runner.config import BACKENDS, CHOICES, MPIS
+from spark_hvd.runner.cli.options import check_taken, is_elastic, listed, pairs, run_options, variables
+from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.elastic.config import ElasticConfig
+from spark_hvd.runner.options import options_of
 from spark_hvd.runner.outcome.errors import RankFailedError, RunError
 from spark_hvd.runner.outcome.payload import renamed
 from spark_hvd.runner.rank.script import Script, ScriptExitError, run_script
 
 _INTERRUPTED = 130
-_SPARK_ONLY = ("procs_per_task", "cpus_per_proc", "gpus_per_proc", "ports")
+_OPTIONS = options_of(ElasticConfig)
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class _TerminatedError(KeyboardInterrupt):
     """SIGTERM: ends the ranks as Ctrl-C does."""
-
-
-def _pairs(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
-    wrong = [value for value in values if not value.partition("=")[1] or value.startswith("=")]
-    if wrong:
-        raise click.BadParameter(f"{wrong[0]!r}: expected NAME=VALUE")
-    return {name: text for name, _, text in (value.partition("=") for value in values)}
-
-
-def _variables(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
-    unset = [value for value in values if "=" not in value and value not in os.environ]
-    if unset:
-        raise click.BadParameter(f"{unset[0]!r}: expected NAME=VALUE, or the name of a variable that is set here")
-    whole = [value if "=" in value else f"{value}={os.environ[value]}" for value in values]
-    return _pairs(context, parameter, whole)
-
-
-def _listed(context: click.Context, parameter: click.Parameter, value: str | None) -> list[str]:
-    return [part.strip() for part in (value or "").split(",") if part.strip()]
 
 
 def _build(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -61,18 +44,7 @@ def _build(context: click.Context, parameter: click.Parameter, value: bool) -> N
 
 
 _master = click.option("--master", metavar="URL", help="Spark master: spark://host:7077, yarn, k8s://..., local[4].")
-_conf = click.option("--conf", multiple=True, callback=_pairs, metavar="KEY=VALUE", help="A setting of Spark.")
-_num_proc = click.option("-np", "--num-proc", type=click.IntRange(min=1), metavar="N", help="Number of ranks.")
-_backend = click.option("--backend", type=click.Choice(BACKENDS), help="By default NCCL for CUDA tensors, else Gloo.")
-_gpus = click.option("--gpus-per-proc", type=click.IntRange(min=0), metavar="N", help="GPUs of each rank.")
-_cpus = click.option("--cpus-per-proc", type=click.IntRange(min=1), metavar="N", help="Cores of each rank.")
-_procs = click.option(
-    "--procs-per-task", type=click.IntRange(min=1), default=1, metavar="N", help="Ranks in each Spark task."
-)
-_interfaces = click.option(
-    "--interfaces", "--network-interfaces", callback=_listed, metavar="A,B", help='Such as "eth1" or "10.0.0.0/8".'
-)
-_ports = click.option("--ports", metavar="LOW-HIGH", help="Where this program and the ranks may listen.")
+_conf = click.option("--conf", multiple=True, callback=pairs, metavar="KEY=VALUE", help="A setting of Spark.")
 
 
 @click.group(context_settings=_HELP)
@@ -99,15 +71,11 @@ def _check_build() -> None:
 
 @main.command(context_settings=_HELP)
 @_master
-@_num_proc
 @_conf
 @click.option("--store", metavar="URL", help="The store of an estimator: written and read on every host.")
-@_backend
-@_procs
-@_cpus
-@_gpus
-@_interfaces
-@_ports
+@run_options(
+    RunConfig, ["num_proc", "backend", "procs_per_task", "cpus_per_proc", "gpus_per_proc", "interfaces", "ports"]
+)
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=3.0, help="How long to all-reduce.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_json: bool, **options: Any) -> None:
@@ -127,31 +95,19 @@ def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_js
 
 
 @main.command(context_settings={**_HELP, "allow_interspersed_args": False})
-@_num_proc
 @_master
 @_conf
-@_backend
+@run_options(RunConfig, [name for name in options_of(RunConfig) if name not in ("env", "verbose")])
+@run_options(ElasticConfig, [name for name in _OPTIONS if name not in options_of(RunConfig)])
 @click.option("--gloo", "controller", flag_value="gloo", help="The same as --backend gloo.")
 @click.option("--mpi", "controller", flag_value="mpi", help="The same as --backend mpi.")
-@click.option("--mpi-library", "mpi", type=click.Choice(MPIS), help="Which MPI, with --backend mpi.")
-@_procs
-@_cpus
-@_gpus
-@_interfaces
-@_ports
 @click.option(
-    "--env", multiple=True, callback=_variables, metavar="NAME[=VALUE]",
+    "--env", multiple=True, callback=variables, metavar="NAME[=VALUE]",
     help="A variable of the ranks. Every user of this machine sees a VALUE given here, in ps; without one it is "
     "that of this program.",
 )  # fmt: skip
-@click.option("--py-files", callback=_listed, metavar="A,B", help=".py and .zip files that the script imports from.")
-@click.option("--start-timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds for all ranks to be up.")
-@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds that the script may run.")
-@click.option("--collective-timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds of a collective.")
-@click.option("--max-restarts", type=click.IntRange(min=0), metavar="N", help="Restarts after lost ranks.")
-@elastic_options
+@click.option("--py-files", callback=listed, metavar="A,B", help=".py and .zip files that the script imports from.")
 @click.option("--verbose", is_flag=True, help="Log what spark_hvd does.")
-@click.option("--progress", type=click.Choice(CHOICES), help="How to show how far the ranks are (default: auto).")
 @click.option("--quiet", is_flag=True, help="Do not show what the ranks print.")
 @click.option("-m", "module", is_flag=True, help="The script is the name of a module, as for python -m.")
 @tuning_options
@@ -159,7 +115,6 @@ def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_js
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
-    num_proc: int | None,
     master: str | None,
     conf: dict[str, str],
     controller: str | None,
@@ -172,7 +127,7 @@ def run(
     arguments: tuple[str, ...],
     **options: Any,
 ) -> None:
-    r"""Run a Python script on N ranks, each as __main__ with the arguments given.
+    """Run a Python script on N ranks, each as __main__ with the arguments given.
 
     With --master (or under spark-submit) on a Spark cluster, else as processes on this machine, without Java. The
     exit code is 0, or that of the rank that failed first.
@@ -180,34 +135,22 @@ def run(
     \b
     spark-hvd run -np 2 train.py --epochs 3
     spark-hvd run -np 8 --master spark://host:7077 --py-files models.py train.py
-    """
+    """  # noqa: D301 - click keeps the lines behind this character as they are
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="spark-hvd: %(message)s")
     program = _read_script(script, arguments, module)
-    variables = {**tuning_env(options), **env}
-    kwargs = {name: value for name, value in options.items() if value not in (None, []) and name in _RUN_OPTIONS}
-    kwargs["backend"] = kwargs.get("backend", controller)
-    kwargs.update(env=variables, verbose=0 if quiet else 1)
-    _check_multiple(num_proc, options["procs_per_task"])
-    elastic = is_elastic(options)
-    if elastic:
-        kwargs = elastic_arguments(options, kwargs)
-    else:
-        check_static(options)
+    env = {**tuning_env(options), **env}
+    given = {name: value for name, value in options.items() if value not in (None, []) and name in _OPTIONS}
+    given = {"backend": controller, **given, "env": env, "verbose": 0 if quiet else 1}
+    _check_multiple(given.get("num_proc"), given.get("procs_per_task"))
     with _ending_well():
         if master is None and not cli_session.is_submitted():
-            _run_here(program, num_proc, py_files, kwargs, elastic=elastic)
+            _run_here(program, py_files, given)
         else:
-            _run_on_spark(program, num_proc, py_files, kwargs, master, conf, elastic=elastic)
+            _run_on_spark(program, py_files, given, master, conf)
 
 
-_RUN_OPTIONS = (
-    "backend", "mpi", "interfaces", "progress", "start_timeout", "timeout", "collective_timeout", "max_restarts",
-    "min_num_proc", *_SPARK_ONLY,
-)  # fmt: skip
-
-
-def _check_multiple(num_proc: int | None, each: int) -> None:
-    if num_proc is not None and num_proc % each:
+def _check_multiple(num_proc: int | None, each: int | None) -> None:
+    if num_proc is not None and each is not None and num_proc % each:
         raise click.UsageError(f"-np {num_proc} --procs-per-task {each}: expected -np to be a multiple of it.")
 
 
@@ -230,43 +173,31 @@ def _read_script(script: str, arguments: tuple[str, ...], module: bool) -> Scrip
         raise click.ClickException(f"{type(error).__name__} in {script}, line {error.lineno}: {error.msg}") from error
 
 
-def _run_here(
-    program: Script, num_proc: int | None, py_files: list[str], kwargs: dict[str, Any], *, elastic: bool
-) -> None:
+def _run_here(program: Script, py_files: list[str], given: dict[str, Any]) -> None:
     from spark_hvd.runner.elastic.local import run_elastic_local
     from spark_hvd.runner.launch.local import run_local
 
-    only = _SPARK_ONLY + (("interfaces",) if elastic else ("min_num_proc",))
-    given = [name for name in only if kwargs.get(name) and name != "procs_per_task"]
-    if given:
-        raise click.UsageError(f"--{given[0].replace('_', '-')} is for a Spark cluster: name one with --master.")
-    if num_proc is None:
+    start = run_elastic_local if is_elastic(given) else run_local
+    check_taken(given, start)
+    if "num_proc" not in given:
         raise click.UsageError("-np is missing: how many ranks? (Or --master, to use every slot of a cluster.)")
-    kwargs.pop("procs_per_task", None)
     for path in py_files:  # ranks get this process' sys.path
         sys.path.insert(0, os.path.dirname(os.path.abspath(path)) if path.endswith(".py") else os.path.abspath(path))
-    fn = renamed(run_script, os.path.basename(program.name))
-    (run_elastic_local if elastic else run_local)(fn, args=(program,), num_proc=num_proc, **kwargs)
+    start(renamed(run_script, os.path.basename(program.name)), args=(program,), **given)
 
 
 def _run_on_spark(
-    program: Script,
-    num_proc: int | None,
-    py_files: list[str],
-    kwargs: dict[str, Any],
-    master: str | None,
-    conf: Mapping[str, str],
-    *,
-    elastic: bool,
+    program: Script, py_files: list[str], given: dict[str, Any], master: str | None, conf: Mapping[str, str]
 ) -> None:
     from spark_hvd.runner.elastic.run import run_elastic
     from spark_hvd.runner.launch.run import run as run_on_cluster
 
-    with cli_session.session(master, conf, f"spark-hvd run {os.path.basename(program.name)}") as spark:
+    start = run_elastic if is_elastic(given) else run_on_cluster
+    check_taken(given, start)
+    name = os.path.basename(program.name)
+    with cli_session.session(master, conf, f"spark-hvd run {name}") as spark:
         cli_session.ship(spark, py_files)
-        start = run_elastic if elastic else run_on_cluster
-        fn = renamed(run_script, os.path.basename(program.name))
-        start(fn, args=(program,), num_proc=num_proc, spark=spark, **kwargs)
+        start(renamed(run_script, name), args=(program,), spark=spark, **given)
 
 
 @contextmanager

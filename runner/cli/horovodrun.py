@@ -59,6 +59,7 @@ _SPARK_PLACES = (
 _NO_SSH = "No ssh is used: Spark's executors start the ranks. Leave it out."
 _NOT_BOUND = "Ranks are not bound to cores; set --env OMP_NUM_THREADS=n and --conf spark.task.cpus=n."
 _ALWAYS = "There is nothing to choose: see docs/collectives.md for what is done on one host and between hosts."
+_DEFAULT = "It is so by default. Leave it out."
 
 REFUSED: Mapping[tuple[str, ...], tuple[int, str]] = {
     ("-H", "--hosts"): (1, _SPARK_PLACES),
@@ -75,13 +76,26 @@ REFUSED: Mapping[tuple[str, ...], tuple[int, str]] = {
     ("--num-nccl-streams",): (1, "torch decides on NCCL's streams. Leave it out."),
     ("--gloo-timeout-seconds",): (1, "Use --start-timeout for meeting, --collective-timeout for collectives."),
     ("--cycle-time-ms",): (1, "Nothing happens in cycles here. Leave it out."),
-    ("--hierarchical-allreduce",): (0, _ALWAYS),
-    ("--hierarchical-allgather",): (0, _ALWAYS),
-    ("--torus-allreduce",): (0, _ALWAYS),
-    ("--mpi-threads-disable",): (0, "MPI is always used from one thread at a time. Leave it out."),
+    ("--hierarchical-allreduce", "--no-hierarchical-allreduce"): (0, _ALWAYS),
+    ("--hierarchical-allgather", "--no-hierarchical-allgather"): (0, _ALWAYS),
+    ("--torus-allreduce", "--no-torus-allreduce"): (0, _ALWAYS),
+    ("--network-interface",): (1, "Use --interfaces."),
+    ("--no-autotune",): (0, _DEFAULT),
+    ("--no-timeline-mark-cycles",): (0, _DEFAULT),
+    ("--stall-check",): (0, _DEFAULT),
+    ("--autotune-gaussian-process-noise",): (1, "It is 0.8, as Horovod's is by default. Leave it out."),
+    ("--mpi-threads-disable", "--no-mpi-threads-disable"): (
+        0,
+        "One thread at a time uses MPI. Leave it out.",
+    ),
     ("--output-filename",): (1, "Every line has its rank in front: redirect this program's output instead."),
     ("--config-file",): (1, "Put options into a shell script, and settings of Spark into its spark-defaults.conf."),
     ("--disable-cache",): (0, "Nothing is cached between runs. Leave it out."),
+    ("-prefix-timestamp", "--prefix-output-with-timestamp"): (
+        0,
+        "Lines have their rank in front and no time: pipe this program's output through a tool such as ts.",
+    ),
+    ("--log-with-timestamp", "--log-without-timestamp"): (0, "Set the format of logging in the script."),
     ("--log-level",): (1, "Use --verbose, or logging in the script."),
 }
 """Options, the number of values that they take, and what to do instead."""

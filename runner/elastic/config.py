@@ -39,7 +39,7 @@ class ElasticConfig(RunConfig):
         None, "With fewer, those that are left wait; None for `num_proc`.", least=1, unit="ranks", none="for num_proc"
     )
     max_num_proc: int | None = option(
-        None, "Never more; None for `num_proc`.", least=1, unit="ranks", none="for num_proc"
+        None, "Never more ranks; None for `num_proc`.", least=1, unit="ranks", none="for num_proc"
     )
     elastic_timeout: float = option(
         600.0, "Seconds to wait for `min_num_proc` ranks after some were lost.", seconds=True
@@ -65,7 +65,9 @@ class ElasticConfig(RunConfig):
         unit="failures",
     )
     cooldown_range: tuple[float, float] | None = option(
-        None, "Least and greatest number of seconds for which a host then gets none, doubled each time; None for ever."
+        None,
+        "Least and greatest number of seconds for which a host then gets none, doubled each time; None for the rest of "
+        "the run.",
     )
 
     def _check_together(self) -> None:

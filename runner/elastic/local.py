@@ -35,7 +35,7 @@ R = TypeVar("R")
     num_proc="Ranks to start with.",
     start_timeout="Seconds for the ranks' processes to be up.",
     host_failure_limit="Ranks that may fail, with no commit of theirs in between, until no more are started.",
-    cooldown_range="Least and greatest number of seconds until they are again; None for ever.",
+    cooldown_range="Least and greatest number of seconds until they are again; None for never.",
 )
 @briefly
 def run_elastic_local(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -18,7 +19,10 @@ from spark_hvd.runner.cli import exit_code_of, main
 from spark_hvd.runner.cli.horovodrun import REFUSED, TUNING
 from spark_hvd.runner.diagnosis.build import describe
 from spark_hvd.runner.diagnosis.facts import Package
+from spark_hvd.runner.elastic import local as elastic_local
+from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.launch import local
+from spark_hvd.runner.options import options_of
 from spark_hvd.runner.outcome.rows import Failed, FailureKind
 from spark_hvd.runner.rank.script import Script, ScriptExitError, exit_code
 from spark_hvd.world.env import read_config
@@ -28,7 +32,9 @@ from spark_hvd.world.env import read_config
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What `run_local` was called with, instead of starting ranks."""
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(local, "run_local", lambda fn, **kwargs: seen.append(kwargs))
+    for module, name in ((local, "run_local"), (elastic_local, "run_elastic_local")):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, functools.wraps(original)(lambda fn, **kwargs: seen.append(kwargs)))
     monkeypatch.delenv("PYSPARK_GATEWAY_PORT", raising=False)
     return seen
 
@@ -94,6 +100,47 @@ def test_options_reach_the_run(calls: list[dict[str, Any]], script: str) -> None
     }  # fmt: skip
 
 
+def test_every_option_of_an_elastic_run_reaches_it(calls: list[dict[str, Any]], script: str) -> None:
+    done = invoke(
+        "run", "-np", "2", "--min-np", "1", "--max-np", "3", "--elastic-timeout", "9", "--reset-limit", "4",
+        "--rejoin-timeout", "5", "--host-failure-limit", "6", "--blacklist-cooldown-range", "7", "8", script,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    given = {name: calls[0][name] for name in options_of(ElasticConfig) if name in calls[0]}
+    assert given == {
+        "num_proc": 2, "min_num_proc": 1, "max_num_proc": 3, "elastic_timeout": 9.0, "reset_limit": 4,
+        "rejoin_timeout": 5.0, "host_failure_limit": 6, "cooldown_range": (7.0, 8.0), "backend": None, "env": {},
+        "verbose": 1,
+    }  # fmt: skip
+
+
+def test_every_option_has_its_place_on_the_command_line() -> None:
+    assert isinstance(main, click.Group)
+    assert {each.name for each in main.commands["run"].params} >= options_of(ElasticConfig).keys() - {"env", "verbose"}
+
+
+HOROVODRUN = """
+--num-proc -np --start-timeout --verbose --network-interfaces --network-interface --output-filename --config-file
+--disable-cache -p --ssh-port -i --ssh-identity-file --fusion-threshold-mb --cycle-time-ms --cache-capacity
+--hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather
+--torus-allreduce --no-torus-allreduce --autotune --no-autotune --autotune-log-file --autotune-warmup-samples
+--autotune-steps-per-sample --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --min-np --min-num-proc
+--max-np --max-num-proc --slots-per-host --elastic-timeout --reset-limit --blacklist-cooldown-range
+--timeline-filename --timeline-mark-cycles --no-timeline-mark-cycles --stall-check --no-stall-check
+--stall-check-warning-time-seconds --stall-check-shutdown-time-seconds --mpi-threads-disable --no-mpi-threads-disable
+--mpi-args --tcp --binding-args --num-nccl-streams --thread-affinity --gloo-timeout-seconds --log-level
+--log-with-timestamp --log-without-timestamp -prefix-timestamp --prefix-output-with-timestamp -H --hosts -hostfile
+--hostfile --host-discovery-script --gloo --mpi --jsrun
+"""
+
+
+def test_every_option_of_horovodrun_is_known() -> None:
+    """As one that works, or one that says what to do instead."""
+    assert isinstance(main, click.Group)
+    known = {flag for each in main.commands["run"].params for flag in each.opts}
+    assert set(HOROVODRUN.split()) <= known
+
+
 def test_horovods_options_become_variables_that_the_core_reads(calls: list[dict[str, Any]], script: str) -> None:
     done = invoke(
         "run", "-np", "2", "--fusion-threshold-mb", "32", "--autotune", "--timeline-filename", "/tmp/t.json",
@@ -130,6 +177,9 @@ def test_options_without_a_place_here_say_why(names: tuple[str, ...], script: st
         (["run", "-np", "0", "SCRIPT"], "0 is not in the range"),
         (["run", "-np", "2", "--gpus-per-proc", "1", "SCRIPT"], "--gpus-per-proc is for a Spark cluster"),
         (["run", "-np", "2", "--max-restarts", "1", "--min-num-proc", "1", "SCRIPT"], "--min-num-proc is for a Spark"),
+        (["run", "-np", "2", "--max-np", "3", "--mpi-library", "mpich", "SCRIPT"], "--mpi-library is not for elastic"),
+        (["run", "-np", "2", "--max-np", "3", "--ports", "1-2", "SCRIPT"], "--ports is for a Spark cluster"),
+        (["run", "-np", "2", "--max-np", "3", "--max-restarts", "1", "SCRIPT"], "--max-num-proc is for elastic runs"),
         (["run", "-np", "2", "--env", "NONE_SUCH", "SCRIPT"], "'NONE_SUCH': expected NAME=VALUE, or the name of a"),
         (["run", "-np", "2", "nowhere.py"], "nowhere.py: No such file or directory. Expected a Python script"),
         (["run", "-np", "2", "python"], "Expected a Python script"),

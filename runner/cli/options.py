@@ -1,0 +1,120 @@
+"""The options that the commands share with the functions below them, made from the declarations of those."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import click
+
+from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.elastic.config import ElasticConfig
+from spark_hvd.runner.options import Option, options_of
+
+_FLAGS = {
+    "num_proc": ("-np", "--num-proc"),
+    "mpi": ("--mpi-library",),
+    "interfaces": ("--network-interfaces", "--interfaces"),
+    "min_num_proc": ("--min-np", "--min-num-proc"),
+    "max_num_proc": ("--max-np", "--max-num-proc"),
+    "cooldown_range": ("--blacklist-cooldown-range",),
+}
+"""Names that are not the option's own: most are horovodrun's. The last is the one that errors name."""
+
+_SECONDS = click.FloatRange(min=0, min_open=True)
+_ELASTIC = options_of(ElasticConfig).keys() - options_of(RunConfig).keys() | {"min_num_proc"}
+
+
+def pairs(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """A click callback: the names and values of NAME=VALUE."""
+    wrong = [value for value in values if not value.partition("=")[1] or value.startswith("=")]
+    if wrong:
+        raise click.BadParameter(f"{wrong[0]!r}: expected NAME=VALUE")
+    return {name: text for name, _, text in (value.partition("=") for value in values)}
+
+
+def variables(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """A click callback: those of NAME=VALUE, or of NAME alone, which this program's environment knows."""
+    unset = [value for value in values if "=" not in value and value not in os.environ]
+    if unset:
+        raise click.BadParameter(f"{unset[0]!r}: expected NAME=VALUE, or the name of a variable that is set here")
+    whole = [value if "=" in value else f"{value}={os.environ[value]}" for value in values]
+    return pairs(context, parameter, whole)
+
+
+def listed(context: click.Context, parameter: click.Parameter, value: str | None) -> list[str]:
+    """A click callback: the parts of A,B."""
+    return [part.strip() for part in (value or "").split(",") if part.strip()]
+
+
+def run_options(config: type[RunConfig], names: Iterable[str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add options that ``config`` declares to a click command; those not given arrive as None or an empty list."""
+    declared = options_of(config)
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for name in reversed(list(names)):
+            more = _form(name, declared[name])
+            command = click.option(*_flags(name), name, help=_help(name, declared[name]), **more)(command)
+        return command
+
+    return add
+
+
+def is_elastic(given: Mapping[str, Any]) -> bool:
+    """Whether these options ask for an elastic run: any that only such runs have, unless restarts are asked for."""
+    return "max_restarts" not in given and not _ELASTIC.isdisjoint(given)
+
+
+def check_taken(given: dict[str, Any], start: Callable[..., Any]) -> None:
+    """Make sure that ``start`` has the options given; one that means nothing there is taken out.
+
+    Raises:
+        click.UsageError: it has not; says which runs have.
+    """
+    from spark_hvd.runner.elastic.run import run_elastic
+    from spark_hvd.runner.launch.run import run
+
+    taken = inspect.signature(start).parameters
+    elastic = is_elastic(given)
+    if "procs_per_task" not in taken and (not elastic or given.get("procs_per_task") == 1):
+        given.pop("procs_per_task", None)  # there are no Spark tasks
+    for name in given:
+        if name in taken or given[name] is None:
+            continue
+        option = _flags(name)[-1]
+        if name in inspect.signature(run_elastic if elastic else run).parameters:
+            raise click.UsageError(f"{option} is for a Spark cluster: name one with --master.")
+        if elastic:
+            raise click.UsageError(f"{option} is not for elastic runs (--min-np, --max-np).")
+        raise click.UsageError(f"{option} is for elastic runs, which need no restarts: leave --max-restarts out.")
+
+
+def _flags(name: str) -> tuple[str, ...]:
+    return _FLAGS.get(name, (f"--{name.replace('_', '-')}",))
+
+
+def _form(name: str, declared: Option) -> dict[str, Any]:
+    """What click is to read."""
+    if declared.choices:
+        return {"type": click.Choice(declared.choices)}
+    if declared.least is not None:
+        return {"type": click.IntRange(min=declared.least), "metavar": "N"}
+    if declared.seconds:
+        return {"type": _SECONDS, "metavar": "S"}
+    forms: dict[str, dict[str, Any]] = {
+        "interfaces": {"callback": listed, "metavar": "A,B"},
+        "ports": {"metavar": "LOW-HIGH"},
+        "cooldown_range": {"nargs": 2, "type": _SECONDS, "metavar": "MIN MAX"},
+    }
+    return forms[name]
+
+
+def _help(name: str, declared: Option) -> str:
+    """The declaration's text, in the words of somebody who has a script and leaves options out."""
+    if name == "min_num_proc":
+        return "Elastic: never fewer ranks. With --max-restarts: enough for a restart."
+    text = declared.text.replace("`", "").replace("None for", "by default").replace(". fn ", ". The script ")
+    return re.sub(r"\bfn\b", "the script", text)
