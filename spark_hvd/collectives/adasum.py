@@ -65,16 +65,6 @@ def adasum(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> Gener
     return _steps(communicator, tensors)
 
 
-def run_now(steps: Generator[Handle[Any], None, None]) -> None:
-    """Take all steps, waiting for each handle.
-
-    Raises:
-        CollectiveError: A peer or the network failed.
-    """
-    for handle in steps:
-        handle.wait()
-
-
 def _require_like(tensor: torch.Tensor, first: torch.Tensor) -> None:
     require_dense(tensor)
     if not tensor.is_floating_point():
@@ -181,8 +171,7 @@ class _Tree:
         splits[partner], received[partner] = given.numel(), expected
         handle = self._communicator.alltoall(given, splits, received)
         yield handle
-        theirs, _ = handle.wait()
-        return theirs
+        return handle.wait()
 
     def _summed(self, dots: torch.Tensor, group: int) -> Steps[torch.Tensor]:
         """Sum up what my group of this many neighbouring ranks found, each in its part of the vectors."""

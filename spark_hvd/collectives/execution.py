@@ -250,10 +250,9 @@ def _allgather(entry: Entry, work: Work, communicator: Communicator) -> Steps:
 
 def _alltoall(entry: Entry, work: Work, communicator: Communicator) -> Steps:
     assert entry.table is not None
-    received = [splits[communicator.rank] for splits in entry.table]
-    handle = communicator.alltoall(work.tensors[0].detach(), entry.table[communicator.rank], received)
-    ((result, work.received),) = yield from _results([handle])
-    work.results.append(result)
+    work.received = [splits[communicator.rank] for splits in entry.table]
+    handle = communicator.alltoall(work.tensors[0].detach(), entry.table[communicator.rank], work.received)
+    work.results.extend((yield from _results([handle])))
 
 
 def _reducescatter(request: Request, work: Work, communicator: Communicator) -> Steps:

@@ -14,7 +14,7 @@ from spark_hvd.collectives.messages import Request, dtype_text
 from spark_hvd.collectives.process_set import ProcessSet, lane_of
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.dtypes import check_op
-from spark_hvd.transport.shapes import even_rows, require_dense, require_rows, split_fault_text
+from spark_hvd.transport.shapes import even_rows, require_dense, require_rows, split_fault
 
 T = TypeVar("T")
 Tensors = list[torch.Tensor]
@@ -123,7 +123,7 @@ def start_alltoall(
     lane = lane_of(process_set)
     size = len(lane.ranks)
     counts = _counts(splits)
-    fault = split_fault_text(tensor, counts, size)
+    fault = split_fault(tensor, counts, size)
     if fault is not None:
         counts = []
     elif counts is None:

@@ -122,7 +122,7 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
 def _require_same(communicator: Communicator, description: Description, root_rank: int) -> None:
     digest = hashlib.sha256(json.dumps(description).encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8, device=communicator.fact_device)
-    digests = communicator.allgather(mine).wait().view(communicator.size, -1)
+    digests = communicator.allgather(mine, [len(digest)] * communicator.size).wait().view(communicator.size, -1)
     if bool((digests == digests[0]).all()):
         return
     gathered = allgather_object(description)

@@ -91,16 +91,14 @@ class Communicator(Protocol):
         """
         ...
 
-    def allgather(self, tensor: torch.Tensor, rows: Sequence[int] | None = None) -> Handle[torch.Tensor]:
+    def allgather(self, tensor: torch.Tensor, rows: Sequence[int]) -> Handle[torch.Tensor]:
         """Concatenate all ranks' tensors along dimension 0, which may differ by rank; a 0-dim tensor counts as one row.
+
+        dtypes and shapes are not compared across ranks.
 
         Args:
             tensor: Mine.
-            rows: The rows of every rank's tensor, where dtypes and shapes are known to fit; else this blocks for one
-                small exchange of shapes.
-
-        Raises:
-            MismatchError: dtypes, or dimensions after the first, differ. Raised on every rank.
+            rows: The rows of every rank's tensor.
         """
         ...
 
@@ -125,20 +123,15 @@ class Communicator(Protocol):
         """
         ...
 
-    def alltoall(
-        self, tensor: torch.Tensor, splits: Sequence[int] | None = None, received: Sequence[int] | None = None
-    ) -> Handle[tuple[torch.Tensor, list[int]]]:
-        """Send `splits[i]` rows to rank i; the result is the received rows in rank order, and how many each sent.
+    def alltoall(self, tensor: torch.Tensor, splits: Sequence[int], received: Sequence[int]) -> Handle[torch.Tensor]:
+        """Send `splits[i]` rows to rank i; the result is the received rows in rank order.
+
+        dtypes, shapes and splits are not compared across ranks.
 
         Args:
             tensor: At least 1-dim.
-            splits: Rows for each rank, summing up to the rows of `tensor`; None: equal shares.
-            received: How many rows each rank sends me, where everything is known to fit; else this blocks for one small
-                exchange of shapes and splits. Needs `splits`.
-
-        Raises:
-            MismatchError: dtypes, or dimensions after the first, differ, or a rank's splits do not fit its tensor.
-                Raised on every rank.
+            splits: Rows for each rank, summing up to the rows of `tensor`.
+            received: How many rows each rank sends me.
         """
         ...
 

@@ -13,14 +13,10 @@ from spark_hvd.transport.communicator import Communicator, Handle, ReduceOp
 from spark_hvd.transport.dtypes import as_bytes, check_op, copy_unless_shared, divide, to_dense, to_wire
 from spark_hvd.transport.handles import FinishedHandle, PendingHandle, failed
 from spark_hvd.transport.shapes import (
-    describe,
     even_rows,
-    exchange_splits,
     require_dense,
     require_root,
     require_rows,
-    require_same,
-    rows_of,
 )
 
 T = TypeVar("T")
@@ -111,14 +107,10 @@ class TorchCommunicator(Communicator):
 
         return self._pending(dense, "allreduce", [work], finish)
 
-    def allgather(self, tensor: torch.Tensor, rows: Sequence[int] | None = None) -> Handle[torch.Tensor]:
+    def allgather(self, tensor: torch.Tensor, rows: Sequence[int]) -> Handle[torch.Tensor]:
         """See base class."""
         require_dense(tensor)
         _, dense = to_dense(tensor)
-        if rows is None:
-            headers = self._gather_facts(describe(tensor))
-            require_same("allgather", headers)
-            rows = [rows_of(header) for header in headers]
         out = dense.new_empty((sum(rows), *dense.shape[1:]))
         if out.numel() == 0:
             return FinishedHandle(out)
@@ -211,29 +203,26 @@ class TorchCommunicator(Communicator):
 
         return self._pending(tensor, "reducescatter", [work], finish)
 
-    def alltoall(
-        self, tensor: torch.Tensor, splits: Sequence[int] | None = None, received: Sequence[int] | None = None
-    ) -> Handle[tuple[torch.Tensor, list[int]]]:
+    def alltoall(self, tensor: torch.Tensor, splits: Sequence[int], received: Sequence[int]) -> Handle[torch.Tensor]:
         """See base class."""
         require_dense(tensor)
-        sent, received = exchange_splits(tensor, splits, received, self._rank, self._size, self._gather_facts)
         _, dense = to_dense(tensor)
         out = dense.new_empty((sum(received), *dense.shape[1:]))
         row_bytes = math.prod(dense.shape[1:]) * dense.element_size()
         if row_bytes == 0:  # on every rank; rows may be none on some ranks only
-            return FinishedHandle((out, received))
+            return FinishedHandle(out)
         work = self._start(
             "alltoall",
             lambda: dist.all_to_all_single(
                 as_bytes(out),
                 as_bytes(dense),
                 [count * row_bytes for count in received],
-                [count * row_bytes for count in sent],
+                [count * row_bytes for count in splits],
                 self._group,
                 async_op=True,
             ),
         )
-        return self._pending(tensor, "alltoall", [work], lambda: (out, received))
+        return self._pending(tensor, "alltoall", [work], lambda: out)
 
     def barrier(self) -> Handle[None]:
         """See base class."""
@@ -249,15 +238,6 @@ class TorchCommunicator(Communicator):
     def _broadcast_bytes(self, name: str, dense: torch.Tensor, root_rank: int) -> dist.Work | None:
         root = dist.get_global_rank(self._group, root_rank) if self._group is not None else root_rank
         return self._start(name, lambda: dist.broadcast(as_bytes(dense), root, self._group, async_op=True))
-
-    def _gather_facts(self, fact: list[int]) -> list[list[int]]:
-        mine = torch.tensor(fact, dtype=torch.int64, device=self._fact_device)
-        gathered = mine.new_empty(self._size * len(fact))
-        name = "exchange of shapes"
-        work = self._start(name, lambda: _gather_equal(gathered, mine, self._group, async_op=True))
-        self._pending(mine, name, [work], lambda: None).wait()
-        table: list[list[int]] = gathered.view(self._size, len(fact)).tolist()
-        return table
 
     def _pending(
         self, tensor: torch.Tensor, name: str, works: Sequence[dist.Work | None], finish: Callable[[], T]

@@ -41,25 +41,7 @@ _WITH_INFINITY = {torch.float16, torch.bfloat16, torch.float32, torch.float64, t
 
 _SIGN_BIT = torch.iinfo(torch.int64).min
 
-_CODES = {
-    dtype: code
-    for code, dtype in enumerate(
-        sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-    )
-}
-_NAMES = {code: str(dtype) for dtype, code in _CODES.items()}
-
 Restore = Callable[[torch.Tensor], torch.Tensor]
-
-
-def dtype_code(dtype: torch.dtype) -> int:
-    """A number for a dtype, the same on every rank that runs the same torch."""
-    return _CODES[dtype]
-
-
-def dtype_name(code: int) -> str:
-    """The name of the dtype with this code, e.g. ``torch.float32``."""
-    return _NAMES[code]
 
 
 def is_integer(dtype: torch.dtype) -> bool:

@@ -9,7 +9,7 @@ import torch
 from spark_hvd.transport.communicator import Communicator, Handle, ReduceOp
 from spark_hvd.transport.dtypes import check_op
 from spark_hvd.transport.handles import FinishedHandle
-from spark_hvd.transport.shapes import describe, require_dense, require_root, require_rows, require_same, split_fault
+from spark_hvd.transport.shapes import require_dense, require_root, require_rows
 
 
 class LocalCommunicator(Communicator):
@@ -36,7 +36,7 @@ class LocalCommunicator(Communicator):
         check_op(tensor.dtype, op)
         return FinishedHandle(tensor)
 
-    def allgather(self, tensor: torch.Tensor, rows: Sequence[int] | None = None) -> Handle[torch.Tensor]:
+    def allgather(self, tensor: torch.Tensor, rows: Sequence[int]) -> Handle[torch.Tensor]:
         """See base class."""
         require_dense(tensor)
         return FinishedHandle(_copy(tensor.reshape(1) if tensor.dim() == 0 else tensor))
@@ -54,13 +54,10 @@ class LocalCommunicator(Communicator):
         check_op(tensor.dtype, op)
         return FinishedHandle(_copy(tensor))
 
-    def alltoall(
-        self, tensor: torch.Tensor, splits: Sequence[int] | None = None, received: Sequence[int] | None = None
-    ) -> Handle[tuple[torch.Tensor, list[int]]]:
+    def alltoall(self, tensor: torch.Tensor, splits: Sequence[int], received: Sequence[int]) -> Handle[torch.Tensor]:
         """See base class."""
         require_dense(tensor)
-        require_same("alltoall", [describe(tensor, split_fault(tensor, splits, 1))])
-        return FinishedHandle((_copy(tensor), [tensor.shape[0]]))
+        return FinishedHandle(_copy(tensor))
 
     def barrier(self) -> Handle[None]:
         """See base class."""

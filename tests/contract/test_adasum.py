@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import cloudpickle
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from spark_hvd.collectives import adasum as adasum_module
-from spark_hvd.collectives.adasum import adasum, run_now
+from spark_hvd.collectives.adasum import adasum
 from spark_hvd.context.init import current
 from spark_hvd.transport.communicator import Communicator, Handle
 from spark_hvd.transport.distributed import TorchCommunicator
@@ -45,6 +45,11 @@ def among_first(size: int, case: Callable[[Communicator], Any]) -> Any:
     finally:
         everyone.barrier().wait()  # a group must not end while someone uses it
         dist.destroy_process_group(group)
+
+
+def run_now(steps: Generator[Handle[Any], None, None]) -> None:
+    for handle in steps:
+        handle.wait()
 
 
 def pair(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

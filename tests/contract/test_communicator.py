@@ -12,7 +12,6 @@ import torch
 
 from spark_hvd.context.init import current
 from spark_hvd.transport.communicator import Communicator, Handle, ReduceOp
-from spark_hvd.world.errors import MismatchError
 from tests.ranks import Ranks, ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -173,7 +172,7 @@ def gradients_stay_out() -> None:
     communicator.allreduce(leaf, ReduceOp.SUM).wait()
     assert leaf.tolist() == [communicator.size] * 3
     assert leaf.requires_grad
-    assert not communicator.allgather(leaf).wait().requires_grad
+    assert not communicator.allgather(leaf, [3] * communicator.size).wait().requires_grad
     assert not communicator.reducescatter(leaf, ReduceOp.SUM).wait().requires_grad
     strided = torch.ones(2, 2, requires_grad=True)
     communicator.broadcast(strided.t(), 0).wait()
@@ -184,7 +183,8 @@ def allgather_everything() -> None:
     for dtype in MOVABLE:
         for shape in SHAPES:
             inputs = [sample(rank, shape, dtype) for rank in range(communicator.size)]
-            gathered = communicator.allgather(inputs[communicator.rank]).wait()
+            rows = [shape[0] if shape else 1] * communicator.size
+            gathered = communicator.allgather(inputs[communicator.rank], rows).wait()
             expected = torch.cat([tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in inputs])
             assert gathered.dtype == dtype
             assert torch.equal(wide(gathered), wide(expected))
@@ -195,25 +195,12 @@ def allgather_uneven() -> None:
     for columns in (3, 300_000):  # padded, and by broadcasts
         for counts in ([1, 2, 3], [0, 4, 1], [2, 0, 0]):
             inputs = [sample(rank, (counts[rank], columns), torch.float32) for rank in range(communicator.size)]
-            gathered = communicator.allgather(inputs[communicator.rank]).wait()
+            rows = counts[: communicator.size]
+            gathered = communicator.allgather(inputs[communicator.rank], rows).wait()
             assert torch.equal(gathered, torch.cat(inputs))
+    rows = [rank + 1 for rank in range(communicator.size)]
     inputs = [sample(rank, (3, rank + 1), torch.int16).t() for rank in range(communicator.size)]
-    assert torch.equal(communicator.allgather(inputs[communicator.rank]).wait(), torch.cat(inputs))
-
-
-def allgather_mismatches() -> None:
-    communicator = current().communicator
-    rank, last = communicator.rank, communicator.size - 1
-    odd = [
-        (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.float64), "float64"),
-        (torch.zeros(2, 3), torch.zeros(2, 4), r"\(2, 4\)"),
-        (torch.zeros(2, 3), torch.zeros(2, 3, 1), r"\(2, 3, 1\)"),
-        (torch.zeros([1] * 9), torch.zeros([1] * 8 + [2]), "2 more with 2 elements"),
-    ]
-    for common, other, text in odd:
-        with pytest.raises(MismatchError, match=text):
-            communicator.allgather(other if rank == last else common)
-    assert communicator.allgather(torch.ones(1)).wait().numel() == communicator.size  # the world lives
+    assert torch.equal(communicator.allgather(inputs[communicator.rank], rows).wait(), torch.cat(inputs))
 
 
 def broadcast_everything() -> None:
@@ -256,37 +243,13 @@ def alltoall_everything() -> None:
         # rank r sends r + 2 * i rows to rank i
         splits = [[sender + 2 * receiver for receiver in range(size)] for sender in range(size)]
         inputs = [sample(sender, (sum(splits[sender]), 3), dtype) for sender in range(size)]
-        received, counts = communicator.alltoall(inputs[rank], splits[rank]).wait()
+        counts = [splits[sender][rank] for sender in range(size)]
+        received = communicator.alltoall(inputs[rank], splits[rank], counts).wait()
         parts = [torch.split(inputs[sender], splits[sender])[rank] for sender in range(size)]
-        assert counts == [splits[sender][rank] for sender in range(size)]
         assert received.dtype == dtype
         assert torch.equal(wide(received), wide(torch.cat(parts)))
-    even = torch.arange(size * 2) + 100 * rank
-    assert communicator.alltoall(even).wait()[1] == [2] * size
-    assert communicator.alltoall(torch.empty(0, 4)).wait()[0].shape == (0, 4)
-    assert communicator.alltoall(torch.empty(size, 0)).wait()[0].shape == (size, 0)
-
-
-def alltoall_mismatches() -> None:
-    communicator = current().communicator
-    size = communicator.size
-    bad = communicator.rank == size - 1
-    rows = torch.zeros(size, 2)
-    calls: list[tuple[Callable[[], Handle[tuple[torch.Tensor, list[int]]]], str]] = [
-        (lambda: communicator.alltoall(rows, [1] * (size + bad)), "not one number for each rank"),
-        (lambda: communicator.alltoall(rows, [1] * (size - 1) + [2 if bad else 1]), "do not add up"),
-        (lambda: communicator.alltoall(rows, [-1] * size if bad else [1] * size), "negative"),
-        (lambda: communicator.alltoall(torch.tensor(1) if bad else rows), "0-dim"),
-    ]
-    if size > 1:
-        calls += [
-            (lambda: communicator.alltoall(torch.zeros(size + bad, 2)), "cannot be divided"),
-            (lambda: communicator.alltoall(rows.int() if bad else rows), "torch.int32"),
-        ]
-    for call, text in calls:
-        with pytest.raises(MismatchError, match=text):
-            call()
-    communicator.barrier().wait()
+    assert communicator.alltoall(torch.empty(0, 4), [0] * size, [0] * size).wait().shape == (0, 4)
+    assert communicator.alltoall(torch.empty(size, 0), [1] * size, [1] * size).wait().shape == (size, 0)
 
 
 def handles() -> None:
@@ -321,19 +284,12 @@ def handles() -> None:
         broadcast_everything,
         reducescatter_everything,
         alltoall_everything,
-        alltoall_mismatches,
         handles,
     ],
     ids=lambda case: case.__name__,
 )
 def test_communicator(world: Ranks, case: Callable[[], None]) -> None:
     world.run(case)
-
-
-def test_allgather_mismatches(world: Ranks) -> None:
-    if world.size == 1:
-        pytest.skip("one rank agrees with itself")
-    world.run(allgather_mismatches)
 
 
 def test_implementations(world: Ranks, name: str) -> None:
