@@ -51,6 +51,7 @@ from spark_hvd.torch.move import (
     synchronize,
 )
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
+from spark_hvd.torch.preparation import prepare
 from spark_hvd.torch.reduce import (
     allreduce,
     allreduce_,
@@ -159,6 +160,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "poll",
+    "prepare",
     "progress",
     "rank",
     "reducescatter",

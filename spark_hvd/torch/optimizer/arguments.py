@@ -1,15 +1,20 @@
-"""The arguments of DistributedOptimizer: what they mean, and what is wrong with them."""
+"""What DistributedOptimizer is given, and what is wrong with it: arguments, and the weights that ranks start from."""
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from spark_hvd.torch.optimizer.buckets import ParamSpec, split_evenly
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PRIME = 1_048_573
 
 
 def check_passes(passes: int) -> None:
@@ -98,3 +103,45 @@ def chosen_groups(
         warnings.warn("num_groups= is deprecated; pass groups= instead.", DeprecationWarning, stacklevel=3)
         return groups if groups is not None else num_groups
     return groups
+
+
+def fingerprints(params: Sequence[torch.Tensor]) -> list[int]:
+    """A number for the bits of each tensor; where two tensors differ, so do their numbers, nearly always."""
+    if not params:
+        return []
+    with torch.no_grad():
+        return torch.stack([_fingerprint(param).cpu() for param in params]).tolist()
+
+
+def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = real.detach().contiguous().view(_INTEGERS[real.element_size()])
+    return bits.sum(dtype=torch.int64) % _PRIME  # by a prime, so that the high bits count, too
+
+
+def warn_of_start(
+    params: Sequence[torch.nn.Parameter], specs: Sequence[ParamSpec], weights: Sequence[list[int]]
+) -> None:
+    """Warn where ranks start from different weights, or where DistributedDataParallel reduces the same gradients.
+
+    Args:
+        params: What is trained here.
+        specs: What they are, in the same order.
+        weights: The fingerprints of each rank that makes the first step.
+    """
+    different = [spec.name for spec, *numbers in zip(specs, *weights, strict=True) if len(set(numbers)) > 1]
+    if different:
+        warnings.warn(
+            f"ranks start from different weights: {len(different)} of {len(specs)} parameters differ, such as "
+            f"{different[0]!r}. Equal gradients keep them apart for good. Before the first step, and where one rank "
+            "loads a checkpoint, call hvd.broadcast_parameters(model.state_dict(), root_rank=0)",
+            stacklevel=2,
+        )
+    mine = set(map(id, params))
+    # type(), because isinstance() makes proxies load what they stand for
+    wrapped = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    if any(id(param) in mine for each in wrapped for param in each.parameters()):
+        warnings.warn(
+            "gradients are reduced twice, by DistributedDataParallel and by DistributedOptimizer: leave one out",
+            stacklevel=2,
+        )

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from spark_hvd.collectives.tracing import Tracing
+from spark_hvd.torch.optimizer.arguments import fingerprints, warn_of_start
 from spark_hvd.torch.optimizer.buckets import ParamSpec
 from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction
 from spark_hvd.torch.optimizer.hooks import GradientCounts, Unplanned, make_hook, remove_all
@@ -112,6 +113,7 @@ class GradientReducer:
         self._pipeline = BucketPipeline(self._buckets, reduction, sparse_scale, group, device, self._trace, self.reset)
         self._backwards = 0
         self._finished = False
+        self._warned = False
         self._marks: list[tuple[int, torch.Tensor, int]] = []
         self._joined: Presence | None = None
         self._newcomers: list[int] | None = None  # of this step, once it is known
@@ -312,9 +314,13 @@ class GradientReducer:
                 "complete": len(seen) == len(trained),
                 "sparse": self._plan.sparse_here(trained),
                 "any": any(self._params[index].grad is not None for index in trained),
+                "weights": fingerprints(self._params),
             },
             self._joined or Presence.HERE,
         )
+        if facts and facts[0]["rank"] == dist.get_rank() and not self._warned:
+            self._warned = True
+            warn_of_start(self._params, self._specs, [fact["weights"] for fact in facts])
         complete = all(fact["complete"] for fact in facts)
         if not complete and not last_chance:
             self.phase = Phase.LATE

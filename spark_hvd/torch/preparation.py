@@ -1,0 +1,136 @@
+"""``prepare``: what trains in one process trains on all ranks; the four things that are easy to forget, in one line."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from spark_hvd.context.who import rank, size
+from spark_hvd.torch.optimizer.adasum import AdasumOptimizer
+from spark_hvd.torch.optimizer.distributed import DistributedOptimizer, ReducedOptimizer
+from spark_hvd.torch.sampler import ElasticSampler
+from spark_hvd.torch.sync import broadcast_optimizer_state, broadcast_parameters
+
+_REDUCE_THEMSELVES = ("torch.nn.parallel.distributed", "torch.distributed.fsdp")
+
+
+def prepare(*objects: Any, root_rank: int = 0, seed: int = 0, **options: Any) -> Any:
+    """Make what trains in one process train on all ranks; collective, every rank gives the same kinds in one order.
+
+    Instead of four things to remember::
+
+        model, optimizer, loader = hvd.prepare(model, optimizer, loader)
+
+    - A ``torch.nn.Module`` gets the parameters and buffers of ``root_rank``.
+    - A torch optimizer gets its state and hyper-parameters, and becomes a :func:`DistributedOptimizer`.
+    - A ``DataLoader`` gives each rank its share of the samples: as many on each, in a new order every epoch if it
+      shuffles. Up to ``size() - 1`` samples are repeated for that, as by ``DistributedSampler``. Its ``batch_size`` is
+      that of one rank. Every rank is to iterate it equally often.
+
+    Give any of them, in any order. What is made for many ranks already stays as it is: a model in
+    DistributedDataParallel or FSDP with its optimizer, a DistributedOptimizer, a loader with a DistributedSampler or an
+    ElasticSampler. Nothing is moved to a GPU, and no learning rate is changed. In elastic runs a state broadcasts and
+    an ElasticSampler deals out: see ``hvd.elastic``.
+
+    Args:
+        objects: Modules, optimizers and DataLoaders.
+        root_rank: Whose weights and optimizer state everyone gets.
+        seed: Of the order of samples where a loader shuffles; the same on all ranks.
+        options: For DistributedOptimizer, such as ``compression`` or ``backward_passes_per_step``.
+
+    Returns:
+        The objects in their order; the object itself where it is one. Models and optimizers are those given, a loader
+        is a copy.
+
+    Raises:
+        NotInitializedError: Before init().
+        TypeError: An object is none of the three.
+        ValueError: A loader's samples cannot be dealt out: it has an IterableDataset, or samplers of its own.
+        MismatchError: Models or optimizers differ between ranks. Raised on every rank.
+        CollectiveError: A peer or the network failed.
+    """
+    for number, each in enumerate(objects):
+        if not isinstance(each, torch.nn.Module | torch.optim.Optimizer | DataLoader):
+            raise TypeError(
+                f"argument {number} of hvd.prepare is a {type(each).__name__}: expected models, optimizers and "
+                "DataLoaders. Leave others out: schedulers of a prepared optimizer go on as they are"
+            )
+    loaders = {id(each): _dealt_out(each, seed) for each in objects if isinstance(each, DataLoader)}
+    models = [each for each in objects if isinstance(each, torch.nn.Module)]
+    for model in models:
+        if not _reduces_itself(model):
+            broadcast_parameters(model.state_dict(), root_rank)
+    for each in objects:
+        if isinstance(each, torch.optim.Optimizer):
+            _prepare_optimizer(each, models, root_rank, options)
+    prepared = [loaders.get(id(each), each) for each in objects]
+    return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+
+def _prepare_optimizer(
+    optimizer: torch.optim.Optimizer, models: list[torch.nn.Module], root_rank: int, options: dict[str, Any]
+) -> None:
+    if isinstance(optimizer, ReducedOptimizer | AdasumOptimizer):
+        return
+    mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    its = [model for model in models if any(id(param) in mine for param in model.parameters())]
+    if any(map(_reduces_itself, its)):
+        return
+    broadcast_optimizer_state(optimizer, root_rank)
+    named = [pair for model in its for pair in model.named_parameters() if id(pair[1]) in mine]
+    DistributedOptimizer(optimizer, named if len(its) == 1 and len(named) == len(mine) else None, **options)
+
+
+def _reduces_itself(model: torch.nn.Module) -> bool:
+    """Whether the model, or a part of it, is one of torch's wrappers that broadcast weights and average gradients."""
+    return any(
+        base.__module__.startswith(_REDUCE_THEMSELVES) for module in model.modules() for base in type(module).__mro__
+    )
+
+
+class _EpochSampler(DistributedSampler[int]):
+    """Goes on to the next epoch by itself; ``set_epoch`` still says which is next."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = super().__iter__()
+        self.epoch += 1
+        return order
+
+
+def _odd(sampler: Any, loader: DataLoader[Any]) -> bool:
+    """Whether a sampler does not give each sample once."""
+    return getattr(sampler, "replacement", False) or len(sampler) != len(loader.dataset)  # type: ignore[arg-type]
+
+
+def _dealt_out(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+    """A copy that gives this rank's share."""
+    batches: Any = loader.batch_sampler
+    sampler: Any = batches.sampler if isinstance(batches, BatchSampler) else loader.sampler
+    if isinstance(sampler, DistributedSampler | ElasticSampler):
+        return loader
+    why = None
+    if isinstance(loader.dataset, IterableDataset):
+        why = "an IterableDataset: let its __iter__ give each rank its share, by hvd.rank() and hvd.size()"
+    elif batches is not None and type(batches) is not BatchSampler:
+        why = f"a batch_sampler of its own, {type(batches).__name__}: let that share batches out"
+    elif type(sampler) not in (RandomSampler, SequentialSampler) or _odd(sampler, loader):
+        why = f"a sampler of its own, {type(sampler).__name__}: let that share samples out"
+    if why is not None:
+        raise ValueError(
+            f"hvd.prepare cannot deal out the samples of a DataLoader with {why}. Then leave the loader out"
+        )
+    own = _EpochSampler(
+        loader.dataset, num_replicas=size(), rank=rank(), shuffle=isinstance(sampler, RandomSampler), seed=seed
+    )
+    # A copy keeps whatever arguments there are, those of a subclass too; the class refuses assignment, object does not.
+    shared = copy.copy(loader)
+    shared._iterator = None
+    object.__setattr__(shared, "sampler", own)
+    if batches is not None:
+        object.__setattr__(shared, "batch_sampler", BatchSampler(own, batches.batch_size, batches.drop_last))
+    return shared
