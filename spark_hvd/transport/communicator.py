@@ -29,16 +29,13 @@ class Handle(Protocol[T_co]):
 
     __slots__ = ()
 
-    def wait(self, timeout: float | None = None) -> T_co:
+    def wait(self) -> T_co:
         """Block until the collective has ended, and return its result; a second call returns the same result.
 
         For tensors on a GPU the current stream waits, not the host.
 
-        Args:
-            timeout: Seconds; None: the communicator's own.
-
         Raises:
-            CollectiveError: A peer or the network failed, or the time is up.
+            CollectiveError: A peer or the network failed, or the process group's timeout is over.
         """
         ...
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +25,7 @@ class FinishedHandle(Handle[T]):
     def __init__(self, result: T) -> None:
         self._result = result
 
-    def wait(self, timeout: float | None = None) -> T:
+    def wait(self) -> T:
         """See base class."""
         return self._result
 
@@ -63,29 +62,27 @@ class PendingHandle(Handle[T]):
         self._finish: Callable[[], T] | None = finish
         self._result: T
 
-    def wait(self, timeout: float | None = None) -> T:
+    def wait(self) -> T:
         """See base class."""
         if self._finish is not None:
             try:
                 if all(work.is_completed() for work in self._works):
-                    self._wait(timeout)
+                    self._wait()
                 else:
                     with activity.waiting(self._name):
-                        self._wait(timeout)
+                        self._wait()
             except RuntimeError as error:
                 raise failed(self._name, error) from error
             self._result = self._finish()
             self._finish = None
         return self._result
 
-    def _wait(self, timeout: float | None) -> None:
+    def _wait(self) -> None:
         for work in self._works:
-            if timeout is None and self._groups:
+            if self._groups:
                 wait_for(work, *self._groups)
-            elif timeout is None:
-                work.wait()
             else:
-                work.wait(timedelta(seconds=timeout))
+                work.wait()
 
     def done(self) -> bool:
         """See base class."""
@@ -109,9 +106,9 @@ class JointHandle(Handle[list[Any]]):
         self._handles = handles
         self._lock = threading.Lock()
 
-    def wait(self, timeout: float | None = None) -> list[Any]:
-        """See base class; the results in order. Each handle has the whole timeout."""
-        return [handle.wait(timeout) for handle in self._handles]
+    def wait(self) -> list[Any]:
+        """See base class; the results in order."""
+        return [handle.wait() for handle in self._handles]
 
     def done(self) -> bool:
         """See base class."""

@@ -215,9 +215,9 @@ class Patient:
         self.ended = threading.Event()
         handle.when_done(self.ended.set)
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self) -> Any:
         assert self.ended.is_set()
-        return self._handle.wait(timeout)
+        return self._handle.wait()
 
 
 class Watched:
