@@ -24,16 +24,7 @@ _temporary: list[Scratch] = []
 
 @dataclass(frozen=True, kw_only=True)
 class FitPlan:
-    """A fit.
-
-    Attributes:
-        name: Of the estimator's class.
-        settings: Value of every parameter.
-        backend: Runs the ranks.
-        store: Where data and the run lie.
-        objects: The code of the training.
-        spec: The training; its data, and what only a batch tells of inputs and labels, come with the next stages.
-    """
+    """A fit of the estimator class ``name``; the data, inputs and labels of ``spec`` come with the next stages."""
 
     name: str
     settings: Settings

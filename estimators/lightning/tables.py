@@ -143,11 +143,6 @@ LIGHTNING = tuple(replace(row, **_OTHER.get(row.name, {})) for row in SHARED) + 
         'A profiler of Lightning, or its name: "simple", "advanced", "pytorch"; it writes to the store\'s logs.',
     ),
     ("terminate_on_nan", True, c.flag, "Fail when what training_step returns is not finite."),
-    (
-        "find_unused_parameters",
-        None,
-        c.flag,
-        "Let backward leave out parameters that the loss does not depend on. By default only with manual optimization.",
-    ),
+    ("find_unused_parameters", None, c.flag, "Allow parameters without gradient; by default with manual optimization."),
     ("trainer_args", {}, trainer_args, "Further keywords of lightning.Trainer: precision, gradient_clip_val, ..."),
 )

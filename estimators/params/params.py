@@ -24,15 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter.
-
-    Attributes:
-        name: As in Python and in Spark.
-        default: Its value where none is given.
-        check: What values may be.
-        doc: What it means; a sentence or two.
-        group: The heading under which the documentation lists it.
-    """
+    """One parameter: its ``check`` says what values may be, ``group`` is its heading in the documentation."""
 
     name: str
     default: Any

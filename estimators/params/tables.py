@@ -7,6 +7,9 @@ from spark_hvd.estimators.params.params import rows
 from spark_hvd.estimators.training.spec import PRECISIONS
 from spark_hvd.runner.config import CHOICES
 
+_BACKEND = c.instance("a SparkBackend or LocalBackend", "run", "num_processes")
+_TRACKER = c.instance("a Tracker, such as spark_hvd.runner.MlflowTracker()", "start", "take", "end")
+
 _MODEL = rows(
     "Model and columns",
     ("model", None, c.instance("a torch.nn.Module", "forward", "parameters"), "The model to train; it is not changed."),
@@ -14,36 +17,16 @@ _MODEL = rows(
     ("label_cols", None, c.names, "Columns that outputs are compared with, one for each output."),
     ("sample_weight_col", None, c.text, "Column of numbers that the loss of each row is multiplied by."),
     ("input_shapes", None, c.shapes, "Shape of each input with -1 for the rows, such as `[[-1, 1, 28, 28]]`."),
-    (
-        "label_shapes",
-        None,
-        c.shapes,
-        "The same for labels. By default a label gets the shape of its output, where the number of elements is equal.",
-    ),
+    ("label_shapes", None, c.shapes, "The same for labels; by default the shape of the output, if of equal size."),
     ("input_dtypes", None, c.dtypes, "Dtype of each input; by default floating-point columns come as float32."),
-    (
-        "label_dtypes",
-        None,
-        c.dtypes,
-        "Dtype of each label; by default int64 for losses of class numbers such as CrossEntropyLoss, else float32.",
-    ),
-    (
-        "decoders",
-        {},
-        c.mapping_of_functions,
-        "Binary column -> function that makes an array of one value's bytes, such as an image decoder.",
-    ),
+    ("label_dtypes", None, c.dtypes, "Dtype of a label; int64 for losses of class numbers by default, else float32."),
+    ("decoders", {}, c.mapping_of_functions, "Binary column -> function of one value's bytes that returns an array."),
 )
 
 _WHERE = rows(
     "Where it runs",
     ("num_proc", None, c.whole(1), "Number of ranks; by default as many as the cluster has slots."),
-    (
-        "backend",
-        None,
-        c.instance("a SparkBackend or LocalBackend", "run", "num_processes"),
-        "What runs the ranks, instead of num_proc.",
-    ),
+    ("backend", None, _BACKEND, "What runs the ranks, instead of num_proc."),
     (
         "store",
         None,
@@ -51,24 +34,9 @@ _WHERE = rows(
         "Where data and checkpoints lie; every executor must reach it. By default a temporary folder, on one machine.",
     ),
     ("run_id", None, c.text, "Name of the run. If the store has a checkpoint of that name, the run goes on from it."),
-    (
-        "max_restarts",
-        0,
-        c.whole(0),
-        "How often ranks are started again, from the last checkpoint, after an executor was lost or a rank was killed.",
-    ),
-    (
-        "min_num_proc",
-        None,
-        c.whole(1),
-        "Ranks that are enough for a restart if the cluster has shrunk; by default num_proc.",
-    ),
-    (
-        "tracker",
-        None,
-        c.instance("a Tracker, such as spark_hvd.runner.MlflowTracker()", "start", "take", "end"),
-        "Keeps a record of the training elsewhere, told by the driver: `MlflowTracker()`. Not saved.",
-    ),
+    ("max_restarts", 0, c.whole(0), "Restarts from the last checkpoint after an executor is lost or a rank is killed."),
+    ("min_num_proc", None, c.whole(1), "Ranks that are enough to restart on a smaller cluster; by default num_proc."),
+    ("tracker", None, _TRACKER, "Records the training elsewhere, from the driver: `MlflowTracker()`. Not saved."),
     ("use_gpu", True, c.flag, "Train on GPUs where ranks have them."),
     ("verbose", 1, c.whole(0), "0: print nothing; 1: a line an epoch."),
     ("progress", "auto", c.one_of(*CHOICES), "How ranks are shown while they train; as of spark_hvd.run."),
@@ -99,30 +67,15 @@ _LOOP = rows(
 
 _VALIDATION = rows(
     "Validation",
-    (
-        "validation",
-        None,
-        c.fraction_or_column,
-        "Share of the rows to validate on, or a column that is above 0 for them.",
-    ),
+    ("validation", None, c.fraction_or_column, "Share of rows for validation, or a column that is above 0 for them."),
     ("val_batch_size", None, c.whole(1), "Rows of a batch in validation; by default batch_size."),
     ("validation_steps_per_epoch", None, c.whole(1), "Batches of a validation on each rank; by default all there are."),
 )
 
 _DATA = rows(
     "Data",
-    (
-        "reader",
-        None,
-        c.one_of("arrow", "petastorm"),
-        "What reads the Parquet files; by default Petastorm for data sets with a Unischema, else Arrow.",
-    ),
-    (
-        "transformation_fn",
-        None,
-        c.function,
-        "Function of a pandas DataFrame of some rows, returning as many, in ranks.",
-    ),
+    ("reader", None, c.one_of("arrow", "petastorm"), "By default Petastorm for data with a Unischema, else Arrow."),
+    ("transformation_fn", None, c.function, "Function of a pandas DataFrame of rows, returning as many; in ranks."),
     (
         "transformation_edit_fields",
         None,
@@ -145,18 +98,8 @@ _TORCH = rows(
     ("loss_weights", None, c.numbers, "Weight of each label's loss; by default 1 / labels."),
     ("loss_constructors", None, c.functions, "Functions that make the losses in the ranks, instead of loss."),
     ("metrics", [], c.function_groups, "Functions of (output, label) to report; or a list of such lists, one a label."),
-    (
-        "scale_lr",
-        True,
-        c.flag,
-        "Multiply learning rates by num_proc, as in Horovod: the batch of a step is that much larger.",
-    ),
-    (
-        "lr_scheduler",
-        None,
-        c.scheduler,
-        "A torch learning rate scheduler of the optimizer, or a function of the optimizer that makes one.",
-    ),
+    ("scale_lr", True, c.flag, "Multiply learning rates by num_proc, as in Horovod: a step has that many batches."),
+    ("lr_scheduler", None, c.scheduler, "A torch scheduler of the optimizer, or a function of it that makes one."),
     ("lr_scheduler_interval", "epoch", c.one_of("epoch", "step"), "When the scheduler steps."),
     ("gradient_compression", None, c.compression, "hvd.Compression.fp16, .bf16, or one with compress and decompress."),
     ("backward_passes_per_step", 1, c.whole(1), "Batches whose gradients are averaged into one step."),
@@ -164,12 +107,7 @@ _TORCH = rows(
     ("gradient_clip_norm", None, c.number(above=0), "Largest norm of all gradients together, after averaging."),
     ("gradient_clip_value", None, c.number(above=0), "Largest absolute value of an element of a gradient."),
     ("terminate_on_nan", True, c.flag, "Fail when a loss is not finite; else leave such steps out and go on."),
-    (
-        "checkpoint_every",
-        None,
-        c.whole(1),
-        "Batches after which a checkpoint is written within an epoch; by default one is written after each epoch.",
-    ),
+    ("checkpoint_every", None, c.whole(1), "Batches between checkpoints within an epoch; default: after epochs only."),
     (
         "train_minibatch_fn",
         None,

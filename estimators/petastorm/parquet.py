@@ -5,7 +5,8 @@ Listing and footers are read when first asked for, so that a process told its ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
@@ -41,32 +42,20 @@ class PartitionLevel:
             return pa.array(self.keys, pa.string())
 
 
-class Partitions:
+class Partitions(list[PartitionLevel]):
     """The levels of directories of a data set; false where it has none."""
-
-    def __init__(self) -> None:
-        self.levels: list[PartitionLevel] = []
-
-    def __iter__(self) -> Iterator[PartitionLevel]:
-        return iter(self.levels)
-
-    def __len__(self) -> int:
-        return len(self.levels)
-
-    def __getitem__(self, number: int) -> PartitionLevel:
-        return self.levels[number]
 
     @property
     def partition_names(self) -> set[str]:
         """Names of the levels."""
-        return {level.name for level in self.levels}
+        return {level.name for level in self}
 
     def keys_of(self, directories: Iterable[str]) -> PartitionKeys:
         """Parse the directories between the data set and a file; values that are new are added."""
         parts = [part.split("=", 1) for part in directories if "=" in part]
-        for name, _ in parts[len(self.levels) :]:
-            self.levels.append(PartitionLevel(name))
-        return [(name, level.index_of(unquote(value))) for (name, value), level in zip(parts, self.levels, strict=True)]
+        for name, _ in parts[len(self) :]:
+            self.append(PartitionLevel(name))
+        return [(name, level.index_of(unquote(value))) for (name, value), level in zip(parts, self, strict=True)]
 
 
 class ParquetDatasetPiece:
@@ -204,13 +193,13 @@ def _is_hidden(name: str) -> bool:
 
 
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
-    "=": lambda a, b: bool(a == b),
-    "==": lambda a, b: bool(a == b),
-    "!=": lambda a, b: bool(a != b),
-    "<": lambda a, b: bool(a < b),
-    ">": lambda a, b: bool(a > b),
-    "<=": lambda a, b: bool(a <= b),
-    ">=": lambda a, b: bool(a >= b),
+    "=": operator.eq,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    ">": operator.gt,
+    "<=": operator.le,
+    ">=": operator.ge,
     "in": lambda a, b: a in b,
     "not in": lambda a, b: a not in b,
 }
@@ -225,10 +214,10 @@ def _accepts(filters: Any, keys: PartitionKeys, partitions: Partitions) -> bool:
 
 
 def _holds(condition: tuple[str, str, Any], values: dict[str, str]) -> bool:
-    name, operator, wanted = condition
-    if operator not in _OPERATORS:
+    name, symbol, wanted = condition
+    if symbol not in _OPERATORS:
         raise ValueError(f"filter {condition!r}: expected one of {', '.join(_OPERATORS)}")
     if name not in values:
         return True
-    sample = next(iter(wanted)) if operator in ("in", "not in") else wanted
-    return _OPERATORS[operator](type(sample)(values[name]), wanted)
+    sample = next(iter(wanted)) if symbol in ("in", "not in") else wanted
+    return _OPERATORS[symbol](type(sample)(values[name]), wanted)

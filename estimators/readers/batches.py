@@ -27,11 +27,9 @@ class Layout:
     """Where each column lies among the blocks. Scalars of one dtype share a matrix; every other column lies alone.
 
     Attributes:
-        columns: In the order of the batch.
+        columns: In the order of the batch; ``names`` are theirs.
         matrices: The columns of each matrix, from left to right.
         alone: The columns with blocks of their own, after the matrices.
-        matrix_names: Names of the columns of each matrix.
-        names: Of ``columns``.
         order: For each of ``columns`` its number, counted over matrices and what lies alone.
         block_numbers: Name -> number of the block that the column lies in.
     """

@@ -22,13 +22,12 @@ class Feed(Iterator[Batch]):
     Args:
         reader: Reads this rank's share.
         open_share: Opens a reader of the share of a rank among others, (rank, size).
-        shares: How passes are shared.
+        shares: How passes are shared; an attribute too.
         rank: This rank.
         size: Number of ranks.
         position: Where to begin.
 
     Attributes:
-        shares: How passes are shared.
         given: Batches given so far, those skipped included.
     """
 

@@ -19,12 +19,7 @@ Taken = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the data.
-
-    Attributes:
-        number: The pass, from 0.
-        taken: What was taken of it.
-    """
+    """A place in the data: the number of the pass, from 0, and what was taken of it."""
 
     number: int = 0
     taken: Taken = ()
@@ -57,13 +52,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Shares:
-    """How a pass is shared.
-
-    Attributes:
-        rows: Rows of the data set.
-        batch_size: Rows of a batch.
-        drop_last: Whether the batch at the end that is not full is left out.
-    """
+    """How a pass over the rows of a data set is shared among ranks."""
 
     rows: int
     batch_size: int

@@ -105,11 +105,7 @@ def _by_row(loss: Loss) -> Loss:
 
 
 class Metrics:
-    """Functions of (output, label), each giving a number for a batch; means over rows are reported.
-
-    Args:
-        groups: One list for all labels, or one for each label.
-        labels: Names of the labels.
+    """Functions of (output, label) that give a number for a batch: one list for all labels, or one for each.
 
     Raises:
         ValueError: neither one group, nor one for each label.

@@ -34,12 +34,7 @@ _INNER = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 
 @dataclass(frozen=True, slots=True)
 class PackedModule:
-    """A module as :func:`pack` made it.
-
-    Attributes:
-        structure: Pickle of everything but the weights.
-        weights: Their values in the safetensors format.
-    """
+    """A module as :func:`pack` made it: a pickle of all but the weights, and the weights in the safetensors format."""
 
     structure: bytes = field(repr=False)
     weights: bytes = field(repr=False)

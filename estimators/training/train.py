@@ -50,15 +50,11 @@ class Job:
     """A training as it stands in one rank.
 
     Attributes:
-        spec: What was asked for.
         objects: The model and the code around it, this rank's own; weights are those of the checkpoint when resuming.
-        device: Where to train.
-        resumed: The checkpoint to go on from.
+        resumed: The checkpoint to resume from.
         history: Rows of the epochs done.
-        checkpoints: Of the run.
-        feed: Batches to train on.
-        validation: Reads this rank's share of the data to validate on.
-        progress: The loop over this epoch's batches, for whoever watches the run.
+        validation: Reads this rank's shard of the validation data.
+        progress: The loop over this epoch's batches, for displays.
     """
 
     spec: TrainSpec

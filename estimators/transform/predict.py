@@ -36,16 +36,7 @@ _loaded: OrderedDict[tuple[str, str], Any] = OrderedDict()
 class Prediction:
     """All that a Python worker is told.
 
-    Attributes:
-        packed: The model, or a broadcast of it.
-        digest: Of its content.
-        inputs: What the model takes, in the order of the struct's fields.
-        decoders: Functions of the bytes of one value, by the name of their column.
-        shapes: Of each output for one row.
-        plan: The columns to make.
-        head: What the outputs are.
-        batch_size: Rows that go through the model at once.
-        use_gpu: Whether to use a GPU where there is one.
+    Inputs are in the order of the struct's fields, decoders by the name of their column, and shapes those of one row.
     """
 
     packed: PackedModule | Broadcast[PackedModule]
