@@ -214,7 +214,7 @@ class _Examination:
         self._add("GPUs", lambda: check_gpus(facts, hosts, assigned, config.backend, config.gpus_per_proc))
         if ways.tasks:
             if not facts.connect:
-                self._add("executor to driver", lambda: check_driver_ways(ways.driver, ways.tasks, ways.back))
+                self._add("executor to driver", lambda: check_driver_ways(ways.driver, ways.tasks, ways.silent))
             self._add("rank to rank", lambda: check_rank_ways(ways.tasks, self._ports))
             ahead = {t.name: t.driver.ahead for t in ways.tasks if t.driver is not None and t.driver.error is None}
             self._add("clock", lambda: check_clocks(ahead))

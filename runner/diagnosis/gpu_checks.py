@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from spark_hvd.runner.diagnosis.facts import HostFacts
-from spark_hvd.runner.diagnosis.report import Finding, Level
+from spark_hvd.runner.diagnosis.report import Finding, Level, error, ok, warning
 from spark_hvd.runner.diagnosis.spark_checks import SparkFacts
 
 _TASK = "spark.task.resource.gpu.amount"
@@ -49,7 +49,7 @@ def check_gpus(
     configured = _EXECUTOR in spark.settings or _TASK in spark.settings
     asked = configured or gpus_per_proc or backend == "nccl"
     if not asked and not any(devices.values()):
-        yield Finding("GPUs", Level.OK, "none asked for and none found: ranks compute on the CPU, and Gloo carries")
+        yield ok("GPUs", "none asked for and none found: ranks compute on the CPU, and Gloo carries")
         return
     yield from _check_settings(spark, gpus_per_proc)
     yield from _check_torch(hosts, devices, backend)
@@ -63,22 +63,20 @@ def check_gpus(
 def _check_settings(spark: SparkFacts, gpus_per_proc: int | None) -> Iterator[Finding]:
     executor, task = spark.get(_EXECUTOR), spark.get(_TASK)
     if executor and not task and not gpus_per_proc:
-        yield Finding(
+        yield warning(
             "GPU settings",
-            Level.WARNING,
             f"{_EXECUTOR}={executor}, but {_TASK} is not set: Spark assigns no GPU to any task",
             f"--conf {_TASK}=1",
         )
     elif 0 < _number(task) < 1:
-        yield Finding(
+        yield warning(
             "GPU settings",
-            Level.WARNING,
             f"{_TASK}={task}: {int(1 / _number(task))} ranks share one GPU; NCCL refuses that, Gloo carries instead",
             f'--conf {_TASK}=1, or run(..., backend="gloo")',
         )
     elif executor or task:
         said = [f"{key}={spark.get(key)}" for key in (_EXECUTOR, _TASK, _SCRIPT) if spark.get(key)]
-        yield Finding("GPU settings", Level.OK, ", ".join(said))
+        yield ok("GPU settings", ", ".join(said))
 
 
 def _check_torch(hosts: Sequence[HostFacts], devices: dict[str, list[str]], backend: str | None) -> Iterator[Finding]:
@@ -96,7 +94,7 @@ def _check_torch(hosts: Sequence[HostFacts], devices: dict[str, list[str]], back
             "nvidia-smi   # does the driver see one there?" if detail.get("cuda") else _CUDA_TORCH,
         )
     if not blind:
-        yield Finding("CUDA", Level.OK, "; ".join(f"{host.name}: {', '.join(devices[host.key])}" for host in hosts))
+        yield ok("CUDA", "; ".join(f"{host.name}: {', '.join(devices[host.key])}" for host in hosts))
 
 
 def _check_local_ranks(
@@ -117,7 +115,7 @@ def _check_local_ranks(
             'run(..., backend="gloo")   # to share a GPU on purpose',
         )
     if ranks and not crowded:
-        yield Finding("GPU assignment", Level.OK, "Spark assigns none; each rank takes the GPU of its local rank")
+        yield ok("GPU assignment", "Spark assigns none; each rank takes the GPU of its local rank")
 
 
 def _check_assigned(
@@ -138,16 +136,15 @@ def _check_assigned(
     for task in tasks:
         wrong = [gpu for gpu in task.gpus or () if gpu.isdigit() and int(gpu) >= max(len(devices.get(task.key, ())), 1)]
         if wrong and devices.get(task.key):
-            yield Finding(
+            yield error(
                 "GPU assignment",
-                Level.ERROR,
                 f"task {task.partition} on {task.name} was given GPU {', '.join(wrong)}, but torch sees only "
                 f"{len(devices[task.key])} there",
                 f"Compare {_SCRIPT} with: nvidia-smi --query-gpu=index --format=csv,noheader",
             )
     if not twice and holders:
         listed = "; ".join(f"task {task.partition} on {task.name}: {', '.join(task.gpus or ())}" for task in tasks)
-        yield Finding("GPU assignment", Level.OK, f"no GPU twice ({listed[:300]})")
+        yield ok("GPU assignment", f"no GPU twice ({listed[:300]})")
 
 
 def _devices(host: HostFacts) -> list[str]:

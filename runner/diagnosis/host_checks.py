@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from spark_hvd.runner.diagnosis.facts import HostFacts, Package, StoreTrial
-from spark_hvd.runner.diagnosis.report import Finding, Level
+from spark_hvd.runner.diagnosis.report import Finding, Level, error, ok, warning
 from spark_hvd.runner.watch import words
 from spark_hvd.world.words import count
 
@@ -27,17 +27,14 @@ def check_python(driver: HostFacts, hosts: Sequence[HostFacts]) -> Iterator[Find
     """Whether all run one Python: what cloudpickle makes of a function is read by the same minor version only."""
     wrong = [host for host in hosts if _minor(host.python) != _minor(driver.python)]
     for host in wrong:
-        yield Finding(
+        yield error(
             "Python",
-            Level.ERROR,
             f"Python {host.python} ({host.executable}) on {host.name}, {driver.python} on the driver: functions "
             "pickled by one minor version cannot be read by another",
             f"--conf spark.pyspark.python=/path/to/python{_minor(driver.python)}   # the same on every host",
         )
     if not wrong:
-        yield Finding(
-            "Python", Level.OK, _by_value({host.name: f"{host.python} ({host.executable})" for host in hosts})
-        )
+        yield ok("Python", _by_value({host.name: f"{host.python} ({host.executable})" for host in hosts}))
 
 
 def check_packages(driver: HostFacts, hosts: Sequence[HostFacts], backend: str | None) -> Iterator[Finding]:
@@ -60,16 +57,15 @@ def check_packages(driver: HostFacts, hosts: Sequence[HostFacts], backend: str |
             )
     if not bad:
         versions = {name: driver.packages[name].version for name in needed}
-        yield Finding("packages", Level.OK, ", ".join(f"{name} {version}" for name, version in versions.items()))
+        yield ok("packages", ", ".join(f"{name} {version}" for name, version in versions.items()))
     yield from _check_mpi(driver, hosts, backend)
 
 
 def _compare(name: str, driver: HostFacts, here: Package, host: HostFacts, there: Package) -> Finding | None:
     pip = f"{host.executable} -m pip install"
     if there.version is None:
-        return Finding(
+        return error(
             "packages",
-            Level.ERROR,
             f"{name} cannot be imported on {host.name} by {host.executable}: {_why(there)}",
             f"{pip} {_pinned(name, here.version)}   # on {host.name}",
         )
@@ -98,9 +94,9 @@ def _check_mpi(driver: HostFacts, hosts: Sequence[HostFacts], backend: str | Non
             f"pip install mpi4py=={driver.packages['mpi4py'].version} mpich   # on every host",
         )
     elif libraries:
-        yield Finding("MPI library", Level.OK, " ".join(next(iter(libraries.values())).split()))
+        yield ok("MPI library", " ".join(next(iter(libraries.values())).split()))
     elif backend != "mpi":
-        yield Finding("MPI library", Level.OK, 'none (needed for backend="mpi" only: pip install mpi4py mpich)')
+        yield ok("MPI library", 'none (needed for backend="mpi" only: pip install mpi4py mpich)')
 
 
 def check_resources(host: HostFacts, ranks: int, size: int) -> Iterator[Finding]:
@@ -116,9 +112,8 @@ def check_resources(host: HostFacts, ranks: int, size: int) -> Iterator[Finding]
     yield from problems
     if not problems:
         free = min((disk.free for disk in host.disks), default=0)
-        yield Finding(
+        yield ok(
             "resources",
-            Level.OK,
             f"{host.name}: {host.cores:g} cores for {here}, memory {words.size(host.memory_free)} free, "
             f"/dev/shm {words.size(host.shm.free)} free, disk {words.size(free)} free, {host.open_files} open files",
         )
@@ -127,9 +122,8 @@ def check_resources(host: HostFacts, ranks: int, size: int) -> Iterator[Finding]
 def _check_room(host: HostFacts, ranks: int, here: str, size: int) -> Iterator[Finding]:
     threads = int(host.threads) if host.threads and host.threads.isdigit() else 1
     if ranks * threads > max(host.cores, 1):
-        yield Finding(
+        yield warning(
             "cores",
-            Level.WARNING,
             f"{here} with OMP_NUM_THREADS={threads} on {host.name}, which has {host.cores:g} cores: they "
             "wait for each other",
             f'run(..., env={{"OMP_NUM_THREADS": "{max(1, int(host.cores) // ranks)}"}})'
@@ -137,43 +131,38 @@ def _check_room(host: HostFacts, ranks: int, here: str, size: int) -> Iterator[F
             else f"Fewer ranks on {host.name}: --conf spark.executor.cores={int(host.cores)}",
         )
     if ranks and host.memory_free / ranks < _MEMORY_LEAST:
-        yield Finding(
+        yield warning(
             "memory",
-            Level.WARNING,
             f"{words.size(host.memory_free)} free on {host.name} for {here}; torch alone takes 300 MB each",
             "Fewer ranks on a host, smaller executors (spark.executor.memory), or larger machines",
         )
     if ranks and host.shm.error is None and host.shm.free < _SHM_LEAST:
-        yield Finding(
+        yield warning(
             "/dev/shm",
-            Level.WARNING,
             f"{words.size(host.shm.free)} of {words.size(host.shm.total)} free on {host.name}: DataLoader workers and "
             'NCCL pass tensors through it, and die of "Bus error" when it is full',
             "docker run --shm-size=4g ...\n"
             "Kubernetes: volumes: [{name: shm, emptyDir: {medium: Memory}}], mounted at /dev/shm",
         )
     elif ranks and host.shm.error is not None:
-        yield Finding("/dev/shm", Level.WARNING, f"on {host.name}: {host.shm.error}", "mount -t tmpfs shm /dev/shm")
+        yield warning("/dev/shm", f"on {host.name}: {host.shm.error}", "mount -t tmpfs shm /dev/shm")
     for disk in host.disks:
         if disk.error is not None:
-            yield Finding(
+            yield error(
                 "disk",
-                Level.ERROR,
                 f"{disk.path} on {host.name} cannot be written: {disk.error}",
                 "TMPDIR=/a/writable/directory for executors (--conf spark.executorEnv.TMPDIR=...), or spark.local.dir",
             )
         elif disk.free < _DISK_LEAST:
-            yield Finding(
+            yield warning(
                 "disk",
-                Level.WARNING,
                 f"{words.size(disk.free)} of {words.size(disk.total)} free at {disk.path} on {host.name}",
                 f"du -xhd1 {disk.path} | sort -h   # or another spark.local.dir",
             )
     needed = 256 + 16 * size  # sockets between ranks, files of readers
     if 0 < host.open_files < needed:
-        yield Finding(
+        yield warning(
             "open files",
-            Level.WARNING,
             f"{host.open_files} at most on {host.name}; {size} ranks and their readers may need {needed}",
             "ulimit -n 65536   # where the executor is started",
         )
@@ -183,9 +172,8 @@ def check_clocks(ahead: Mapping[str, float]) -> Iterator[Finding]:
     """Whether clocks agree; ``ahead`` has the seconds by which the driver's clock is ahead of each host's."""
     for name, offset in ahead.items():
         if abs(offset) > _CLOCK_MOST:
-            yield Finding(
+            yield warning(
                 "clock",
-                Level.WARNING,
                 f"{name} is {abs(offset):.1f} s {'behind' if offset > 0 else 'ahead of'} the driver: times in logs and "
                 "timelines do not fit, and signed requests to object stores fail from 15 minutes on",
                 f"chronyc makestep   # on {name}",
@@ -198,19 +186,16 @@ def check_store(url: str, driver: StoreTrial, hosts: Mapping[str, StoreTrial]) -
     for place, trial in {"the driver": driver, **hosts}.items():
         if trial.failed_step is not None:
             bad = True
-            yield Finding(
-                "store", Level.ERROR, f"{place} cannot {trial.failed_step} at {url}: {trial.error}", _store_remedy(url)
-            )
+            yield error("store", f"{place} cannot {trial.failed_step} at {url}: {trial.error}", _store_remedy(url))
         elif trial.shared is False:
             bad = True
-            yield Finding(
+            yield error(
                 "store",
-                Level.ERROR,
                 f"{place} does not see what the driver wrote to {url}: each has a directory of its own there",
                 "A store that all hosts share: s3://, gs://, abfs://, hdfs://, or a path on NFS",
             )
     if not bad:
-        yield Finding("store", Level.OK, f"{url}: created, written, read, renamed and deleted on driver and every host")
+        yield ok("store", f"{url}: created, written, read, renamed and deleted on driver and every host")
 
 
 def _store_remedy(url: str) -> str:

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 from spark_hvd.runner.diagnosis import facts as doctor_facts
 from spark_hvd.runner.diagnosis import probe as doctor_probe
 from spark_hvd.runner.diagnosis.facts import HostFacts, facts_from_json
-from spark_hvd.runner.diagnosis.network import TOKEN_BYTES, EchoServer, NetworkPlan, Ping, TaskNetwork, ping
-from spark_hvd.runner.diagnosis.report import Finding, Level
+from spark_hvd.runner.diagnosis.network import CONNECT_SECONDS, TOKEN_BYTES, EchoServer, NetworkPlan, TaskNetwork
+from spark_hvd.runner.diagnosis.report import Finding, error, warning
 from spark_hvd.runner.diagnosis.spark_checks import SETTINGS, SparkFacts, explain_job_failure
 from spark_hvd.runner.outcome.errors import NotEnoughSlotsError
+from spark_hvd.runner.outcome.rows import from_rows
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.job import TaskJob
 from spark_hvd.runner.spark.profiles import TaskResources
+from spark_hvd.runner.spark.reach import unanswered
 from spark_hvd.runner.spark.slots import task_slots, wait_for_slots
 from spark_hvd.world.ports import PortRange
 
@@ -95,13 +97,13 @@ def gather(
     found = Gathered()
     if not _ended(job, _FACTS_SECONDS):
         problem = f"the executors did not answer in {_FACTS_SECONDS:.0f} s: other jobs hold the slots, or a host hangs"
-        found.problems.append(Finding("executors", Level.ERROR, problem, "See the Executors page of the Spark UI"))
+        found.problems.append(error("executors", problem, "See the Executors page of the Spark UI"))
     elif job.error is not None:
         found.problems.append(explain_job_failure("executors", str(job.error)))
     keys: set[str] = set()
     for data in (json.loads(row[3]) for row in job.rows):
         if "error" in data:
-            found.problems.append(Finding("executors", Level.ERROR, f"{data['name']}: {data['error']}"))
+            found.problems.append(error("executors", f"{data['name']}: {data['error']}"))
         elif data["facts"] is not None and data["facts"]["key"] not in keys:
             keys.add(data["facts"]["key"])
             found.hosts.append(facts_from_json(data["facts"]))
@@ -159,37 +161,32 @@ class Ways:
     Attributes:
         driver: Where the driver listened; None where it could not.
         tasks: What the tasks found.
-        back: The driver's connections to tasks, by partition.
+        silent: Hosts whose executors do not answer the driver.
         problems: What went wrong.
     """
 
     driver: tuple[str, int] | None = None
     tasks: list[TaskNetwork] = field(default_factory=list)
-    back: dict[int, Ping] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)
     problems: list[Finding] = field(default_factory=list)
 
 
 def try_network(
     spark: SparkSession, tasks: int, ports: PortRange | None, interfaces: Sequence[str], resources: TaskResources
 ) -> Ways:
-    """Let the tasks of one barrier stage connect to the driver and to each other, and the driver to them."""
+    """Let the tasks of one barrier stage connect to the driver and to each other, and the driver to their executors."""
     ways, token = Ways(), secrets.token_bytes(TOKEN_BYTES)
-
-    def connect_back(hello: dict[str, Any]) -> None:
-        if hello.get("port"):
-            ways.back[hello["partition"]] = ping(hello["address"], hello["port"], token)
-
     with contextlib.ExitStack() as closing:
         if not on_spark.is_connect(spark):
             public, bind = on_spark.driver_hosts(spark)
             try:
-                server = EchoServer(on_spark.address_of(bind), ports, token, connect_back)
+                server = EchoServer(on_spark.address_of(bind), ports, token)
                 closing.callback(server.close)
                 ways.driver = public, server.port
-            except OSError as error:
-                problem = f"the driver cannot listen on {bind}: {error.strerror or error}"
+            except OSError as failed:
+                problem = f"the driver cannot listen on {bind}: {failed.strerror or failed}"
                 remedy = "--conf spark.driver.bindAddress=0.0.0.0"
-                ways.problems.append(Finding("executor to driver", Level.WARNING, problem, remedy))
+                ways.problems.append(warning("executor to driver", problem, remedy))
         name = f"spark_hvd-doctor-{uuid.uuid4().hex[:12]}"
         task = _network_task(pickle.dumps(NetworkPlan(ways.driver, ports, tuple(interfaces), token)))
         description = f"spark_hvd.doctor: network of {tasks} tasks"
@@ -197,10 +194,11 @@ def try_network(
         if not _ended(job, _NETWORK_SECONDS):
             problem = f"{tasks} tasks did not start together, or did not end, in {_NETWORK_SECONDS:.0f} s"
             remedy = "See the Stages page of the Spark UI: other jobs may hold the slots"
-            ways.problems.append(Finding("rank to rank", Level.ERROR, problem, remedy))
+            ways.problems.append(error("rank to rank", problem, remedy))
         elif job.error is not None:
             ways.problems.append(explain_job_failure("rank to rank", str(job.error)))
-    ways.tasks = [TaskNetwork.from_json(bytes(row[3]).decode()) for row in sorted(job.rows)]
+    ways.silent = {host for host, _ in unanswered(on_spark.executor_addresses(spark).values(), CONNECT_SECONDS)}
+    ways.tasks = [pickle.loads(each.data) for each in from_rows(job.rows)]
     return ways
 
 
@@ -208,25 +206,18 @@ def _network_task(plan: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
     def spark_hvd_doctor_network_task(batches: Iterator[Any]) -> Iterator[Any]:
         import pickle
 
-        import pyarrow
         from pyspark import BarrierTaskContext
 
         from spark_hvd.runner.diagnosis.network import examine
+        from spark_hvd.runner.outcome.rows import Packed
+        from spark_hvd.runner.supervise.task import to_batches
 
         for _ in batches:
             pass
         context = BarrierTaskContext.get()
         assert isinstance(context, BarrierTaskContext)
         found = examine(pickle.loads(plan), context)
-        yield pyarrow.RecordBatch.from_arrays(
-            [
-                pyarrow.array([found.partition], pyarrow.int32()),
-                pyarrow.array([True]),
-                pyarrow.array([0], pyarrow.int32()),
-                pyarrow.array([found.to_json().encode()], pyarrow.binary()),
-            ],
-            names=["rank", "ok", "part", "chunk"],
-        )
+        yield from to_batches([Packed(found.partition, True, pickle.dumps(found))], None)
 
     return spark_hvd_doctor_network_task
 

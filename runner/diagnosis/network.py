@@ -14,9 +14,9 @@ import statistics
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spark_hvd.runner.channel.address import NoAddressError, choose_address, own_addresses
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 3.0
 _PINGS = 10
 _TIME = struct.Struct("!d")
-_LENGTH = struct.Struct("!H")
 TOKEN_BYTES = 32
 _STRANGERS = 64
 """Connections that have not shown the token, beyond which the oldest is cut: a thread waits on each."""
@@ -100,18 +99,6 @@ class TaskNetwork:
     driver: Ping | None = None
     peers: dict[int, Ping] = field(default_factory=dict)
 
-    @classmethod
-    def from_json(cls, text: str) -> TaskNetwork:
-        """Rebuild one from :meth:`to_json`."""
-        data = json.loads(text)
-        data["driver"] = None if data["driver"] is None else Ping(**data["driver"])
-        data["peers"] = {int(partition): Ping(**ping) for partition, ping in data["peers"].items()}
-        return cls(**data)
-
-    def to_json(self) -> str:
-        """As JSON text."""
-        return json.dumps(asdict(self))
-
 
 class EchoServer:
     """Answers pings of those who know the token, until it is closed.
@@ -120,20 +107,13 @@ class EchoServer:
         host: Address to listen on.
         ports: Where to; None for any port.
         token: The secret of this examination.
-        on_hello: Gets what a client says of itself, before its first ping is answered.
 
     Raises:
         OSError: the address is not one of this machine, or no port is free.
     """
 
-    def __init__(
-        self,
-        host: str,
-        ports: PortRange | None,
-        token: bytes,
-        on_hello: Callable[[dict[str, Any]], None] | None = None,
-    ) -> None:
-        self._server = _Server(listen(host, ports), token, on_hello)
+    def __init__(self, host: str, ports: PortRange | None, token: bytes) -> None:
+        self._server = _Server(listen(host, ports), token)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.05,), name="spark_hvd-echo", daemon=True
@@ -151,13 +131,11 @@ class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(
-        self, listener: socket.socket, token: bytes, on_hello: Callable[[dict[str, Any]], None] | None
-    ) -> None:
+    def __init__(self, listener: socket.socket, token: bytes) -> None:
         super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket, self.server_address = listener, listener.getsockname()
-        self.token, self.on_hello = token, on_hello
+        self.token = token
         self._strangers: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
 
@@ -192,10 +170,6 @@ class _Handler(socketserver.BaseRequestHandler):
             if not hmac.compare_digest(_take(self.request, TOKEN_BYTES), self.server.token):
                 return
             self.server.is_known(self.request)
-            (length,) = _LENGTH.unpack(_take(self.request, _LENGTH.size))
-            hello = _take(self.request, length)
-            if hello and self.server.on_hello is not None:
-                self.server.on_hello(json.loads(hello))
             while True:
                 _take(self.request, _TIME.size)
                 self.request.sendall(_TIME.pack(time.time()))
@@ -210,24 +184,20 @@ def _take(connection: socket.socket, count: int) -> bytes:
     return data
 
 
-def ping(
-    host: str, port: int, token: bytes, hello: dict[str, Any] | None = None, timeout: float = CONNECT_SECONDS
-) -> Ping:
+def ping(host: str, port: int, token: bytes, timeout: float = CONNECT_SECONDS) -> Ping:
     """Connect to an :class:`EchoServer` and measure the way; never raises for the network.
 
     Args:
         host: Name or address of the other side.
         port: Its port.
         token: The secret of this examination.
-        hello: What to say of ourselves.
         timeout: Seconds for the connection, and for each answer.
     """
-    said = b"" if hello is None else json.dumps(hello).encode()
     try:
         with socket.create_connection((host, port), timeout) as connection:
             connection.settimeout(timeout + CONNECT_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(token + _LENGTH.pack(len(said)) + said)
+            connection.sendall(token)
             waits, offsets = [], []
             for _ in range(_PINGS + 1):
                 start, before = time.perf_counter(), time.time()
@@ -274,7 +244,7 @@ def examine(plan: NetworkPlan, context: BarrierTaskContext) -> TaskNetwork:
     except OSError as error:
         me["bind_error"] = f"{type(error).__name__}: {error.strerror or error}"
     try:
-        driver = None if plan.driver is None else ping(*plan.driver, plan.token, me)
+        driver = None if plan.driver is None else ping(*plan.driver, plan.token)
         everyone = [json.loads(card) for card in context.allGather(json.dumps(me))]
         peers = _try_peers(plan, me, everyone)
         context.barrier()  # nobody stops listening before all have tried

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from spark_hvd.runner.diagnosis.allreduce import Measured
-from spark_hvd.runner.diagnosis.network import Ping, TaskNetwork
-from spark_hvd.runner.diagnosis.report import Finding, Level
+from spark_hvd.runner.diagnosis.network import TaskNetwork
+from spark_hvd.runner.diagnosis.report import Finding, error, ok, warning
 from spark_hvd.world.ports import PortRange
 from spark_hvd.world.words import count
 
@@ -16,19 +16,18 @@ _SLOW = 3.0
 
 
 def check_driver_ways(
-    driver: tuple[str, int] | None, tasks: Sequence[TaskNetwork], back: Mapping[int, Ping]
+    driver: tuple[str, int] | None, tasks: Sequence[TaskNetwork], silent: Collection[str]
 ) -> Iterator[Finding]:
     """Whether executors reach the driver, and the driver them.
 
     Args:
         driver: Where the driver listened; None where it could not, or has no address.
         tasks: What the tasks found.
-        back: The driver's connections to tasks, by partition.
+        silent: Hosts whose executors do not answer the driver.
     """
     if driver is None:
-        yield Finding(
+        yield warning(
             "executor to driver",
-            Level.WARNING,
             "the driver has no address for executors: ranks meet among themselves, and their output stays in the "
             "executors' logs",
             "--conf spark.driver.bindAddress=0.0.0.0 --conf spark.driver.host=<an address that executors reach>",
@@ -36,9 +35,8 @@ def check_driver_ways(
         return
     failed = {task.name: task.driver.error for task in tasks if task.driver is not None and task.driver.error}
     if failed:
-        yield Finding(
+        yield warning(
             "executor to driver",
-            Level.WARNING,
             f"{'; '.join(f'{name}: {error}' for name, error in failed.items())} (to {driver[0]}:{driver[1]}). Runs "
             "work, but start ten seconds later, and the ranks' output stays in the executors' logs",
             f'run(..., ports="30000-30100")   # and open these ports of {driver[0]} for the executors\n'
@@ -46,15 +44,11 @@ def check_driver_ways(
         )
     else:
         slowest = max((task.driver.rtt for task in tasks if task.driver is not None), default=0.0)
-        yield Finding(
-            "executor to driver", Level.OK, f"all tasks reach {driver[0]}:{driver[1]}, there and back in {_ms(slowest)}"
-        )
-    lost = [task for task in tasks if (way := back.get(task.partition)) is not None and way.error]
-    if lost:
-        yield Finding(
-            "driver to executor",
-            Level.OK,
-            f"the driver cannot connect to {', '.join(sorted({task.name for task in lost}))}; nothing needs it to",
+        yield ok("executor to driver", f"all tasks reach {driver[0]}:{driver[1]}, there and back in {_ms(slowest)}")
+    if silent:
+        hosts = ", ".join(sorted(silent))
+        yield ok(
+            "driver to executor", f"the driver cannot connect to {hosts}; no run needs it to, a restart waits longer"
         )
 
 
@@ -69,7 +63,7 @@ def check_rank_ways(tasks: Sequence[TaskNetwork], ports: PortRange | None) -> It
         else:
             found = f"{task.name} cannot listen on {task.address}, {allowed}: {task.bind_error}"
             remedy = "ss -ltnp   # who holds the ports there; or a wider range in ports="
-        yield Finding("rank to rank", Level.ERROR, found, remedy)
+        yield error("rank to rank", found, remedy)
     broken = [
         (task, by_partition[partition], way)
         for task in tasks
@@ -77,9 +71,8 @@ def check_rank_ways(tasks: Sequence[TaskNetwork], ports: PortRange | None) -> It
         if way.error is not None
     ]
     for task, other, way in broken:
-        yield Finding(
+        yield error(
             "rank to rank",
-            Level.ERROR,
             f"{task.name} ({task.address}) cannot connect to {other.name} ({other.address}:{other.port}): {way.error}",
             f"nc -vz {other.address} {other.port}   # from {task.name}, while something listens there\n"
             'Open the hosts to each other for all ports, or run(..., ports="30000-30100") and open these',
@@ -87,9 +80,8 @@ def check_rank_ways(tasks: Sequence[TaskNetwork], ports: PortRange | None) -> It
     ways = [way.rtt for task in tasks for way in task.peers.values() if way.error is None]
     if ways and not broken and not deaf:
         hosts = len({task.key for task in tasks})
-        yield Finding(
+        yield ok(
             "rank to rank",
-            Level.OK,
             f"{count(len(ways), 'connection')} between {count(hosts, 'host')} on {allowed}: there and back in "
             f"{_ms(statistics.median(ways))}, {_ms(max(ways))} at most",
         )
@@ -99,23 +91,22 @@ def check_allreduce(measured: Sequence[Measured]) -> Iterator[Finding]:
     """How fast ranks all-reduce, and which pair of hosts is slower than the others."""
     for result in measured:
         if result.transport and result is measured[0]:
-            yield Finding("all-reduce", Level.OK, f"{len(result.ranks)} ranks: {_speed(result)}")
+            yield ok("all-reduce", f"{len(result.ranks)} ranks: {_speed(result)}")
     pairs = list(measured[1:])
     if not pairs:
         return
     usual = statistics.median(pair.gb_per_s for pair in pairs)
     slow = [pair for pair in pairs if pair.gb_per_s * _SLOW < usual]
     for pair in slow:
-        yield Finding(
+        yield warning(
             "all-reduce of pairs",
-            Level.WARNING,
             f"{' and '.join(pair.ranks)}: {_speed(pair)}, where the median pair reaches {_rate(usual)}",
             f"iperf3 -s   # on {pair.ranks[0]}; then on {pair.ranks[1]}: iperf3 -c {pair.ranks[0]}",
         )
     if not slow:
         each = ", ".join(f"{' with '.join(pair.ranks)} {_rate(pair.gb_per_s)}" for pair in pairs[:8])
         more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
-        yield Finding("all-reduce of pairs", Level.OK, f"{pairs[0].transport}: {each}{more}")
+        yield ok("all-reduce of pairs", f"{pairs[0].transport}: {each}{more}")
 
 
 def _speed(result: Measured) -> str:

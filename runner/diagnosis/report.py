@@ -48,6 +48,21 @@ class Finding:
     remedy: str = ""
 
 
+def ok(check: str, found: str) -> Finding:
+    """All is well."""
+    return Finding(check, Level.OK, found)
+
+
+def warning(check: str, found: str, remedy: str) -> Finding:
+    """A run would be worse than it could be."""
+    return Finding(check, Level.WARNING, found, remedy)
+
+
+def error(check: str, found: str, remedy: str = "") -> Finding:
+    """A run would fail."""
+    return Finding(check, Level.ERROR, found, remedy)
+
+
 @dataclass(frozen=True)
 class Report:
     """All findings of one examination; prints as a table, and shows as one in a notebook.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from spark_hvd.runner.diagnosis.report import Finding, Level
+from spark_hvd.runner.diagnosis.report import Finding, Level, error, ok, warning
 
 SETTINGS = (
     "spark.master",
@@ -92,18 +92,17 @@ def check_slots(facts: SparkFacts) -> Iterator[Finding]:
     there, asked = facts.slots, facts.asked
     kind = "local mode: all ranks share this machine" if facts.local else f"master {facts.master}"
     if there is None:
-        yield Finding("slots", Level.OK, f"Spark Connect cannot say how many tasks can run at once ({kind})")
+        yield ok("slots", f"Spark Connect cannot say how many tasks can run at once ({kind})")
     elif there == 0 or (asked is not None and asked > there):
-        yield Finding(
+        yield error(
             "slots",
-            Level.ERROR,
             f"num_proc={(asked or 1) * facts.procs_per_task}: {asked or 1} slots wanted, {there} there "
             f"({kind}{_deciding(facts)}). All ranks run at the same time, {facts.procs_per_task} in each Spark task",
             _more_slots(facts, asked or 1),
         )
     else:
         wanted = "" if asked is None else f", {asked} wanted"
-        yield Finding("slots", Level.OK, f"{there} there{wanted} ({kind}{_deciding(facts)})")
+        yield ok("slots", f"{there} there{wanted} ({kind}{_deciding(facts)})")
     if there and facts.busy:
         enough = there - facts.busy >= (asked or there)
         yield Finding(
@@ -140,25 +139,23 @@ def _more_slots(facts: SparkFacts, asked: int) -> str:
 def check_barrier(facts: SparkFacts) -> Iterator[Finding]:
     """Whether Spark runs a barrier stage at all."""
     if facts.get("spark.dynamicAllocation.enabled") == "true" and not facts.local:
-        yield Finding(
+        yield error(
             "dynamic allocation",
-            Level.ERROR,
             "spark.dynamicAllocation.enabled=true: Spark refuses barrier stages with it (SPARK-24942), and ranks need "
             "one",
             "--conf spark.dynamicAllocation.enabled=false --conf spark.executor.instances="
             f"{max(1, facts.asked or facts.slots or 1)}",
         )
     else:
-        yield Finding("dynamic allocation", Level.OK, "off, as barrier stages need it")
+        yield ok("dynamic allocation", "off, as barrier stages need it")
 
 
 def check_memory(facts: SparkFacts) -> Iterator[Finding]:
     """Whether ranks, which live outside of the executor's Java heap, have room there."""
     limit = size_of(facts.get("spark.executor.pyspark.memory"), _MIB)
     if limit and limit < 4 << 30:
-        yield Finding(
+        yield warning(
             "Python memory",
-            Level.WARNING,
             f"spark.executor.pyspark.memory={facts.get('spark.executor.pyspark.memory')} limits the address space of "
             "Python processes; torch maps several GiB of it that it never uses",
             "--conf spark.executor.pyspark.memory=8g, or leave it unset",
@@ -171,14 +168,13 @@ def check_memory(facts: SparkFacts) -> Iterator[Finding]:
     overhead = size_of(facts.get("spark.executor.memoryOverhead"), _MIB) or max(384 * _MIB, int(heap * factor))
     found = f"{overhead // _MIB} MiB beside the Java heap of an executor, for {ranks} ranks"
     if overhead < ranks * _RANK_BYTES:
-        yield Finding(
+        yield warning(
             "memory overhead",
-            Level.WARNING,
             f"{found}: the cluster manager kills an executor that takes more, and torch alone takes 300 MB a rank",
             f"--conf spark.executor.memoryOverhead={ranks * 2}g",
         )
     else:
-        yield Finding("memory overhead", Level.OK, found)
+        yield ok("memory overhead", found)
 
 
 def check_results(facts: SparkFacts) -> Iterator[Finding]:
@@ -187,14 +183,13 @@ def check_results(facts: SparkFacts) -> Iterator[Finding]:
         return
     found = f"all ranks together may return {facts.result_bytes // _MIB} MiB"
     if facts.result_bytes < 128 * _MIB:
-        yield Finding(
+        yield warning(
             "return values",
-            Level.WARNING,
             f"{found} (the lesser of spark.driver.maxResultSize and a fifth of the driver's Java heap)",
             "--conf spark.driver.maxResultSize=1g --driver-memory 4g",
         )
     else:
-        yield Finding("return values", Level.OK, found)
+        yield ok("return values", found)
 
 
 def size_of(text: str, unit: int = 1) -> int:
@@ -214,33 +209,29 @@ def explain_job_failure(check: str, text: str) -> Finding:
     """
     host = match[1] if (match := re.search(r"\(TID \d+\) \((\S+) executor", text)) else "an executor"
     if match := re.search(r"PYTHON_VERSION_MISMATCH[^\n]*|Python in worker has different version[^\n]*", text):
-        return Finding(
+        return error(
             "Python version",
-            Level.ERROR,
             f"{host}: {match[0].strip()[:300]}",
             "PYSPARK_PYTHON=/path/to/the/same/python3.x, set for the driver and for executors "
             "(--conf spark.pyspark.python=...)",
         )
     if match := re.search(r'Cannot run program "([^"]+)"[^\n]*', text):
-        return Finding(
+        return error(
             "Python executable",
-            Level.ERROR,
             f"{host} cannot start {match[1]}: {match[0][:200]}",
             f"Install Python at {match[1]} on every host, or --conf spark.pyspark.python=/path/that/exists/there",
         )
     if match := re.search(r"(ModuleNotFoundError|ImportError)[^\n]*spark_hvd[^\n]*", text):
-        return Finding(
+        return error(
             "packages",
-            Level.ERROR,
             f"{host} has another spark_hvd than the driver: {match[0].strip()[:300]}",
             "pip install --force-reinstall spark_hvd   # the driver's version, for the Python of the executors",
         )
     if match := re.search(r"(ModuleNotFoundError|ImportError|PACKAGE_NOT_INSTALLED)[^\n]*", text):
-        return Finding(
+        return error(
             "packages",
-            Level.ERROR,
             f"{host} cannot run Spark's Arrow functions: {match[0].strip()[:300]}",
             "pip install pyarrow pandas   # for the Python of the executors",
         )
     first = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
-    return Finding(check, Level.ERROR, f"the Spark job failed: {first[:400]}", "See the log of the executor")
+    return error(check, f"the Spark job failed: {first[:400]}", "See the log of the executor")

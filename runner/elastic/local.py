@@ -131,20 +131,18 @@ class _Threads:
 
     def _once(self, task: int) -> bool:
         try:
-            with ExitStack() as closing:
-                self.reports.append(
-                    run_agent(
-                        self._spec,
-                        self._payload,
-                        number=next(self._numbers),
-                        task=task,
-                        host=HOST,
-                        executor="",
-                        anchor=os.getpid(),
-                        gpus=None,
-                        closing=closing,
-                    )
-                )
+            number = next(self._numbers)
+            report = run_agent(
+                self._spec,
+                self._payload,
+                number=number,
+                task=task,
+                host=HOST,
+                executor="",
+                anchor=os.getpid(),
+                gpus=None,
+            )
+            self.reports.append(report)
         except GivenUpError:
             return True
         except BaseException as error:

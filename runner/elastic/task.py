@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -71,18 +71,16 @@ def run_elastic_task(spec: ElasticSpec, payload: bytes) -> Iterator[pyarrow.Reco
     host = host or (socket.gethostname() if spec.restarts_tasks else spec.task.hub.host)
     for again in itertools.count():
         try:
-            with ExitStack() as closing:
-                report = run_agent(
-                    spec,
-                    payload,
-                    number=context.taskAttemptId() + again * _NEXT_AGENT,
-                    task=context.partitionId(),
-                    host=host,
-                    executor=executor,
-                    anchor=anchor,
-                    gpus=None if gpus is None else list(gpus.addresses),
-                    closing=closing,
-                )
+            report = run_agent(
+                spec,
+                payload,
+                number=context.taskAttemptId() + again * _NEXT_AGENT,
+                task=context.partitionId(),
+                host=host,
+                executor=executor,
+                anchor=anchor,
+                gpus=None if gpus is None else list(gpus.addresses),
+            )
             break
         except GivenUpError:
             if spec.restarts_tasks:
@@ -100,7 +98,6 @@ def run_agent(
     executor: str,
     anchor: int,
     gpus: list[str] | None,
-    closing: ExitStack,
 ) -> AgentReport:
     """Be an agent until the driver has no more use for it.
 
@@ -113,7 +110,6 @@ def run_agent(
         executor: Spark's name of it; empty where there is none.
         anchor: The process with which fork servers end.
         gpus: Those that Spark assigned; None if it assigns none.
-        closing: Closes the connection to the driver.
 
     Raises:
         DriverUnreachableError: the driver cannot be reached.
@@ -127,23 +123,22 @@ def run_agent(
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     own = devices_of(gpus, 1, 0, visible, config.gpus_per_proc)
     server = fork_server(config.env, anchor)  # starts to import torch while we meet the driver
-    link = Link(common.hub, number, host)
-    closing.callback(link.close)
-    if not link.wait_connected(_CONNECT_WAIT):
-        link.close(discard=True)
-        raise DriverUnreachableError(
-            f"SPARK_HVD_UNREACHABLE: host {host} cannot reach the driver at {common.hub.host}:{common.hub.port}, where "
-            "elastic runs are decided. Set spark.driver.host to an address of the driver that executors reach, open "
-            "its ports (ports=), or use spark_hvd.run, which needs no such connection.:END"
-        )
 
     def job(place: RankInfo, slot: int) -> RankJob:
         return common.job(place, address, own, payload, join_timeout=spec.rejoin_timeout, slot=slot)
 
-    link.hello(number, task=task)
-    agent = Agent(link, server, job, spec.value_limit, executor)
-    with _notices(agent):
-        return agent.run()
+    with closing(Link(common.hub, number, host)) as link:
+        if not link.wait_connected(_CONNECT_WAIT):
+            link.close(discard=True)
+            raise DriverUnreachableError(
+                f"SPARK_HVD_UNREACHABLE: host {host} cannot reach the driver at {common.hub.host}:{common.hub.port}, "
+                "where elastic runs are decided. Set spark.driver.host to an address of the driver that executors "
+                "reach, open its ports (ports=), or use spark_hvd.run, which needs no such connection.:END"
+            )
+        link.hello(number, task=task)
+        agent = Agent(link, server, job, spec.value_limit, executor)
+        with _notices(agent):
+            return agent.run()
 
 
 @contextmanager
