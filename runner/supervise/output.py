@@ -11,29 +11,83 @@ from collections.abc import Callable
 from spark_hvd.runner.channel.link import Link
 
 _READ_BYTES = 64 << 10
-_LINE_END = re.compile(rb"\r\n|\n|\r")  # progress bars end their lines with \r
+_LINE_END = re.compile(rb"\r?\n")
+_CURSOR = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
+_UP = re.compile(rb"\x1b\[[0-9]*A")
+_DRAWING = re.compile(rb"\r|" + _UP.pattern)
+_SECONDS_BETWEEN_STATES = 1.0
 TAIL_LINES = 20
 _MAX_LINE = 64 << 10
 
 
 class LineCutter:
-    """Turns pieces of bytes into whole lines of text."""
+    """Turns pieces of bytes into whole lines of text.
 
-    def __init__(self) -> None:
+    Of what a progress bar draws over its own line, with carriage returns, one state a second becomes a line, and the
+    last one. Nested bars move the cursor besides, which has no meaning among the lines of other ranks.
+
+    Args:
+        clock: In seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._rest = b""
+        self._drawing = False
+        self._drawn, self._told = "", ""
+        self._next = 0.0
 
     def feed(self, data: bytes) -> list[str]:
         """Take a piece; return the lines it completes. A line of more than 64 KiB is cut."""
-        *lines, self._rest = _LINE_END.split(self._rest + data)
+        pieces = _LINE_END.split(self._rest + data)
+        *ended, self._rest = pieces
+        lines: list[str] = []
+        for line, following in zip(ended, pieces[1:], strict=False):
+            state = _state(line)
+            if _DRAWING.search(line) and (state in ("", self._drawn, self._told) or _UP.search(following)):
+                self._draw(state)  # a nested bar moves down from it
+            elif line or not self._drawing:
+                if _DRAWING.search(line):
+                    self._drawn = ""  # it stands in the place of that
+                lines += [*self._tell(), state]
+                self._drawing = False
+        drawn = self._rest.removesuffix(b"\r")  # it may be half of a line's end
+        if _DRAWING.search(drawn):
+            self._draw(_state(drawn))
+            self._rest = self._rest[max(drawn.rfind(b"\r"), 0) :]
         if len(self._rest) > _MAX_LINE:
-            lines.append(self._rest)
+            lines.append(self._rest.decode(errors="replace"))
             self._rest = b""
-        return [line.decode(errors="replace") for line in lines]
+        return lines + self.due()
+
+    def due(self) -> list[str]:
+        """What a progress bar shows by now, if it is time to tell that."""
+        return self._tell() if self._clock() >= self._next else []
 
     def end(self) -> list[str]:
         """Return what is left of an unfinished line."""
         rest, self._rest = self._rest, b""
-        return [rest.decode(errors="replace")] if rest else []
+        return self._tell() + ([rest.decode(errors="replace")] if rest and not _DRAWING.search(rest) else [])
+
+    def _draw(self, state: str) -> None:
+        self._drawing = True
+        if state != self._told:
+            self._drawn = state or self._drawn
+
+    def _tell(self) -> list[str]:
+        if not self._drawn:
+            return []
+        self._told, self._drawn = self._drawn, ""
+        self._next = self._clock() + _SECONDS_BETWEEN_STATES
+        return [self._told]
+
+
+def _state(line: bytes) -> str:
+    """What is seen of a line in the end."""
+    if not _DRAWING.search(line):
+        return line.decode(errors="replace")
+    parts = [text for part in line.split(b"\r") if (text := _CURSOR.sub(b"", part)).strip()]
+    return parts[-1].decode(errors="replace") if parts else ""
 
 
 class Tail:
@@ -85,6 +139,8 @@ class RankOutput:
 
     def flush(self) -> None:
         """Send what the hub takes now."""
+        for stream, cutter in self._cutters.items():
+            self._emit(stream, cutter.due())
         while self._unsent:
             stream, text = self._unsent[0]
             if not self._link.try_send("output", stream=stream, text=text):

@@ -10,9 +10,49 @@ from spark_hvd.runner.watch.display.lines import LineWriter, OutputQueue
 
 def test_lines_are_cut_at_every_kind_of_line_end() -> None:
     cutter = LineCutter()
-    assert cutter.feed(b"one\ntwo\r\n 10%\r 20%\rpart") == ["one", "two", " 10%", " 20%"]
+    assert cutter.feed(b"one\n\ntwo\r") == ["one", ""]
+    assert cutter.feed(b"\npart") == ["two"]
     assert cutter.feed(b"ial\n") == ["partial"]
     assert cutter.end() == []
+
+
+def test_of_a_progress_bar_one_state_a_second_is_a_line() -> None:
+    now = 0
+    cutter = LineCutter(lambda: now / 10)
+    told = []
+    for percent in range(0, 101):
+        told += cutter.feed(f"\r{percent}%".encode())
+        now += 1
+    assert told == [f"{percent}%" for percent in range(0, 101, 10)]
+    assert cutter.feed(b"\r101%") == []
+    assert cutter.feed(b"\n") == []
+    assert cutter.feed(b"done\n\n") == ["101%", "done", ""]
+    assert cutter.feed(b"\r7%") == []
+    now += 10
+    assert cutter.due() == ["7%"]
+    assert cutter.feed(b"\n") == cutter.due() == cutter.end() == []
+
+
+def test_lines_beside_a_progress_bar_are_all_there() -> None:
+    cutter = LineCutter(lambda: 0.0)
+    assert cutter.feed(b"\r1%") == ["1%"]
+    for number in range(3):  # as tqdm.write does it
+        assert cutter.feed(f"\r    \rline {number}\n\r2%".encode()) == [f"line {number}"]
+    assert cutter.feed(b"\rall at once\nmore\n") == ["all at once", "more"]
+    assert cutter.feed(b"\x1b[01;31m\x1b[Kmatch\x1b[m\x1b[K\n" * 2) == ["\x1b[01;31m\x1b[Kmatch\x1b[m\x1b[K"] * 2
+
+
+def test_nested_progress_bars_leave_no_empty_lines_and_no_moves_of_the_cursor() -> None:
+    now = 0.0
+    cutter = LineCutter(lambda: now)
+    assert cutter.feed(b"\router 0%") == ["outer 0%"]
+    for percent in range(100):
+        assert cutter.feed(f"\n\n\rinner {percent}%\x1b[A\x1b[A".encode()) == []
+    now = 1.0
+    assert cutter.due() == ["inner 99%"]
+    assert cutter.feed(b"\r            \r") == []
+    assert cutter.feed(b"\x1b[31mred\x1b[0m") == []
+    assert cutter.end() == ["\x1b[31mred\x1b[0m"]
 
 
 def test_a_last_line_without_an_end_is_kept() -> None:
