@@ -13,7 +13,8 @@ import torch
 
 from benchmarks.alpha_beta import Bucket, Step
 from spark_hvd.torch.optimizer.buckets import MEGABYTE, ParamSpec, plan_buckets
-from spark_hvd.torch.optimizer.recipe import DEFAULT_CAP_MB, TAIL_BYTES
+from spark_hvd.torch.optimizer.plan import TAIL_BYTES
+from spark_hvd.torch.optimizer.recipe import DEFAULT_CAP_MB
 
 FORWARD_PART = 1 / 3
 """Of a step's work: backward computes gradients of inputs and of weights, each as much as forward."""

@@ -116,10 +116,7 @@ def run(batch: Batch, works: Sequence[Work | None], members: Members) -> Steps:
     """
     communicator, staging = members.communicator, members.staging
     first = batch[0].request
-    parts = [
-        _stand_ins(entry.request, communicator) if work is None else work
-        for entry, work in zip(batch, works, strict=True)
-    ]
+    parts = [_stand_ins(entry.request) if work is None else work for entry, work in zip(batch, works, strict=True)]
     if batch[0].seals is not None:  # such entries are not fused
         parts[0].seals = batch[0].seals
     if first.op == ReduceOp.ADASUM.name:
@@ -298,7 +295,7 @@ def _copied_into(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return target if target is source else target.copy_(source)
 
 
-def _stand_ins(request: Request, communicator: Communicator) -> Work:
+def _stand_ins(request: Request) -> Work:
     """What a rank that has joined contributes: elements that change nothing, or no rows."""
     device = torch.device("cuda", torch.cuda.current_device()) if request.device == "cuda" else torch.device("cpu")
     tensors = []

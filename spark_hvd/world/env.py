@@ -28,16 +28,12 @@ class LaunchEnv:
     """torchrun's restart count."""
 
 
-def read_launch_env(env: Mapping[str, str] | None = None) -> LaunchEnv | None:
+def read_launch_env(env: Mapping[str, str] = os.environ) -> LaunchEnv | None:
     """Read torchrun's variables; None if no launcher set them (no RANK and no WORLD_SIZE).
-
-    Args:
-        env: The environment, ``os.environ`` by default.
 
     Raises:
         ValueError: A variable is missing or is no number in its range.
     """
-    env = os.environ if env is None else env
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return None
     size = _number(env, "WORLD_SIZE", 1, None)
@@ -63,16 +59,12 @@ class MpiEnv:
     """The address of rank 0 for the others, if the user has set one."""
 
 
-def read_mpi_env(env: Mapping[str, str] | None = None) -> MpiEnv | None:
+def read_mpi_env(env: Mapping[str, str] = os.environ) -> MpiEnv | None:
     """Read the variables of MPICH's and Open MPI's mpiexec; None if neither started this process.
-
-    Args:
-        env: The environment, ``os.environ`` by default.
 
     Raises:
         ValueError: A variable is missing or is no number in its range.
     """
-    env = os.environ if env is None else env
     for rank, size in (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
         if rank in env and size in env:
             count = _number(env, size, 1, None)
@@ -80,28 +72,20 @@ def read_mpi_env(env: Mapping[str, str] | None = None) -> MpiEnv | None:
     return None
 
 
-def read_mpi_cuda(env: Mapping[str, str] | None = None) -> bool | None:
-    """Whether SPARK_HVD_MPI_CUDA says that MPI takes CUDA tensors, or that it does not; None if it is not set.
-
-    Args:
-        env: The environment, ``os.environ`` by default.
-    """
-    text = (os.environ if env is None else env).get("SPARK_HVD_MPI_CUDA", "")
+def read_mpi_cuda(env: Mapping[str, str] = os.environ) -> bool | None:
+    """Whether SPARK_HVD_MPI_CUDA says that MPI takes CUDA tensors, or that it does not; None if it is not set."""
+    text = env.get("SPARK_HVD_MPI_CUDA", "")
     return None if text == "" else _truth(text)
 
 
-def read_config(env: Mapping[str, str] | None = None) -> Config:
+def read_config(env: Mapping[str, str] = os.environ) -> Config:
     """The values of Horovod's variables that have a meaning here; those that are not set have our defaults.
 
     HOROVOD_CYCLE_TIME has none: nothing happens in cycles. SPARK_HVD_SHARED_MEMORY is ours.
 
-    Args:
-        env: The environment, ``os.environ`` by default.
-
     Raises:
         ValueError: A value is no number, or out of its range.
     """
-    env = os.environ if env is None else env
     values: dict[str, Any] = {}
     for variable, (name, kind) in _SETTINGS.items():
         text = env.get(f"HOROVOD_{variable}", "")

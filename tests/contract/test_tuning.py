@@ -29,7 +29,7 @@ def train(steps: int, **options: Any) -> tuple[list[float], set[int], bool]:
         model(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
         hvd.allreduce(torch.ones(3), name="metric")
-        caps.add(optimizer._reducer._plan._caps["cap_bytes"])
+        caps.add(optimizer._reducer._plan._cap_bytes)
     return (
         [float(param.detach().double().sum()) for param in model.parameters()],
         caps,

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
-from spark_hvd.torch.optimizer.buckets import ParamSpec, describe_mismatch, fingerprint, plan_buckets
+from spark_hvd.torch.optimizer.buckets import MEGABYTE, ParamSpec, describe_mismatch, fingerprint, plan_buckets
 from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction, make_buckets
 from spark_hvd.transport.pipes import Pipes
 from spark_hvd.world.errors import PlanMismatchError
+
+# The last bucket has no backward left to hide behind: small enough to be all latency, it costs one round trip.
+TAIL_BYTES = MEGABYTE
 
 Exchange = Callable[[Any], list[Any]]
 """Gives every rank the facts of all ranks, in rank order."""
@@ -42,7 +45,6 @@ class GradientPlan:
         reduction: How gradients are scaled and compressed.
         pipes: For buckets that are reduced in memory, where all ranks are on one host.
         cap_bytes: Upper bound of a bucket.
-        tail_bytes: Upper bound of the bucket that completes last.
     """
 
     def __init__(
@@ -53,7 +55,6 @@ class GradientPlan:
         reduction: Reduction,
         pipes: Pipes | None,
         cap_bytes: int,
-        tail_bytes: int,
     ) -> None:
         self.buckets: list[FlatBucket] = []
         """The buckets, in the order in which they are launched."""
@@ -67,7 +68,7 @@ class GradientPlan:
         self._reduction = reduction
         self._pipes = pipes
         self._in_memory = pipes is not None
-        self._caps = {"cap_bytes": cap_bytes, "tail_bytes": tail_bytes}
+        self._cap_bytes = cap_bytes
         self._order: list[int] = []
 
     @property
@@ -131,19 +132,18 @@ class GradientPlan:
         self.unplanned = [index for index in self.unplanned if index not in placed]
         return self._pack(dense, exchange)
 
-    def pack_again(self, cap_bytes: int, tail_bytes: int, exchange: Exchange, *, in_memory: bool) -> list[FlatBucket]:
+    def pack_again(self, cap_bytes: int, exchange: Exchange, *, in_memory: bool) -> list[FlatBucket]:
         """Make other buckets for what has its place already; collective, with the same arguments on every rank.
 
         Args:
             cap_bytes: Upper bound of a bucket.
-            tail_bytes: Upper bound of the bucket that completes last.
             exchange: For the buckets' memory.
             in_memory: Whether to reduce in shared memory, if there is a group for that.
 
         Returns:
             All buckets.
         """
-        self._caps = {"cap_bytes": cap_bytes, "tail_bytes": tail_bytes}
+        self._cap_bytes = cap_bytes
         self._in_memory = in_memory
         if not self.buckets:
             return []
@@ -151,7 +151,8 @@ class GradientPlan:
         return self._pack(self._order, exchange)
 
     def _pack(self, dense: Sequence[int], exchange: Exchange) -> list[FlatBucket]:
-        plans = plan_buckets(self._specs, dense, self._groups, **self._caps)
+        cap = self._cap_bytes
+        plans = plan_buckets(self._specs, dense, self._groups, cap_bytes=cap, tail_bytes=min(TAIL_BYTES, cap))
         pipes = self._pipes if self._in_memory else None
         fresh = make_buckets(plans, self._params, self._specs, self._reduction, pipes, exchange)
         self.buckets.extend(fresh)

@@ -17,13 +17,11 @@ from spark_hvd.torch.optimizer.arguments import exchange_device, spec_of
 from spark_hvd.torch.optimizer.buckets import MEGABYTE
 from spark_hvd.torch.optimizer.flat import GradientCompressor, Reduction
 from spark_hvd.torch.optimizer.reducer import GradientReducer
-from spark_hvd.torch.optimizer.tuner import GLOO_THREADS, TAIL_MB, StepTuner, TunedGroups
+from spark_hvd.torch.optimizer.tuner import GLOO_THREADS, StepTuner, TunedGroups
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.mpi import backend as mpi_backend
 from spark_hvd.world.config import Config
 
-# The last bucket has no backward left to hide behind: small enough to be all latency, it costs one round trip.
-TAIL_BYTES = int(TAIL_MB * MEGABYTE)
 DEFAULT_CAP_MB = 25.0
 
 
@@ -91,10 +89,8 @@ class Recipe:
             device=device,
             reduction=Reduction(*scales, self.compression, self.sparse_as_dense, average, size, dist.get_rank(group)),
             pipes=pipes,
-            sparse_scale=1.0 / size if average else 1.0,
             passes=self.passes,
             cap_bytes=int(cap_mb * MEGABYTE),
-            tail_bytes=min(TAIL_BYTES, int(cap_mb * MEGABYTE)),
             settings=self._settings(config),
             tracing=context.engine.tracing,
         )

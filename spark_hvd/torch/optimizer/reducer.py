@@ -69,10 +69,8 @@ class GradientReducer:
         device: a device that `group` can exchange small facts on.
         reduction: how gradients are scaled and compressed.
         pipes: between the ranks where all are on one host: buckets on the CPU are then reduced in shared memory.
-        sparse_scale: factor for sparse gradients, after the sum.
         passes: backward passes a step.
         cap_bytes: upper bound of a bucket.
-        tail_bytes: upper bound of the bucket that completes last.
         settings: what else must be equal on all ranks.
         tracing: the process' timeline.
 
@@ -90,10 +88,8 @@ class GradientReducer:
         device: torch.device,
         reduction: Reduction,
         pipes: Pipes | None,
-        sparse_scale: float,
         passes: int,
         cap_bytes: int,
-        tail_bytes: int,
         settings: dict[str, Any],
         tracing: Tracing,
     ) -> None:
@@ -108,9 +104,9 @@ class GradientReducer:
         self._progress = GradientCounts()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._watched: set[int] = set()
-        self._plan = GradientPlan(self._params, self._specs, groups, reduction, pipes, cap_bytes, tail_bytes)
+        self._plan = GradientPlan(self._params, self._specs, groups, reduction, pipes, cap_bytes)
         self._buckets = self._plan.buckets
-        self._pipeline = BucketPipeline(self._buckets, reduction, sparse_scale, group, device, self._trace, self.reset)
+        self._pipeline = BucketPipeline(self._buckets, reduction, group, device, self._trace, self.reset)
         self._backwards = 0
         self._finished = False
         self._warned = False
@@ -341,17 +337,16 @@ class GradientReducer:
             for index in bucket.members:
                 self._progress.units[index] = bucket
 
-    def replan(self, cap_bytes: int, tail_bytes: int, group: dist.ProcessGroup, *, in_memory: bool) -> None:
+    def replan(self, cap_bytes: int, group: dist.ProcessGroup, *, in_memory: bool) -> None:
         """Use other buckets from the next step on; to be called between steps, with the same arguments on every rank.
 
         Args:
             cap_bytes: upper bound of a bucket.
-            tail_bytes: upper bound of the bucket that completes last.
             group: the process group to use; `in_memory` needs the one that the reducer was made with besides.
             in_memory: whether to reduce in shared memory, if the reducer was made for that.
         """
         self._pipeline.group = group
-        self._use(self._plan.pack_again(cap_bytes, tail_bytes, self._pipeline.exchange, in_memory=in_memory))
+        self._use(self._plan.pack_again(cap_bytes, self._pipeline.exchange, in_memory=in_memory))
         self.reset()
 
     def _finish(self) -> None:

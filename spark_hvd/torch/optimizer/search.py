@@ -29,9 +29,6 @@ class Knob:
         high: Largest value to try.
         log: Whether ratios matter and not differences, as with sizes.
         integer: Whether values are whole numbers.
-
-    Raises:
-        ValueError: The bounds make no such range.
     """
 
     name: str
@@ -39,15 +36,6 @@ class Knob:
     high: float
     log: bool = False
     integer: bool = False
-
-    def __post_init__(self) -> None:
-        bounds = f"{self.name}: low={self.low}, high={self.high}"
-        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
-            raise ValueError(f"{bounds} are no range; pass two finite numbers, the smaller one first.")
-        if self.log and self.low <= 0:
-            raise ValueError(f"{bounds} cannot be tuned on a log scale; start above zero or pass log=False.")
-        if self.integer and (self.low != int(self.low) or self.high != int(self.high)):
-            raise ValueError(f"{bounds} are not whole numbers; pass whole ones or integer=False.")
 
     def value(self, position: float) -> float:
         """The setting at a position in [0, 1] of the range."""
@@ -95,7 +83,7 @@ class Autotuner:
 
     Raises:
         ImportError: bayesian-optimization is not installed.
-        ValueError: A name or a number does not fit the knobs, or a count is too small.
+        ValueError: A value to start with is none of its knob's.
         OSError: `log_path` cannot be written.
     """
 
@@ -111,12 +99,9 @@ class Autotuner:
         log_path: str | PathLike[str] | None = None,
         fixed: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        if warmup_samples < 0 or samples < 1 or not 0 < noise < math.inf:
-            raise ValueError(f"{warmup_samples=}, {samples=}, {noise=}: expected at least 0, at least 1, above 0.")
         self._knobs = tuple(knobs)
         self._fixed = dict(fixed)
         self._free = [knob for knob in knobs if knob.name not in fixed]
-        _check_names(knobs, start, fixed)
         if self._free:
             _library()  # a missing package is an error now, not after the warm-up
         self._warmup, self._trials, self._noise, self._seed = warmup_samples, samples, noise, seed
@@ -219,17 +204,6 @@ def _library() -> type[BayesianOptimization]:
             "autotuning needs the package bayesian-optimization; pip install 'spark_hvd[autotune]', or switch it off."
         ) from error
     return BayesianOptimization
-
-
-def _check_names(knobs: Sequence[Knob], start: Mapping[str, float], fixed: Mapping[str, float]) -> None:
-    names = [knob.name for knob in knobs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"knobs {names} have a name twice.")
-    for what, given in (("start", start), ("fixed", fixed)):
-        if unknown := given.keys() - set(names):
-            raise ValueError(f"{what} names {sorted(unknown)}, but the knobs are {names}.")
-    if missing := set(names) - start.keys() - fixed.keys():
-        raise ValueError(f"start has no value for {sorted(missing)}.")
 
 
 def _create(log: Path, header: Sequence[str]) -> None:

@@ -29,7 +29,6 @@ class BucketPipeline:
     Args:
         buckets: The plan's; their number may grow.
         reduction: How gradients are scaled and compressed.
-        sparse_scale: Factor for sparse gradients, after the sum.
         group: The process group.
         device: A device that `group` can exchange small facts on.
         trace: Of the step.
@@ -40,7 +39,6 @@ class BucketPipeline:
         self,
         buckets: Sequence[FlatBucket],
         reduction: Reduction,
-        sparse_scale: float,
         group: dist.ProcessGroup,
         device: torch.device,
         trace: StepTrace,
@@ -48,7 +46,6 @@ class BucketPipeline:
     ) -> None:
         self._buckets = buckets
         self._reduction = reduction
-        self._sparse_scale = sparse_scale
         self._device = device
         self._trace = trace
         self._failed = weakref.WeakMethod(failed)
@@ -143,7 +140,8 @@ class BucketPipeline:
         return participation.correction(self._reduction.size) if self._reduction.average else 1.0
 
     def _sparse_scale_for(self, participation: Participation) -> float:
-        return self._sparse_scale * self._correction_for(participation)
+        mean = 1.0 / self._reduction.size if self._reduction.average else 1.0
+        return mean * self._correction_for(participation)
 
     # ---- facts ----------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ _log = logging.getLogger("spark_hvd")
 
 GLOO_THREADS = (1, 2, 3, 4)
 """What is tried."""
-TAIL_MB = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,7 @@ class StepTuner:
         if self._groups.by_threads and not in_memory:
             group = self._groups.by_threads[GLOO_THREADS.index(int(values["gloo_threads"]))]
         cap = int(values["bucket_cap_mb"] * MEGABYTE)
-        self._reducer.replan(cap, min(int(TAIL_MB * MEGABYTE), cap), group, in_memory=in_memory)
+        self._reducer.replan(cap, group, in_memory=in_memory)
         if dist.get_rank() == 0:
             threshold = int(values["fusion_threshold_mb"] * MEGABYTE)
             self._engine.tune(replace(self._engine.config, fusion_threshold=threshold))
