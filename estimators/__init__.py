@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spark_hvd.estimators.data.reuse import clear_materialized_data
-    from spark_hvd.estimators.errors import (
-        DataError,
-        EstimatorError,
-        ModelError,
-        NotFiniteLossError,
-    )
+    from spark_hvd.estimators.errors import DataError, EstimatorError, ModelError, NotFiniteLossError
     from spark_hvd.estimators.fit.backend import LocalBackend, SparkBackend
     from spark_hvd.estimators.lightning.estimator import LightningEstimator, LightningModel
     from spark_hvd.estimators.torch.estimator import TorchEstimator

@@ -11,21 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
-from pyspark.sql.types import (
-    ArrayType,
-    BinaryType,
-    BooleanType,
-    ByteType,
-    DataType,
-    DecimalType,
-    DoubleType,
-    FloatType,
-    IntegerType,
-    LongType,
-    ShortType,
-    StructType,
-    UserDefinedType,
-)
+from pyspark.sql import types as T  # noqa: N812 - likewise
 
 from spark_hvd.estimators.errors import DataError
 from spark_hvd.estimators.readers.dataset import Column, listed, nearest
@@ -33,15 +19,15 @@ from spark_hvd.estimators.readers.dataset import Column, listed, nearest
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
 
-_EXACT: dict[type[DataType], str] = {
-    BooleanType: "bool",
-    ByteType: "int8",
-    ShortType: "int16",
-    IntegerType: "int32",
-    LongType: "int64",
-    FloatType: "float32",
+_EXACT: dict[type[T.DataType], str] = {
+    T.BooleanType: "bool",
+    T.ByteType: "int8",
+    T.ShortType: "int16",
+    T.IntegerType: "int32",
+    T.LongType: "int64",
+    T.FloatType: "float32",
 }
-_WIDE = (DoubleType, DecimalType)
+_WIDE = (T.DoubleType, T.DecimalType)
 _SQL_TYPES = {"float32": "float", "float64": "double"}
 
 _REMEDIES = {
@@ -57,7 +43,7 @@ _REMEDIES = {
 _REMEDIES |= {"varchar": _REMEDIES["string"], "char": _REMEDIES["string"], "timestamp_ntz": _REMEDIES["timestamp"]}
 
 
-def check_columns(schema: StructType, names: Sequence[str], what: str) -> None:
+def check_columns(schema: T.StructType, names: Sequence[str], what: str) -> None:
     """Check that a DataFrame has the columns that a parameter names, each once.
 
     Args:
@@ -81,7 +67,7 @@ def check_columns(schema: StructType, names: Sequence[str], what: str) -> None:
 
 
 def columns_of(
-    schema: StructType,
+    schema: T.StructType,
     names: Sequence[str],
     *,
     decoders: Collection[str] = frozenset(),
@@ -135,21 +121,21 @@ def quoted(name: str) -> str:
     return "`" + name.replace("`", "``") + "`"
 
 
-def _column(name: str, kind: DataType, decoded: bool, compress_sparse: bool) -> Column:
+def _column(name: str, kind: T.DataType, decoded: bool, compress_sparse: bool) -> Column:
     text = kind.simpleString()
-    if isinstance(kind, UserDefinedType) and text == "vector":
+    if isinstance(kind, T.UserDefinedType) and text == "vector":
         return Column(name, "float32", None, text, "sparse" if compress_sparse else "plain")
-    if isinstance(kind, BinaryType) and decoded:
+    if isinstance(kind, T.BinaryType) and decoded:
         return Column(name, "object", None, text)
-    inner: DataType = kind
-    while isinstance(inner, ArrayType):
+    inner: T.DataType = kind
+    while isinstance(inner, T.ArrayType):
         inner = inner.elementType
     dtype = "float32" if isinstance(inner, _WIDE) else _EXACT.get(type(inner))
     if dtype is None:
         family = re.split(r"[^a-z_]", inner.simpleString())[0]
         remedy = _REMEDIES.get(family, _REMEDIES[""])
         raise DataError(f"column {name!r} has the type {text}, of which no tensor can be made: {remedy}")
-    return Column(name, dtype, None if isinstance(kind, ArrayType) else (), text)
+    return Column(name, dtype, None if isinstance(kind, T.ArrayType) else (), text)
 
 
 def _sparse(source: SparkColumn, kind: str) -> SparkColumn:

@@ -158,11 +158,7 @@ def _writer(task: WriteTask) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa
 
 
 def _check(reports: Sequence[WriteReport], task: WriteTask) -> None:
-    """Raise what the tasks found wrong, taken together.
-
-    Raises:
-        EstimatorError, StoreError: the error of a task; of its class.
-    """
+    """Raise what the tasks found wrong, taken together, or the error of a task."""
     for report in reports:
         if report.error:
             raise {"DataError": DataError, "StoreError": StoreError}.get(report.kind, EstimatorError)(report.error)
@@ -218,11 +214,7 @@ def _manifest(reports: Sequence[WriteReport], task: WriteTask) -> dict[str, Any]
 
 
 def _measured(column: Column, reports: Sequence[WriteReport]) -> Column:
-    """``column`` with the shape that all tasks found.
-
-    Raises:
-        DataError: they found different ones.
-    """
+    """``column`` with the shape that all tasks found."""
     shapes = sorted({report.shapes[column.name] for report in reports if column.name in report.shapes})
     if len(shapes) > 1:
         raise DataError(ragged(column.name, shapes[0], shapes[1]))

@@ -77,12 +77,7 @@ def make_plan(name: str, settings: Settings) -> FitPlan:
     functions = {"decoders": settings["decoders"], "transformation_fn": settings["transformation_fn"]}
     objects = {**_fields_of(Objects, settings), "reader": functions}
     return FitPlan(
-        name=name,
-        settings=settings,
-        backend=backend,
-        store=store,
-        objects=Objects(**objects),
-        spec=TrainSpec(**spec),
+        name=name, settings=settings, backend=backend, store=store, objects=Objects(**objects), spec=TrainSpec(**spec)
     )
 
 

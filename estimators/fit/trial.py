@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from spark_hvd.estimators.errors import DataError
+from spark_hvd.estimators.errors import DataError, ModelError
 from spark_hvd.estimators.fit.plan import FitPlan
 from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.estimators.readers.reader import Batch
@@ -88,14 +88,17 @@ def _as_in(tensor: torch.Tensor, column: Column) -> Column:
     return Column(column.name, dtype, tuple(tensor.shape[1:]), column.spark_type, column.encoding)
 
 
-def advice(error: Exception) -> str:
-    """Which parameters change what an error is about; with a space before it."""
-    text = str(error)
+def failed(what: str, error: Exception, given: Sequence[str]) -> ModelError:
+    """The error of a step of a trial: what was ``given``, and which parameters change what ``error`` is about."""
+    text, advice = str(error), ""
     if "dtype" in text or "scalar type" in text:
-        return " input_dtypes= and label_dtypes= change dtypes, for example input_dtypes=['float32']."
-    if "shape" in text or "size" in text:
-        return " input_shapes= and label_shapes= change shapes, for example input_shapes=[[-1, 1, 28, 28]]."
-    return ""
+        advice = " input_dtypes= and label_dtypes= change dtypes, for example input_dtypes=['float32']."
+    elif "shape" in text or "size" in text:
+        advice = " input_shapes= and label_shapes= change shapes, for example input_shapes=[[-1, 1, 28, 28]]."
+    return ModelError(
+        f"{what} failed on a batch of these data, tried before ranks were started: {type(error).__name__}: {text}\n"
+        f"Given: {'; '.join(given)}.{advice}"
+    )
 
 
 def describe(value: Any) -> str:

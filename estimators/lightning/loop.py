@@ -12,20 +12,8 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.estimators.errors import EstimatorError
+from spark_hvd.estimators.lightning import parts
 from spark_hvd.estimators.lightning.files import RunFiles
-from spark_hvd.estimators.lightning.parts import (
-    KEEP,
-    PROFILERS,
-    TrainLoader,
-    ValidationLoader,
-    be_quiet,
-    from_bytes,
-    make_checkpoint_io,
-    make_strategy,
-    package_of,
-    replaced,
-    to_bytes,
-)
 from spark_hvd.estimators.torch.objective import Sums
 from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.train import NAN_CHECK_EVERY, Framework, Job, not_finite, speed
@@ -36,7 +24,7 @@ class LightningFramework(Framework):
 
     def fit(self, job: Job) -> History:
         """See base class."""
-        be_quiet()
+        parts.be_quiet()
         files = RunFiles(job.spec.store, job.spec.run_id, resumed=job.resumed is not None)
         try:
             return _Fit(job, files).run()
@@ -49,8 +37,8 @@ class _Fit:
         self.job, self.files, self.asked = job, files, job.spec.trainer
         self.module = job.objects.model
         self.first = len(job.history)
-        self.pl = package_of(self.module)
-        self.checkpoint_io = make_checkpoint_io(self.pl, self._resumed())
+        self.pl = parts.package_of(self.module)
+        self.checkpoint_io = parts.make_checkpoint_io(self.pl, self._resumed())
         self.trainer = self._trainer()
         self.on_sigterm = signal.getsignal(signal.SIGTERM)
         self.sums, self.rows = Sums([], job.device), 0
@@ -58,7 +46,7 @@ class _Fit:
 
     def run(self) -> History:
         job = self.job
-        validation = ValidationLoader(job) if job.validation is not None else None
+        validation = parts.ValidationLoader(job) if job.validation is not None else None
         with warnings.catch_warnings():
             # A module may have a validation_step and be trained without validation data.
             warnings.filterwarnings("ignore", message="You defined a `validation_step` but have no")
@@ -68,9 +56,9 @@ class _Fit:
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified in DDP")
             self.trainer.fit(
                 self.module,
-                TrainLoader(job),
+                parts.TrainLoader(job),
                 validation,
-                ckpt_path=KEEP if job.resumed is not None else None,
+                ckpt_path=parts.KEEP if job.resumed is not None else None,
             )
         self.files.copy()
         if not job.history:
@@ -94,7 +82,7 @@ class _Fit:
             **{"num_sanity_val_steps": 0, "enable_model_summary": False, **self.asked["args"]},
             accelerator="gpu" if device.type == "cuda" else "cpu",
             devices=[device.index] if device.type == "cuda" else 1,
-            strategy=make_strategy(pl, device, self.checkpoint_io, unused),
+            strategy=parts.make_strategy(pl, device, self.checkpoint_io, unused),
             use_distributed_sampler=False,
             max_epochs=spec.epochs,
             callbacks=[_first(self), *callbacks, _last(self)],
@@ -108,7 +96,7 @@ class _Fit:
     def _profiler(self) -> Any:
         profiler = self.asked["profiler"]
         if isinstance(profiler, str):  # Lightning's default is to print it among what is left out of the output
-            profiler = getattr(self.pl.profilers, PROFILERS[profiler])(self.files.root, "profile")
+            profiler = getattr(self.pl.profilers, parts.PROFILERS[profiler])(self.files.root, "profile")
         elif profiler is not None:
             self.files.redirect(profiler, self.asked["folder"])
         return profiler
@@ -117,10 +105,10 @@ class _Fit:
         resumed = self.job.resumed
         if resumed is None:
             return None
-        state = from_bytes(resumed["lightning"], self.job.spec.run_id)
+        state = parts.from_bytes(resumed["lightning"], self.job.spec.run_id)
         # Files that callbacks remember are here now.
         old, new = resumed["root"], self.files.root
-        state["callbacks"] = replaced(state.get("callbacks", {}), lambda text: text.replace(old, new))
+        state["callbacks"] = parts.replaced(state.get("callbacks", {}), lambda text: text.replace(old, new))
         return {**state, "state_dict": resumed["model"]}
 
     # -- what the callbacks call
@@ -177,12 +165,12 @@ class _Fit:
         job.add(row)
         behind = (len(job.history) - self.first) * job.steps - job.feed.given
         job.feed.skip(max(0, behind))  # the epoch was left early (limit_train_batches)
-        trainer.save_checkpoint(KEEP)
+        trainer.save_checkpoint(parts.KEEP)
         kept, self.checkpoint_io.kept = self.checkpoint_io.kept, None
         weights = self.module.state_dict()
         if kept is not None and kept["state_dict"].keys() == weights.keys():
             weights = kept["state_dict"]  # those that were validated, where a callback averages weights
-        job.save(weights, lambda: {"lightning": to_bytes(kept or {}), "root": self.files.root})
+        job.save(weights, lambda: {"lightning": parts.to_bytes(kept or {}), "root": self.files.root})
         job.report()
         for logger in trainer.loggers:
             logger.save()

@@ -138,9 +138,7 @@ def make_strategy(pl: Any, device: torch.device, checkpoint_io: Any, find_unused
             return super().reduce(tensor, group, reduce_op)
 
     return Strategy(
-        cluster_environment=Environment(),
-        checkpoint_io=checkpoint_io,
-        find_unused_parameters=find_unused_parameters,
+        cluster_environment=Environment(), checkpoint_io=checkpoint_io, find_unused_parameters=find_unused_parameters
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from spark_hvd.estimators.errors import ModelError
-from spark_hvd.estimators.fit.trial import advice, describe
+from spark_hvd.estimators.fit.trial import describe, failed
 from spark_hvd.estimators.lightning.parts import batch_dict, be_quiet, package_of
 from spark_hvd.estimators.readers.dataset import listed, nearest
 from spark_hvd.estimators.readers.reader import Batch
@@ -57,7 +57,7 @@ def try_lightning(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
         tensors = batch_dict(spec, batch)
     except ValueError as error:
         raise ModelError(f"{error}. Change input_shapes or label_shapes") from error
-    given = "; ".join(f"{name}: {describe(tensor)}" for name, tensor in tensors.items())
+    given = [f"{name}: {describe(tensor)}" for name, tensor in tensors.items()]
     steps = spec.epoch_steps(1) if spec.train_steps_per_epoch or spec.train.rows else _STEPS
     probe = _probe(pl)
     asked = spec.trainer
@@ -70,10 +70,7 @@ def try_lightning(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
             warnings.simplefilter("ignore")
             trainer.fit(module, _Same(tensors, steps), validation)
     except Exception as error:
-        raise ModelError(
-            f"{_where(error, module)} failed on a batch of these data, tried before ranks were started: "
-            f"{type(error).__name__}: {error}\nGiven: {given}.{advice(error)}"
-        ) from error
+        raise failed(_where(error, module), error, given) from error
     unused = probe.unused
     if unused and module.automatic_optimization and not asked["find_unused_parameters"]:
         raise ModelError(

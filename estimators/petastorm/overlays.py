@@ -65,9 +65,7 @@ def _connect_hdfs(host: str, port: int, user: str | None = None) -> ArrowFSWrapp
 OVERLAYS = {
     "numpy": Overlay("numpy", np, {"unicode_": np.str_, "string_": np.bytes_, "float": float, "in1d": _in1d}),
     "pyarrow": Overlay(
-        "pyarrow",
-        pa,
-        {"localfs": fsspec.filesystem("file"), "hdfs": types.SimpleNamespace(connect=_connect_hdfs)},
+        "pyarrow", pa, {"localfs": fsspec.filesystem("file"), "hdfs": types.SimpleNamespace(connect=_connect_hdfs)}
     ),
     "pyarrow.parquet": Overlay(
         "pyarrow.parquet", pq, {"ParquetDataset": ParquetDataset, "ParquetDatasetPiece": ParquetDatasetPiece}

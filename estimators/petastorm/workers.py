@@ -156,18 +156,6 @@ def start_pool(spec: ReaderSpec) -> Any:
     pool = pools[spec.pool]()
     schema = Unischema("read", [UnischemaField(column.name, None, ()) for column in columns_read(spec)])
     # in the order that Petastorm's worker takes them; behind them what ours does
-    arguments: tuple[Any, ...] = (
-        spec.store.filesystem,
-        spec.dataset.url,
-        schema,
-        None,
-        [],
-        NullCache(),
-        None,
-        schema,
-        None,
-        False,
-        0,
-    )
-    pool.start(PieceWorker, (*arguments, spec))
+    where_from = (spec.store.filesystem, spec.dataset.url)
+    pool.start(PieceWorker, (*where_from, schema, None, [], NullCache(), None, schema, None, False, 0, spec))
     return pool

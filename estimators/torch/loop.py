@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.torch.learning_rate import Scheduler, make_optimizer, make_scheduler, scale
 from spark_hvd.estimators.torch.objective import Metrics, Objective, Sums
 from spark_hvd.estimators.training.callbacks import TrainState
-from spark_hvd.estimators.training.history import History
+from spark_hvd.estimators.training.history import History, monitored
 from spark_hvd.estimators.training.inputs import outputs_of, tensors_of
 from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.training.train import NAN_CHECK_EVERY, Framework, Job, not_finite, speed
@@ -157,8 +157,7 @@ class _Loop:
 
     def _batch(self, batch: Batch, number: int, sums: Sums) -> None:
         spec, state, device = self.spec, self.state, self.job.device
-        inputs, labels = tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device)
-        weights = batch[spec.sample_weight_col].to(device) if spec.sample_weight_col else None
+        inputs, labels, weights = self._on_device(batch)
         last = (number + 1) % spec.backward_passes_per_step == 0 or number + 1 == self.state.steps
         if self.minibatch is not None:
             outputs, loss = self.minibatch(
@@ -189,6 +188,11 @@ class _Loop:
         for callback in self.job.objects.callbacks:
             callback.on_batch_end(state)
 
+    def _on_device(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None]:
+        spec, device = self.spec, self.job.device
+        weights = batch[spec.sample_weight_col].to(device) if spec.sample_weight_col else None
+        return tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device), weights
+
     def _forward(
         self, inputs: list[torch.Tensor], labels: list[torch.Tensor], weights: torch.Tensor | None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
@@ -218,25 +222,23 @@ class _Loop:
         if finite:
             self._schedule("step")
 
-    def _schedule(self, interval: str, row: Mapping[str, Any] | None = None) -> None:
+    def _schedule(self, interval: str, row: dict[str, Any] | None = None) -> None:
         if self.scheduler is not None and self.spec.lr_scheduler_interval == interval:
             if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 assert row is not None
-                self.scheduler.step(row[self.spec.monitor or ("val_loss" if "val_loss" in row else "loss")])
+                self.scheduler.step(row[monitored(row, self.spec.monitor)])
             else:
                 self.scheduler.step()
 
     def _validate(self) -> Sums:
-        spec, device = self.spec, self.job.device
         self._share_buffers()
-        sums = Sums(self.metrics.names, device)
+        sums = Sums(self.metrics.names, self.job.device)
         if self.job.validation is None:
             return sums
         self.model.eval()
         with torch.no_grad():
             for batch in self.job.validation_batches():
-                inputs, labels = tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device)
-                weights = batch[spec.sample_weight_col].to(device) if spec.sample_weight_col else None
+                inputs, labels, weights = self._on_device(batch)
                 outputs, labels, loss = self._forward(inputs, labels, weights)
                 sums.add(len(inputs[0]), loss, self.metrics(outputs, labels))
         return sums

@@ -52,10 +52,7 @@ TABLE = (
         ("batch_size", 1024, checks.whole(1), "Rows that go through the model at once."),
         ("use_gpu", True, checks.flag, "Use the GPU that Spark assigned to the task, or any there; else the CPU."),
     ),
-    *rows(
-        "Outputs",
-        ("label_columns", None, checks.names, "One for each output of the model, in its order."),
-    ),
+    *rows("Outputs", ("label_columns", None, checks.names, "One for each output of the model, in its order.")),
     *(row for row in SHARED if row.name in MODEL_SETTINGS and row.name not in ("input_dtypes", "use_gpu")),
 )
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from spark_hvd.estimators.errors import ModelError
-from spark_hvd.estimators.fit.trial import advice, describe
+from spark_hvd.estimators.fit.trial import describe, failed
 from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.torch.learning_rate import make_optimizer, make_scheduler
 from spark_hvd.estimators.torch.model import TorchModel
@@ -87,7 +87,4 @@ def _step(what: str, given: Sequence[str], do: Callable[[], Any]) -> Any:
     try:
         return do()
     except Exception as error:
-        raise ModelError(
-            f"{what} failed on a batch of these data, tried before ranks were started: {type(error).__name__}: "
-            f"{error}\nGiven: {'; '.join(given)}.{advice(error)}"
-        ) from error
+        raise failed(what, error, given) from error

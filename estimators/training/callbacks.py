@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.estimators.training.history import History, Row
+from spark_hvd.estimators.training.history import History, Row, monitored
 from spark_hvd.scratch import Scratch
 
 if TYPE_CHECKING:
@@ -104,9 +104,7 @@ class EarlyStopping(Callback):
 
     def on_epoch_end(self, state: TrainState) -> None:
         """See base class. Looks at the whole history, so that a resumed run stops where an unbroken one would."""
-        monitor = self.monitor or ("val_loss" if "val_loss" in state.history[-1] else "loss")
-        if monitor not in state.history[-1]:
-            raise ValueError(f"monitor={monitor!r}: expected one of {sorted(state.history[-1])}")
+        monitor = monitored(state.history[-1], self.monitor)
         sign = 1.0 if self.mode == "min" else -1.0
         best, waited = float("inf"), 0
         for row in state.history:

@@ -21,27 +21,14 @@ class Head:
 
 
 _REGRESSION = (
-    "MSELoss",
-    "L1Loss",
-    "SmoothL1Loss",
-    "HuberLoss",
-    "PoissonNLLLoss",
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "poisson_nll_loss",
+    "MSELoss L1Loss SmoothL1Loss HuberLoss PoissonNLLLoss mse_loss l1_loss smooth_l1_loss huber_loss poisson_nll_loss"
 )
 _HEADS = {
-    "CrossEntropyLoss": Head("multiclass", "logits"),
-    "cross_entropy": Head("multiclass", "logits"),
-    "NLLLoss": Head("multiclass", "log_probabilities"),
-    "nll_loss": Head("multiclass", "log_probabilities"),
-    "BCEWithLogitsLoss": Head("binary", "logits"),
-    "binary_cross_entropy_with_logits": Head("binary", "logits"),
-    "BCELoss": Head("binary", "probabilities"),
-    "binary_cross_entropy": Head("binary", "probabilities"),
-    **dict.fromkeys(_REGRESSION, Head("regression")),
+    **dict.fromkeys(("CrossEntropyLoss", "cross_entropy"), Head("multiclass", "logits")),
+    **dict.fromkeys(("NLLLoss", "nll_loss"), Head("multiclass", "log_probabilities")),
+    **dict.fromkeys(("BCEWithLogitsLoss", "binary_cross_entropy_with_logits"), Head("binary", "logits")),
+    **dict.fromkeys(("BCELoss", "binary_cross_entropy"), Head("binary", "probabilities")),
+    **dict.fromkeys(_REGRESSION.split(), Head("regression")),
 }
 INTEGER_LABELS = frozenset({"CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss", "MultiMarginLoss"})
 """Losses whose labels are class numbers: int64 whatever the column's type."""

@@ -81,6 +81,17 @@ class History(list[Row]):
         return figure
 
 
+def monitored(row: Row, monitor: str | None) -> str:
+    """The key of ``row`` that ``monitor`` names; by default ``val_loss``, or ``loss``.
+
+    Raises:
+        ValueError: the row has no such key.
+    """
+    if monitor is not None and monitor not in row:
+        raise ValueError(f"monitor={monitor!r}: expected one of {sorted(row)}")
+    return monitor or ("val_loss" if "val_loss" in row else "loss")
+
+
 def as_history(name: str, value: Any) -> History:
     """Check a parameter that holds a history; rows of a saved one come back as plain lists of dicts.
 

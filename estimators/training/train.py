@@ -18,7 +18,7 @@ from spark_hvd.estimators.readers.feed import Feed
 from spark_hvd.estimators.readers.position import Position, Shares
 from spark_hvd.estimators.readers.reader import Batch, Reader
 from spark_hvd.estimators.training.checkpoint import BEST, LAST, Checkpoints, check_fits
-from spark_hvd.estimators.training.history import History
+from spark_hvd.estimators.training.history import History, monitored
 from spark_hvd.estimators.training.readers import open_reader, reader_spec
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.store.errors import CheckpointError
@@ -133,9 +133,7 @@ class Job:
             "order": order_of(self.spec),
         }
         if partial_epoch is None:
-            key = self.spec.monitor or ("val_loss" if "val_loss" in self.history[-1] else "loss")
-            if key not in self.history[-1] and self.spec.monitor:
-                raise ValueError(f"monitor={key!r}: expected one of {sorted(self.history[-1])}")
+            key = monitored(self.history[-1], self.spec.monitor)
             # Without a loss, which a LightningModule may not report, no epoch is the best.
             if key in self.history[-1] and self.history.best(key, self.spec.monitor_mode) is self.history[-1]:
                 self.checkpoints.save(common, BEST)
