@@ -15,35 +15,17 @@ import torch
 import torch.distributed as dist
 
 # Public in torch.distributed at run time, but torch's stubs export them here only.
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore as HashStore
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch.distributed import distributed_c10d
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
-
-__all__ = [
-    "BatchNormBase",
-    "HashStore",
-    "PrefixStore",
-    "Store",
-    "TCPStore",
-    "at_end_of_backward",
-    "changes",
-    "children",
-    "copy_all",
-    "cuda_backend",
-    "default_group_store",
-    "forget_names",
-    "nccl_calls_together",
-    "process_group",
-    "process_groups",
-    "sharded_objects_by",
-    "sharded_reader",
-    "sharded_writer",
-    "storage_key",
-    "with_versions",
-]
+from torch.nn.modules import batchnorm
 
 if TYPE_CHECKING:
     from spark_hvd.store import Store as FileStore
+
+BatchNormBase = batchnorm._BatchNorm
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
