@@ -104,7 +104,6 @@ class JointHandle(Handle[list[Any]]):
 
     def __init__(self, handles: Sequence[Handle[Any]]) -> None:
         self._handles = handles
-        self._lock = threading.Lock()
 
     def wait(self) -> list[Any]:
         """See base class; the results in order."""
@@ -116,18 +115,25 @@ class JointHandle(Handle[list[Any]]):
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """See base class."""
-        left = len(self._handles)
+        when_all_done([handle.when_done for handle in self._handles], callback)
 
-        def one_is() -> None:
-            nonlocal left
-            with self._lock:
-                left -= 1
-                last = left == 0
-            if last:
-                callback()
 
-        for handle in self._handles:
-            handle.when_done(one_is)
+def when_all_done(whens: Sequence[Callable[[Callable[[], None]], None]], callback: Callable[[], None]) -> None:
+    """Call back once, when all have called back, from the thread of the last; at once if there are none."""
+    left, lock = len(whens), threading.Lock()
+    if not left:
+        callback()
+
+    def one_is() -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            callback()
+
+    for when_done in whens:
+        when_done(one_is)
 
 
 def failed(name: str, error: RuntimeError) -> RuntimeError:

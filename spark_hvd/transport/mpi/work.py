@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spark_hvd.transport.handles import when_all_done
 from spark_hvd.transport.mpi.progress import Operation
 from spark_hvd.world.errors import CollectiveError
 
@@ -84,15 +85,9 @@ class MpiWork(dist.Work):
         if self._future is None:
             devices: list[Any] = sorted({each.device for each in self._outputs if each.is_cuda}, key=str)
             future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
-            self._future, left = future, len(self._operations)
-            counting = threading.Lock()
+            self._future = future
 
-            def one_is_done() -> None:
-                nonlocal left
-                with counting:
-                    left -= 1
-                    if left > 0:
-                        return
+            def all_are() -> None:
                 error = self._error()
                 if error is not None:
                     future.set_exception(CollectiveError(error))
@@ -104,10 +99,7 @@ class MpiWork(dist.Work):
                 else:
                     future.set_result(self._outputs)
 
-            for operation in self._operations:
-                operation.when_done(one_is_done)
-            if not self._operations:
-                one_is_done()
+            when_all_done([operation.when_done for operation in self._operations], all_are)
         return self._future
 
     def _error(self) -> str | None:
