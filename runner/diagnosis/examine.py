@@ -131,7 +131,12 @@ class _Examination:
         self._judge_hosts()
         tasks = min(there, facts.asked or there)
         if self._can_run(facts):
-            self._step("rank to rank", lambda: self._connect(tasks, resources))
+            interfaces = self._config.interfaces
+            ways = self._step(
+                "rank to rank", lambda: try_network(self._spark, tasks, self._ports, interfaces, resources)
+            )
+            self._ways = ways or Ways()
+            self._findings += self._ways.problems
             self._judge_network(facts, tasks)
             if not any(f.check == "rank to rank" and f.level is Level.ERROR for f in self._findings):
                 self._reduce(tasks * self._config.procs_per_task)
@@ -199,10 +204,6 @@ class _Examination:
             return False
         return True
 
-    def _connect(self, tasks: int, resources: TaskResources) -> None:
-        self._ways = try_network(self._spark, tasks, self._ports, self._config.interfaces, resources)
-        self._findings += self._ways.problems
-
     def _judge_network(self, facts: SparkFacts, tasks: int) -> None:
         ways, hosts, config = self._ways, self._gathered.hosts, self._config
         size = config.num_proc or tasks * config.procs_per_task
@@ -227,10 +228,7 @@ class _Examination:
         cuda = all(package.detail["devices"] and package.detail["nccl"] for package in torch)
         transports = [self._config.backend] if self._config.backend else ["gloo", "nccl"] if cuda else ["gloo"]
         for transport in transports:
-            self._add("all-reduce", partial(self._judge_speed, ranks, transport))
-
-    def _judge_speed(self, ranks: int, transport: str) -> list[Finding]:
-        return list(check_allreduce(self._measured(ranks, transport)))
+            self._add("all-reduce", lambda: check_allreduce(self._measured(ranks, transport)))  # noqa: B023 - called now
 
     def _measured(self, ranks: int, transport: str) -> list[Measured]:
         config = self._config
@@ -269,13 +267,13 @@ class _StoreTrials:
 
     def __init__(self, store: str | StoreLike) -> None:
         self.url = store if isinstance(store, str) else store.url
-        self._options = {} if isinstance(store, str) else dict(store.storage_options)
-        self._folder = f".spark_hvd-doctor-{uuid.uuid4().hex[:12]}"
+        options = {} if isinstance(store, str) else dict(store.storage_options)
+        folder = f".spark_hvd-doctor-{uuid.uuid4().hex[:12]}"
+        self._place: dict[str, Any] = {"url": self.url, "options": options, "folder": folder}
         self.driver = StoreTrial()
 
     def _arguments(self, name: str, expect: str | None, leave: bool) -> dict[str, Any]:
-        common = {"url": self.url, "options": self._options, "folder": self._folder}
-        return {**common, "name": name, "expect": expect, "leave": leave}
+        return {**self._place, "name": name, "expect": expect, "leave": leave}
 
     def begin(self) -> dict[str, Any] | None:
         """Try it here; returns what hosts are to do, or None if there is no use."""
@@ -287,5 +285,4 @@ class _StoreTrials:
     def clean(self) -> None:
         """Remove everything that the trials have left."""
         if self.driver.existed is not None:
-            common = {"url": self.url, "options": self._options, "folder": self._folder}
-            doctor_facts.clean_store(PROBE, {**common, "existed": self.driver.existed}, _STORE_SECONDS)
+            doctor_facts.clean_store(PROBE, {**self._place, "existed": self.driver.existed}, _STORE_SECONDS)

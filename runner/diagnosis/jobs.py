@@ -21,6 +21,7 @@ from spark_hvd.runner.diagnosis.spark_checks import SETTINGS, SparkFacts, explai
 from spark_hvd.runner.outcome.errors import NotEnoughSlotsError
 from spark_hvd.runner.outcome.rows import from_rows
 from spark_hvd.runner.spark import session as on_spark
+from spark_hvd.runner.spark.entry import task_of
 from spark_hvd.runner.spark.job import TaskJob
 from spark_hvd.runner.spark.profiles import TaskResources
 from spark_hvd.runner.spark.reach import unanswered
@@ -188,7 +189,8 @@ def try_network(
                 remedy = "--conf spark.driver.bindAddress=0.0.0.0"
                 ways.problems.append(warning("executor to driver", problem, remedy))
         name = f"spark_hvd-doctor-{uuid.uuid4().hex[:12]}"
-        task = _network_task(pickle.dumps(NetworkPlan(ways.driver, ports, tuple(interfaces), token)))
+        plan = pickle.dumps(NetworkPlan(ways.driver, ports, tuple(interfaces), token))
+        task = task_of("diagnosis.network", "run_network_task", plan, b"")
         description = f"spark_hvd.doctor: network of {tasks} tasks"
         job = TaskJob(spark, tasks, task, description, name, resources.profile)
         if not _ended(job, _NETWORK_SECONDS):
@@ -200,26 +202,6 @@ def try_network(
     ways.silent = {host for host, _ in unanswered(on_spark.executor_addresses(spark).values(), CONNECT_SECONDS)}
     ways.tasks = [pickle.loads(each.data) for each in from_rows(job.rows)]
     return ways
-
-
-def _network_task(plan: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    def spark_hvd_doctor_network_task(batches: Iterator[Any]) -> Iterator[Any]:
-        import pickle
-
-        from pyspark import BarrierTaskContext
-
-        from spark_hvd.runner.diagnosis.network import examine
-        from spark_hvd.runner.outcome.rows import Packed
-        from spark_hvd.runner.supervise.task import to_batches
-
-        for _ in batches:
-            pass
-        context = BarrierTaskContext.get()
-        assert isinstance(context, BarrierTaskContext)
-        found = examine(pickle.loads(plan), context)
-        yield from to_batches([Packed(found.partition, True, pickle.dumps(found))], None)
-
-    return spark_hvd_doctor_network_task
 
 
 def _ended(job: TaskJob, seconds: float) -> bool:

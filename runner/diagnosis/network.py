@@ -8,23 +8,26 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import pickle
 import socket
 import socketserver
 import statistics
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spark_hvd.runner.channel.address import NoAddressError, choose_address, own_addresses
 from spark_hvd.runner.diagnosis.facts import host_key
-from spark_hvd.runner.supervise.task import host_of
+from spark_hvd.runner.outcome.rows import Packed
+from spark_hvd.runner.supervise.task import host_of, to_batches
 from spark_hvd.world.ports import PortRange, listen
 
 if TYPE_CHECKING:
+    import pyarrow
     from pyspark import BarrierTaskContext
 
 CONNECT_SECONDS = 3.0
@@ -218,7 +221,16 @@ def targets(index: int, count: int) -> list[int]:
     return sorted({0, (index + 1) % count} - {index})
 
 
-def examine(plan: NetworkPlan, context: BarrierTaskContext) -> TaskNetwork:
+def run_network_task(plan: NetworkPlan, payload: bytes) -> Iterator[pyarrow.RecordBatch]:
+    """Yield what one barrier task has found out; there is no payload."""
+    from pyspark import BarrierTaskContext
+
+    context = BarrierTaskContext.get()
+    assert isinstance(context, BarrierTaskContext)
+    yield from to_batches([Packed(context.partitionId(), True, pickle.dumps(_examine(plan, context)))], None)
+
+
+def _examine(plan: NetworkPlan, context: BarrierTaskContext) -> TaskNetwork:
     """Try, from inside a barrier task, the ways that a rank in its place will need.
 
     Takes two of Spark's barrier messages, a second each, and at most ten seconds where nobody answers.

@@ -17,7 +17,14 @@ _CRASHED = re.compile(r"Python worker exited unexpectedly|Python worker failed t
 _CANCELLED = re.compile(r"Job \d+ cancelled[^\n]*|\[SPARK_JOB_CANCELLED\][^\n]*")
 _TOO_LARGE = re.compile(r"(Total size of serialized results.*?maxResultSize[^\n]*)")
 
-
+_INSTALL = (
+    "Install spark_hvd (with pyarrow and pyzmq) for that Python on every executor, or point PYSPARK_PYTHON at one that "
+    "has it."
+)
+_LOG = (
+    "Look in the executor's log; out of memory is the usual reason (spark.executor.memoryOverhead is what ranks live "
+    "on)."
+)
 _SILENT_HOST = (
     "A host that has vanished, is cut off from the driver or is suspended looks like this. Spark itself notices after "
     "spark.network.timeout (120 s), and a run that is started before that may wait for the host."
@@ -43,15 +50,9 @@ def translate(error: Exception, size: int, placement: Placement | None = None) -
     """
     text = str(error)
     if match := _SETUP.search(text):
-        return SetupError(
-            f"{match[1]} Install spark_hvd (with pyarrow and pyzmq) for that Python on every executor, or point "
-            "PYSPARK_PYTHON at one that has it."
-        )
+        return SetupError(f"{match[1]} {_INSTALL}")
     if match := _MISSING.search(text):  # PySpark itself imports some, before our code runs
-        return SetupError(
-            f"{match[0]}, in the Python of an executor. Install spark_hvd (with pyarrow and pyzmq) for that Python on "
-            "every executor, or point PYSPARK_PYTHON at one that has it."
-        )
+        return SetupError(f"{match[0]}, in the Python of an executor. {_INSTALL}")
     if match := _SILENT.search(text):
         return ExecutorLostError(f"{match[1]}. {_SILENT_HOST}")
     if match := _TOO_LARGE.search(text):
@@ -64,14 +65,11 @@ def translate(error: Exception, size: int, placement: Placement | None = None) -
         where = placement.on_executor(executor[1], size) if placement and executor else None
         what = f"the executor of {where}" if where else "an executor"
         return ExecutorLostError(
-            f"Spark lost {what} while {size} ranks were running, and all were stopped: {match[0].strip()[:500]}. "
-            "Look in the executor's log; out of memory is the usual reason (spark.executor.memoryOverhead is what "
-            "ranks live on)."
+            f"Spark lost {what} while {size} ranks were running, and all were stopped: {match[0].strip()[:500]}. {_LOG}"
         )
     if _CRASHED.search(text):
         return ExecutorLostError(
-            f"a Spark Python worker was killed while {size} ranks were running, and all were stopped. Look in the "
-            "executor's log; out of memory is the usual reason (spark.executor.memoryOverhead is what ranks live on)."
+            f"a Spark Python worker was killed while {size} ranks were running, and all were stopped. {_LOG}"
         )
     if "SPARK-24820" in text or "SPARK-24819" in text or "SPARK-24942" in text:
         return ClusterError(f"Spark refused the barrier stage: {text.splitlines()[0]}")

@@ -125,7 +125,7 @@ def check_barrier_possible(spark: SparkSession) -> None:
     Raises:
         ClusterError: dynamic allocation is on (SPARK-24942).
     """
-    if not is_local(spark) and conf(spark, "spark.dynamicAllocation.enabled") == "true":
+    if has_dynamic_allocation(spark):
         raise ClusterError(
             "spark.dynamicAllocation.enabled=true: Spark runs no barrier stage with dynamic allocation (SPARK-24942), "
             "and ranks that train together need one. Start the application with spark.dynamicAllocation.enabled=false "

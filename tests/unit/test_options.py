@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +90,12 @@ def test_checks(option: Option, value: Any, error: type[Exception], text: str) -
     with pytest.raises(error, match=re.escape(f"x={value!r}: expected {text}")):
         option.check("x", value)
     option.check("x", None)
+
+
+def test_the_page_about_run_has_all_of_its_options() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "run.md").read_text().split("\n## ")[1]
+    named = {name for cell in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for name in re.findall(r"\w+", cell)}
+    assert named == set(inspect.signature(spark_hvd.run).parameters)
 
 
 def test_every_field_says_what_it_means() -> None:
