@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import wraps
 from numbers import Real
@@ -77,6 +77,12 @@ def option(default: T, text: str, **more: Any) -> T:
     """A field of a config; the arguments are those of :class:`Option`."""
     made: T = field(default=default, metadata={"option": Option(text, **more)})
     return made
+
+
+def reworded(config: type[Any], name: str, text: str) -> Any:
+    """The field of a config for a subclass in which it means something else, with its default and checks."""
+    (known,) = (each for each in fields(config) if each.name == name)
+    return field(default=known.default, metadata={"option": replace(known.metadata["option"], text=text)})
 
 
 def options_of(config: type[Any]) -> dict[str, Option]:

@@ -20,9 +20,6 @@ _turn = threading.Lock()
 """One training at a time: two barrier stages that together need more slots than there are would wait for each other's,
 and with fewer each would slow the other down. A CrossValidator with parallelism above 1 fits from several threads."""
 
-_SIZING = ("procs_per_task", "cpus_per_proc", "gpus_per_proc", "start_timeout")
-"""Those arguments of :func:`spark_hvd.run` on which the number of ranks depends."""
-
 
 class Backend(Protocol):
     """Runs a function on ranks that form one world."""
@@ -58,8 +55,7 @@ class SparkBackend(Backend):
         Raises:
             NotEnoughSlotsError: fewer tasks can run at once than were asked for.
         """
-        options = {name: value for name, value in self._options.items() if name in _SIZING}
-        config = RunConfig(num_proc=self._num_proc, **options)
+        config = RunConfig.of({**self._options, "num_proc": self._num_proc})
         return tasks_of(active_session(self._spark), config)[0] * config.procs_per_task
 
     def run(self, fn: Callable[..., R], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list[R]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spark_hvd.runner.config import BACKENDS, RunConfig
+from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.elastic.membership.events import Limits
-from spark_hvd.runner.options import option
+from spark_hvd.runner.options import option, reworded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,25 +18,20 @@ class ElasticConfig(RunConfig):
         TypeError: an argument of a wrong type.
     """
 
-    num_proc: int | None = option(
-        None,
-        "Ranks to start with; None for as many as the cluster has task slots.",
-        least=1,
-        unit="ranks",
-        none="for every slot",
+    num_proc: int | None = reworded(
+        RunConfig, "num_proc", "Ranks to start with; None for as many as the cluster has task slots."
     )
-    backend: str | None = option(
-        None,
+    backend: str | None = reworded(
+        RunConfig,
+        "backend",
         '"gloo", "nccl", or None for NCCL on CUDA tensors and Gloo on CPU tensors. MPI is not elastic.',
-        choices=BACKENDS,
-        none="to take NCCL for CUDA tensors and Gloo for CPU tensors",
     )
-    start_timeout: float = option(
-        600.0, "Seconds for `num_proc` tasks to start; then `min_num_proc` will do.", seconds=True
+    start_timeout: float = reworded(
+        RunConfig, "start_timeout", "Seconds for `num_proc` tasks to start; then `min_num_proc` will do."
     )
-    timeout: float | None = option(None, "Seconds for the whole run, or None for no limit.", seconds=True)
-    min_num_proc: int | None = option(
-        None, "With fewer, those that are left wait; None for `num_proc`.", least=1, unit="ranks", none="for num_proc"
+    timeout: float | None = reworded(RunConfig, "timeout", "Seconds for the whole run, or None for no limit.")
+    min_num_proc: int | None = reworded(
+        RunConfig, "min_num_proc", "With fewer, those that are left wait; None for `num_proc`."
     )
     max_num_proc: int | None = option(
         None, "Never more ranks; None for `num_proc`.", least=1, unit="ranks", none="for num_proc"

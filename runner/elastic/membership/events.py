@@ -54,37 +54,33 @@ class Entered:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """A worker knows its place in a generation. The first also tells where its key-value store listens."""
-
+class _InGeneration:
     worker: int
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(_InGeneration):
+    """A worker knows its place in a generation. The first also tells where its key-value store listens."""
+
     store: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(_InGeneration):
     """A worker has met all others of a generation."""
-
-    worker: int
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class Broken(_InGeneration):
     """A worker's collectives have failed, in this generation."""
 
-    worker: int
-    generation: int
     error: str
 
 
 @dataclass(frozen=True, slots=True)
-class Yielded:
+class Yielded(_InGeneration):
     """A worker has left a generation in order, since an update was wanted."""
-
-    worker: int
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +92,8 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(_InGeneration):
     """The elastic function has returned on a worker, in this generation."""
-
-    worker: int
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +120,18 @@ Event = AgentUp | AgentLost | AgentLeaving | Entered | Ready | Joined | Broken |
 
 
 @dataclass(frozen=True, slots=True)
-class StartWorker:
+class _ToWorker:
+    agent: int
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class _ToMember(_ToWorker):
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker(_ToWorker):
     """Start a worker on an agent.
 
     Attributes:
@@ -137,75 +141,51 @@ class StartWorker:
         slot: A number that no other agent of its host has, the same for all workers of the agent.
     """
 
-    agent: int
-    worker: int
     place: RankInfo
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
-class StopWorker:
+class StopWorker(_ToWorker):
     """End a worker's process at once."""
 
-    agent: int
-    worker: int
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Dismiss:
+class Dismiss(_ToWorker):
     """Let a worker that asks for a generation leave in order: it is not wanted any more."""
-
-    agent: int
-    worker: int
 
 
 @dataclass(frozen=True, slots=True)
-class Assign:
+class Assign(_ToMember):
     """Tell a worker its place in a generation."""
 
-    agent: int
-    worker: int
-    generation: int
     place: RankInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Go:
+class Go(_ToMember):
     """All members know their places: they are to meet in this store."""
 
-    agent: int
-    worker: int
-    generation: int
     store: tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Reset:
+class Reset(_ToMember):
     """A generation is over: its communicators are to be aborted."""
 
-    agent: int
-    worker: int
-    generation: int
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class Update(_ToMember):
     """The members of a generation are to change at its next commit."""
-
-    agent: int
-    worker: int
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(_ToMember):
     """The elastic function has returned on all members."""
-
-    agent: int
-    worker: int
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
