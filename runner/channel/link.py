@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from spark_hvd.runner.channel.heartbeat import Heartbeat
-from spark_hvd.runner.channel.state import Message
+
+if TYPE_CHECKING:
+    from spark_hvd.runner.channel.state import Message
 
 
 @dataclass(frozen=True, slots=True)

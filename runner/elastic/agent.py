@@ -11,20 +11,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import zmq
 
 from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.channel.silence import HUB_PATIENCE
-from spark_hvd.runner.channel.state import Message
 from spark_hvd.runner.elastic.membership.events import Loss
 from spark_hvd.runner.outcome.endings import exit_failure, trim_stacks, value_too_large
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
 from spark_hvd.runner.supervise.processes import ForkServer, ForkServerError
 from spark_hvd.runner.supervise.supervised import RankJob, SupervisedRank
 from spark_hvd.world.layout import RankInfo
+
+if TYPE_CHECKING:
+    from spark_hvd.runner.channel.state import Message
 
 _TICK = 0.5
 _STOPPED_SECONDS = 3.0

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -16,11 +16,13 @@ from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.outcome.endings import trim_stacks
 from spark_hvd.runner.outcome.rows import Failed, FailureKind
 from spark_hvd.runner.rank.order import RankOrder
-from spark_hvd.runner.supervise.mpi.side import MpiPlan
 from spark_hvd.runner.supervise.output import RankOutput
 from spark_hvd.runner.supervise.probe import Probe
 from spark_hvd.runner.supervise.processes import ForkServer
 from spark_hvd.world.layout import RankInfo
+
+if TYPE_CHECKING:
+    from spark_hvd.runner.supervise.mpi.side import MpiPlan
 
 _EXIT_GRACE = 5.0  # seconds that a finished rank may take for its exit handlers
 _KILL_GRACE = 5.0  # seconds that the kernel may take to end a killed process

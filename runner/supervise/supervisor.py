@@ -6,21 +6,22 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE
-from spark_hvd.runner.channel.state import Message
 from spark_hvd.runner.outcome.endings import exit_failure, start_took_too_long, stopped, too_large, trim_stacks
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
 from spark_hvd.runner.supervise.mpi.blame import Blame, Suspect
-from spark_hvd.runner.supervise.mpi.manager import MpiMissingError
-from spark_hvd.runner.supervise.mpi.side import MpiSide
 from spark_hvd.runner.supervise.processes import ForkServer, ForkServerError
 from spark_hvd.runner.supervise.supervised import RankJob, SupervisedRank
 from spark_hvd.world.layout import RankInfo
+
+if TYPE_CHECKING:
+    from spark_hvd.runner.channel.state import Message
+    from spark_hvd.runner.supervise.mpi.side import MpiSide
 
 _TERM_GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 _STACKS_WAIT = 0.5  # seconds that a fault handler may take to write the stacks
@@ -89,6 +90,10 @@ class _Watch:
         """Watch until the rank has its outcome and all ranks have theirs."""
         job = self._job
         if job.mpi is not None:
+            # Here, because few runs need what brings up MPI, and every task would load it.
+            from spark_hvd.runner.supervise.mpi.manager import MpiMissingError
+            from spark_hvd.runner.supervise.mpi.side import MpiSide
+
             try:
                 self._mpi = MpiSide(job.mpi, job.me, self._link, self._mpi_failed)
             except (MpiMissingError, OSError) as error:

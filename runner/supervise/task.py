@@ -17,16 +17,12 @@ from typing import TYPE_CHECKING
 import psutil
 
 from spark_hvd.runner.channel.address import Address, NoAddressError, choose_address, own_addresses
-from spark_hvd.runner.channel.hub import Hub
 from spark_hvd.runner.channel.link import HubAddress, Link
 from spark_hvd.runner.channel.silence import BEAT, SILENT_AFTER
-from spark_hvd.runner.channel.state import HubState
 from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.outcome.errors import check_hub
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed, to_rows
 from spark_hvd.runner.rank.gpus import GpuError, GpuShare, devices_of
 from spark_hvd.runner.rank.order import RankOrder
-from spark_hvd.runner.supervise.mpi.side import MANAGERS, MpiPlan
 from spark_hvd.runner.supervise.processes import ForkServer, apply_env, fork_server
 from spark_hvd.runner.supervise.supervised import RankJob
 from spark_hvd.runner.supervise.supervisor import not_started
@@ -36,6 +32,9 @@ from spark_hvd.world.layout import RankInfo, WorldLayout
 if TYPE_CHECKING:
     import pyarrow
     from pyspark import BarrierTaskContext
+
+    from spark_hvd.runner.channel.hub import Hub
+    from spark_hvd.runner.supervise.mpi.side import MpiPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class TaskSpec:
     may_share_gpus: bool = False
     generation: int = 0
     secret: bytes = field(default_factory=partial(secrets.token_bytes, 32), repr=False)
-    mpi_token: str = field(default_factory=MpiPlan.new_token, repr=False)
+    mpi_token: str = field(default_factory=partial(secrets.token_hex, 16), repr=False)
 
     @property
     def mpi(self) -> str | None:
@@ -196,7 +195,12 @@ def run_ranks(
         own = [devices_of(gpus, len(mine), place, visible, spec.config.gpus_per_proc) for place in range(len(mine))]
     except (NoAddressError, GpuError) as error:
         return [not_started(me, link, str(error)) for me, link in zip(mine, links, strict=True)]
-    mpi = None if spec.mpi is None else MpiPlan(layout, spec.mpi, spec.mpi_token, address, spec.config.port_range)
+    mpi = None
+    if spec.mpi is not None:
+        # Here, and so is all of MPI and of the hub below, because few tasks need it and every task would load it.
+        from spark_hvd.runner.supervise.mpi.side import MpiPlan
+
+        mpi = MpiPlan(layout, spec.mpi, spec.mpi_token, address, spec.config.port_range)
     jobs = [
         spec.job(me, address, share, payload, mpi=mpi, watched=on_lines is None)
         for me, share in zip(mine, own, strict=True)
@@ -216,6 +220,9 @@ def _meet_at_rank_0(
     """Meet in a hub inside rank 0's task, whose address and keys travel by Spark's barrier messages."""
     address = b""
     if mine[0].rank == 0:
+        from spark_hvd.runner.channel.hub import Hub
+        from spark_hvd.runner.channel.state import HubState
+
         hub = Hub(HubState(mine[0].size, timeout=spec.config.timeout), mine[0].host)
         closing.callback(_close_hub, hub)
         address = pickle.dumps(hub.address)
@@ -233,6 +240,8 @@ def _meet_at_rank_0(
 
 def _close_hub(hub: Hub) -> None:
     """Stay until every rank has left or is lost: the driver cannot see that a task here has gone silent."""
+    from spark_hvd.runner.outcome.errors import check_hub
+
     hub.wait_gone(SILENT_AFTER + 2 * BEAT)
     lost = hub.lost
     hub.close()
@@ -279,6 +288,8 @@ def rank_env(spec: TaskSpec, me: RankInfo, address: Address, gpus: Sequence[str]
         if spec.config.interfaces:
             ours["NCCL_SOCKET_IFNAME"] = f"={address.interface}"  # the sign means: this one, not all that begin so
     if spec.mpi is not None:
+        from spark_hvd.runner.supervise.mpi.side import MANAGERS
+
         only = address.interface if spec.config.interfaces or me.local_size == me.size else None
         ours |= MANAGERS[spec.mpi].rank_variables(only, spec.config.port_range)
     if spec.config.cpus_per_proc is not None:

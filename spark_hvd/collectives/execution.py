@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from spark_hvd.collectives.adasum import adasum
 from spark_hvd.collectives.fusion import Batch, flatten, flatten_into, unflatten_into
 from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.messages import Entry, Request, dtype_of, op_of
@@ -197,6 +196,8 @@ def _staged_allreduce(entry: Entry, parts: Sequence[Work], communicator: Communi
 
 
 def _adasum(request: Request, parts: Sequence[Work], communicator: Communicator) -> Steps:
+    from spark_hvd.collectives.adasum import adasum  # few runs reduce so
+
     for sources, targets in _by_dtype(parts):
         layers = [_copied_into(source, target) for source, target in zip(sources, targets, strict=True)]
         scale_(layers, request.prescale)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spark_hvd.collectives.messages import Decision, Pong, Trace
 from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.engine.links import MemberLink
-from spark_hvd.timeline.collector import Collector
+
+if TYPE_CHECKING:
+    from spark_hvd.timeline.collector import Collector
 
 
 class WorldTimeline:
@@ -43,6 +45,8 @@ class WorldTimeline:
         """
         if self._collector is not None:
             raise ValueError(f"a timeline is being recorded to {self._collector.path}; call hvd.stop_timeline() first.")
+        from spark_hvd.timeline.collector import Collector  # of few worlds, and of rank 0 only
+
         collector = self._collector = Collector(path, hosts)
 
         def start() -> None:

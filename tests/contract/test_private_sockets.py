@@ -174,7 +174,7 @@ def test_the_shim_of_mpi_tells_strangers_nothing(open_folder: Path, stranger: li
 
 def test_supervisors_of_a_host_share_a_directory_that_goes_with_them(places: list[Path]) -> None:
     layout = WorldLayout.from_hosts(["h"] * 3)
-    plan = MpiPlan(layout, "mpich", MpiPlan.new_token(), Address("127.0.0.1", None), None)
+    plan = MpiPlan(layout, "mpich", "token", Address("127.0.0.1", None), None)
     link: Any = SimpleNamespace()
     first, second = (MpiSide(plan, layout.ranks[rank], link, lambda *_: None) for rank in (1, 2))
     (folder,) = places[0].iterdir()

@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit.test_public_api import modules_after
 
+HUB_AND_MPI = ("runner.channel.hub", "runner.channel.state", "runner.supervise.mpi.side", "runner.outcome.errors")
 TASK_SIDE = ("runner.supervise", "runner.elastic", "runner.channel.hub", "runner.channel.link")
 OTHERS = ("torch", "pyspark", "zmq")
 DRIVER_SIDE = ("runner.launch", "runner.spark")
@@ -14,11 +15,11 @@ DRIVER_SIDE = ("runner.launch", "runner.spark")
 @pytest.mark.parametrize(
     ("module", "most", "not_these"),
     [
-        ("runner.rank.main", 14, ("torch", "zmq", "pyspark", *TASK_SIDE, *DRIVER_SIDE)),
-        ("runner.rank.static", 72, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
-        ("runner.rank.elastic", 72, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
-        ("runner.supervise.task", 55, ("torch", "pyspark", *DRIVER_SIDE)),
-        ("runner.elastic.task", 60, ("torch", "pyspark", "runner.elastic.hub", *DRIVER_SIDE)),
+        ("runner.rank.main", 12, ("torch", "zmq", "pyspark", *TASK_SIDE, *DRIVER_SIDE)),
+        ("runner.rank.static", 63, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
+        ("runner.rank.elastic", 62, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
+        ("runner.supervise.task", 24, ("torch", "pyspark", *HUB_AND_MPI, *DRIVER_SIDE)),
+        ("runner.elastic.task", 27, ("torch", "pyspark", "runner.elastic.hub", *HUB_AND_MPI, *DRIVER_SIDE)),
         ("runner.launch.run", 85, ("torch", "pyspark", "runner.rank.main", "runner.elastic")),
         ("runner.elastic.run", 98, ("torch", "pyspark", "runner.rank.main")),
     ],

@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -60,11 +59,6 @@ class MpiPlan:
     def manager(self) -> ProcessManager:
         """The process manager of this MPI."""
         return MANAGERS[self.kind]
-
-    @staticmethod
-    def new_token() -> str:
-        """One for a run."""
-        return secrets.token_hex(16)
 
     @property
     def folder(self) -> str:
