@@ -49,7 +49,7 @@ class PipeLauncher:
         self._kv: TCPStore | None = None
         self.generation = -1
         self.update_wanted = False
-        self.doomed: str | None = None
+        self.world_failure: str | None = None
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def tell(self, *message: Any) -> None:
@@ -65,7 +65,7 @@ class PipeLauncher:
             if kind == "abort":
                 generation, text = fields
                 if generation == self.generation:
-                    self.doomed = text
+                    self.world_failure = text
                 context.abort(text, generation)
             elif kind == "update":
                 self.update_wanted = True
@@ -87,7 +87,7 @@ class PipeLauncher:
                 os._exit(0)
         generation, info, port = fields
         me = RankInfo(**info)
-        self.generation, self.doomed, self.update_wanted = generation, None, False
+        self.generation, self.world_failure, self.update_wanted = generation, None, False
         try:
             if self._kv is None:
                 self._kv = reach_store(Endpoint(HOST, port), generation, self._timeout)

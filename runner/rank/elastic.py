@@ -24,7 +24,7 @@ from spark_hvd.runner.channel.frames import NOTICES, recv_frame, send_frame
 from spark_hvd.runner.rank.gpus import GpuError
 from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.own_gpu import settle, take
-from spark_hvd.runner.rank.process import SetupError, call, end_process, unpickle_call
+from spark_hvd.runner.rank.process import RankSetupError, call, end_process, unpickle_call
 from spark_hvd.runner.rank.reporting import Reporting
 from spark_hvd.transport.registry import ConnectionRegistry
 from spark_hvd.transport.torch_private import TCPStore
@@ -52,7 +52,7 @@ class ElasticRank:
         self._assigned: dict[str, Any] | None = None
         self._store: tuple[str, int] | None = None  # where all are to meet
         self._kv: Any = None
-        self._doomed: str | None = None
+        self._world_failure: str | None = None
         self._update = self._finish = self._dismissed = self._closed = self._silent = False
         self._pid = os.getpid()
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -69,7 +69,7 @@ class ElasticRank:
         try:
             take(self._local(self._me), self._order.gpus)
         except GpuError as error:
-            raise SetupError(str(error), error) from error
+            raise RankSetupError(str(error), error) from error
         context.expect(self._me)
         elastic_launcher.install(self)
         self._listener.start()
@@ -114,9 +114,9 @@ class ElasticRank:
             )
         self._send("ready", generation=generation, store=store)
         with self._changed:
-            self._changed.wait_for(lambda: self._store is not None or self._doomed is not None or self._closed)
+            self._changed.wait_for(lambda: self._store is not None or self._world_failure is not None or self._closed)
             if self._store is None:
-                raise CollectiveError(f"generation {generation} ended before its ranks had met: {self._doomed}")
+                raise CollectiveError(f"generation {generation} ended before its ranks had met: {self._world_failure}")
             host, port = self._store
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
         endpoint = Endpoint(host, port)
@@ -153,7 +153,7 @@ class ElasticRank:
             return True  # fn has forked this process, which is none of the agent's
         self._send("finished", generation=self._generation)
         with self._changed:
-            self._changed.wait_for(lambda: self._finish or self._doomed is not None or self._closed)
+            self._changed.wait_for(lambda: self._finish or self._world_failure is not None or self._closed)
             return self._finish
 
     @property
@@ -162,9 +162,9 @@ class ElasticRank:
         return self._update
 
     @property
-    def doomed(self) -> str | None:
+    def world_failure(self) -> str | None:
         """See base class."""
-        return self._doomed
+        return self._world_failure
 
     # ---- the agent ------------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class ElasticRank:
                 frame = recv_frame(self._control)
                 with self._changed:
                     if frame is None:
-                        self._closed, self._doomed = True, "the agent of this rank is gone"
+                        self._closed, self._world_failure = True, "the agent of this rank is gone"
                     else:
                         self._take(frame[0])
                     self._changed.notify_all()
@@ -192,7 +192,7 @@ class ElasticRank:
             self._dismissed = True
         elif kind == "assign":
             self._me, self._generation = RankInfo(**message["place"]), message["generation"]
-            self._assigned, self._store, self._doomed = message, None, None
+            self._assigned, self._store, self._world_failure = message, None, None
             self._update = self._finish = False
         elif message["generation"] != self._generation:
             return
@@ -203,7 +203,7 @@ class ElasticRank:
         elif kind == "finish":
             self._finish = True
         elif kind == "reset":
-            self._doomed = message["why"]
+            self._world_failure = message["why"]
             context.abort(message["why"], self._generation)
 
     def _notice(self, signum: int, frame: FrameType | None) -> None:

@@ -156,7 +156,7 @@ def _is_fault_of_the_world(error: RuntimeError, launcher: ElasticLauncher) -> bo
     if isinstance(error, MismatchError | DuplicateNameError):  # a mistake in the program, which would only come again
         return False
     until = time.monotonic() + _VERDICT_SECONDS
-    while launcher.doomed is None and not context.is_aborted():
+    while launcher.world_failure is None and not context.is_aborted():
         if time.monotonic() > until:
             return False
         time.sleep(0.02)

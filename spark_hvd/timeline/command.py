@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from spark_hvd.timeline.events import NotATraceError, Trace, parse_trace
-from spark_hvd.timeline.summary import RankTimes, RowTime, Straggler, Summary, summarize
+from spark_hvd.timeline.events import NotATraceError, ParsedTrace, parse_trace
+from spark_hvd.timeline.summary import RankTimes, RowTime, Straggler, TimelineSummary, summarize
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path) -> ParsedTrace:
     """Read a timeline's file.
 
     Raises:
@@ -49,7 +49,7 @@ def read_trace(path: Path) -> Trace:
         raise NotATraceError("it is no text") from None
 
 
-def describe(summary: Summary) -> str:
+def describe(summary: TimelineSummary) -> str:
     """A summary as text."""
     names = {rank.rank: rank.name for rank in summary.ranks}
     sections = [
@@ -115,7 +115,7 @@ def _table(title: str, rows: Sequence[Sequence[str]], left: int = 0) -> str:
     return "\n".join([title, *("  " + line.rstrip() for line in lines)])
 
 
-def _plot(events: Trace, picture: Path, from_ms: float | None, to_ms: float | None) -> int:
+def _plot(events: ParsedTrace, picture: Path, from_ms: float | None, to_ms: float | None) -> int:
     try:
         from spark_hvd.timeline.plot import draw
     except ModuleNotFoundError as error:

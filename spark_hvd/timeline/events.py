@@ -17,7 +17,7 @@ class NotATraceError(ValueError):
     """A file is not in Chrome's trace-event format, or has nothing to look at."""
 
 
-class Activity(Enum):
+class PhaseKind(Enum):
     """What kind of thing a phase is."""
 
     STEP = "step"
@@ -32,28 +32,28 @@ class Activity(Enum):
 
 
 _ACTIVITIES = {
-    trace.STEP: Activity.STEP,
-    trace.BACKWARD: Activity.BACKWARD,
-    trace.QUEUE: Activity.QUEUE,
-    trace.BUCKET_FILL: Activity.PACK,
-    trace.SHARED_MEMORY: Activity.WIRE,
-    trace.WAIT: Activity.WAIT,
-    **dict.fromkeys(trace.OPERATIONS, Activity.OPERATION),
+    trace.STEP: PhaseKind.STEP,
+    trace.BACKWARD: PhaseKind.BACKWARD,
+    trace.QUEUE: PhaseKind.QUEUE,
+    trace.BUCKET_FILL: PhaseKind.PACK,
+    trace.SHARED_MEMORY: PhaseKind.WIRE,
+    trace.WAIT: PhaseKind.WAIT,
+    **dict.fromkeys(trace.OPERATIONS, PhaseKind.OPERATION),
 }
 
 
 @cache
-def activity_of(phase: str) -> Activity:
+def kind_of(phase: str) -> PhaseKind:
     """What kind of thing a phase is; GLOO_, NCCL_ or whatever else before an operation is that backend's wire."""
     if phase in _ACTIVITIES:
         return _ACTIVITIES[phase]
     if phase.startswith(trace.NEGOTIATE):
-        return Activity.NEGOTIATE
+        return PhaseKind.NEGOTIATE
     if phase.startswith("MEMCPY_"):
-        return Activity.PACK
+        return PhaseKind.PACK
     if phase.rpartition("_")[2] in (*trace.OPERATIONS, "BCAST"):
-        return Activity.WIRE
-    return Activity.OTHER
+        return PhaseKind.WIRE
+    return PhaseKind.OTHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Instant:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class ParsedTrace:
     """What a file holds."""
 
     spans: Sequence[Span]
@@ -93,7 +93,7 @@ class Trace:
 _SEPARATOR = re.compile(r"\s*,\s*")
 
 
-def parse_trace(text: str) -> Trace:
+def parse_trace(text: str) -> ParsedTrace:
     """Read a file of Chrome's trace-event format: an array, also one without its end, or an object that holds one.
 
     Times become nanoseconds from the first event on.
@@ -121,7 +121,7 @@ def parse_trace(text: str) -> Trace:
     if not spans and not instants:
         found = f"only entries of kind {', '.join(sorted(kinds))}" if kinds else "nothing"
         raise NotATraceError(f"it holds no events: no spans (X) and no instants (i), {found}")
-    return Trace(spans, instants, names, truncated)
+    return ParsedTrace(spans, instants, names, truncated)
 
 
 def _named(entries: Sequence[dict[str, Any]], what: str) -> Iterator[dict[str, Any]]:

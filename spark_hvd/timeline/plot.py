@@ -15,18 +15,18 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from spark_hvd.timeline.events import Activity, Span, Trace, activity_of
+from spark_hvd.timeline.events import ParsedTrace, PhaseKind, Span, kind_of
 from spark_hvd.world import palette
 
 # Lanes from top to bottom. An operation only encloses what is drawn anyway, and a step is drawn as its end.
 _COLOURS = {
-    Activity.BACKWARD: palette.GREY,
-    Activity.PACK: palette.ORANGE,
-    Activity.NEGOTIATE: palette.PURPLE,
-    Activity.QUEUE: palette.YELLOW,
-    Activity.WIRE: palette.BLUE,
-    Activity.WAIT: palette.VERMILION,
-    Activity.OTHER: palette.GREEN,
+    PhaseKind.BACKWARD: palette.GREY,
+    PhaseKind.PACK: palette.ORANGE,
+    PhaseKind.NEGOTIATE: palette.PURPLE,
+    PhaseKind.QUEUE: palette.YELLOW,
+    PhaseKind.WIRE: palette.BLUE,
+    PhaseKind.WAIT: palette.VERMILION,
+    PhaseKind.OTHER: palette.GREEN,
 }
 _LEVELS = 4
 """Most spans of a lane that are drawn below each other where they overlap."""
@@ -46,7 +46,7 @@ class Picture(Figure):
         return target.getvalue()
 
 
-def draw(events: Trace, picture: Path, from_ms: float | None = None, to_ms: float | None = None) -> None:
+def draw(events: ParsedTrace, picture: Path, from_ms: float | None = None, to_ms: float | None = None) -> None:
     """Draw a trace into a file.
 
     Args:
@@ -62,7 +62,7 @@ def draw(events: Trace, picture: Path, from_ms: float | None = None, to_ms: floa
     figure_of(events, from_ms, to_ms).savefig(picture, dpi=150)
 
 
-def figure_of(events: Trace, from_ms: float | None = None, to_ms: float | None = None) -> Figure:
+def figure_of(events: ParsedTrace, from_ms: float | None = None, to_ms: float | None = None) -> Figure:
     """Draw a trace.
 
     Args:
@@ -76,11 +76,11 @@ def figure_of(events: Trace, from_ms: float | None = None, to_ms: float | None =
     begin = 0.0 if from_ms is None else from_ms
     end = max((span.end / _MS for span in events.spans), default=0.0) if to_ms is None else to_ms
     shown = [span for span in events.spans if span.start / _MS < end and span.end / _MS > begin]
-    bars = [span for span in shown if activity_of(span.phase) in _COLOURS]
+    bars = [span for span in shown if kind_of(span.phase) in _COLOURS]
     if not bars:
         raise ValueError(f"nothing happened between {begin:g} and {end:g} ms")
     colours = _colours(bars)
-    lanes = [activity for activity in _COLOURS if any(activity_of(bar.phase) is activity for bar in bars)]
+    lanes = [activity for activity in _COLOURS if any(kind_of(bar.phase) is activity for bar in bars)]
     ranks = sorted({bar.rank for bar in bars})
     band = len(lanes) + 1
     figure = Picture(figsize=(12, 1.2 + 0.22 * band * len(ranks)), layout="constrained")
@@ -94,7 +94,7 @@ def figure_of(events: Trace, from_ms: float | None = None, to_ms: float | None =
         ends = [
             span.end / _MS
             for span in shown
-            if span.rank == rank and activity_of(span.phase) is Activity.STEP and span.end / _MS <= end
+            if span.rank == rank and kind_of(span.phase) is PhaseKind.STEP and span.end / _MS <= end
         ]
         axes.vlines(ends, place * band, place * band + len(lanes), colors="black", linewidth=0.8)
     axes.set_yticks(
@@ -116,9 +116,9 @@ def figure_of(events: Trace, from_ms: float | None = None, to_ms: float | None =
 
 def _colours(bars: Iterable[Span]) -> dict[str, Colour]:
     """A colour for each phase, in the order of the lanes: its activity's, lighter for each further phase of it."""
-    phases: dict[Activity, list[str]] = defaultdict(list)
+    phases: dict[PhaseKind, list[str]] = defaultdict(list)
     for phase in sorted({bar.phase for bar in bars}):
-        phases[activity_of(phase)].append(phase)
+        phases[kind_of(phase)].append(phase)
     found = {}
     for activity, colour in _COLOURS.items():
         red, green, blue = to_rgb(colour)
@@ -128,11 +128,11 @@ def _colours(bars: Iterable[Span]) -> dict[str, Colour]:
     return found
 
 
-def _lane(bars: Sequence[Span], rank: int, activity: Activity) -> list[tuple[int, Bar]]:
+def _lane(bars: Sequence[Span], rank: int, activity: PhaseKind) -> list[tuple[int, Bar]]:
     """The bars of a lane, each with its level: the first on which it meets no other; the last level takes the rest."""
     # Tensors that travel in one buffer have the same spans: one bar is enough.
     lane = {
-        (span.start, span.end, span.phase) for span in bars if span.rank == rank and activity_of(span.phase) is activity
+        (span.start, span.end, span.phase) for span in bars if span.rank == rank and kind_of(span.phase) is activity
     }
     ends = [0] * _LEVELS
     found = []

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from spark_hvd.timeline import recorder as trace
-from spark_hvd.timeline.events import Activity, Span, Trace, activity_of
+from spark_hvd.timeline.events import ParsedTrace, PhaseKind, Span, kind_of
 
 Interval = tuple[int, int]
 
@@ -70,7 +70,7 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class TimelineSummary:
     """Where the time of a trace went."""
 
     truncated: bool
@@ -123,7 +123,7 @@ def length(intervals: Iterable[Interval]) -> int:
 # ---- figures ------------------------------------------------------------------------------------------------------
 
 
-def summarize(events: Trace) -> Summary:
+def summarize(events: ParsedTrace) -> TimelineSummary:
     """Work out all figures of a trace."""
     spans: dict[int, list[Span]] = defaultdict(list)
     moments: dict[int, list[int]] = defaultdict(list)
@@ -132,13 +132,13 @@ def summarize(events: Trace) -> Summary:
         moments[span.rank] += span.start, span.end
     for instant in events.instants:
         moments[instant.rank].append(instant.at)
-    negotiated = _spans_by_row(events.spans, Activity.NEGOTIATE)
-    on_wire = _spans_by_row(events.spans, Activity.WIRE)
+    negotiated = _spans_by_row(events.spans, PhaseKind.NEGOTIATE)
+    on_wire = _spans_by_row(events.spans, PhaseKind.WIRE)
     marks = _ready_marks(events)
     negotiations = {row: _outcomes(found, marks.get(row, [])) for row, found in negotiated.items()}
     launches = {row: _outcomes(found, []) for row, found in on_wire.items() if row not in negotiated}
     by_row = {row: _stragglers(outcomes) for row, outcomes in (negotiations | launches).items()}
-    return Summary(
+    return TimelineSummary(
         truncated=events.truncated,
         ranks=[
             _times_of(rank, events.names.get(rank, f"rank {rank}"), spans[rank], max(times) - min(times))
@@ -153,21 +153,21 @@ def summarize(events: Trace) -> Summary:
 
 
 def _times_of(rank: int, name: str, spans: Sequence[Span], traced: int) -> RankTimes:
-    spent: dict[Activity, list[Interval]] = defaultdict(list)
+    spent: dict[PhaseKind, list[Interval]] = defaultdict(list)
     for span in spans:
-        spent[activity_of(span.phase)].append((span.start, span.end))
-    steps = spent[Activity.STEP]
-    exposed = length(common(steps, spent[Activity.WAIT]))
-    communicating = length(common(steps, spent[Activity.WAIT] + spent[Activity.WIRE]))
+        spent[kind_of(span.phase)].append((span.start, span.end))
+    steps = spent[PhaseKind.STEP]
+    exposed = length(common(steps, spent[PhaseKind.WAIT]))
+    communicating = length(common(steps, spent[PhaseKind.WAIT] + spent[PhaseKind.WIRE]))
     return RankTimes(
         rank=rank,
         name=name,
         traced_ms=_ms(traced),
-        negotiation_ms=_ms(length(spent[Activity.NEGOTIATE])),
-        queue_ms=_ms(length(spent[Activity.QUEUE])),
-        pack_ms=_ms(length(spent[Activity.PACK])),
-        wire_ms=_ms(length(spent[Activity.WIRE])),
-        wait_ms=_ms(length(spent[Activity.WAIT])),
+        negotiation_ms=_ms(length(spent[PhaseKind.NEGOTIATE])),
+        queue_ms=_ms(length(spent[PhaseKind.QUEUE])),
+        pack_ms=_ms(length(spent[PhaseKind.PACK])),
+        wire_ms=_ms(length(spent[PhaseKind.WIRE])),
+        wait_ms=_ms(length(spent[PhaseKind.WAIT])),
         steps=len(steps),
         step_ms=_ms(length(steps)),
         exposed_ms=_ms(exposed),
@@ -175,10 +175,10 @@ def _times_of(rank: int, name: str, spans: Sequence[Span], traced: int) -> RankT
     )
 
 
-def _spans_by_row(spans: Sequence[Span], activity: Activity) -> dict[str, list[Span]]:
+def _spans_by_row(spans: Sequence[Span], activity: PhaseKind) -> dict[str, list[Span]]:
     rows: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
-        if activity_of(span.phase) is activity:
+        if kind_of(span.phase) is activity:
             rows[span.row].append(span)
     return rows
 
@@ -209,7 +209,7 @@ class _Outcome:
     """The time from when the last but one was ready until it was."""
 
 
-def _ready_marks(events: Trace) -> dict[str, list[Mark]]:
+def _ready_marks(events: ParsedTrace) -> dict[str, list[Mark]]:
     marks: dict[str, list[Mark]] = defaultdict(list)
     for instant in events.instants:
         if instant.phase == trace.RANK_READY:

@@ -50,7 +50,7 @@ class ElasticLauncher(Protocol):
         ...
 
     @property
-    def doomed(self) -> str | None:
+    def world_failure(self) -> str | None:
         """Why the present generation cannot go on, as far as the launcher knows; None while it can."""
         ...
 

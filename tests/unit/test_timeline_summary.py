@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_hvd.timeline import describe, main, read_trace
-from spark_hvd.timeline.events import Activity, Instant, NotATraceError, Span, Trace, activity_of, parse_trace
+from spark_hvd.timeline.events import Instant, NotATraceError, ParsedTrace, PhaseKind, Span, kind_of, parse_trace
 from spark_hvd.timeline.recorder import Event, Recorder, TraceWriter
 from spark_hvd.timeline.summary import Straggler, common, length, summarize, union
 
@@ -43,11 +43,11 @@ def test_common(ours: list[tuple[int, int]], theirs: list[tuple[int, int]]) -> N
     assert union(found) == found
 
 
-def trace_of(*spans: tuple[int, str, str, int, int], ready: Sequence[tuple[int, str, int, int]] = ()) -> Trace:
+def trace_of(*spans: tuple[int, str, str, int, int], ready: Sequence[tuple[int, str, int, int]] = ()) -> ParsedTrace:
     """Spans are (rank, row, phase, start, end) in ms; `ready` are RANK_READY as (recorder, row, rank, at)."""
     marks = [Instant(by, row, "RANK_READY", at * MS, {"rank": rank}) for by, row, rank, at in ready]
     found = [Span(rank, row, phase, start * MS, end * MS) for rank, row, phase, start, end in spans]
-    return Trace(found, marks, {0: "rank 0 (alpha)"}, False)
+    return ParsedTrace(found, marks, {0: "rank 0 (alpha)"}, False)
 
 
 # ---- time ---------------------------------------------------------------------------------------------------------
@@ -56,20 +56,20 @@ def trace_of(*spans: tuple[int, str, str, int, int], ready: Sequence[tuple[int, 
 @pytest.mark.parametrize(
     ("phase", "activity"),
     [
-        ("NEGOTIATE_ALLREDUCE", Activity.NEGOTIATE),
-        ("NEGOTIATE_BARRIER", Activity.NEGOTIATE),
-        ("MEMCPY_IN_FUSION_BUFFER", Activity.PACK),
-        ("BUCKET_FILL", Activity.PACK),
-        ("GLOO_ALLREDUCE", Activity.WIRE),
-        ("NCCL_BCAST", Activity.WIRE),
-        ("MPI_ADASUM_ALLREDUCE", Activity.WIRE),
-        ("SHARED_MEMORY", Activity.WIRE),
-        ("ALLREDUCE", Activity.OPERATION),
-        ("my phase", Activity.OTHER),
+        ("NEGOTIATE_ALLREDUCE", PhaseKind.NEGOTIATE),
+        ("NEGOTIATE_BARRIER", PhaseKind.NEGOTIATE),
+        ("MEMCPY_IN_FUSION_BUFFER", PhaseKind.PACK),
+        ("BUCKET_FILL", PhaseKind.PACK),
+        ("GLOO_ALLREDUCE", PhaseKind.WIRE),
+        ("NCCL_BCAST", PhaseKind.WIRE),
+        ("MPI_ADASUM_ALLREDUCE", PhaseKind.WIRE),
+        ("SHARED_MEMORY", PhaseKind.WIRE),
+        ("ALLREDUCE", PhaseKind.OPERATION),
+        ("my phase", PhaseKind.OTHER),
     ],
 )
-def test_activities(phase: str, activity: Activity) -> None:
-    assert activity_of(phase) is activity
+def test_activities(phase: str, activity: PhaseKind) -> None:
+    assert kind_of(phase) is activity
 
 
 def test_times_are_unions() -> None:
@@ -99,7 +99,7 @@ def test_times_are_unions() -> None:
 
 
 def test_an_instant_alone_counts_as_traced() -> None:
-    summary = summarize(Trace([], [Instant(3, "cycle", "CYCLE_START", 2 * MS, {})], {}, False))
+    summary = summarize(ParsedTrace([], [Instant(3, "cycle", "CYCLE_START", 2 * MS, {})], {}, False))
     assert [(rank.rank, rank.traced_ms) for rank in summary.ranks] == [(3, 0)]
     assert "rank 3" in describe(summary)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from spark_hvd.runner.elastic.membership import texts
 from spark_hvd.runner.elastic.membership.events import End, Limits, Loss, Verdict
-from spark_hvd.runner.elastic.membership.records import Generation, Worker
+from spark_hvd.runner.elastic.membership.records import GenerationRecord, Worker
 from spark_hvd.runner.elastic.membership.roster import Roster
 
 
@@ -58,14 +58,14 @@ class FailurePolicy:
             return Verdict(End.TOO_FEW, texts.too_few(there, limits, self._error), self._culprit)
         return None
 
-    def too_many_resets(self, last: Generation) -> Verdict | None:
+    def too_many_resets(self, last: GenerationRecord) -> Verdict | None:
         """A generation has failed, and why is known."""
         limit = self.limits.reset_limit
         if limit is None or self.resets <= limit:
             return None
         return Verdict(End.RESET_LIMIT, texts.reset_limit(self.resets, self.limits, last.over or ""), last.culprit)
 
-    def no_progress(self, last: Generation, roster: Roster) -> Verdict | None:
+    def no_progress(self, last: GenerationRecord, roster: Roster) -> Verdict | None:
         """The next generation is about to be formed; to be called once for each."""
         failures = [number for number in last.members if roster.workers[number].loss is Loss.FAILED]
         if not failures or self.commits > max(last.commits, 0):

@@ -98,7 +98,7 @@ class AgentRecord:
 
 
 @dataclass(slots=True)
-class Generation:
+class GenerationRecord:
     """One world.
 
     Attributes:

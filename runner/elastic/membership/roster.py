@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from spark_hvd.runner.elastic.membership.exclusion import Exclusion
-from spark_hvd.runner.elastic.membership.records import AgentRecord, Generation, Stage, Worker
+from spark_hvd.runner.elastic.membership.records import AgentRecord, GenerationRecord, Stage, Worker
 from spark_hvd.world.layout import RankInfo, WorldLayout
 
 _BACKOFF = 0.5
@@ -96,19 +96,19 @@ class Roster:
         """Whether any worker prepares."""
         return any(worker.stage is Stage.PREPARING for worker in self.workers.values())
 
-    def missing(self, generation: Generation) -> list[int]:
+    def missing(self, generation: GenerationRecord) -> list[int]:
         """The members of a generation that are neither gone nor back."""
         members = map(self.workers.__getitem__, generation.members)
         return [worker.number for worker in members if worker.stage in (Stage.MEMBER, Stage.FINISHED)]
 
-    def late(self, generation: Generation) -> tuple[list[int], str]:
+    def late(self, generation: GenerationRecord) -> tuple[list[int], str]:
         """The members of a generation for which the others wait, and what they have yet to do."""
         if generation.over is not None:
             return self.missing(generation), "come back"
         done = generation.joined if len(generation.ready) == len(generation.members) else generation.ready
         return [number for number in generation.members if number not in done], "join the others"
 
-    def to_change(self, generation: Generation, most: int) -> bool:
+    def to_change(self, generation: GenerationRecord, most: int) -> bool:
         """Whether others are to take part in the next generation: members of this one go, or workers wait."""
         members = [self.workers[number] for number in generation.members]
         if any(worker.stage is not Stage.MEMBER for worker in members):

@@ -19,7 +19,7 @@ from spark_hvd.runner.elastic.membership import events as ev
 from spark_hvd.runner.elastic.membership import texts
 from spark_hvd.runner.elastic.membership.exclusion import Exclusion
 from spark_hvd.runner.elastic.membership.failure_policy import FailurePolicy
-from spark_hvd.runner.elastic.membership.records import AgentRecord, Generation, Stage, Worker
+from spark_hvd.runner.elastic.membership.records import AgentRecord, GenerationRecord, Stage, Worker
 from spark_hvd.runner.elastic.membership.roster import Roster
 from spark_hvd.runner.elastic.membership.start import Start, StartPolicy
 from spark_hvd.world.layout import WorldLayout
@@ -43,7 +43,7 @@ class Membership:
     def __init__(self, limits: ev.Limits, chance: random.Random | None = None) -> None:
         self.limits = limits
         self.roster = Roster(Exclusion(limits.host_failure_limit, limits.cooldown, chance or random.Random()))
-        self.generation: Generation | None = None
+        self.generation: GenerationRecord | None = None
         self.policy = FailurePolicy(limits)
         self.verdict: ev.Verdict | None = None
         self._out: list[ev.Decision] = []
@@ -283,7 +283,7 @@ class Membership:
 
     # ---- generations ----------------------------------------------------------------------------------------------
 
-    def _close(self, generation: Generation, why: str, now: float, *, failed: bool) -> None:
+    def _close(self, generation: GenerationRecord, why: str, now: float, *, failed: bool) -> None:
         """A generation is over; its members are to come back."""
         if generation.over is not None or self.verdict is not None:
             return
@@ -349,7 +349,7 @@ class Membership:
         if self.generation is not None:
             after = self.generation.over or "the last had ended"
             self._note(f"generation {number}: {count(len(chosen), 'rank')}, after {after}")
-        self.generation = Generation(number, members, self.policy.commits, now + self.limits.rejoin_timeout)
+        self.generation = GenerationRecord(number, members, self.policy.commits, now + self.limits.rejoin_timeout)
         for worker, place in zip(chosen, places, strict=True):
             worker.stage, worker.rank = Stage.MEMBER, place.rank
             self._out.append(ev.Assign(worker.agent, worker.number, number, place))
@@ -382,7 +382,7 @@ class Membership:
         worker = self.roster.workers[number]
         return worker if worker.alive and self.verdict is None else None
 
-    def _member_of(self, number: int, generation: int) -> Generation | None:
+    def _member_of(self, number: int, generation: int) -> GenerationRecord | None:
         """The present generation, if a worker is a living member of it and it is not over."""
         present = self.generation
         if present is None or present.number != generation or present.over is not None or present.finished:
