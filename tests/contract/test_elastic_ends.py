@@ -234,8 +234,8 @@ def test_output_is_labelled_with_the_rank_of_the_time(capfd: pytest.CaptureFixtu
 
 
 def test_a_timeout_stops_all_ranks() -> None:
-    with pytest.raises(RunTimeoutError, match=r"had not ended after timeout=3 s, with 1 failures survived"):
-        run(FaultPlan().kill(1, 3), 10_000, 0.02, timeout=3)
+    with pytest.raises(RunTimeoutError, match=r"had not ended after timeout=3 s, with [01] failures survived"):
+        run(FaultPlan().kill(1, 3), 10_000, 0.02, timeout=3)  # a busy machine has not come to the failure by then
 
 
 def test_ctrl_c_stops_all_ranks(tmp_path: Path) -> None:

