@@ -257,3 +257,16 @@ class Model:
         ranks = [process.place.rank for process in training]
         assert len(set(ranks)) == len(ranks), f"a rank twice: {ranks}"
         assert all(process.place.size == len(self.generations[process.generation or 0]) for process in training)
+
+
+TWO = Limits(num_proc=2, min_num_proc=1, max_num_proc=2)
+
+
+def trained(limits: Limits = TWO, steps: int = 1000) -> Model:
+    """A model whose num_proc ranks train."""
+    model = Model(limits, steps)
+    for agent in range(limits.num_proc):
+        model.up(agent)
+    model.run(2.0)
+    assert model.size == limits.num_proc
+    return model

@@ -1,0 +1,147 @@
+"""What is known of a run whose ranks are replaced, exchanged or more than fit a screen, and what stays at its end."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from spark_hvd.runner.watch.snapshot import shown_rows
+from tests.trained_ranks import Training
+
+
+def test_after_a_restart_counts_begin_again_and_the_total_goes_on() -> None:
+    training = Training()
+    training.go_on(20)
+    training.generation = 1
+    training.renew(*range(4))
+    training.go_on(1)
+    snapshot = training.view.snapshot(training.now)
+    assert (snapshot.generation, snapshot.restarts, snapshot.changes) == (1, 1, 0)
+    assert snapshot.rows[0].steps_per_second is None
+    training.go_on(9)
+    snapshot = training.view.snapshot(training.now)
+    assert snapshot.rows[0].steps_per_second == pytest.approx(10)
+    assert snapshot.samples == 4 * 300 * 32
+    assert training.view.summary(training.now).steps == 300
+
+
+def test_ranks_that_survive_go_on_under_other_numbers() -> None:
+    training = Training()
+    training.go_on(20)
+    # Rank 1 is gone: 2 and 3 move up. Their clocks are those of other hosts.
+    training.generation, training.size = 1, 3
+    clocks = {0: 0, 1: 2, 2: 3}
+    training.changes = lambda rank: {"clock": 5000.0 * clocks[rank] + training.now}
+    training.process = {rank: training.process[before] for rank, before in clocks.items()}
+    training.go_on(1)
+    snapshot = training.view.snapshot(training.now)
+    assert (snapshot.size, snapshot.restarts, snapshot.changes) == (3, 0, 1)
+    assert len(snapshot.rows) == 3
+    training.go_on(9)
+    snapshot = training.view.snapshot(training.now)
+    assert snapshot.rows[1].steps_per_second == pytest.approx(10)
+    assert snapshot.samples == (4 * 200 + 3 * 100) * 32
+    assert training.view.summary(training.now).steps == 300
+
+
+def test_a_process_that_is_replaced_counts_besides_its_successor() -> None:
+    training = Training()
+    training.go_on(20)
+    training.generation = 1
+    training.renew(2)
+    training.go_on(10)
+    snapshot = training.view.snapshot(training.now)
+    assert (snapshot.restarts, snapshot.changes) == (0, 1)
+    assert snapshot.samples == (3 * 300 + 200 + 100) * 32
+    assert snapshot.rows[2].samples_per_second == pytest.approx(320)
+
+
+def test_a_larger_world_has_rows_for_those_who_are_to_come() -> None:
+    training = Training(size=2)
+    training.go_on(10)
+    training.generation, training.size = 1, 3
+    training.renew(2)
+    training.go_on(1, range(2))
+    assert [row.started for row in training.view.snapshot(training.now).rows] == [True, True, False]
+    training.go_on(1)
+    assert [row.started for row in training.view.snapshot(training.now).rows] == [True, True, True]
+
+
+def test_what_an_older_world_still_says_is_left_out() -> None:
+    training = Training()
+    training.go_on(10)
+    late = training.record(3)
+    training.generation = 1
+    training.go_on(1)
+    training.view.mark("hung")
+    training.view.take(late, training.now)
+    snapshot = training.view.snapshot(training.now)
+    assert snapshot.generation == 1
+    assert snapshot.verdict == "hung"
+
+
+def test_worlds_too_short_to_be_heard_of_are_counted_by_their_number() -> None:
+    training = Training()
+    training.generation = -1
+    training.go_on(2)
+    training.generation = 2
+    training.go_on(2)
+    snapshot = training.view.snapshot(training.now)
+    assert (snapshot.restarts, snapshot.changes) == (0, 2)
+    assert snapshot.samples == 4 * 40 * 32
+
+
+def test_a_metric_that_is_no_number_does_no_harm() -> None:
+    training = Training(changes=lambda rank: {"metrics": {"loss": math.nan, "gap": math.inf}})
+    training.go_on(10)
+    assert math.isnan(training.view.snapshot(training.now).rows[0].metrics["loss"])
+
+
+def test_of_many_ranks_those_are_shown_that_stand_out() -> None:
+    training = Training(size=64, comm=lambda rank: 0.0 if rank == 50 else 0.5)
+    training.go_on(20)
+    rows, more = shown_rows(training.view.snapshot(training.now).rows, 16)
+    assert [row.rank for row in rows] == [*range(15), 50]
+    assert more == 48
+    rows, more = shown_rows(training.view.snapshot(training.now).rows, 64)
+    assert (len(rows), more) == (64, 0)
+    training.go_on(5, range(40))  # 24 are cut off
+    rows, more = shown_rows(training.view.snapshot(training.now).rows, 16)
+    assert [row.rank for row in rows] == [*range(40, 56)]
+
+
+def test_there_is_no_total_before_every_rank_has_a_rate() -> None:
+    training = Training()
+    training.go_on(5, range(3))
+    training.go_on(1)
+    snapshot = training.view.snapshot(training.now)
+    assert snapshot.rows[0].samples_per_second is not None
+    assert snapshot.rows[3].samples_per_second is None
+    assert snapshot.samples_per_second is None
+    training.go_on(1)
+    assert training.view.snapshot(training.now).samples_per_second == pytest.approx(1280)
+
+
+def test_what_is_left_standing_says_what_is_left_to_say() -> None:
+    training = Training()
+    training.go_on(20)
+    assert training.view.snapshot(training.now).remaining is not None
+    training.view.ended(0)
+    end = training.view.snapshot(training.now).at_end()
+    assert end.remaining is None
+    assert [row.ended for row in end.rows] == [True, False, False, False]
+    for rank in range(4):
+        training.view.ended(rank)
+    assert not any(row.ended for row in training.view.snapshot(training.now).at_end().rows)
+
+
+def test_metrics_stay_while_the_next_loop_has_none_yet() -> None:
+    training = Training()
+    training.go_on(5)
+    training.changes = lambda rank: {"metrics": {}}
+    training.go_on(1)
+    training.changes = lambda rank: {"metrics": {"gap": 0.5}}
+    training.go_on(1)
+    assert training.view.snapshot(training.now).rows[0].metrics == {"loss": 1 / 6, "accuracy": 0.9, "gap": 0.5}
+    assert training.view.summary(training.now).metrics == {"loss": 1 / 6, "accuracy": 0.9, "gap": 0.5}
