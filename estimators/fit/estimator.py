@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from pyspark.ml import Estimator, Model
-from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
 from spark_hvd.estimators.data.columns import check_columns, columns_of, expression_of
 from spark_hvd.estimators.data.leases import in_use
@@ -20,8 +19,7 @@ from spark_hvd.estimators.data.parquet import dataset_of
 from spark_hvd.estimators.fit.plan import FitPlan, Settings, check_together, make_plan
 from spark_hvd.estimators.fit.ranks import train_on_ranks
 from spark_hvd.estimators.fit.trial import ROWS, batch_of_rows, first_batch, spec_for
-from spark_hvd.estimators.params.params import TableParams
-from spark_hvd.estimators.params.persistence import ParamsReader, ParamsWriter
+from spark_hvd.estimators.params.persistence import SavedParams
 from spark_hvd.estimators.params.tables import MODEL_SETTINGS
 from spark_hvd.estimators.readers.dataset import Column
 from spark_hvd.estimators.readers.reader import Batch
@@ -40,13 +38,14 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=Model)
 
 
-class SparkEstimator(TableParams, Estimator[M], MLWritable, MLReadable):  # type: ignore[type-arg] # pyspark's base
+class SparkEstimator(SavedParams, Estimator[M]):
     """Base of the estimators. A subclass gives its table of parameters, its framework, and the model that comes out.
 
     A saved estimator holds a pickle of model, loss and optimizer: only load what you trust. Its backend and
     its tracker are not saved.
     """
 
+    _not_saved = ("backend", "tracker")
     _required: ClassVar[Mapping[str, str]] = {
         "model": "the model to train",
         "feature_cols": "the columns that the model gets",
@@ -94,15 +93,6 @@ class SparkEstimator(TableParams, Estimator[M], MLWritable, MLReadable):  # type
         drafted = replace(plan, spec=replace(plan.spec, train=train_data, validation=val_data))
         spec = self._tried(drafted, batch, train_data.columns)
         return self._trained(plan, spec, plan.backend.num_processes())
-
-    def write(self) -> MLWriter:
-        """See pyspark.ml.util.MLWritable."""
-        return ParamsWriter(self, skip=("backend", "tracker"))
-
-    @classmethod
-    def read(cls) -> MLReader[Any]:
-        """See pyspark.ml.util.MLReadable."""
-        return ParamsReader(cls)
 
     def _fit(self, dataset: DataFrame) -> M:
         with job_group(dataset.sparkSession, self.uid):

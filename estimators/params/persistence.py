@@ -14,10 +14,10 @@ import json
 import pickle
 import time
 from collections.abc import Collection, Mapping
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
-from pyspark.ml.util import MLReader, MLWriter
+from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 from pyspark.sql import SparkSession
 
 import spark_hvd
@@ -27,6 +27,9 @@ from spark_hvd.runner.spark import private as spark_private
 from spark_hvd.runner.spark.session import is_connect
 from spark_hvd.store import Store
 from spark_hvd.store.errors import CheckpointError, StoreError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 FORMAT_VERSION = 1
 STRUCTURE, WEIGHTS = "structure.pkl", "weights.safetensors"
@@ -107,6 +110,21 @@ class ParamsReader(MLReader[Any], Generic[T]):
         spark_private.set_defaults(instance, defaults)
         instance.setParams(**plain, **_unpacked(packed, store.join(STRUCTURE), metadata))
         return instance
+
+
+class SavedParams(TableParams, MLWritable, MLReadable[Any]):
+    """A table of parameters that can be saved and loaded."""
+
+    _not_saved: ClassVar[Collection[str]] = ()
+
+    def write(self) -> ParamsWriter:
+        """A writer: ``write().overwrite().save(path)``."""
+        return ParamsWriter(self, self._not_saved)
+
+    @classmethod
+    def read(cls) -> ParamsReader[Self]:
+        """A reader: ``read().load(path)``."""
+        return ParamsReader(cls)
 
 
 def _metadata(cls: type[TableParams], path: str, spark: SparkSession) -> dict[str, Any]:

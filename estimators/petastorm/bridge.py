@@ -12,7 +12,6 @@ all else start the session with ``spark.python.daemon.module=spark_hvd.estimator
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
@@ -79,16 +78,6 @@ def install() -> None:
             "numpy no longer have. Call spark_hvd.estimators.petastorm_bridge.install() before `import petastorm`."
         )
     sys.meta_path.insert(0, _Finder())
-
-
-def import_petastorm() -> types.ModuleType:
-    """Petastorm, with the bridge in place.
-
-    Raises:
-        EstimatorError: as :func:`install` does.
-    """
-    install()
-    return importlib.import_module("petastorm")
 
 
 def bridged(function: Callable[P, R]) -> Callable[P, R]:

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from pyspark.ml import Model
-from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
 from pyspark.sql.types import UserDefinedType
 
 from spark_hvd.estimators.data.columns import expression_of
 from spark_hvd.estimators.errors import DataError, ModelError
 from spark_hvd.estimators.params import checks
-from spark_hvd.estimators.params.params import TableParams, rows
-from spark_hvd.estimators.params.persistence import ParamsReader, ParamsWriter
+from spark_hvd.estimators.params.params import rows
+from spark_hvd.estimators.params.persistence import SavedParams
 from spark_hvd.estimators.params.tables import MODEL_SETTINGS, SHARED
 from spark_hvd.estimators.readers.dataset import listed
 from spark_hvd.estimators.training.head import Head, head_of
@@ -57,7 +56,7 @@ TABLE = (
 )
 
 
-class TorchModel(TableParams, Model, MLWritable, MLReadable["TorchModel"]):
+class TorchModel(SavedParams, Model):
     """A trained torch model in Spark ML: made by an estimator, or by you of any ``torch.nn.Module``.
 
         model = TorchModel(model=net, feature_columns=["features"], label_columns=["label"], loss=nn.MSELoss())
@@ -112,15 +111,6 @@ class TorchModel(TableParams, Model, MLWritable, MLReadable["TorchModel"]):
     def setLabelColoumns(self, value: Sequence[str]) -> TorchModel:  # noqa: N802
         """Set ``label_columns``; Horovod's spelling."""
         return self.setParams(label_columns=value)
-
-    def write(self) -> ParamsWriter:
-        """A writer: ``model.write().overwrite().save(path)``."""
-        return ParamsWriter(self)
-
-    @classmethod
-    def read(cls) -> ParamsReader[TorchModel]:
-        """A reader: ``TorchModel.read().load(path)``."""
-        return ParamsReader(cls)
 
     def try_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
         """Predict some rows in this process, as ``transform`` would on executors; an estimator does before it trains.

@@ -80,8 +80,8 @@ def test_nothing_else_changes() -> None:
             return {m.__name__: {name: id(v) for name, v in vars(m).items() if not isinstance(v, types.ModuleType)}
                     for m in (pyarrow, pyarrow.parquet, numpy, pandas)}
         before = look()
-        from spark_hvd.estimators.petastorm.bridge import import_petastorm
-        import_petastorm()
+        from spark_hvd.estimators.petastorm.bridge import install
+        install()
         import petastorm.pytorch, petastorm.spark, petastorm.etl.rowgroup_indexing
         import petastorm.weighted_sampling_reader, petastorm.etl.petastorm_generate_metadata
         stubs = {"pyarrow.filesystem", "pyarrow.hdfs", "pyarrow.LocalFileSystem"} & sys.modules.keys()
@@ -127,14 +127,13 @@ def test_versions_that_do_not_fit(versions: dict[str, str], text: str, monkeypat
     monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if not isinstance(each, bridge._Finder)])
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(EstimatorError, match=text):
-        bridge.import_petastorm()
+        bridge.install()
 
 
 def test_installed_once() -> None:
     bridge.install()
     bridge.install()
     assert sum(isinstance(finder, bridge._Finder) for finder in sys.meta_path) == 1
-    assert bridge.import_petastorm() is sys.modules["petastorm"]
 
 
 def test_a_module_that_is_not_as_expected() -> None:
