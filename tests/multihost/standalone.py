@@ -136,6 +136,8 @@ def make_cluster(net: Hosts, folder: Path, cores: int = 1, **settings: str) -> I
                 "spark.driver.host": bracketed(net.driver),
                 "spark.driver.bindAddress": bracketed(net.driver),
                 "spark.executor.memory": "768m",
+                # Else stop() waits two minutes for a cleaner that asks an executor which a test has cut off.
+                "spark.cleaner.referenceTracking.blocking": "false",
                 **DRIVER_PORTS,
                 **settings,
             },
