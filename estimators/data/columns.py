@@ -15,9 +15,11 @@ from pyspark.sql import types as T  # noqa: N812 - likewise
 
 from spark_hvd.estimators.errors import DataError
 from spark_hvd.estimators.readers.dataset import Column, listed, nearest
+from spark_hvd.runner.spark.session import active_session
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
+    from pyspark.sql import SparkSession
 
 _EXACT: dict[type[T.DataType], str] = {
     T.BooleanType: "bool",
@@ -41,6 +43,26 @@ _REMEDIES = {
     "": "cast it to a number or an array of numbers first",
 }
 _REMEDIES |= {"varchar": _REMEDIES["string"], "char": _REMEDIES["string"], "timestamp_ntz": _REMEDIES["timestamp"]}
+
+
+def session_of(frame: Any, what: str) -> SparkSession:
+    """The session of a DataFrame.
+
+    Args:
+        frame: What the user gave.
+        what: It was given to.
+
+    Raises:
+        TypeError: it is no DataFrame of Spark.
+        ClusterError: its session has been stopped.
+    """
+    if not hasattr(frame, "sparkSession"):
+        kind = type(frame)
+        raise TypeError(
+            f"{what} got a {kind.__module__}.{kind.__qualname__}: expected a DataFrame of Spark; of pandas or Arrow, "
+            "spark.createDataFrame(frame)"
+        )
+    return active_session(frame.sparkSession)
 
 
 def check_columns(schema: T.StructType, names: Sequence[str], what: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from pyspark.ml import Estimator, Model
 
-from spark_hvd.estimators.data.columns import check_columns, columns_of, expression_of
+from spark_hvd.estimators.data.columns import check_columns, columns_of, expression_of, session_of
 from spark_hvd.estimators.data.leases import in_use
 from spark_hvd.estimators.data.materialize import materialize
 from spark_hvd.estimators.data.parquet import dataset_of
@@ -95,7 +95,7 @@ class SparkEstimator(SavedParams, Estimator[M]):
         return self._trained(plan, spec, plan.backend.num_processes())
 
     def _fit(self, dataset: DataFrame) -> M:
-        with job_group(dataset.sparkSession, self.uid):
+        with job_group(session_of(dataset, "fit"), self.uid):
             return self._fit_on(dataset)
 
     def _fit_on(self, dataset: DataFrame) -> M:

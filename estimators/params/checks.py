@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from spark_hvd.estimators.readers.dataset import nearest
+from spark_hvd.store import Store
 
 Check = Callable[[str, Any], Any]
 """(name, value) -> the value, perhaps in its plain form; raises ValueError or TypeError."""
@@ -185,6 +187,14 @@ def instance(kind: str, *methods: str) -> Check:
         return value
 
     return check
+
+
+def store(name: str, value: Any) -> Store:
+    """A Store, or the path or URL of one."""
+    if isinstance(value, (str, os.PathLike)):
+        return Store.create(os.fspath(value))
+    found: Store = instance("a Store, or its path or URL", "open", "run_path")(name, value)
+    return found
 
 
 def callbacks(name: str, value: Any) -> list[Any]:

@@ -30,8 +30,9 @@ _WHERE = rows(
     (
         "store",
         None,
-        c.instance("a Store: Store.create(url)", "open", "run_path"),
-        "Where data and checkpoints lie; every executor must reach it. By default a temporary folder, on one machine.",
+        c.store,
+        "A Store, or its path or URL: where data and checkpoints lie. Every executor must reach it. By default a "
+        "temporary folder, on one machine.",
     ),
     ("run_id", None, c.text, "Name of the run. If the store has a checkpoint of that name, the run goes on from it."),
     ("max_restarts", 0, c.whole(0), "Restarts from the last checkpoint after an executor is lost or a rank is killed."),

@@ -183,7 +183,7 @@ class _Loop:
         if spec.terminate_on_nan and looked_at:
             value = float(state.loss)
             if value - value != 0.0:
-                raise not_finite(value, state.epoch, number, state.steps)
+                raise not_finite(value, state.epoch, number, state.steps, batch)
         sums.add(len(inputs[0]), state.loss, self.metrics(outputs, labels))
         for callback in self.job.objects.callbacks:
             callback.on_batch_end(state)

@@ -9,7 +9,7 @@ from pyspark.ml import Model
 from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
 from pyspark.sql.types import UserDefinedType
 
-from spark_hvd.estimators.data.columns import expression_of
+from spark_hvd.estimators.data.columns import expression_of, session_of
 from spark_hvd.estimators.errors import DataError, ModelError
 from spark_hvd.estimators.params import checks
 from spark_hvd.estimators.params.params import rows
@@ -132,6 +132,7 @@ class TorchModel(SavedParams, Model):
             ) from error
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
+        session = session_of(dataset, "transform")
         model, names = self.value_of("model"), self.value_of("feature_columns")
         for name, value in (("model", model), ("feature_columns", names)):
             if value is None:
@@ -147,7 +148,6 @@ class TorchModel(SavedParams, Model):
         shapes = known or probed_shapes(dataset, packed, specs, decoders) or self._assumed_shapes()
         plan = self._plan(self._label_types(dataset.schema), shapes)
         _check_new(dataset, [output.name for output in plan])
-        session = dataset.sparkSession
         choose_python(session)
         used = {name: decoder for name, decoder in decoders.items() if name in names}
         job = Prediction(

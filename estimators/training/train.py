@@ -22,6 +22,7 @@ from spark_hvd.estimators.training.history import History, monitored
 from spark_hvd.estimators.training.readers import open_reader, reader_spec
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.store.errors import CheckpointError
+from spark_hvd.world.words import count
 
 if TYPE_CHECKING:
     from spark_hvd.estimators.training.packing import PackedModule
@@ -235,12 +236,21 @@ def _position(spec: TrainSpec, resumed: dict[str, Any] | None) -> Position:
     return Position(position.number + 1)
 
 
-def not_finite(loss: float, epoch: int, batch: int, steps: int) -> NotFiniteLossError:
-    """The error of a loss that is NaN or infinite."""
+def not_finite(
+    loss: float, epoch: int, batch: int, steps: int, tensors: Mapping[str, torch.Tensor]
+) -> NotFiniteLossError:
+    """The error of a loss that is NaN or infinite; ``tensors`` are what the batch holds of each column."""
+    where = f"the loss is {loss} on rank {hvd.rank()} in epoch {epoch + 1}, batch {batch + 1} of {steps}"
+    for column, tensor in tensors.items():
+        if odd := int((~torch.isfinite(tensor)).sum()):
+            return NotFiniteLossError(
+                f"{where}, whose column {column!r} has {count(odd, 'value')} NaN or infinite. Fill or leave them out "
+                f"before fit: df.na.fill(0.0, [{column!r}]), df.na.drop(subset=[{column!r}])"
+            )
     return NotFiniteLossError(
-        f"the loss is {loss} on rank {hvd.rank()} in epoch {epoch + 1}, batch {batch + 1} of {steps}. Look for a "
-        "learning rate that is too high (TorchEstimator's scale_lr multiplies it by num_proc), values that are not "
-        "scaled, a log or division in the loss, gradients that want clipping; terminate_on_nan=False goes on"
+        f"{where}. Look for a learning rate that is too high (TorchEstimator's scale_lr multiplies it by num_proc), "
+        "values that are not scaled, a log or division in the loss, gradients that want clipping; "
+        "terminate_on_nan=False goes on"
     )
 
 

@@ -31,6 +31,7 @@ _FILES = (
 )
 _ASSERT = 'Run once with env={"CUDA_LAUNCH_BLOCKING": "1"}: the traceback then ends at the line that is wrong.'
 _PATH = "Every rank opens paths on its own host: use a path that all hosts see, or a URL of a store."
+_TWICE = "The ranks have met already, and the default process group is there: leave init_process_group out."
 _ECHO = (
     "No rank has failed by itself: either the network between them did, or a rank left early. Every rank has to call "
     "the same collectives the same number of times."
@@ -40,6 +41,7 @@ _EXIT = "Something ended the process: look for os._exit or exit(), and at the la
 _SIGNALS = {"SIGSEGV": _SEGFAULT, "SIGBUS": _BUS, "SIGILL": _ILLEGAL}
 _WORDS: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"CUDA out of memory|OutOfMemoryError"), _CUDA_MEMORY),
+    (re.compile(r"initialize the default process group twice"), _TWICE),
     (re.compile(r"device-side assert"), _ASSERT),
     (re.compile(r"insufficient shared memory|killed by signal: Bus error"), _BUS),
     (re.compile(r"Too many open files"), _FILES),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,6 +16,11 @@ from spark_hvd.runner.tracebacks import Brief
 R = TypeVar("R")
 
 _MAX_DEPTH = 6
+_INSIDE = "Create it inside fn instead, or pass what it is made from (a path, a configuration)."
+_OF_SPARK = (
+    "Ranks have no Spark. Write a DataFrame to Parquet and pass the path, pass df.toPandas() if it is small, or train "
+    "on it with an estimator."
+)
 
 
 class UnpicklableError(Brief, TypeError):
@@ -26,18 +33,44 @@ def dump_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     """Pickle a call. Functions and classes of ``__main__`` (a notebook, a script) travel by value.
 
     Raises:
+        TypeError: it is not a function with the arguments that it takes.
         UnpicklableError: naming the closure variable, global, argument or attribute that cannot travel.
     """
+    _check_call(fn, args, kwargs)
     try:
         data: bytes = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
     except Exception as error:
         parts = [("fn", fn), *((f"args[{i}]", value) for i, value in enumerate(args))]
         parts += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
+        spark = any((found := _culprit(*part, frozenset(), _MAX_DEPTH)) and _is_spark(found[1]) for part in parts)
         raise UnpicklableError(
-            f"cannot send fn to the ranks: {explain(parts, error)}\n"
-            "Create it inside fn instead, or pass what it is made from (a path, a configuration)."
+            f"cannot send fn to the ranks: {explain(parts, error)}\n{_OF_SPARK if spark else _INSIDE}"
         ) from error
     return data
+
+
+def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
+    if not callable(fn):
+        raise TypeError(
+            f"fn={reprlib.repr(fn)} is no function: give the function itself, run(train, args=(1,)), and not what it "
+            "returns, run(train(1))"
+        )
+    if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
+        raise TypeError(
+            f"args={reprlib.repr(args)}: expected a tuple of arguments; of one, args=({reprlib.repr(args)},)"
+        )
+    if not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs={reprlib.repr(kwargs)}: expected a dict of arguments by their names")
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of some built-in functions nothing is known
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{name_of(fn)}{signature} does not take args={reprlib.repr(args)}, kwargs={reprlib.repr(kwargs)}: {error}"
+        ) from None
 
 
 def dump_result(value: Any, rank: int) -> bytes:
@@ -81,6 +114,8 @@ def explain(parts: Sequence[tuple[str, Any]], error: Exception) -> str:
         culprit = _culprit(path, value, frozenset(), _MAX_DEPTH)
         if culprit is not None:
             where, what = culprit
+            if _is_spark(what):
+                return f"{where} is a {type(what).__qualname__} of Spark, which exists in the driver only."
             return f"{where} is a {type(what).__module__}.{type(what).__qualname__}, which cannot be pickled ({error})."
     return f"{error}."
 
@@ -89,12 +124,16 @@ def _culprit(path: str, value: Any, seen: frozenset[int], depth: int) -> tuple[s
     """The deepest part of ``value`` that fails to pickle, as (path to it, the part); None if it pickles."""
     if _pickles(value):
         return None
-    if depth and id(value) not in seen:
+    if depth and id(value) not in seen and not _is_spark(value):
         for name, part in _parts(value):
             found = _culprit(f"{path}{name}", part, seen | {id(value)}, depth - 1)
             if found is not None:
                 return found
     return path, value
+
+
+def _is_spark(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in ("pyspark", "py4j")
 
 
 def _pickles(value: Any) -> bool:

@@ -65,10 +65,11 @@ def failure_report(
     lines = [f"rank {first.rank} of {size} failed on host {first.host}: {error}"]
     crashed = first.kind in (FailureKind.SIGNAL, FailureKind.TIMEOUT)
     title = "Rank" if not first.traceback else "Stacks of rank" if crashed else "Traceback of rank"
-    lines.append(_rule(f"{title} {first.rank} ({_facts(first)})"))
+    shown = _tail(first)
     if first.traceback:
-        lines.append(first.traceback.rstrip() if crashed else trim_traceback(first.traceback.rstrip()))
-    lines += _tail(first)
+        shown.insert(0, first.traceback.rstrip() if crashed else trim_traceback(first.traceback.rstrip()))
+    if shown:
+        lines += [_rule(f"{title} {first.rank} ({_facts(first)})"), *shown]
     if others:
         lines += [_rule("The other ranks"), *_others(others)]
     lines += _hang(hang)

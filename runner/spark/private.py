@@ -66,6 +66,12 @@ def java_context(spark: SparkSession) -> Any:
     return context._jsc.sc()
 
 
+def is_stopped(spark: SparkSession) -> bool:
+    """Whether the application has been ended by ``stop()``."""
+    context: Any = spark.sparkContext
+    return context._jsc is None
+
+
 def temporary_folder(spark: SparkSession) -> str:
     """Where Spark's own temporary files of the driver are, which go with it."""
     context: Any = spark.sparkContext

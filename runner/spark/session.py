@@ -28,12 +28,17 @@ def active_session(spark: SparkSession | None) -> SparkSession:
     """Return ``spark``, or the session that is active in this thread or application.
 
     Raises:
-        ClusterError: there is none.
+        ClusterError: there is none, or it has been stopped.
     """
     from pyspark.errors import PySparkException
     from pyspark.sql import SparkSession
 
     if spark is not None:
+        if not is_connect(spark) and spark_private.is_stopped(spark):
+            raise ClusterError(
+                "this Spark session has been stopped. Make a new one, SparkSession.builder.getOrCreate(), and "
+                "DataFrames with it"
+            )
         return spark
     try:
         return SparkSession.active()  # else the default one: threads that the user started have none of their own

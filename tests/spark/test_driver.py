@@ -21,6 +21,7 @@ from spark_hvd.runner import (
     RankFailedError,
     SetupError,
     StartTimeoutError,
+    UnpicklableError,
     run,
     run_elastic,
 )
@@ -104,6 +105,16 @@ def test_a_second_run_waits_for_the_slots_of_the_first(spark: SparkSession, tmp_
     wait_until(begun.exists, 30)
     assert run(lambda: (reduce_one(), ended.exists()), num_proc=2, spark=spark) == [(2.0, True)] * 2
     first.join()
+
+
+def test_spark_itself_cannot_travel(spark: SparkSession) -> None:
+    context, frame = spark.sparkContext, spark.range(3)
+    with pytest.raises(
+        UnpicklableError, match=r"closure variable 'context' is a SparkContext of Spark.*\nRanks have no"
+    ):
+        run(lambda: context.parallelize([1]), num_proc=2, spark=spark)
+    with pytest.raises(UnpicklableError, match=r"args\[0\] is a DataFrame of Spark.*\n.*Parquet"):
+        run(print, args=(frame,), num_proc=2, spark=spark)
 
 
 def blocking_python(tmp_path: Path, module: str, error: str) -> str:

@@ -11,7 +11,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 from torch.nn import functional
 
-from spark_hvd.estimators import DataError, LocalBackend, ModelError, TorchEstimator, TorchModel
+from spark_hvd.estimators import DataError, LocalBackend, ModelError, Store, TorchEstimator, TorchModel
 from spark_hvd.estimators.torch.trial import try_transform
 from tests.spark.estimator_support import estimator, frame, linear
 
@@ -36,7 +36,7 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "shapes": ({"input_shapes": [3]}, r"input_shapes=\[3\]: expected a list of shapes"),
     "dtype": ({"input_dtypes": ["float31"]}, "'float31' is no torch dtype"),
     "model": ({"model": nn.Linear}, "expected a torch.nn.Module"),
-    "store": ({"store": "/tmp/x"}, r"expected a Store: Store\.create"),
+    "store": ({"store": 3}, "store=3: expected a Store, or its path or URL"),
     "callback": ({"callbacks": [int]}, "expected a list of callbacks"),
     "clip": ({"gradient_clip_norm": -1}, "gradient_clip_norm=-1: expected a number above 0"),
 }
@@ -150,6 +150,18 @@ def test_a_model_that_is_trained_for_another_use_may_fail_to_transform(caplog: p
 def test_strings_are_refused_with_the_remedy(df: DataFrame) -> None:
     with pytest.raises(DataError, match=r"'value' has the type string.*StringIndexer"):
         estimator().fit(df.withColumn("value", F.col("value").cast("string")))
+
+
+def test_a_frame_of_another_library(df: DataFrame) -> None:
+    frame = df.limit(3).toPandas()
+    with pytest.raises(
+        TypeError, match=r"fit got a pandas\.core\.frame\.DataFrame: .* spark\.createDataFrame\(frame\)"
+    ):
+        estimator().fit(frame)
+
+
+def test_a_store_by_its_url() -> None:
+    assert estimator(store="memory://somewhere").getStore().url == Store.create("memory://somewhere").url
 
 
 def test_an_empty_frame(df: DataFrame) -> None:

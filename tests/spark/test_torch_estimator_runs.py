@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 
 from spark_hvd.estimators import (
@@ -221,6 +222,14 @@ class NanOnce(nn.Module):
     def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         loss = (output - label).square().mean()
         return loss * float("nan") if torch.is_grad_enabled() and (label > 4.0).any() else loss
+
+
+def test_nan_in_the_data_is_named_by_its_column(df: DataFrame) -> None:
+    frame = df.withColumn("value", F.expr("if(row = 40, double('nan'), value)"))
+    with pytest.raises(
+        NotFiniteLossError, match=r"batch \d of 8, whose column 'value' has 1 value NaN .*subset=\['value'\]"
+    ):
+        estimator().fit(frame)
 
 
 def test_steps_that_are_not_finite_can_be_left_out(df: DataFrame) -> None:

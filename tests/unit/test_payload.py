@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,22 @@ def test_a_call_travels_whole() -> None:
     offset = 10
     fn, args, kwargs = pickle.loads(dump_call(lambda x, y: x + y + offset, (1,), {"y": 2}))
     assert fn(*args, **kwargs) == 13
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "kwargs", "told"),
+    [
+        (3, (), {}, r"fn=3 is no function: give the function itself"),
+        (print, 5, {}, r"args=5: expected a tuple of arguments; of one, args=\(5,\)"),
+        (print, "abc", {}, r"args='abc': expected a tuple"),
+        (print, (), [1], r"kwargs=\[1\]: expected a dict"),
+        (lambda lr: lr, (1, 2), {}, r"<lambda>\(lr\) does not take args=\(1, 2\), kwargs=\{\}: too many positional"),
+        (lambda lr: lr, (), {"rate": 1}, r"missing a required argument: 'lr'"),
+    ],
+)
+def test_a_call_that_cannot_be_made_is_refused(fn: Any, args: Any, kwargs: Any, told: str) -> None:
+    with pytest.raises(TypeError, match=told):
+        dump_call(fn, args, kwargs)
 
 
 def test_a_closure_variable_is_named() -> None:
