@@ -68,7 +68,9 @@ def failure_report(
     shown = _tail(first)
     if first.traceback:
         shown.insert(0, first.traceback.rstrip() if crashed else trim_traceback(first.traceback.rstrip()))
-    if shown:
+    if not shown:
+        lines[0] = f"rank {first.rank} of {size} failed on {_facts(first)}: {error}"
+    else:
         lines += [_rule(f"{title} {first.rank} ({_facts(first)})"), *shown]
     if others:
         lines += [_rule("The other ranks"), *_others(others)]
