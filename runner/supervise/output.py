@@ -67,12 +67,15 @@ class LineCutter:
     def end(self) -> list[str]:
         """Return what is left of an unfinished line."""
         rest, self._rest = self._rest, b""
-        return self._tell() + ([rest.decode(errors="replace")] if rest and not _DRAWING.search(rest) else [])
+        if _DRAWING.search(rest):
+            self._draw(_state(rest))
+            return self._tell()
+        return self._tell() + ([rest.decode(errors="replace")] if rest else [])
 
     def _draw(self, state: str) -> None:
         self._drawing = True
-        if state != self._told:
-            self._drawn = state or self._drawn
+        if state:
+            self._drawn = "" if state == self._told else state
 
     def _tell(self) -> list[str]:
         if not self._drawn:

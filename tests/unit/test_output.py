@@ -31,6 +31,8 @@ def test_of_a_progress_bar_one_state_a_second_is_a_line() -> None:
     now += 10
     assert cutter.due() == ["7%"]
     assert cutter.feed(b"\n") == cutter.due() == cutter.end() == []
+    assert cutter.feed(b"8%\r") == []
+    assert cutter.end() == ["8%"]
 
 
 def test_lines_beside_a_progress_bar_are_all_there() -> None:
