@@ -39,6 +39,7 @@ from spark_hvd.runner.supervise.task import TaskSpec
 from spark_hvd.runner.terminal import harmless
 from spark_hvd.runner.tracebacks import briefly
 from spark_hvd.runner.watch.tracking import Tracker
+from spark_hvd.world.words import count
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -177,8 +178,9 @@ def attend(
             watch()
             if deadline is not None and time.monotonic() > deadline:
                 text = (
-                    f"the elastic run had not ended after timeout={config.timeout:g} s, with {hub.resets} failures "
-                    "survived; all ranks were stopped. Give a larger timeout= if this is how long it takes"
+                    f"the elastic run had not ended after timeout={config.timeout:g} s, with "
+                    f"{count(hub.resets, 'failure')} survived; all ranks were stopped. "
+                    "Give a larger timeout= if this is how long it takes"
                 )
                 raise RunTimeoutError(with_hang(text, monitor.hang), (), monitor.hang)
         verdict = hub.verdict

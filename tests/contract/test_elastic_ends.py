@@ -127,13 +127,13 @@ def test_an_excluded_host_comes_back_when_it_has_cooled_down(caplog: pytest.LogC
     plan = FaultPlan().raises(1, 0).raises(1, 0, generation=1)
     assert run(plan, cooldown_range=(0.5, 1))[0] == [(2, 2)] * 6
     assert "gets no new ranks for 1 s: 2 of its ranks" in caplog.text
-    with pytest.raises(RankFailedError, match="1 ranks are left, min_num_proc=2, and hosts get no new ones after 2 fa"):
+    with pytest.raises(RankFailedError, match="1 rank left, min_num_proc=2, and hosts get no new ones after 2 fa"):
         run(plan)
 
 
 def test_too_few_ranks_are_waited_for_as_long_as_elastic_timeout() -> None:
     plan = FaultPlan().kill(1, 3)
-    with pytest.raises(TooFewRanksError, match=r"1 ranks for elastic_timeout=1.5 s, min_num_proc=2: no more executors"):
+    with pytest.raises(TooFewRanksError, match=r"1 rank for elastic_timeout=1.5 s, min_num_proc=2: no more executors"):
         run(plan, host_failure_limit=1, cooldown_range=(30, 30), elastic_timeout=1.5)
     back = run(plan, host_failure_limit=1, cooldown_range=(0.5, 0.5), elastic_timeout=20)
     assert back[0] == [(0, 2)] * 3 + [(1, 2)] * 3
@@ -234,7 +234,7 @@ def test_output_is_labelled_with_the_rank_of_the_time(capfd: pytest.CaptureFixtu
 
 
 def test_a_timeout_stops_all_ranks() -> None:
-    with pytest.raises(RunTimeoutError, match=r"had not ended after timeout=3 s, with [01] failures survived"):
+    with pytest.raises(RunTimeoutError, match=r"had not ended after timeout=3 s, with (0 failures|1 failure) survived"):
         run(FaultPlan().kill(1, 3), 10_000, 0.02, timeout=3)  # a busy machine has not come to the failure by then
 
 

@@ -119,7 +119,7 @@ def test_an_exception_on_all_ranks_ends_the_run(hosts: ElasticCluster) -> None:
 
 def test_with_exclusion_a_host_gets_no_ranks_after_a_failure(hosts: ElasticCluster) -> None:
     hosts.provide(h2=1, h3=1)
-    with pytest.raises(RankFailedError, match="1 ranks are left, min_num_proc=2, and hosts get no new ones after 1 fa"):
+    with pytest.raises(RankFailedError, match="1 rank left, min_num_proc=2, and hosts get no new ones after 1 fa"):
         launch(hosts, FaultPlan().raises(0, 4), host_failure_limit=1)
 
 
@@ -127,7 +127,7 @@ def test_with_exclusion_for_a_while_the_host_comes_back(hosts: ElasticCluster) -
     hosts.provide(h2=1, h3=1)
     faults = FaultPlan().raises(0, 4)
     assert launch(hosts, faults, host_failure_limit=1, cooldown_range=(1, 1)).worlds == [(0, 2)] * 4 + [(1, 2)] * 8
-    with pytest.raises(TooFewRanksError, match="1 ranks for elastic_timeout=2 s, min_num_proc=2"):
+    with pytest.raises(TooFewRanksError, match="1 rank for elastic_timeout=2 s, min_num_proc=2"):
         launch(hosts, faults, host_failure_limit=1, cooldown_range=(60, 60), elastic_timeout=2)
 
 
@@ -207,7 +207,7 @@ def test_too_few_hosts_are_waited_for_as_long_as_elastic_timeout(hosts: ElasticC
         progress.wait(lambda line: line.step >= 5)
         hosts.kill_worker(H3)
 
-    with pytest.raises(TooFewRanksError, match="1 ranks for elastic_timeout=3 s, min_num_proc=2"):
+    with pytest.raises(TooFewRanksError, match="1 rank for elastic_timeout=3 s, min_num_proc=2"):
         direct(hosts, progress, lose_one, elastic_timeout=3)
 
 

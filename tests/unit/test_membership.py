@@ -42,7 +42,7 @@ def test_too_few_to_start_is_an_error_that_names_the_number() -> None:
     model.run(6.0)
     assert model.membership.verdict is not None
     assert model.membership.verdict.end is End.NOT_STARTED
-    assert "1 tasks had started after start_timeout=5 s, min_num_proc=2" in model.membership.verdict.text
+    assert "1 task had started after start_timeout=5 s, min_num_proc=2" in model.membership.verdict.text
 
 
 def test_ranks_of_one_host_are_next_to_each_other() -> None:
@@ -91,7 +91,7 @@ def test_below_the_minimum_for_too_long_is_an_error() -> None:
     model.run(25.0)
     assert model.membership.verdict is not None
     assert model.membership.verdict.end is End.TOO_FEW
-    assert "1 ranks for elastic_timeout=20 s, min_num_proc=2" in model.membership.verdict.text
+    assert "1 rank for elastic_timeout=20 s, min_num_proc=2" in model.membership.verdict.text
 
 
 def test_newcomers_join_at_a_commit_and_that_is_no_failure() -> None:

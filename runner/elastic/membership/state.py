@@ -191,7 +191,7 @@ class Membership:
     def _yielded(self, event: ev.Yielded, now: float) -> None:
         generation = self._member_of(event.worker, event.generation)
         if generation is not None:
-            self._close(generation, "its members change", now, failed=False)
+            self._close(generation, "a change of members", now, failed=False)
 
     def _committed(self, event: ev.Committed, now: float) -> None:
         worker = self._alive(event.worker)

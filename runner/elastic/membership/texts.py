@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from spark_hvd.runner.elastic.membership.events import Limits
+from spark_hvd.world.words import count
 
 
 def not_started(there: int, limits: Limits) -> str:
     """Fewer than the minimum of tasks have started."""
     return (
-        f"{there} tasks had started after start_timeout={limits.start_timeout:g} s, "
+        f"{count(there, 'task')} had started after start_timeout={limits.start_timeout:g} s, "
         f"min_num_proc={limits.min_num_proc}: give the application more executors or cores, wait for the jobs that "
         "hold them, or ask for fewer ranks"
     )
@@ -19,15 +20,16 @@ def not_started(there: int, limits: Limits) -> str:
 def too_few(there: int, limits: Limits, last: str) -> str:
     """Fewer than the minimum of ranks, for too long."""
     return (
-        f"{there} ranks for elastic_timeout={limits.elastic_timeout:g} s, min_num_proc={limits.min_num_proc}: no more "
-        f"executors have come. Give the application more, or a smaller min_num_proc=; last: {last}"
+        f"{count(there, 'rank')} for elastic_timeout={limits.elastic_timeout:g} s, "
+        f"min_num_proc={limits.min_num_proc}: no more executors have come. Give the application "
+        f"more, or a smaller min_num_proc=; last: {last}"
     )
 
 
 def all_excluded(there: int, limits: Limits, hosts: Iterable[str], last: str) -> str:
     """No host is left where ranks could be started."""
     return (
-        f"{there} ranks are left, min_num_proc={limits.min_num_proc}, and hosts get no new ones after "
+        f"{count(there, 'rank')} left, min_num_proc={limits.min_num_proc}, and hosts get no new ones after "
         f"{limits.host_failure_limit} failures without a commit: {', '.join(sorted(set(hosts)))}; last: {last}"
     )
 
