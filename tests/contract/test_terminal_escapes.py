@@ -60,7 +60,7 @@ for progress in ("plain", "table", "off"):
     display.end(view.summary(50.0))
 
 def fail():
-    print("printed" + NASTY)
+    print(NASTY + "printed")  # what stands before a carriage return is drawn over
     raise ValueError("bad value: " + NASTY)
 
 try:

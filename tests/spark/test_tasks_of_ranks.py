@@ -88,7 +88,7 @@ def test_interfaces_and_ports(spark: SparkSession) -> None:
         ({"num_proc": 2, "procs_per_task": 0}, "procs_per_task=0"),
         ({"num_proc": 2, "ports": "9-1"}, 'ports="9-1"'),
         ({"num_proc": 2, "interfaces": ["10.0/8"]}, "interfaces="),
-        ({"num_proc": 2, "mpi": "mpich"}, 'with backend="mpi"'),
+        ({"num_proc": 2, "mpi": "mpich"}, 'expected backend="mpi"'),
     ],
 )
 def test_bad_arguments_start_nothing(spark: SparkSession, options: dict[str, Any], message: str) -> None:
