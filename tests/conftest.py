@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +43,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Each of several test processes has a temporary folder of its own: tests look for what was left behind there."""
     if hasattr(config, "workerinput"):
         # Short, as paths of sockets are limited.
-        own = tempfile.TemporaryDirectory(prefix=os.environ["PYTEST_XDIST_WORKER"], ignore_cleanup_errors=True)
-        os.environ["TMPDIR"] = tempfile.tempdir = own.name
-        config.add_cleanup(own.cleanup)
+        own = tempfile.mkdtemp(prefix=os.environ["PYTEST_XDIST_WORKER"])
+        os.environ["TMPDIR"] = tempfile.tempdir = own
+        # After multiprocessing has removed its own folder from there.
+        Finalize(None, shutil.rmtree, (own, True), exitpriority=-200)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
