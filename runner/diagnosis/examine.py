@@ -90,7 +90,8 @@ def doctor(
     config = RunConfig.of(locals())
     if not seconds > 0:
         raise ValueError(f"seconds={seconds!r}: expected a number above 0")
-    return _Examination(on_spark.active_session(spark), config, store, seconds).report()
+    # A session that was stopped is a finding, too.
+    return _Examination(spark or on_spark.active_session(None), config, store, seconds).report()
 
 
 class _Examination:
