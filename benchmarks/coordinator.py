@@ -1,4 +1,4 @@
-"""The coordinator of the named lane with many ranks, in one process: messages in, decisions out, no sockets.
+"""The coordinator of named collectives with many ranks, in one process: messages in, decisions out, no sockets.
 
 `python -m benchmarks.coordinator [--ranks 512] [--tensors 200] [--steps 20] [--json]`
 

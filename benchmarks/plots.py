@@ -133,7 +133,7 @@ def allreduce() -> Figure:
 
 
 def mpi() -> Figure:
-    """MPI, Gloo and the named lane in the same two processes."""
+    """MPI, Gloo and named collectives in the same two processes."""
     return _times(
         table(DOCS / "benchmarks.md", "MPI", "mpi4py Allreduce us"),
         {

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Owner(Protocol):
-    """The lane that runs a handle's collective."""
+    """The queue that runs a handle's collective."""
 
     def flush(self) -> None:
         """Tell the coordinator what this rank is ready for, if there is news."""
@@ -57,7 +57,7 @@ class NamedHandle(Generic[T]):
     def __init__(
         self, owner: Owner | None, name: str, request: Request, work: Work, result: Callable[[Work], T]
     ) -> None:
-        """Made by a lane.
+        """Made by a queue.
 
         Args:
             owner: Which runs it.
@@ -145,7 +145,7 @@ class NamedHandle(Generic[T]):
         return self.wait()
 
     def complete(self, outcome: Execution | Moment | None = None, error: Exception | None = None) -> None:
-        """Called by the lane, once: the collective has ended."""
+        """Called by its queue, once: the collective has ended."""
         if self._done:
             return
         self._execution = outcome
@@ -166,7 +166,7 @@ class NamedHandle(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether the lane has nothing more to do for it."""
+        """Whether the queue has nothing more to do for it."""
         return self._done
 
 

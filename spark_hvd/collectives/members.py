@@ -1,4 +1,4 @@
-"""Who shares a named lane, and over what they talk."""
+"""The members of a process set, and over what they talk."""
 
 from __future__ import annotations
 

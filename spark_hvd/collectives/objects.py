@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from spark_hvd.collectives.execution import Work, single_result
-from spark_hvd.collectives.process_set import ProcessSet, global_process_set, lane_of
+from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
 from spark_hvd.collectives.start import start_allgather, start_broadcast, start_sealing
 from spark_hvd.world.errors import CollectiveError
 
@@ -58,10 +58,10 @@ def broadcast_object(
         CollectiveError: A peer or the network failed, or what came is not what the root has sent.
     """
     process_set.require_root(root_rank)
-    lane = lane_of(process_set)
-    if len(lane.ranks) == 1:
+    queue = queue_of(process_set)
+    if len(queue.ranks) == 1:
         return obj
-    me = lane.ranks[lane.communicator.rank]
+    me = queue.ranks[queue.communicator.rank]
     mine = me == root_rank
     payload, own, failure = _pickled(obj) if mine else (torch.empty(0, dtype=torch.uint8), None, None)
     seal = start_sealing(own, root_rank, name and f"{name}.seal", process_set).wait()
@@ -69,7 +69,7 @@ def broadcast_object(
         raise _unpicklable("broadcast_object", root_rank) from failure
     if not mine:
         payload = torch.empty(_numel(seal), dtype=torch.uint8)
-    payload = payload.to(lane.communicator.fact_device)
+    payload = payload.to(queue.communicator.fact_device)
     start_broadcast([payload], root_rank, name, process_set, single_result, in_place=True, urgent=True).wait()
     return obj if mine else _loaded(payload.cpu(), seal, f"rank {me} got a pickle from rank {root_rank}")
 
@@ -91,15 +91,15 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
         ValueError: A rank's object cannot be pickled. Raised on every rank.
         CollectiveError: A peer or the network failed, or what came is not what a rank has sent.
     """
-    lane = lane_of(process_set)
+    queue = queue_of(process_set)
     payload, seal, failure = _pickled(obj)
-    payload = payload.to(lane.communicator.fact_device)
+    payload = payload.to(queue.communicator.fact_device)
     work = start_allgather([payload], name, process_set, _whole, urgent=True, seal=seal).wait()
     gathered = single_result(work).cpu()
-    me = lane.ranks[lane.communicator.rank]
+    me = queue.ranks[queue.communicator.rank]
     values: list[T] = []
     start = 0
-    for rank, each in zip(lane.ranks, work.seals, strict=True):
+    for rank, each in zip(queue.ranks, work.seals, strict=True):
         if each == _UNPICKLABLE:
             raise _unpicklable("allgather_object", rank) from failure
         if each is not None:  # ranks that have joined have no part

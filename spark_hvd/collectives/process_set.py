@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from spark_hvd.collectives.lane import Lane
+from spark_hvd.collectives.queue import NegotiatedQueue
 from spark_hvd.world.errors import NotInitializedError
 from spark_hvd.world.layout import World
 
@@ -19,13 +19,13 @@ class Here(Protocol):
         ...
 
     @property
-    def lane(self) -> Lane:
-        """The named lane of all ranks."""
+    def queue(self) -> NegotiatedQueue:
+        """The queue of the collectives of all ranks."""
         ...
 
     @property
-    def lanes(self) -> Mapping[int, Lane]:
-        """The lanes of the process sets that this rank is in, by number."""
+    def queues(self) -> Mapping[int, NegotiatedQueue]:
+        """The queues of the process sets that this rank is in, by number."""
         ...
 
     @property
@@ -150,8 +150,8 @@ global_process_set: ProcessSet = _GlobalProcessSet()
 """All ranks."""
 
 
-def lane_of(process_set: ProcessSet) -> Lane:
-    """The named lane of a process set.
+def queue_of(process_set: ProcessSet) -> NegotiatedQueue:
+    """The queue of a process set's collectives.
 
     Raises:
         NotInitializedError: Before init().
@@ -159,15 +159,15 @@ def lane_of(process_set: ProcessSet) -> Lane:
     """
     here = _current()
     if process_set is global_process_set:
-        return here.lane
+        return here.queue
     if not isinstance(process_set, ProcessSet):
         raise ValueError(f"process_set={process_set!r} is no ProcessSet; register one with hvd.add_process_set().")
     number = process_set.process_set_id
     if number is None or here.process_sets.get(number) is not process_set:
         raise ValueError(f"{process_set} is not registered in this world; call hvd.add_process_set() on every rank.")
-    lane = here.lanes.get(number)
-    if lane is None:
+    queue = here.queues.get(number)
+    if queue is None:
         raise ValueError(
             f"rank {here.world.me.rank} is not a member of {process_set}; only its members may call collectives on it."
         )
-    return lane
+    return queue

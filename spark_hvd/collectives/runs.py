@@ -1,7 +1,7 @@
 """Runs batches in the coordinator's order on one rank, without waiting for any; the engine's thread only.
 
-Tensors on a GPU are packed and unpacked on a stream of the lane's own, after what the caller's stream had queued before
-the call; a moment on that stream stands for the result, and no thread waits for the device.
+Tensors on a GPU are packed and unpacked on a stream of the queue's own, after what the caller's stream had queued
+before the call; a moment on that stream stands for the result, and no thread waits for the device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory that all ranks of a process set can see, where they are on one host: large all-reduces go through it.
 
 Every rank copies its elements into a buffer of its own, sums its share of all ranks' buffers, and copies the result
-out: three passes over memory instead of two ways through the loopback interface. Barriers of the lane's communicator
+out: three passes over memory instead of two ways through the loopback interface. Barriers of the queue's communicator
 stand between the passes, so a rank that is gone is noticed as ever.
 """
 

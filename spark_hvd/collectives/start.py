@@ -1,4 +1,4 @@
-"""Named collectives on tensors: each function here describes one call, and leaves it to the lane of its process set."""
+"""Named collectives on tensors: each function here describes one call and leaves it to the queue of its process set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from spark_hvd.collectives.execution import Work, all_results
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.messages import Request, dtype_text
-from spark_hvd.collectives.process_set import ProcessSet, lane_of
+from spark_hvd.collectives.process_set import ProcessSet, queue_of
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.dtypes import check_op
 from spark_hvd.transport.shapes import even_rows, require_dense, require_rows, split_fault
@@ -62,14 +62,14 @@ def start_allreduce(
         TypeError: The dtype has no such reduction, or cannot be scaled.
         ValueError: The process set is not this rank's, or the tensors are on several devices.
     """
-    lane = lane_of(process_set)
+    queue = queue_of(process_set)
     if name is not None and len(tensors) == 1:
-        handle = lane.again(name, tensors[0], reducing, result, in_place=in_place, urgent=urgent)
+        handle = queue.again(name, tensors[0], reducing, result, in_place=in_place, urgent=urgent)
         if handle is not None:
             return handle
     reducing.check(tensors)
     request = _request("allreduce", tensors, reducing)
-    return lane.submit(name, request, Work(tensors, in_place, []), result, urgent=urgent)
+    return queue.submit(name, request, Work(tensors, in_place, []), result, urgent=urgent)
 
 
 def start_allgather(
@@ -83,7 +83,7 @@ def start_allgather(
 ) -> NamedHandle[T]:
     """Concatenate tensors over all ranks of a process set; see :func:`start_allreduce`."""
     request = _request("allgather", tensors)._replace(seal=seal)
-    return lane_of(process_set).submit(name, request, Work(tensors, False, []), result, urgent=urgent)
+    return queue_of(process_set).submit(name, request, Work(tensors, False, []), result, urgent=urgent)
 
 
 def start_broadcast(
@@ -99,16 +99,16 @@ def start_broadcast(
     """Give all ranks of a process set the tensors of one; `root_rank` counts in the world."""
     process_set.require_root(root_rank)
     request = _request("broadcast", tensors)._replace(root=int(root_rank))
-    return lane_of(process_set).submit(name, request, Work(tensors, in_place, []), result, urgent=urgent)
+    return queue_of(process_set).submit(name, request, Work(tensors, in_place, []), result, urgent=urgent)
 
 
 def start_sealing(seal: str | None, root_rank: int, name: str | None, process_set: ProcessSet) -> NamedHandle[str]:
     """Give all ranks of a process set the seal of one; it goes by the coordinator alone, whose channel is authentic."""
     process_set.require_root(root_rank)
-    lane = lane_of(process_set)
-    place = list(lane.ranks).index(root_rank)
+    queue = queue_of(process_set)
+    place = list(queue.ranks).index(root_rank)
     request = Request("broadcast", [], [], "", root=int(root_rank), seal=seal)
-    return lane.submit(name, request, Work([], True, []), lambda work: work.seals[place] or "", urgent=True)
+    return queue.submit(name, request, Work([], True, []), lambda work: work.seals[place] or "", urgent=True)
 
 
 def start_alltoall(
@@ -120,8 +120,8 @@ def start_alltoall(
     urgent: bool = False,
 ) -> NamedHandle[tuple[torch.Tensor, torch.Tensor]]:
     """Send a share of rows to each rank of a process set; the result has the received rows and how many from whom."""
-    lane = lane_of(process_set)
-    size = len(lane.ranks)
+    queue = queue_of(process_set)
+    size = len(queue.ranks)
     counts = _counts(splits)
     fault = split_fault(tensor, counts, size)
     if fault is not None:
@@ -129,7 +129,7 @@ def start_alltoall(
     elif counts is None:
         counts = even_rows(tensor.shape[0], size)
     request = _request("alltoall", [tensor])._replace(splits=counts, fault=fault)
-    return lane.submit(name, request, Work([tensor], False, []), _with_splits, urgent=urgent)
+    return queue.submit(name, request, Work([tensor], False, []), _with_splits, urgent=urgent)
 
 
 def start_reducescatter(
@@ -148,12 +148,12 @@ def start_reducescatter(
         require_rows(tensor, "reducescatter")
     reducing.check(tensors)
     request = _request("reducescatter", tensors, reducing)
-    return lane_of(process_set).submit(name, request, Work(tensors, False, []), result, urgent=urgent)
+    return queue_of(process_set).submit(name, request, Work(tensors, False, []), result, urgent=urgent)
 
 
 def start_barrier(name: str | None, process_set: ProcessSet) -> NamedHandle[None]:
     """End when all ranks of a process set have called it."""
-    return lane_of(process_set).submit(
+    return queue_of(process_set).submit(
         name, Request("barrier", [], [], ""), Work([], True, []), lambda _: None, urgent=True
     )
 

@@ -1,4 +1,4 @@
-"""This process' timeline, while one is recorded: what the lanes tell it, and how its events get to rank 0's clock."""
+"""This process' timeline, while one is recorded: what the queues tell it, and how its events get to rank 0's clock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _AUTO_ROWS = 16
 
 
 class Tracing:
-    """Shared by all lanes of a process.
+    """Shared by all queues of a process.
 
     Args:
         wake: Wakes the engine; from any thread.

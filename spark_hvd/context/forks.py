@@ -34,8 +34,8 @@ def _leave_world_to_parent() -> None:
         return  # a world of one has no connections
     standing.context = standing.joined = standing.registry = None
     standing.pending = PendingMember(me, None, context.world.generation)
-    for lane in [context.lane, *context.lanes.values()]:
-        lane.forked(standing.forked)
+    for queue in [context.queue, *context.queues.values()]:
+        queue.forked(standing.forked)
     context.groups.forked()
 
 

@@ -98,7 +98,7 @@ def init(
             by MPI out of its ranks, with their numbers there; each of them must pass it. None: all ranks.
         process_sets: Process sets to register, the same on every rank, see
             :func:`spark_hvd.torch.add_process_set`. Horovod's "dynamic" is understood, and needed no more.
-        **settings: Values that tune the named lane, see :class:`spark_hvd.world.config.Config`. Rank 0's count for
+        **settings: Values that tune named collectives, see :class:`spark_hvd.world.config.Config`. Rank 0's count for
             all. They can be given in a world that was joined already, too. They come before the
             environment's, HOROVOD_*.
 
@@ -234,7 +234,7 @@ def join(
         timeout: Seconds until a collective gives up on its peers.
         backend: "gloo", "nccl" or "mpi" for every tensor; None for NCCL on CUDA tensors and gloo on CPU tensors. For
             "mpi" the process must have been started by an MPI process manager that numbers the ranks alike.
-        config: Values that tune the named lane; None: the environment's.
+        config: Values that tune named collectives; None: the environment's.
 
     Raises:
         RuntimeError: This process is in a world already, or MPI numbers the ranks in another way.
@@ -326,7 +326,7 @@ def _enter(world: World, layout: WorldLayout, kv: Store, timeout: float, backend
 def _settle(
     world: World, layout: WorldLayout, kv: Store, timeout: float, config: Config, *, owns_default_group: bool
 ) -> None:
-    """Open the named lane over the default process group's ranks; the world is then joined."""
+    """Open the queue of all ranks over the default process group's ranks; the world is then joined."""
     if config.stall_timeout is None:
         config = replace(config, stall_timeout=timeout)
     registry = standing.registry
@@ -341,12 +341,12 @@ def _settle(
         # its connections close with the last reference to it, which is how peers notice that it was destroyed.
         nccl = NcclGroups(lambda: [dist.group.WORLD if owns_default_group else None, *groups.of(0)])
         members = open_members(0, range(size), layout, world.me.rank, groups, config, nccl)
-        lane = engine.open_lane(members, PrefixStore("lane/0", kv))
+        queue = engine.open_queue(members, PrefixStore("queue/0", kv))
     except BaseException:
         engine.close("init() failed")
         raise
     standing.context = Context(
-        world, layout, communicator, kv, owns_default_group, engine, lane, groups, registry=registry
+        world, layout, communicator, kv, owns_default_group, engine, queue, groups, registry=registry
     )
     if config.timeline is not None:
         try:

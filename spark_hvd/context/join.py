@@ -1,8 +1,8 @@
-"""join(): a rank that has no more data stands in for itself, on all lanes of the world, until every rank has come.
+"""join(): a rank that has no more data stands in for itself in all collectives of the world, until every rank has come.
 
-The named lane's coordinator counts it as ready for everything. Planned lanes are not negotiated: there it takes part in
-one step after the other with zeros, and learns in each whether any rank has made that step in earnest. When all have
-joined, all stand in for the same step, which nobody makes; thereby they know.
+The coordinator of named collectives counts it as ready for all. Gradient reducers negotiate nothing: there it takes
+part in one step after the other with zeros, and learns in each whether any rank has made that step in earnest. When
+all have joined, all stand in for the same step, which nobody makes; thereby they know.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.objects import allgather_object
-from spark_hvd.collectives.process_set import ProcessSet, lane_of
+from spark_hvd.collectives.process_set import ProcessSet, queue_of
 from spark_hvd.context.standing import StandIn, current
 from spark_hvd.world.errors import CollectiveError, MismatchError
 from spark_hvd.world.words import ranks_text
@@ -42,12 +42,12 @@ def join(*, counts: bool) -> int:
     """
     here = current()
     if "stand-in" not in here.ordinals:  # as on all ranks
-        return here.lane.join(counts).wait()
+        return here.queue.join(counts).wait()
     gc.collect()  # optimizers that were dropped, before any rank stands in for one that others have no more
     stand_ins = dict(here.stand_ins)
     if any(each.in_flight for each in stand_ins.values()):
         raise AssertionError("join() was called while gradients are being reduced: call optimizer.step() first.")
-    handle = here.lane.join(counts)
+    handle = here.queue.join(counts)
     # A thread each: the others may come to their optimizers in any order. They cannot be interrupted, the caller can.
     ends: Ends = queue.SimpleQueue()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
@@ -76,7 +76,7 @@ def require_everyone(what: str, process_set: ProcessSet) -> None:
         MismatchError: A rank has joined.
     """
     here = set(allgather_object(current().world.me.rank, name=f"spark_hvd.{what}", process_set=process_set))
-    away = [rank for rank in lane_of(process_set).ranks if rank not in here]
+    away = [rank for rank in queue_of(process_set).ranks if rank not in here]
     if away:
         raise MismatchError(
             f"{what} cannot run: {ranks_text(away)} called join(), and it needs every rank; call it before or after."
@@ -89,7 +89,7 @@ def _hear(ends: Ends, ended: set[int], handle: NamedHandle[int]) -> None:
     except queue.Empty:
         return
     if isinstance(error, CollectiveError):
-        raise current().lane.explained(handle, error) from error
+        raise current().queue.explained(handle, error) from error
     if error is not None:
         raise error
     ended.add(number)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from spark_hvd.collectives.lane import Lane
+from spark_hvd.collectives.queue import NegotiatedQueue
 from spark_hvd.context.standing import PendingMember, standing
 from spark_hvd.transport.mpi import backend as mpi_backend
 from spark_hvd.transport.mpi.ends import at_exit
@@ -47,9 +47,9 @@ def abort(text: str, generation: int | None = None) -> None:
     registry.abort(text)
     context = standing.context
     if context is not None:
-        for lane in [context.lane, *context.lanes.values()]:
-            if lane.members.nccl is not None:
-                lane.members.nccl.abort_soon()
+        for queue in [context.queue, *context.queues.values()]:
+            if queue.members.nccl is not None:
+                queue.members.nccl.abort_soon()
 
 
 def is_aborted() -> bool:
@@ -84,7 +84,7 @@ def end(text: str) -> None:
     for process_set in context.process_sets.values():
         process_set.registered_as(None)
     context.engine.close(text)
-    drain([context.lane, *context.lanes.values()])
+    drain([context.queue, *context.queues.values()])
     if context.registry is not None:
         context.registry.abort(text)
     # The user may have destroyed the default group, and all others with it.
@@ -97,34 +97,34 @@ def end(text: str) -> None:
             context.groups.destroy_all()
 
 
-def drain(lanes: Sequence[Lane]) -> None:
-    """Wait for collectives in flight on closed lanes, then abort them, so that their process groups can be destroyed.
+def drain(queues: Sequence[NegotiatedQueue]) -> None:
+    """Wait for collectives in flight on closed queues, then abort them, so that their process groups can be destroyed.
 
     A process group waits for what is under way when it is destroyed, also where that waits for a rank that is gone.
     """
-    for lane in lanes:
-        if (lane.peer_lost or lane.left_unfinished) and lane.members.nccl is not None:
-            lane.members.nccl.abort()
+    for queue in queues:
+        if (queue.peer_lost or queue.left_unfinished) and queue.members.nccl is not None:
+            queue.members.nccl.abort()
     # It may still end well, and the peers may need it.
-    _wait([lane for lane in lanes if not lane.peer_lost], _LAST_SECONDS)
-    for lane in lanes:
-        if lane.unfinished:
-            lane.abort()
-    _wait(lanes, _LAST_SECONDS)
-    for lane in lanes:
-        if lane.unfinished:
+    _wait([queue for queue in queues if not queue.peer_lost], _LAST_SECONDS)
+    for queue in queues:
+        if queue.unfinished:
+            queue.abort()
+    _wait(queues, _LAST_SECONDS)
+    for queue in queues:
+        if queue.unfinished:
             # A daemon: when the process ends, it neither waits for this thread nor for the group that it holds.
-            threading.Thread(target=_hold, args=[lane], name="spark_hvd-farewell", daemon=True).start()
+            threading.Thread(target=_hold, args=[queue], name="spark_hvd-farewell", daemon=True).start()
 
 
-def _wait(lanes: Sequence[Lane], seconds: float) -> None:
+def _wait(queues: Sequence[NegotiatedQueue], seconds: float) -> None:
     until = time.monotonic() + seconds
-    while any(lane.unfinished for lane in lanes) and time.monotonic() < until:
+    while any(queue.unfinished for queue in queues) and time.monotonic() < until:
         time.sleep(0.005)
 
 
-def _hold(lane: Lane) -> None:
-    while lane.unfinished:
+def _hold(queue: NegotiatedQueue) -> None:
+    while queue.unfinished:
         time.sleep(1.0)
 
 

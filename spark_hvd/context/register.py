@@ -94,7 +94,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def _open(process_set: ProcessSet, ranks: Sequence[int]) -> None:
-    """Open the lane of a process set that all ranks have agreed on; every rank of the world must call this."""
+    """Open the queue of a process set that all ranks have agreed on; every rank of the world must call this."""
     here = current()
     number = next(here.numbers)
     me, groups = here.world.me.rank, here.groups
@@ -102,20 +102,20 @@ def _open(process_set: ProcessSet, ranks: Sequence[int]) -> None:
         with here.establishing():
             nccl = NcclGroups(lambda: groups.of(number))
             members = open_members(number, ranks, here.layout, me, groups, here.engine.config, nccl)
-            here.lanes[number] = here.engine.open_lane(members, PrefixStore(f"lane/{number}", here.kv))
+            here.queues[number] = here.engine.open_queue(members, PrefixStore(f"queue/{number}", here.kv))
     here.process_sets[number] = process_set
     process_set.registered_as(number)
 
 
 def _close(process_set: ProcessSet) -> None:
-    """Close the lane of a process set; every rank of the world must call this."""
+    """Close the queue of a process set; every rank of the world must call this."""
     here = current()
     number = process_set.process_set_id
     assert number is not None
-    lane = here.lanes.pop(number, None)
-    if lane is not None:
-        here.engine.close_lane(lane, f"{process_set} was removed.")
-        drain([lane])
+    queue = here.queues.pop(number, None)
+    if queue is not None:
+        here.engine.close_queue(queue, f"{process_set} was removed.")
+        drain([queue])
         here.groups.destroy(number)
     del here.process_sets[number]
     process_set.registered_as(None)

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from spark_hvd.collectives.lane import Lane
 from spark_hvd.collectives.process_set import ProcessSet, look_up_with
+from spark_hvd.collectives.queue import NegotiatedQueue
 from spark_hvd.engine.engine import Engine
 from spark_hvd.transport.communicator import Communicator
 from spark_hvd.transport.groups import Groups
@@ -63,13 +63,13 @@ class Context:
     owns_default_group: bool
     """False if the user had initialised torch.distributed; it is then left alone."""
     engine: Engine
-    lane: Lane
-    """The named lane of all ranks."""
+    queue: NegotiatedQueue
+    """The queue of the collectives of all ranks."""
     groups: Groups
     process_sets: dict[int, ProcessSet] = field(default_factory=dict)
     """The registered process sets, the global one aside, by number."""
-    lanes: dict[int, Lane] = field(default_factory=dict)
-    """The lanes of the process sets that this rank is in, by number."""
+    queues: dict[int, NegotiatedQueue] = field(default_factory=dict)
+    """The queues of the process sets that this rank is in, by number."""
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """The numbers of process sets; none is used twice, as keys of the key-value store must not be."""
     ordinals: defaultdict[str, Iterator[int]] = field(default_factory=lambda: defaultdict(itertools.count))
@@ -77,10 +77,10 @@ class Context:
     registry: ConnectionRegistry | None = None
     """The connections of an elastic world."""
     stand_ins: weakref.WeakValueDictionary[int, StandIn] = field(default_factory=weakref.WeakValueDictionary)
-    """What this rank stands in for while it has joined, besides the named lane; under numbers that all ranks share."""
+    """What this rank stands in for while it has joined, besides named collectives; by numbers that all ranks share."""
 
     def establishing(self) -> contextlib.AbstractContextManager[None]:
-        """Make process groups and lanes within this context, so that :func:`abort` ends that too."""
+        """Make process groups and queues within this context, so that :func:`abort` ends that too."""
         return contextlib.nullcontext() if self.registry is None else self.registry.establishing()
 
     def new_group(self, process_set_id: int, gloo_threads: int | None = None) -> dist.ProcessGroup:
@@ -90,13 +90,13 @@ class Context:
             process_set_id: 0 for all ranks.
             gloo_threads: None for the world's backends; else Gloo alone, with this number of threads.
         """
-        lane = self.lanes[process_set_id] if process_set_id else self.lane
-        return self.groups.make(process_set_id, lane.ranks, gloo_threads)
+        queue = self.queues[process_set_id] if process_set_id else self.queue
+        return self.groups.make(process_set_id, queue.ranks, gloo_threads)
 
     def pipes(self, process_set_id: int, group: dist.ProcessGroup, device: torch.device) -> Pipes | None:
         """Pipes between a process set's ranks of one host, see :meth:`spark_hvd.transport.groups.Groups.pipes`."""
-        lane = self.lanes[process_set_id] if process_set_id else self.lane
-        return self.groups.pipes(process_set_id, lane.ranks, group, device)
+        queue = self.queues[process_set_id] if process_set_id else self.queue
+        return self.groups.pipes(process_set_id, queue.ranks, group, device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class Keys:
         """The keys that belong to a world's secret."""
         pairs = []
         for who in (b"coordinator", b"member"):
-            private = zmq.utils.z85.encode(hmac.new(secret, b"spark_hvd named lane " + who, hashlib.sha256).digest())
+            private = zmq.utils.z85.encode(hmac.new(secret, b"spark_hvd collectives " + who, hashlib.sha256).digest())
             pairs += [zmq.curve_public(private), private]
         return cls(*pairs)
 

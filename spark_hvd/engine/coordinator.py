@@ -1,4 +1,4 @@
-"""The coordinator of the named lane: who is ready for what, and what all ranks run next. A state machine without I/O.
+"""The coordinator of named collectives: who is ready for what, what all ranks run next. A state machine without I/O.
 
 Ranks say for which collectives they are ready, by name and in any order; once every rank has said so for a name, the
 coordinator compares what they said and tells all of them the same: run it, or fail it with this text. What it tells is

@@ -1,6 +1,6 @@
-"""The engine: one background thread a process that moves the named lanes of all its process sets.
+"""The engine: one background thread a process that moves the queues of all its process sets.
 
-It sleeps until a message or a call comes; nothing is polled. User threads hand it functions to run (`call`), lanes and
+It sleeps until a message or a call comes; nothing is polled. User threads hand it functions to run (`call`), queues and
 coordinators live on it, and collectives are started from it and never waited for.
 """
 
@@ -20,9 +20,9 @@ from typing import Any
 
 import zmq
 
-from spark_hvd.collectives.lane import Lane
 from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.messages import Decision
+from spark_hvd.collectives.queue import NegotiatedQueue
 from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.engine.channel import CLOSE_GRACE_SECONDS, CoordinatorSockets, Keys, MemberSockets, ZapAuthenticator
 from spark_hvd.engine.links import CoordinatorLink, LoneLink, MemberLink
@@ -47,7 +47,7 @@ _CONTEXT_SECONDS = 1.5
 
 
 class Engine:
-    """See the module's description. The thread starts with the first lane that needs one.
+    """See the module's description. The thread starts with the first queue that needs one.
 
     Args:
         config: The values of this rank.
@@ -69,7 +69,7 @@ class Engine:
         self._calls: deque[Callable[[], None]] = deque()
         self._members: list[MemberLink] = []
         self._coordinations: list[Coordination] = []
-        self._abandon: list[tuple[float, Lane]] = []
+        self._abandon: list[tuple[float, NegotiatedQueue]] = []
         self._to_gather = False
         self._gathered_at: float | None = None
         self._closing = False
@@ -79,34 +79,34 @@ class Engine:
         self._awake = threading.Lock()
         self._stopped = threading.Event()
 
-    def open_lane(self, members: Members, kv: Store) -> Lane:
-        """Open a process set's lane; every member must.
+    def open_queue(self, members: Members, kv: Store) -> NegotiatedQueue:
+        """Open a process set's queue; every member must.
 
         Args:
             members: Of the process set.
-            kv: Keys that only this lane uses.
+            kv: Keys that only this queue uses.
 
         Raises:
             CollectiveError: The coordinator cannot be reached.
         """
         if len(members.ranks) == 1:
             alone = LoneLink()
-            lane = Lane(members, alone, self.tracing, self.config.fusion_threshold)
-            alone.coordination = Coordination(lane, self.config, None)
-            return lane
+            queue = NegotiatedQueue(members, alone, self.tracing, self.config.fusion_threshold)
+            alone.coordination = Coordination(queue, self.config, None)
+            return queue
         self._start()
         return self._open_coordinator(members, kv) if members.place == 0 else self._open_member(members, kv)
 
-    def _open_coordinator(self, members: Members, kv: Store) -> Lane:
+    def _open_coordinator(self, members: Members, kv: Store) -> NegotiatedQueue:
         secret = self._secret or secrets.token_bytes(32)
         keys = Keys.of(secret)
         link = CoordinatorLink(self)
-        lane = Lane(members, link, self.tracing, self.config.fusion_threshold)
+        queue = NegotiatedQueue(members, link, self.tracing, self.config.fusion_threshold)
 
         def listen() -> list[str]:
             self._authenticator.allow(keys.member_public)
             sockets = CoordinatorSockets(self._context, self._address(), keys, self._ports)
-            link.coordination = Coordination(lane, self.config, sockets)
+            link.coordination = Coordination(queue, self.config, sockets)
             link.coordination.on_message = self.timeline.heard
             self._coordinations.append(link.coordination)
             self._register(sockets.requests, link.coordination.read_requests)
@@ -127,16 +127,16 @@ class Engine:
         complete = link.coordination.complete.wait(_CONNECT_SECONDS)
         if not complete or self._aborted is not None:
             text = self._aborted or link.coordination.absent_text(_CONNECT_SECONDS)
-            self.close_lane(lane, text)
+            self.close_queue(queue, text)
             raise CollectiveError(text)
-        return lane
+        return queue
 
-    def _open_member(self, members: Members, kv: Store) -> Lane:
+    def _open_member(self, members: Members, kv: Store) -> NegotiatedQueue:
         facts = json.loads(kv.get("coordinator"))
         keys = Keys.of(self._secret or bytes.fromhex(facts["secret"]))
         sockets = MemberSockets(self._context, facts["endpoints"], members.place, keys, _CONNECT_SECONDS)
         member = MemberLink(self, sockets, members.place)
-        member.lane = Lane(members, member, self.tracing, facts["fusion_threshold"])
+        member.queue = NegotiatedQueue(members, member, self.tracing, facts["fusion_threshold"])
 
         def attend() -> None:
             self._members.append(member)
@@ -145,23 +145,23 @@ class Engine:
 
         self.ask(attend)  # so that close() finds it
         member.send("hello")
-        return member.lane
+        return member.queue
 
-    def close_lane(self, lane: Lane, text: str, deadline: float | None = None) -> None:
-        """Leave a lane: what is not done on it fails with this text, here and on the other members.
+    def close_queue(self, queue: NegotiatedQueue, text: str, deadline: float | None = None) -> None:
+        """Leave a queue: what is not done on it fails with this text, here and on the other members.
 
         Args:
-            lane: To leave.
+            queue: To leave.
             text: The error.
             deadline: See :meth:`CoordinatorSockets.close`.
         """
-        if len(lane.ranks) == 1:
-            lane.gone(text)
+        if len(queue.ranks) == 1:
+            queue.gone(text)
         elif self._serves:
-            self.ask(lambda: self._close(lane, text, deadline))
+            self.ask(lambda: self._close(queue, text, deadline))
 
     def tune(self, config: Config) -> None:
-        """Take other values, for all ranks of the lanes that this rank coordinates."""
+        """Take other values, for all ranks of the queues that this rank coordinates."""
         self.config = config
         for coordination in list(self._coordinations):
             self.call(partial(coordination.tune, config))
@@ -221,27 +221,27 @@ class Engine:
             self._coordinations[0].tell([decision])
 
     def abort(self, text: str) -> None:
-        """Fail what is under way on all lanes, here; nothing can start on them any more. From any thread."""
+        """Fail what is under way on all queues, here; nothing can start on them any more. From any thread."""
         self._aborted = text
 
         def fail() -> None:
             for coordination in self._coordinations:
-                coordination.lane.aborted(text)
+                coordination.queue.aborted(text)
                 coordination.complete.set()
             for member in self._members:
-                member.lane.aborted(text)
+                member.queue.aborted(text)
 
         if self._thread is not None:
             self.call(fail)
 
     def close(self, text: str) -> None:
-        """Leave all lanes and end the thread; what is not done fails with this text."""
+        """Leave all queues and end the thread; what is not done fails with this text."""
         with contextlib.suppress(OSError, CollectiveError):
             self.timeline.stop()
         if self._thread is None:
             return
         with contextlib.suppress(CollectiveError):  # the engine has failed
-            self._leave_lanes(text)
+            self._leave_queues(text)
         while self._serves:
             self._stopped.wait(_LOOK_SECONDS)
         self._thread.join(_CONTEXT_SECONDS)
@@ -250,13 +250,13 @@ class Engine:
         for fd in self._wake_pipe:
             os.close(fd)
 
-    def _leave_lanes(self, text: str) -> None:
+    def _leave_queues(self, text: str) -> None:
         self.timeline.leave()
         deadline = (
             time.monotonic() + CLOSE_GRACE_SECONDS
-        )  # for all lanes together: they have the same ranks to wait for
-        for lane in [member.lane for member in self._members] + [each.lane for each in self._coordinations]:
-            self.close_lane(lane, text, deadline)
+        )  # for all queues together: they have the same ranks to wait for
+        for queue in [member.queue for member in self._members] + [each.queue for each in self._coordinations]:
+            self.close_queue(queue, text, deadline)
 
         def end() -> None:
             self._closing = True
@@ -321,9 +321,9 @@ class Engine:
         while self._calls:
             self._calls.popleft()()
         for member in self._members:
-            member.lane.resume()
+            member.queue.resume()
         for coordination in self._coordinations:
-            coordination.lane.resume()
+            coordination.queue.resume()
         if self._to_gather and self._gathered_at is None:
             self._to_gather = False
             self._gathered_at = time.monotonic() + _GATHER_SECONDS
@@ -332,7 +332,7 @@ class Engine:
         """Nobody has waited for the calls of the last moment: they go now, together."""
         self._gathered_at = None
         for member in self._members:
-            member.lane.flush()
+            member.queue.flush()
         for coordination in self._coordinations:
             coordination.read_own()
 
@@ -343,8 +343,8 @@ class Engine:
             if due is not None and now >= due:
                 coordination.check()
         while self._abandon and now >= self._abandon[0][0]:
-            _, lane = self._abandon.pop(0)
-            lane.give_up()
+            _, queue = self._abandon.pop(0)
+            queue.give_up()
 
     def _register(self, ready: Any, handler: Callable[[], None]) -> None:
         self._poller.register(ready, zmq.POLLIN)
@@ -355,15 +355,15 @@ class Engine:
         del self._handlers[ready]
 
     def _give_up(self, why: str) -> None:
-        """Nothing can go on here. Whoever waits is told why, those on this rank first, and all lanes are left."""
+        """Nothing can go on here. Whoever waits is told why, those on this rank first, and all queues are left."""
         self._failed = f"the engine of the named collectives failed: {why}"
         deadline = time.monotonic() + CLOSE_GRACE_SECONDS
         sides: list[Coordination | MemberLink] = [*self._coordinations, *self._members]
         for each in sides:
-            lane = each.lane
-            text = f"rank {lane.ranks[lane.members.place]} could not do its part: {self._failed}"
-            steps = partial(lane.aborted, text), partial(each.give_up, self._failed)
-            for step in (*steps, partial(self._close, lane, text, deadline)):
+            queue = each.queue
+            text = f"rank {queue.ranks[queue.members.place]} could not do its part: {self._failed}"
+            steps = partial(queue.aborted, text), partial(each.give_up, self._failed)
+            for step in (*steps, partial(self._close, queue, text, deadline)):
                 try:
                     step()
                 except Exception:  # what has failed may be just what this step needs
@@ -379,21 +379,21 @@ class Engine:
                 times += [] if due is None else [due]
         return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
 
-    def abandon_later(self, lane: Lane) -> None:
-        """A rank of this lane has gone: what is under way has a moment left to succeed."""
-        self._abandon.append((time.monotonic() + _GRACE_SECONDS, lane))
+    def abandon_later(self, queue: NegotiatedQueue) -> None:
+        """A rank of this queue has gone: what is under way has a moment left to succeed."""
+        self._abandon.append((time.monotonic() + _GRACE_SECONDS, queue))
 
-    def _close(self, lane: Lane, text: str, deadline: float | None) -> None:
-        lane.gone(text)
-        lane.abandon()
-        self._abandon = [(until, other) for until, other in self._abandon if other is not lane]
-        for coordination in [each for each in self._coordinations if each.lane is lane]:
+    def _close(self, queue: NegotiatedQueue, text: str, deadline: float | None) -> None:
+        queue.gone(text)
+        queue.abandon()
+        self._abandon = [(until, other) for until, other in self._abandon if other is not queue]
+        for coordination in [each for each in self._coordinations if each.queue is queue]:
             assert coordination.sockets is not None
             self._unregister(coordination.sockets.requests)
             self._unregister(coordination.sockets.decisions)
             coordination.leave(deadline)
             self._coordinations.remove(coordination)
-        for member in [each for each in self._members if each.lane is lane]:
+        for member in [each for each in self._members if each.queue is queue]:
             self._unregister(member.sockets.decisions)
             self._unregister(member.sockets.losses)
             member.leave()

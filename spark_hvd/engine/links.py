@@ -1,4 +1,4 @@
-"""How a lane reaches its coordinator: alone in its world, on the coordinator's own rank, or on another."""
+"""How a queue reaches its coordinator: alone in its world, on the coordinator's own rank, or on another."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from spark_hvd.collectives.lane import Lane, LaneLink
 from spark_hvd.collectives.messages import Decision
+from spark_hvd.collectives.queue import NegotiatedQueue, QueueLink
 from spark_hvd.engine.channel import MemberSockets
 from spark_hvd.engine.service import Coordination
 
@@ -24,78 +24,78 @@ class EngineLoop(Protocol):
         """Run a function on the engine's thread, soon. From any thread."""
         ...
 
-    def abandon_later(self, lane: Lane) -> None:
-        """A rank of this lane has gone: what is under way has a moment left to succeed."""
+    def abandon_later(self, queue: NegotiatedQueue) -> None:
+        """A rank of this queue has gone: what is under way has a moment left to succeed."""
         ...
 
     def decided(self, link: MemberLink, decisions: Sequence[Decision]) -> None:
-        """The coordinator of this link's lane has decided."""
+        """The coordinator of this link's queue has decided."""
         ...
 
 
-class LoneLink(LaneLink):
-    """The link of a lane without other members: every call decides and runs at once, in the caller's thread."""
+class LoneLink(QueueLink):
+    """The link of a queue without other members: every call decides and runs at once, in the caller's thread."""
 
     def __init__(self) -> None:
         self.coordination: Coordination
         self._lock = threading.RLock()
 
-    def notify(self, lane: Lane) -> None:
+    def notify(self, queue: NegotiatedQueue) -> None:
         """See base class."""
-        self.post(lane)
+        self.post(queue)
 
-    def post(self, lane: Lane) -> None:
+    def post(self, queue: NegotiatedQueue) -> None:
         """See base class."""
         with self._lock:
             self.coordination.read_own()
-            lane.resume()
+            queue.resume()
 
-    def join(self, lane: Lane, counts: bool) -> None:
+    def join(self, queue: NegotiatedQueue, counts: bool) -> None:
         """See base class."""
         with self._lock:
             self.coordination.tell(self.coordination.joined(0, counts))
 
-    def failed(self, lane: Lane, text: str) -> None:
+    def failed(self, queue: NegotiatedQueue, text: str) -> None:
         """Nobody waits for this rank."""
 
-    def peer_lost(self, lane: Lane) -> None:
+    def peer_lost(self, queue: NegotiatedQueue) -> None:
         """Nothing is ever under way."""
 
 
-class CoordinatorLink(LaneLink):
-    """The link of the coordinator's own lane."""
+class CoordinatorLink(QueueLink):
+    """The link of the coordinator's own queue."""
 
     def __init__(self, engine: EngineLoop) -> None:
         self.coordination: Coordination
         self._engine = engine
 
-    def notify(self, lane: Lane) -> None:
+    def notify(self, queue: NegotiatedQueue) -> None:
         """See base class."""
         self._engine.gather()
 
-    def post(self, lane: Lane) -> None:
+    def post(self, queue: NegotiatedQueue) -> None:
         """See base class."""
         self._engine.call(self.coordination.read_own)
 
-    def join(self, lane: Lane, counts: bool) -> None:
+    def join(self, queue: NegotiatedQueue, counts: bool) -> None:
         """See base class."""
         self._engine.call(lambda: self.coordination.tell(self.coordination.joined(0, counts)))
 
-    def failed(self, lane: Lane, text: str) -> None:
+    def failed(self, queue: NegotiatedQueue, text: str) -> None:
         """See base class."""
-        text = f"rank {lane.ranks[0]} could not do its part: {text}"
+        text = f"rank {queue.ranks[0]} could not do its part: {text}"
         self._engine.call(lambda: self.coordination.tell(self.coordination.failed(0, text)))
 
-    def peer_lost(self, lane: Lane) -> None:
+    def peer_lost(self, queue: NegotiatedQueue) -> None:
         """See base class."""
-        self._engine.abandon_later(lane)
+        self._engine.abandon_later(queue)
 
 
-class MemberLink(LaneLink):
-    """The link of a lane whose coordinator is another rank."""
+class MemberLink(QueueLink):
+    """The link of a queue whose coordinator is another rank."""
 
     def __init__(self, engine: EngineLoop, sockets: MemberSockets, place: int) -> None:
-        self.lane: Lane
+        self.queue: NegotiatedQueue
         self.sockets = sockets
         self.place = place
         self._engine = engine
@@ -109,7 +109,7 @@ class MemberLink(LaneLink):
 
     def leave(self) -> None:
         """Take leave, and close the sockets when no other thread is sending."""
-        self.send("left", self.lane.done)
+        self.send("left", self.queue.done)
         with self._sending:
             self.sockets.close()
 
@@ -117,37 +117,37 @@ class MemberLink(LaneLink):
         """Nothing can be done here any more."""
         self.send("failed", why)
 
-    def notify(self, lane: Lane) -> None:
+    def notify(self, queue: NegotiatedQueue) -> None:
         """See base class."""
         self._engine.gather()
 
-    def post(self, lane: Lane) -> None:
+    def post(self, queue: NegotiatedQueue) -> None:
         """See base class."""
         with self._sending:  # what is taken is sent before anything else, such as join
-            ids, fresh = lane.take()
+            ids, fresh = queue.take()
             if ids or fresh:
                 self.send("ready", f"{ids:x}", fresh)
 
-    def join(self, lane: Lane, counts: bool) -> None:
+    def join(self, queue: NegotiatedQueue, counts: bool) -> None:
         """See base class."""
         self.send("join", counts)
 
-    def failed(self, lane: Lane, text: str) -> None:
+    def failed(self, queue: NegotiatedQueue, text: str) -> None:
         """See base class."""
         self.send("failed", text)
 
-    def peer_lost(self, lane: Lane) -> None:
+    def peer_lost(self, queue: NegotiatedQueue) -> None:
         """See base class."""
-        self._engine.abandon_later(lane)
+        self._engine.abandon_later(queue)
 
     def read(self) -> None:
         """Take in the decisions that have come."""
         while (decisions := self.sockets.receive()) is not None:
-            self.lane.apply(decisions)
+            self.queue.apply(decisions)
             self._engine.decided(self, decisions)
 
     def read_losses(self) -> None:
         """Take in that the connection has ended."""
         if self.sockets.lost():
             self.read()  # what was sent before it did
-            self.lane.vanished()
+            self.queue.vanished()

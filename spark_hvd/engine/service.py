@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spark_hvd.collectives.lane import Lane
 from spark_hvd.collectives.messages import Decision, Pong, Request, Run, RunKnown, Tune, bits
+from spark_hvd.collectives.queue import NegotiatedQueue
 from spark_hvd.engine.channel import CLOSE_GRACE_SECONDS, CoordinatorSockets
 from spark_hvd.engine.coordinator import Coordinator
 from spark_hvd.world.activity import activity
@@ -27,18 +27,18 @@ class Coordination:
     """See the module's description.
 
     Args:
-        lane: The coordinator's own.
+        queue: The coordinator's own.
         config: Rank 0's.
         sockets: None where there are no other members.
     """
 
-    def __init__(self, lane: Lane, config: Config, sockets: CoordinatorSockets | None) -> None:
-        self.lane = lane
+    def __init__(self, queue: NegotiatedQueue, config: Config, sockets: CoordinatorSockets | None) -> None:
+        self.queue = queue
         self.sockets = sockets
         self.on_message: Callable[[int, str, Sequence[Any]], None] = lambda place, kind, fields: None
-        self._coordinator = Coordinator(lane.ranks, config.cache_capacity, config.stall_timeout)
+        self._coordinator = Coordinator(queue.ranks, config.cache_capacity, config.stall_timeout)
         self._stall_warning = config.stall_warning
-        self._absent = set(range(1, len(lane.ranks)))
+        self._absent = set(range(1, len(queue.ranks)))
         self._unheard = set(self._absent)
         self.complete = threading.Event()
         """Set when both connections of all members are up."""
@@ -49,7 +49,7 @@ class Coordination:
 
     def read_own(self) -> None:
         """Take in what this rank is ready for."""
-        ids, fresh = self.lane.take()
+        ids, fresh = self.queue.take()
         if ids or fresh:
             self.tell(self._submitted(0, ids, fresh))
 
@@ -94,7 +94,7 @@ class Coordination:
         if kind == "left":
             return self.left(place, *fields)
         if kind == "failed":
-            text = f"rank {self.lane.ranks[place]} could not do its part: {fields[0]}"
+            text = f"rank {self.queue.ranks[place]} could not do its part: {fields[0]}"
             return self._coordinator.gone(place, text, left=False)
         if kind == "hello":
             self._unheard.discard(place)
@@ -106,9 +106,9 @@ class Coordination:
         return []
 
     def _submitted(self, place: int, ids: int, fresh: list[tuple[str, Request]]) -> list[Decision]:
-        if self.lane.tracing.recorder is not None:
+        if self.queue.tracing.recorder is not None:
             names = [*map(self._coordinator.name_of, bits(ids)), *(name for name, _ in fresh)]
-            self.lane.tracing.ready(self.lane.ranks[place], names)
+            self.queue.tracing.ready(self.queue.ranks[place], names)
         return self._coordinator.submitted(place, ids, fresh, time.monotonic())
 
     def joined(self, place: int, counts: bool) -> list[Decision]:
@@ -130,7 +130,7 @@ class Coordination:
     def leave(self, deadline: float | None) -> None:
         """Take my own leave, and close the sockets; see :meth:`CoordinatorSockets.close`."""
         assert self.sockets is not None
-        self.tell(self.left(0, self.lane.done))
+        self.tell(self.left(0, self.queue.done))
         self.sockets.close(deadline)
 
     def give_up(self, why: str) -> None:
@@ -144,7 +144,7 @@ class Coordination:
             return
         decisions = _coalesced(decisions)
         self._send(decisions)
-        self.lane.apply(decisions)
+        self.queue.apply(decisions)
 
     def _send(self, decisions: Sequence[Decision]) -> None:
         if self._absent:  # they would miss it; nothing but the fate of a member can be decided before all are here
@@ -212,14 +212,14 @@ class Coordination:
 
     def absent_text(self, seconds: float) -> str:
         """What to say of the members that have not connected."""
-        ranks = [self.lane.ranks[place] for place in sorted(self._absent | self._unheard)]
+        ranks = [self.queue.ranks[place] for place in sorted(self._absent | self._unheard)]
         return (
             f"{ranks_text(ranks)} did not connect to the coordinator of the named collectives, rank "
-            f"{self.lane.ranks[0]}, within {seconds:.0f} s. Their own errors say why."
+            f"{self.queue.ranks[0]}, within {seconds:.0f} s. Their own errors say why."
         )
 
     def _who(self, place: int) -> str:
-        return f"{ranks_text([self.lane.ranks[place]])} (on {self.lane.members.hosts[place]})"
+        return f"{ranks_text([self.queue.ranks[place]])} (on {self.queue.members.hosts[place]})"
 
 
 def _coalesced(decisions: Sequence[Decision]) -> list[Decision]:

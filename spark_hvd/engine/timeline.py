@@ -88,7 +88,7 @@ class WorldTimeline:
             self._collector.done(place)
 
     def decided(self, member: MemberLink, decisions: Sequence[Decision]) -> None:
-        """Decisions that are not a lane's business."""
+        """Decisions that are no queue's business."""
         for decision in decisions:
             if isinstance(decision, Trace):
                 if decision.on:

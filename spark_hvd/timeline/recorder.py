@@ -23,7 +23,7 @@ Times are ``time.monotonic_ns()`` of the rank that recorded it; `args` is a dict
 
 _END_NS = 1 << 63
 
-# Phases of the named lane. Where Horovod has a word it is Horovod's, so that scripts which read its timelines go on.
+# Phases of named collectives. Where Horovod has a word it is Horovod's, so that scripts which read its timelines go on.
 
 NEGOTIATE = "NEGOTIATE_"
 """Begins NEGOTIATE_ALLREDUCE and so on: from the call until all ranks are known to be ready."""
@@ -44,7 +44,7 @@ OPERATIONS = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER"
 CYCLE_START = "CYCLE_START"
 """Instant: the engine begins another round of looking for what is ready. Recorded only with `mark_cycles`."""
 
-# Phases of the planned lane.
+# Phases of gradient reducers.
 
 STEP = "STEP"
 """From the end of one optimizer step to the end of the next."""

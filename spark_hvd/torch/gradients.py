@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.execution import all_results
-from spark_hvd.collectives.process_set import ProcessSet, lane_of
+from spark_hvd.collectives.process_set import ProcessSet, queue_of
 from spark_hvd.collectives.start import (
     Reducing,
     Tensors,
@@ -130,7 +130,7 @@ class _ReduceScatter(torch.autograd.Function):
         totals = start_allgather(grads, call.name_of("gradient"), call.process_set, all_results, urgent=True).wait()
         reducing = call.reducing
         if reducing.op in (ReduceOp.SUM, ReduceOp.AVERAGE):
-            size = len(lane_of(call.process_set).ranks) if reducing.op is ReduceOp.AVERAGE else 1
+            size = len(queue_of(call.process_set).ranks) if reducing.op is ReduceOp.AVERAGE else 1
             return None, *(total * (reducing.prescale * reducing.postscale / size) for total in totals)
         return None, *_through_extremes(call, ctx.saved_tensors, totals)
 
@@ -140,10 +140,10 @@ class _Allgather(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.shapes = [tensor.shape for tensor in tensors]
-        lane = lane_of(call.process_set)
+        queue = queue_of(call.process_set)
         counts = torch.tensor([tensor.shape[0] if tensor.dim() else 1 for tensor in tensors])
         results = start_allgather([counts, *tensors], call.name, call.process_set, all_results, urgent=True).wait()
-        ctx.rows = results[0].view(len(lane.ranks), len(tensors)).t().tolist()
+        ctx.rows = results[0].view(len(queue.ranks), len(tensors)).t().tolist()
         return tuple(results[1:])
 
     @staticmethod
@@ -171,8 +171,8 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         call = ctx.call
         (total,) = _total(call, [grad], call.reducing)
-        lane = lane_of(call.process_set)
-        is_root = lane.ranks[lane.communicator.rank] == call.root_rank
+        queue = queue_of(call.process_set)
+        is_root = queue.ranks[queue.communicator.rank] == call.root_rank
         return None, total if is_root else torch.zeros_like(total)
 
 
@@ -202,7 +202,7 @@ def _through_extremes(call: Call, inputs: Sequence[torch.Tensor], totals: Sequen
     reducing = call.reducing
     if reducing.op is ReduceOp.ADASUM:
         raise NotImplementedError("op=Adasum has no derivative; call it on detached tensors.")
-    lane = lane_of(call.process_set)
+    queue = queue_of(call.process_set)
     rows = [tensor.unsqueeze(0) for tensor in inputs]
     gathered = start_allgather(rows, call.name_of("inputs"), call.process_set, all_results, urgent=True).wait()
     results = []
@@ -215,5 +215,5 @@ def _through_extremes(call: Call, inputs: Sequence[torch.Tensor], totals: Sequen
             else:
                 y = scaled.amin(0) if reducing.op is ReduceOp.MIN else scaled.amax(0)
             (grad,) = torch.autograd.grad(y * reducing.postscale, x, total)
-        results.append(grad[lane.communicator.rank])
+        results.append(grad[queue.communicator.rank])
     return results

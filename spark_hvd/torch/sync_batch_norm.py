@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.autograd.function import once_differentiable
 
-from spark_hvd.collectives.process_set import ProcessSet, global_process_set, lane_of
+from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
 from spark_hvd.context import who as basics
 from spark_hvd.context.standing import ordinal
 from spark_hvd.torch.reduce import allreduce
@@ -152,7 +152,7 @@ class _Link:
 
     @property
     def size(self) -> int:
-        return len(lane_of(self.process_set).ranks)
+        return len(queue_of(self.process_set).ranks)
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         """Every rank's row, shape (ranks, len(row)).
@@ -161,7 +161,7 @@ class _Link:
         wait. A rank that has called join() leaves zeros, a count of zero among them.
         """
         table = row.new_zeros((self.size, len(row)))
-        table[lane_of(self.process_set).ranks.index(basics.rank())] = row
+        table[queue_of(self.process_set).ranks.index(basics.rank())] = row
         return self._sum(table, "forward")
 
     def total(self, sums: torch.Tensor) -> torch.Tensor:

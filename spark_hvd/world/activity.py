@@ -1,7 +1,7 @@
 """What this process is doing, kept where it costs next to nothing, and gathered when somebody asks.
 
-The lanes know what is under way in them anyway; here they only say so when they are asked. What is counted on the way
-is a number, a name and a moment for each collective, and the time for which the program had to wait.
+Queues and reducers know what is under way in them anyway; here they only say so when they are asked. What is counted on
+the way is a number, a name and a moment for each collective, and the time for which the program had to wait.
 """
 
 from __future__ import annotations

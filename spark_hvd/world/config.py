@@ -1,4 +1,4 @@
-"""The values that tune the named lane, in one frozen object; rank 0's count for all ranks."""
+"""The values that tune named collectives, in one frozen object; rank 0's count for all ranks."""
 
 from __future__ import annotations
 

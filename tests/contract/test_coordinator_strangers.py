@@ -178,7 +178,7 @@ def test_decoders_raise_ordinary_errors() -> None:
         b'[["Run",[["a",["allreduce",["float32"],[[2]],"cpu","SUM",1.0,1.0,null,null,null,null],null,null,null,null]]]]',
         b'[["RunKnown","ff"],["Joined",1],["Gone",1,"x",true,null],["Tune",3],["Pong",1,2,3]]',
     ]
-    lane: Any = SimpleNamespace(
+    queue: Any = SimpleNamespace(
         ranks=[0, 1],
         members=SimpleNamespace(hosts=["a", "b"]),
         tracing=SimpleNamespace(recorder=None),
@@ -194,7 +194,7 @@ def test_decoders_raise_ordinary_errors() -> None:
             )
         sockets: Any = SimpleNamespace(receive=iter([bytes(data), None]).__next__, send=lambda decisions: None)
         with contextlib.suppress(ValueError):
-            Coordination(lane, Config(), sockets).read_requests()
+            Coordination(queue, Config(), sockets).read_requests()
             heard += 1
         try:
             decode(bytes(data))

@@ -230,7 +230,7 @@ def process_sets() -> None:
     with pytest.raises(ValueError, match="has the ranks"):
         hvd.add_process_set(both)
     assert hvd.broadcast_object({"from": rank}, root_rank=1) == {"from": 1}
-    assert current().lane.members.staging is not None
+    assert current().queue.members.staging is not None
     large = torch.full((1 << 20,), float(rank + 1))
     assert hvd.allreduce(large, op=hvd.Sum).unique().tolist() == [3.0]
 

@@ -341,7 +341,7 @@ def test_one_rank_cannot_run_it(method: str, victim: int) -> None:
             calls[method]()
         is_victim = hvd.rank() == victim
         if is_victim:
-            setattr(current().lane.communicator, method, no_room)
+            setattr(current().queue.communicator, method, no_room)
         began = time.monotonic()
         # A lack of memory stays one where it is: elastic training would roll back for ever.
         with pytest.raises(MemoryError if is_victim else hvd.CollectiveError) as caught:

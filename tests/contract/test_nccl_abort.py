@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 import spark_hvd.torch as hvd
 from spark_hvd.collectives.execution import Work, single_result
-from spark_hvd.collectives.lane import Lane
 from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.messages import Entry, Gone, Request, Run
+from spark_hvd.collectives.queue import NegotiatedQueue
 from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.context.init import current
 from spark_hvd.transport.local import LocalCommunicator
@@ -48,7 +48,7 @@ class StandIn:
 def watch() -> list[str]:
     """Pretend that every group has NCCL, and note what happens to it."""
     log: list[str] = []
-    nccl = current().lane.members.nccl
+    nccl = current().queue.members.nccl
     assert nccl is not None
     assert nccl.backends == [], "real groups of Gloo have none"
     nccl._backend_of = lambda group: StandIn("world" if group is dist.group.WORLD else group.group_name, log)
@@ -84,7 +84,7 @@ def test_a_rank_that_dies() -> None:
     assert (log[0], log[-1]) == ("start world", "end world")
     aborted = [line.removeprefix("abort ") for line in log[1:-1]]
     assert aborted[-1] == "world", "the newest group first"
-    assert len(aborted) == len(set(aborted)) >= 3, f"the default group, the lane's, the one that was made: {aborted}"
+    assert len(aborted) == len(set(aborted)) >= 3, f"the default group, the queue's, the one that was made: {aborted}"
 
 
 def test_a_rank_that_leaves_in_order() -> None:
@@ -92,14 +92,14 @@ def test_a_rank_that_leaves_in_order() -> None:
         assert world.run(dies_or_leaves, "left") == [[], []], "nothing waits for it on the device"
 
 
-class LaneLink:
+class QueueLink:
     """To no coordinator."""
 
     def __init__(self) -> None:
-        self.asked: list[Lane] = []
+        self.asked: list[NegotiatedQueue] = []
 
-    def peer_lost(self, lane: Lane) -> None:
-        self.asked.append(lane)
+    def peer_lost(self, queue: NegotiatedQueue) -> None:
+        self.asked.append(queue)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
@@ -109,19 +109,20 @@ class LaneLink:
 def test_what_was_begun_without_the_one_that_left(done: int, left_unfinished: bool) -> None:
     log: list[str] = []
     nccl = NcclGroups(lambda: [None, dist.group.WORLD], lambda group: StandIn("world", log))
-    link = LaneLink()
-    lane = Lane(Members([0, 1], ["a", "b"], 0, LocalCommunicator(), nccl=nccl), link, Tracing(lambda: None), 1 << 20)
-    handle = call(lane)
-    lane.apply([Run([Entry("x", handle.request)])])
-    lane.apply([Gone(1, "rank 1 has left the world", True, done)])
-    assert (lane.left_unfinished, lane.peer_lost, link.asked == [lane]) == (left_unfinished, False, left_unfinished)
+    link = QueueLink()
+    members = Members([0, 1], ["a", "b"], 0, LocalCommunicator(), nccl=nccl)
+    queue = NegotiatedQueue(members, link, Tracing(lambda: None), 1 << 20)
+    handle = call(queue)
+    queue.apply([Run([Entry("x", handle.request)])])
+    queue.apply([Gone(1, "rank 1 has left the world", True, done)])
+    assert (queue.left_unfinished, queue.peer_lost, link.asked == [queue]) == (left_unfinished, False, left_unfinished)
     assert float(handle.wait()) == 1.0, "it has ended on the host"
 
 
-def call(lane: Lane) -> Any:
+def call(queue: NegotiatedQueue) -> Any:
     tensor = torch.ones(())
     request = Request("allreduce", ["float32"], [[]], "cpu", op="SUM")
-    return lane.submit("x", request, Work((tensor,), True, []), single_result)
+    return queue.submit("x", request, Work((tensor,), True, []), single_result)
 
 
 def test_an_abort_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:

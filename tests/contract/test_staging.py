@@ -52,7 +52,7 @@ def close(result: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 def spy() -> list[int]:
     """The sizes, in elements, of the shares that are summed from now on."""
-    staging = current().lane.members.staging
+    staging = current().queue.members.staging
     assert staging is not None
     seen: list[int] = []
     original = type(staging).sum_share.__get__(staging)
@@ -145,7 +145,7 @@ def test_all_must_agree() -> None:
         hvd.shutdown()
         hvd.init()
         assert hvd.allreduce(torch.ones(LEAST))[0] == 1.0
-        return current().lane.members.staging is None
+        return current().queue.members.staging is None
 
     with ranks(2) as world:
         assert world.run(fn) == [True, True]

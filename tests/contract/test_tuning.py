@@ -45,7 +45,7 @@ def test_training_goes_on_unchanged(tmp_path: Path) -> None:
         hvd.init(autotune=True, autotune_log=log if hvd.rank() == 0 else None, **settings)
         tuned = train(60)
         fixed = train(60, bucket_cap_mb=0.5)
-        return plain, tuned, fixed, current().lane.planner.threshold
+        return plain, tuned, fixed, current().queue.planner.threshold
 
     pytest.importorskip("bayes_opt")
     log = tmp_path / "autotune.csv"

@@ -1,4 +1,4 @@
-"""The values of the named lane: their ranges, and Horovod's variables for them."""
+"""The values of named collectives: their ranges, and Horovod's variables for them."""
 
 from __future__ import annotations
 

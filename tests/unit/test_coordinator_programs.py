@@ -116,7 +116,7 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[Epoch]]:
 
 
 class Rank:
-    """What spark_hvd.collectives.lane.Lane does for one rank, tensors aside."""
+    """What spark_hvd.collectives.queue.NegotiatedQueue does for one rank, tensors aside."""
 
     def __init__(self, place: int, program: Program) -> None:
         self.place = place

@@ -147,16 +147,16 @@ def test_a_loader_without_a_length() -> None:
 
 
 def test_what_is_under_way_is_told_oldest_first() -> None:
-    class Lane:
+    class NegotiatedQueue:
         def underway(self, now: float) -> list[Underway]:
             return [Underway(f"allreduce '{number}'", float(number)) for number in range(20)]
 
-    lane, mine = Lane(), Activity()
-    mine.add_source(lane)
+    queue, mine = NegotiatedQueue(), Activity()
+    mine.add_source(queue)
     with mine.waiting("barrier"):
         found = mine.underway(time.monotonic())
         assert [one.name for one in found] == [f"allreduce '{number}'" for number in range(19, 11, -1)]
-        del lane
+        del queue
         (one,) = mine.underway(time.monotonic())
     assert one.name == "barrier"
     assert mine.underway(time.monotonic()) == []

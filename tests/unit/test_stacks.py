@@ -44,7 +44,7 @@ Current thread 0x00007f3333333333 (most recent call first):
         (f"{SITE}/torch/nn/modules/module.py", "torch"),
         (f"{SITE}/spark_hvd/runner/rank/main.py", "spark_hvd"),
         (f"{SITE}/spark_hvd/runner/watch/hang/states.py", "spark_hvd"),
-        ("/elsewhere/src/spark_hvd/collectives/lane.py", "spark_hvd"),
+        ("/elsewhere/src/spark_hvd/collectives/queue.py", "spark_hvd"),
         (str(Path(spark_hvd.__file__).parents[1] / "runner" / "child.py"), "spark_hvd"),
         ("/usr/lib/python3.11/threading.py", "Python"),
         ("<frozen runpy>", "Python"),

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from spark_hvd.collectives.objects import allgather_object
-from spark_hvd.collectives.process_set import ProcessSet, global_process_set, lane_of
+from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
 from spark_hvd.collectives.start import Reducing, compressed_allreduce
 from spark_hvd.context.init import current, in_world
 from spark_hvd.context.standing import ordinal
@@ -80,7 +80,7 @@ class _Deltas:
 def _has_others(process_set: ProcessSet) -> bool:
     current()  # raises outside a world
     included = process_set is global_process_set or process_set.included()
-    return bool(included) and len(lane_of(process_set).ranks) > 1
+    return bool(included) and len(queue_of(process_set).ranks) > 1
 
 
 def take_over_with_adasum(

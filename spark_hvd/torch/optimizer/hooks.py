@@ -1,4 +1,4 @@
-"""The hooks that count gradients: what autograd runs after each of them, on the planned lane's behalf."""
+"""The hooks that count gradients: what autograd runs after each of them, on the gradient reducer's behalf."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes part in a step of the planned lane: all ranks learn it from what they exchange in that step anyway.
+"""Who takes part in a step of a gradient reducer: all ranks learn it from what they exchange in that step anyway.
 
 Behind the gradients of the first bucket stand a few elements that are summed with them: how many ranks make the step,
 and, zero nearly always, whether one of them trains parameters that have no place yet, whether a rank stands in that

@@ -1,4 +1,4 @@
-"""What a DistributedOptimizer was asked for: its planned lane is made from it, in every elastic generation anew."""
+"""What a DistributedOptimizer was asked for: its gradient reducer is made from it, in every elastic generation anew."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from spark_hvd.collectives.compression import Compression
-from spark_hvd.collectives.process_set import ProcessSet, global_process_set, lane_of
+from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
 from spark_hvd.context.init import Context, current
 from spark_hvd.torch.optimizer.arguments import exchange_device, spec_of
 from spark_hvd.torch.optimizer.buckets import MEGABYTE
@@ -57,7 +57,7 @@ class Recipe:
         """
         context = current()
         included = self.process_set is global_process_set or self.process_set.included()
-        ranks = list(lane_of(self.process_set).ranks) if included else []
+        ranks = list(queue_of(self.process_set).ranks) if included else []
         if len(ranks) <= 1:
             return None
         with context.establishing():

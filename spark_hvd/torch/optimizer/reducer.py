@@ -1,4 +1,4 @@
-"""The planned lane: a reducer sums gradients bucket by bucket while backward goes on, with no negotiation per step.
+"""The gradient reducer: it sums gradients bucket by bucket while backward goes on, with no negotiation per step.
 
 A step goes through these moments. Hooks count gradients as autograd produces them; when a bucket has all of its own it
 is launched, strictly in plan order, so that all ranks issue the same all-reduces in the same order. At the end of

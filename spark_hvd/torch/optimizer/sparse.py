@@ -1,4 +1,4 @@
-"""Sparse gradients on the planned lane: every rank gathers the indices and values of all ranks."""
+"""Sparse gradients in a gradient reducer: every rank gathers the indices and values of all ranks."""
 
 from __future__ import annotations
 

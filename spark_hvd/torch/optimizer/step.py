@@ -1,4 +1,4 @@
-"""One step's way through the buckets of a planned lane: launched in plan order, summed, waited for, made gradients."""
+"""A step's way through a gradient reducer's buckets: launched in plan order, summed, waited for, made gradients."""
 
 from __future__ import annotations
 

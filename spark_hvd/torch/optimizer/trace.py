@@ -1,4 +1,4 @@
-"""What the planned lane tells the timeline: steps, backward passes, and each bucket's way."""
+"""What a gradient reducer tells the timeline: steps, backward passes, and each bucket's way."""
 
 from __future__ import annotations
 

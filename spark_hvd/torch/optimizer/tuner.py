@@ -1,7 +1,7 @@
 """Autotuning of training steps: rank 0 tries values during the first steps, and all ranks switch at the same step.
 
 What is tried: the size of the buckets, where the ranks share a host the way in which they are reduced (Gloo or shared
-memory), the number of Gloo's threads, and the fusion threshold of the named lane. The score is bytes of gradients per
+memory), the number of Gloo's threads, and the fusion threshold of named collectives. The score is bytes of gradients a
 second, of whole steps, so that what overlaps with computation counts for what it costs.
 """
 

@@ -1,6 +1,6 @@
-"""A rank's side of the named lane of one process set: takes calls, and runs what the coordinator decides.
+"""A rank's collectives by name on one process set: submitted, negotiated, then run as the coordinator decides.
 
-Calls come from the user's threads, decisions from the engine's. A lane knows no socket: what is to be told to the
+Calls come from the user's threads, decisions from the engine's. A queue knows no socket: what is to be told to the
 coordinator gathers in an outbox, which whoever is about to wait sends, else the engine.
 """
 
@@ -32,31 +32,31 @@ _VERDICT_SECONDS = 3.0
 _ERRORS: dict[str, type[Exception]] = {"mismatch": MismatchError, "stall": StalledError}
 
 
-class LaneLink(Protocol):
-    """How a lane reaches its coordinator. All methods may be called from any thread."""
+class QueueLink(Protocol):
+    """How a queue reaches its coordinator. All methods may be called from any thread."""
 
-    def notify(self, lane: Lane) -> None:
+    def notify(self, queue: NegotiatedQueue) -> None:
         """The outbox is no longer empty: take it in a moment."""
         ...
 
-    def post(self, lane: Lane) -> None:
+    def post(self, queue: NegotiatedQueue) -> None:
         """Somebody is about to wait: take the outbox now."""
         ...
 
-    def join(self, lane: Lane, counts: bool) -> None:
+    def join(self, queue: NegotiatedQueue, counts: bool) -> None:
         """This rank has no more data."""
         ...
 
-    def failed(self, lane: Lane, text: str) -> None:
+    def failed(self, queue: NegotiatedQueue, text: str) -> None:
         """This rank cannot run what all ranks run."""
         ...
 
-    def peer_lost(self, lane: Lane) -> None:
-        """A rank has gone: call :meth:`Lane.give_up` in a moment."""
+    def peer_lost(self, queue: NegotiatedQueue) -> None:
+        """A rank has gone: call :meth:`NegotiatedQueue.give_up` in a moment."""
         ...
 
 
-class Lane:
+class NegotiatedQueue:
     """See the module's description.
 
     Args:
@@ -66,7 +66,7 @@ class Lane:
         fusion_threshold: Bytes up to which collectives travel together.
     """
 
-    def __init__(self, members: Members, link: LaneLink, tracing: Tracing, fusion_threshold: int) -> None:
+    def __init__(self, members: Members, link: QueueLink, tracing: Tracing, fusion_threshold: int) -> None:
         self.members = members
         self.ranks = members.ranks
         self.communicator = members.communicator

@@ -1,6 +1,7 @@
-"""The named lane on two local ranks: many small tensors at once, beside raw torch.distributed, and what idling costs.
+"""Named collectives on two local ranks: many small tensors at once beside raw torch.distributed, and what idling costs.
 
-`python -m benchmarks.named_lane [--tensors 500] [--elements 1000] [--rounds 30] [--ranks 2] [--idle 10] [--json]`
+`python -m benchmarks.named_collectives [--tensors 500] [--elements 1000] [--rounds 30] [--ranks 2] [--idle 10]
+[--json]`
 
 Many tensors: `allreduce_async_` by name for each, then `synchronize` for each; beside it one `dist.all_reduce` of as
 many bytes, the same with packing and unpacking by hand, and one `dist.all_reduce` a tensor. All in the same processes,
