@@ -9,6 +9,8 @@ MATRIX_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+# What the demo runs is installed; and the tools and tests, too.
+DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 
 # Most of the tests' time is waiting, so more processes than cores run them; a file's tests stay in one process. The slow
@@ -21,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-slow matrix lint docs format bench setup java clean
 
-demo: setup java
+demo: $(DEMO) java
 	$(BIN)/python examples/flights.py
 	$(BIN)/python examples/flights_estimator.py --rows 100000 --epochs 5
 
@@ -54,11 +56,14 @@ bench: setup java
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(DEMO): EXTRA := examples
+$(READY): EXTRA := dev
+
+$(DEMO) $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "Creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
-	@echo "Installing spark_hvd and its tools into $(VENV) (minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[torch,dev]' -c constraints.txt
-	@touch $@
+	@echo "Installing spark_hvd[$(EXTRA)] into $(VENV) (minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRA)]' -c constraints.txt
+	@touch $(DEMO) $@
 
 java:
 	@.ci/java
