@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from spark_hvd.checkpoint.format import check_plain
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.fit.trial import describe, failed
 from spark_hvd.estimators.readers.reader import Batch
@@ -23,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
-    """Forward, loss, backward and metrics of one batch, on a copy of the model.
+    """A step, the metrics and a checkpoint's content for one batch, on a copy of the model.
 
     Raises:
         ModelError: what did not work, with the shapes and dtypes that went in.
@@ -45,7 +46,13 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
     if weights is not None and weights.dim() != 1:
         raise ModelError(f"sample_weight_col={column!r}: expected one number a row, got {describe(weights)}")
     optimizer = make_optimizer(objects.optimizer, model)
-    make_scheduler(objects.lr_scheduler, optimizer, 1)
+    scheduler = make_scheduler(objects.lr_scheduler, optimizer, 1)
+
+    def check_state() -> None:
+        rest = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict() if scheduler else None}
+        check_plain({"model": model.state_dict(), **rest}, "state")
+
+    _step("a checkpoint", given, check_state)
     if objects.loss_constructors or objects.train_minibatch_fn is not None:
         return  # made and called in the rank only
     objective = Objective(objects.loss, spec.loss_weights, len(spec.labels), spec.reshape_labels)
@@ -61,6 +68,8 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
         raise ModelError("the loss does not depend on any parameter that is trained: is it computed under no_grad?")
     _step("backward", given, loss.backward)
     _step("metrics", given, lambda: metrics(outputs, labels))
+    _step("optimizer.step()", given, optimizer.step)
+    _step("a checkpoint", given, check_state)  # most optimizers have a state only now
 
 
 def try_transform(model: TorchModel, inputs: Sequence[torch.Tensor], *, needed: bool) -> None:

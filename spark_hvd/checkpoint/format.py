@@ -50,7 +50,7 @@ def write(store: Store, path: str, state: Mapping[str, Any]) -> None:
         TypeError: something else is in it, which could not be read again.
         StoreError: it cannot be written; a former file of that name is still there, whole.
     """
-    _check_plain(state, "state")
+    check_plain(state, "state")
     with store.writing(path) as file:
         torch.save({"format": FORMAT, **state}, file)
 
@@ -154,16 +154,21 @@ def read_by_rank_0(choose: Callable[[], Found | None]) -> dict[str, Any] | None:
     return mine[0].state if mine else unpack(b"".join(parts), path, "", tested=True)
 
 
-def _check_plain(value: Any, where: str) -> None:
+def check_plain(value: Any, where: str) -> None:
+    """Make sure that a checkpoint can hold ``value``, called ``where`` in the error.
+
+    Raises:
+        TypeError: something in it could not be read again without running code.
+    """
     if type(value) in _PLAIN:
         return
     if type(value) in (dict, OrderedDict):
         for key, item in value.items():
-            _check_plain(key, f"a key of {where}")
-            _check_plain(item, f"{where}[{key!r}]")
+            check_plain(key, f"a key of {where}")
+            check_plain(item, f"{where}[{key!r}]")
     elif type(value) in (list, tuple, set):
         for number, item in enumerate(value):
-            _check_plain(item, f"{where}[{number}]")
+            check_plain(item, f"{where}[{number}]")
     else:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         remedy = (

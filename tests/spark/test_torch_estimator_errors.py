@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from pyspark.sql import functions as F  # noqa: N812
@@ -53,6 +54,21 @@ def test_values_of_a_grid_are_checked_at_fit(df: DataFrame) -> None:
     made = estimator()
     with pytest.raises(ValueError, match="batch_size=0"):
         made.fit(df, {made.batch_size: 0})
+
+
+class Noting(torch.optim.SGD):
+    """Keeps what numpy computed in its state, or fails."""
+
+    def __init__(self, params: Any, error: Exception | None = None) -> None:
+        super().__init__(params, lr=0.1)
+        self._error = error
+
+    def step(self, closure: Any = None) -> Any:
+        if self._error is not None:
+            raise self._error
+        super().step(closure)
+        first = self.param_groups[0]["params"][0]
+        self.state[first]["norm"] = np.float64(1.0)
 
 
 class Scores(nn.Module):
@@ -116,6 +132,16 @@ FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"model": linear().requires_grad_(False)},
         ModelError,
         "does not depend on any parameter",
+    ),
+    "optimizer that fails at a step": (
+        {"optimizer": lambda params: Noting(params, error=RuntimeError("no step"))},
+        ModelError,
+        r"optimizer.step\(\) failed .*RuntimeError: no step",
+    ),
+    "state that no checkpoint can hold": (
+        {"optimizer": lambda params: Noting(params)},
+        ModelError,
+        r"a checkpoint failed .*state\['optimizer'\]\['state'\]\[0\]\['norm'\] is a numpy.float64",
     ),
     "other parameters": (
         {"optimizer": torch.optim.SGD(linear().parameters(), lr=0.1)},
