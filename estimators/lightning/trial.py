@@ -108,7 +108,7 @@ def _make_trainer(pl: Any, args: dict[str, Any], **more: Any) -> Any:
 
 
 def _probe(pl: Any) -> Any:
-    class Probe(pl.callbacks.Callback):  # type: ignore[misc] # Any
+    class OneBatch(pl.callbacks.Callback):  # type: ignore[misc] # Any
         """Ends the training after one batch, and notes which parameters got no gradient."""
 
         unused: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ def _probe(pl: Any) -> Any:
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             trainer.should_stop = True
 
-    return Probe()
+    return OneBatch()
 
 
 def _where(error: BaseException, module: torch.nn.Module) -> str:

@@ -116,7 +116,7 @@ class EchoServer:
     """
 
     def __init__(self, host: str, ports: PortRange | None, token: bytes) -> None:
-        self._server = _Server(listen(host, ports), token)
+        self._server = _EchoServer(listen(host, ports), token)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.05,), name="spark_hvd-echo", daemon=True
@@ -130,7 +130,7 @@ class EchoServer:
         self._thread.join()
 
 
-class _Server(socketserver.ThreadingTCPServer):
+class _EchoServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False
 
@@ -165,7 +165,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 class _Handler(socketserver.BaseRequestHandler):
-    server: _Server
+    server: _EchoServer
 
     def handle(self) -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -17,7 +17,7 @@ from spark_hvd.runner.watch.display.choose import Display, make_display
 from spark_hvd.runner.watch.display.lines import OutputQueue
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind
 from spark_hvd.runner.watch.hang.watch import Examine, HangWatch
-from spark_hvd.runner.watch.history import History
+from spark_hvd.runner.watch.history import RunHistory
 from spark_hvd.runner.watch.tracking import Facts, Tracker, Tracking, facts_of
 from spark_hvd.runner.watch.view import RunView
 from spark_hvd.world.vitals import Vitals
@@ -54,7 +54,7 @@ class Monitor:
         self._summary: Summary | None = None
         self._begun = title, size, time.monotonic()
         self._view = RunView(*self._begun)
-        self._history = History()
+        self._history = RunHistory()
         self._watch = HangWatch()
         self._hub: HubServer | None = None
         self._output = OutputQueue()

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from spark_hvd.runner.watch.history import History
+from spark_hvd.runner.watch.history import RunHistory
 from spark_hvd.timeline import read_trace
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ class RunResult(list[R]):
     __module__ = "spark_hvd.runner"
 
     def __init__(
-        self, values: Iterable[R] = (), summary: Summary | None = None, history: History | None = None
+        self, values: Iterable[R] = (), summary: Summary | None = None, history: RunHistory | None = None
     ) -> None:
         super().__init__(values)
         self.summary = summary
-        self.history = History() if history is None else history
+        self.history = RunHistory() if history is None else history
 
     def plot_loss(self, metric: str = "loss") -> Figure:
         """A metric over the steps: the mean of the ranks, and the band they are in; needs matplotlib.

@@ -24,7 +24,7 @@ from spark_hvd.runner.channel.frames import NOTICES, recv_frame, send_frame
 from spark_hvd.runner.rank.gpus import GpuError
 from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.own_gpu import settle, take
-from spark_hvd.runner.rank.process import SetupError, call, end_process, unpickle_call
+from spark_hvd.runner.rank.process import SetupFailure, call, end_process, unpickle_call
 from spark_hvd.runner.rank.reporting import Reporting
 from spark_hvd.transport.registry import ConnectionRegistry
 from spark_hvd.transport.torch_private import TCPStore
@@ -69,7 +69,7 @@ class ElasticRank:
         try:
             take(self._local(self._me), self._order.gpus)
         except GpuError as error:
-            raise SetupError(str(error), error) from error
+            raise SetupFailure(str(error), error) from error
         context.expect(self._me)
         elastic_launcher.install(self)
         self._listener.start()

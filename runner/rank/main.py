@@ -11,7 +11,7 @@ from spark_hvd.runner.channel.frames import STACKS_SIGNAL, recv_frame, send_fram
 from spark_hvd.runner.outcome.cause import is_echo
 from spark_hvd.runner.outcome.payload import dump_exception, dump_result
 from spark_hvd.runner.rank.order import RankOrder
-from spark_hvd.runner.rank.process import SetupError, check_torch, end_process, exit_code, format_error, one_line
+from spark_hvd.runner.rank.process import SetupFailure, check_torch, end_process, exit_code, format_error, one_line
 
 if TYPE_CHECKING:
     from spark_hvd.runner.rank.elastic import ElasticRank
@@ -38,7 +38,7 @@ def run_rank(control: socket.socket, stacks_fd: int) -> NoReturn:
         _send_failure(control, "exit", f"fn called sys.exit({left.code!r}) instead of returning", left)
         _linger(world)
         end_process(code)
-    except SetupError as error:
+    except SetupFailure as error:
         _send_failure(control, "setup", str(error), error.cause)
     except BaseException as error:
         _send_failure(control, "exception", one_line(error), error)
@@ -57,7 +57,7 @@ def run_rank(control: socket.socket, stacks_fd: int) -> NoReturn:
 def _open(control: socket.socket, order: RankOrder) -> StaticRank | ElasticRank:
     try:
         check_torch()
-    except SetupError as error:
+    except SetupFailure as error:
         _send_failure(control, "setup", str(error), error.cause)
         while recv_frame(control) is not None:
             pass

@@ -16,7 +16,7 @@ _OURS = re.compile(r"spark_hvd\.runner\.|runpy$")
 """Modules whose frames above fn, or above a script, are no part of the user's program."""
 
 
-class SetupError(Exception):
+class SetupFailure(Exception):  # noqa: N818  users see a SetupError or the cause, never this
     """The rank could not get as far as calling fn."""
 
     def __init__(self, message: str, cause: BaseException) -> None:
@@ -28,12 +28,12 @@ def check_torch() -> None:
     """Import torch, with as many threads as this rank's environment says.
 
     Raises:
-        SetupError: there is none, or it cannot be loaded.
+        SetupFailure: there is none, or it cannot be loaded.
     """
     try:
         import torch
     except Exception as error:  # OSError where a shared library is missing, and others of broken installs
-        raise SetupError(
+        raise SetupFailure(
             f"torch cannot be imported by {sys.executable} (Python {sys.version.split()[0]}): {one_line(error)}. "
             "Install it in that Python on every executor, or point PYSPARK_PYTHON at one that has it.",
             error,
@@ -48,12 +48,12 @@ def unpickle_call(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], 
     """Fn with its arguments.
 
     Raises:
-        SetupError: something that it needs is missing here.
+        SetupFailure: something that it needs is missing here.
     """
     try:
         fn, args, kwargs = pickle.loads(payload)
     except Exception as error:
-        raise SetupError(
+        raise SetupFailure(
             f"fn could not be unpickled by {sys.executable} (Python {sys.version.split()[0]}): {one_line(error)}. "
             "If a module of yours is missing there, ship it with spark-submit --py-files or spark.addArtifact.",
             error,

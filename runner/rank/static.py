@@ -14,7 +14,7 @@ from spark_hvd.runner.rank.gpus import GpuError
 from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.own_gpu import settle
 from spark_hvd.runner.rank.preflight import SECONDS, UnreachableError, check_hosts, connect
-from spark_hvd.runner.rank.process import SetupError, call, unpickle_call
+from spark_hvd.runner.rank.process import SetupFailure, call, unpickle_call
 from spark_hvd.runner.rank.reporting import Reporting
 from spark_hvd.runner.rank.same_mpi import MpiMismatchError, check_same_mpi
 from spark_hvd.transport.torch_private import TCPStore
@@ -100,7 +100,7 @@ class StaticRank:
             if mpi is not None:
                 check_same_mpi(me, self._kv)
         except (UnreachableError, MpiMismatchError) as error:
-            raise SetupError(str(error), error) from error
+            raise SetupFailure(str(error), error) from error
         context.join(
             World(
                 me,
@@ -121,4 +121,4 @@ class StaticRank:
         try:
             return settle(me, self._order.gpus, self._kv, self._order.backend)
         except GpuError as error:
-            raise SetupError(str(error), error) from error
+            raise SetupFailure(str(error), error) from error

@@ -50,7 +50,7 @@ class _Rank:
 
 
 @dataclass(slots=True)
-class _Server:
+class _ServerLoop:
     """The server's loop and what it must close in a forked child."""
 
     listener: socket.socket
@@ -234,7 +234,7 @@ def main(folder: str, fd: str, anchor: str, linger: str) -> int:
     with listener, contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(int(anchor))
         _preload()
-        _Server(listener, process, float(linger)).serve()
+        _ServerLoop(listener, process, float(linger)).serve()
     if folder:
         with contextlib.suppress(OSError), SocketFolder(folder) as ours:
             ours.tidy()

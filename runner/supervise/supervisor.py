@@ -45,7 +45,7 @@ def supervise(
         everything in its process group.
     """
     try:
-        watch = _Watch(job, link, server, on_lines)
+        watch = _Supervision(job, link, server, on_lines)
     except ForkServerError as error:
         return not_started(job.me, link, str(error))
     try:
@@ -62,7 +62,7 @@ def not_started(me: RankInfo, link: Link, error: str) -> Packed:
     return Packed.failed(Failed(me.rank, me.host, FailureKind.SETUP, error, ended_at=time.time()))
 
 
-class _Watch:
+class _Supervision:
     """One rank being watched."""
 
     def __init__(

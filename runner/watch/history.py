@@ -1,4 +1,4 @@
-"""``History``: how a run went, from what its ranks told once a second; kept small however long it takes."""
+"""``RunHistory``: how a run went, from what its ranks told once a second; kept small however long it takes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Generation:
     seconds: float
 
 
-class History:
+class RunHistory:
     """See the module's description. Whenever a rank has too many points, every other one goes.
 
     What grows is kept as it is and differences are taken when somebody asks, so thinning loses moments and no sums.

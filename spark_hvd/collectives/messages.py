@@ -115,7 +115,7 @@ class Fail(NamedTuple):
     have not been heard of yet, or were made after the failure."""
 
 
-class Joined(NamedTuple):
+class AllJoined(NamedTuple):
     """Every rank has joined; `last` was the last, by its number in the world."""
 
     last: int
@@ -155,8 +155,8 @@ class Pong(NamedTuple):
     """The coordinator's clock, ns."""
 
 
-Decision = Learn | RunKnown | Run | Fail | Joined | Gone | Tune | Trace | Pong
-_TYPES = {kind.__name__: kind for kind in (Learn, RunKnown, Run, Fail, Joined, Gone, Tune, Trace, Pong)}
+Decision = Learn | RunKnown | Run | Fail | AllJoined | Gone | Tune | Trace | Pong
+_TYPES = {kind.__name__: kind for kind in (Learn, RunKnown, Run, Fail, AllJoined, Gone, Tune, Trace, Pong)}
 
 
 def encode(decisions: Sequence[Decision]) -> bytes:

@@ -17,7 +17,7 @@ from spark_hvd.collectives.execution import Execution, Work
 from spark_hvd.collectives.fusion import Planner
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.members import Members
-from spark_hvd.collectives.messages import Decision, Fail, Gone, Joined, Learn, Request, Run, RunKnown, Tune
+from spark_hvd.collectives.messages import AllJoined, Decision, Fail, Gone, Learn, Request, Run, RunKnown, Tune
 from spark_hvd.collectives.names import KnownCall, Unnamed
 from spark_hvd.collectives.runs import Runs
 from spark_hvd.collectives.tracing import Tracing
@@ -260,7 +260,7 @@ class NegotiatedQueue:
                 self._learn(decision)
             elif isinstance(decision, Fail):
                 self._fail(decision)
-            elif isinstance(decision, Joined):
+            elif isinstance(decision, AllJoined):
                 self._joined(decision.last)
             elif isinstance(decision, Tune):
                 self.planner.tune(decision.fusion_threshold)

@@ -71,7 +71,7 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
+class _PendingCommit:
     """A commit whose copy is under way."""
 
     commit: Commit
@@ -87,7 +87,7 @@ class Snapshots:
     def __init__(self) -> None:
         self._last: Commit | None = None
         self._spare: Commit | None = None
-        self._pending: _Pending | None = None
+        self._pending: _PendingCommit | None = None
         self._mutated: set[int] = set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -132,7 +132,7 @@ class Snapshots:
             return
         sources = {index: table.tensors[index] for index in wait}
         versions = [changes(source) for source in sources.values()]
-        self._pending = _Pending(commit, sources, versions, self._copy_later(commit, table.tensors, wait))
+        self._pending = _PendingCommit(commit, sources, versions, self._copy_later(commit, table.tensors, wait))
 
     def wait_copied(self) -> None:
         """Wait until the commit under way is copied; to be called before a step may change stable tensors.

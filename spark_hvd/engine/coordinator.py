@@ -19,11 +19,11 @@ from typing import TypeVar
 
 from spark_hvd.collectives.messages import (
     AUTO,
+    AllJoined,
     Decision,
     Entry,
     Fail,
     Gone,
-    Joined,
     Learn,
     Request,
     Run,
@@ -40,7 +40,7 @@ _REMEMBERED = 4096
 
 
 @dataclass(slots=True)
-class _Pending:
+class _PendingName:
     """A name for which some ranks are ready."""
 
     since: float
@@ -81,7 +81,7 @@ class Coordinator:
         self._capacity = cache_capacity
         self.stall_timeout = stall_timeout
         # Names without a number.
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, _PendingName] = {}
         self._seen: OrderedDict[str, Entry] = OrderedDict()
         self._failed: OrderedDict[str, tuple[set[int], Fail]] = OrderedDict()
         # Names with a number: bits.
@@ -147,7 +147,7 @@ class Coordinator:
         if len(self._joined) == len(self._ranks):
             self._joined.clear()
             self._failed.clear()  # who has joined instead of coming is not told any more
-            decisions.append(Joined(self._ranks[place]))
+            decisions.append(AllJoined(self._ranks[place]))
         return decisions
 
     def gone(self, place: int, text: str, *, left: bool, done: int | None = None) -> list[Decision]:
@@ -255,13 +255,13 @@ class Coordinator:
         self._anyone &= others
         self._ages = [(since, left) for since, ids in self._ages if (left := ids & others)]
 
-    def _thaw(self, id: int) -> _Pending:
+    def _thaw(self, id: int) -> _PendingName:
         """Take a number's state apart into the requests it stands for."""
         known = self._known[id]
         since = next(since for since, ids in self._ages if ids >> id & 1)
         places = [place for place, mask in enumerate(self._masks) if mask >> id & 1]
         self._clear(1 << id)
-        return _Pending(since, {place: known.request_of(place) for place in places})
+        return _PendingName(since, {place: known.request_of(place) for place in places})
 
     # ---- names without a number, or with another request than usual -------------------------------------------------
 
@@ -279,7 +279,7 @@ class Coordinator:
             id = self._ids.get(name)
             if id is not None:
                 self._thawed |= 1 << id
-            pending = self._thaw(id) if id is not None and self._anyone >> id & 1 else _Pending(now)
+            pending = self._thaw(id) if id is not None and self._anyone >> id & 1 else _PendingName(now)
             self._pending[name] = pending
         # Equal requests of many ranks are one object.
         first = next(iter(pending.requests.values()), request)
@@ -289,13 +289,13 @@ class Coordinator:
         del self._pending[name]
         return self._finish(name, pending, entries)
 
-    def _complete(self, pending: _Pending) -> bool:
+    def _complete(self, pending: _PendingName) -> bool:
         here = len(pending.requests)
         if here + len(self._joined) < len(self._ranks):
             return False
         return here == len(self._ranks) or len(pending.requests.keys() | self._joined.keys()) == len(self._ranks)
 
-    def _finish(self, name: str, pending: _Pending, entries: list[Entry]) -> list[Decision]:
+    def _finish(self, name: str, pending: _PendingName, entries: list[Entry]) -> list[Decision]:
         """Every rank is ready: put an entry to run in `entries`, or fail it."""
         if name in self._ids:
             self._thawed &= ~(1 << self._ids[name])

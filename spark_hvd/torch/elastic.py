@@ -41,7 +41,7 @@ class TorchState(ObjectState):
     """
 
     _handlers: dict[str, StateHandler]
-    _watched: dict[str, _Watch]
+    _watched: dict[str, _CopyHook]
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class TorchState(ObjectState):
         for name in [name for name, watch in self._watched.items() if watch.optimizer is not optimizers.get(name)]:
             self._watched.pop(name).end()
         for name in optimizers.keys() - self._watched.keys():
-            self._watched[name] = _Watch(optimizers[name], self._snapshots)
+            self._watched[name] = _CopyHook(optimizers[name], self._snapshots)
 
     def reset(self) -> None:
         """Deal out what is left of samplers' epochs among the ranks that are there now."""
@@ -171,7 +171,7 @@ class TorchState(ObjectState):
                 handler.renewed()
 
 
-class _Watch:
+class _CopyHook:
     """A hook that waits for the copies of snapshots before a step; gone when they are."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, snapshots: Snapshots) -> None:

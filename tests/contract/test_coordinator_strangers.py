@@ -176,7 +176,7 @@ def test_decoders_raise_ordinary_errors() -> None:
         b'[1,"failed","why"]',
         b'[1,"ping",3]',
         b'[["Run",[["a",["allreduce",["float32"],[[2]],"cpu","SUM",1.0,1.0,null,null,null,null],null,null,null,null]]]]',
-        b'[["RunKnown","ff"],["Joined",1],["Gone",1,"x",true,null],["Tune",3],["Pong",1,2,3]]',
+        b'[["RunKnown","ff"],["AllJoined",1],["Gone",1,"x",true,null],["Tune",3],["Pong",1,2,3]]',
     ]
     queue: Any = SimpleNamespace(
         ranks=[0, 1],

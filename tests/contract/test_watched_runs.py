@@ -15,7 +15,7 @@ import torch
 import spark_hvd.torch as hvd
 from spark_hvd.runner import RankFailedError, run_elastic_local, run_local
 from spark_hvd.runner.watch.hang.watch import HangWatch
-from spark_hvd.runner.watch.history import History
+from spark_hvd.runner.watch.history import RunHistory
 from spark_hvd.runner.watch.view import RunView
 from spark_hvd.testing import FaultPlan
 
@@ -109,7 +109,7 @@ def test_a_defect_in_what_observes_ends_no_run(
     def fails(*args: Any) -> None:
         raise KeyError("injected")
 
-    for observer, method in ((RunView, "take"), (History, "take"), (HangWatch, "tick")):
+    for observer, method in ((RunView, "take"), (RunHistory, "take"), (HangWatch, "tick")):
         monkeypatch.setattr(observer, method, fails)
     result = run_local(loop, [20, 0.1], verbose=0)
     assert result == [0, 1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_hvd.collectives.messages import Decision, Entry, Gone, Joined, Run
+from spark_hvd.collectives.messages import AllJoined, Decision, Entry, Gone, Run
 from spark_hvd.engine.coordinator import Coordinator, bits
 from tests.coordinated import (
     OTHER,
@@ -68,12 +68,12 @@ def test_all_joined() -> None:
     assert to.joined(0, True) == []
     run, joined = to.joined(2, False)
     assert run == Run([Entry("left over", USUAL, None, [0, 2], 2)])
-    assert joined == Joined(6)
+    assert joined == AllJoined(6)
     assert not to.has_waiting
     # the next epoch needs all of them again
     assert works_by_number(to, 0)
     assert round_of(to, "b") == [Run([Entry("b", USUAL)])]
-    assert [to.joined(place, False) for place in (2, 0, 1)] == [[], [], [Joined(4)]]
+    assert [to.joined(place, False) for place in (2, 0, 1)] == [[], [], [AllJoined(4)]]
 
 
 def test_what_needs_all_ranks_fails_when_one_has_joined() -> None:

@@ -10,7 +10,18 @@ from typing import Any, NamedTuple
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from spark_hvd.collectives.messages import Decision, Entry, Fail, Joined, Learn, Request, Run, RunKnown, decode, encode
+from spark_hvd.collectives.messages import (
+    AllJoined,
+    Decision,
+    Entry,
+    Fail,
+    Learn,
+    Request,
+    Run,
+    RunKnown,
+    decode,
+    encode,
+)
 from spark_hvd.engine.coordinator import Coordinator, bits
 
 RANKS = [0, 3, 4, 7, 8]
@@ -177,7 +188,7 @@ class Rank:
                 mine = decision.places is None or self.place in decision.places
                 if mine and self.calls.pop(name, None) is not None:
                     self.ended[name].append(decision.error)
-        elif isinstance(decision, Joined):
+        elif isinstance(decision, AllJoined):
             assert self.joining
             self.joining = False
             self.joins += 1
@@ -290,7 +301,7 @@ class World:
                 places = range(len(self.ranks)) if decision.places is None else decision.places
                 for name in decision.names:
                     self._check(name, [place for place in range(len(self.ranks)) if place not in places], decision)
-            elif isinstance(decision, Joined):
+            elif isinstance(decision, AllJoined):
                 assert len(self._counts) == len(self.ranks)
                 self._counts.clear()
 

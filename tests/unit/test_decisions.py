@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_hvd.collectives.messages import (
+    AllJoined,
     Decision,
     Entry,
     Fail,
     Gone,
-    Joined,
     Learn,
     Pong,
     Request,
@@ -57,7 +57,7 @@ DECISIONS: st.SearchStrategy[Decision] = st.one_of(
     st.builds(RunKnown, st.integers(0, 1 << 2000)),
     st.builds(Run, st.lists(ENTRIES, max_size=3)),
     st.builds(Fail, st.lists(st.text(), max_size=3), st.just("stall"), st.text(), st.none() | LISTS),
-    st.builds(Joined, NUMBERS),
+    st.builds(AllJoined, NUMBERS),
     st.builds(Gone, NUMBERS, st.text(), st.booleans()),
     st.builds(Tune, NUMBERS),
     st.builds(Trace, st.booleans(), st.booleans()),

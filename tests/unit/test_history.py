@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.runner.watch.history import _LEAST_POINTS, MOST_POINTS, Generation, History
+from spark_hvd.runner.watch.history import _LEAST_POINTS, MOST_POINTS, Generation, RunHistory
 from spark_hvd.runner.watch.rates import goes_on, grown, rates
 from spark_hvd.world.vitals import Vitals
 
@@ -33,8 +33,8 @@ def vitals(rank: int = 0, at: float = 0.0, **changed: Any) -> Vitals:
     return Vitals(rank, **{**told, **changed})
 
 
-def history_of(*told: tuple[float, Vitals]) -> History:
-    history = History()
+def history_of(*told: tuple[float, Vitals]) -> RunHistory:
+    history = RunHistory()
     for at, each in told:
         history.take(each, 1000 + at)
     return history
@@ -139,7 +139,7 @@ def test_metrics_that_come_later_and_go() -> None:
 
 @pytest.mark.parametrize(("size", "most"), [(2, MOST_POINTS), (100_000, _LEAST_POINTS)])
 def test_a_long_run_stays_small_evenly_spaced_and_true_in_its_sums(size: int, most: int) -> None:
-    history = History()
+    history = RunHistory()
     records = 5 * most + 37
     for second in range(records):
         history.take(vitals(at=second, size=size), 1000 + second)
@@ -165,4 +165,4 @@ def test_a_frame() -> None:
     assert frame.index.names == ["rank", "seconds"]
     assert frame["loss"].tolist() == [1.0, 0.5]
     assert frame["samples_per_second"].tolist()[1] == 320
-    assert History().to_pandas().empty
+    assert RunHistory().to_pandas().empty

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spark_hvd.runner.launch.result import RunResult
-from spark_hvd.runner.watch.history import History
+from spark_hvd.runner.watch.history import RunHistory
 from tests.unit.test_history import history_of, vitals
 from tests.unit.test_timeline_summary import some_step, write
 
@@ -148,7 +148,7 @@ def test_timeline_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("plot", ["plot_loss", "plot_throughput", "timeline"])
 def test_nothing_was_heard(plot: str) -> None:
     with pytest.raises(ValueError, match=r"hvd\.progress"):
-        getattr(RunResult([1], None, History()), plot)()
+        getattr(RunResult([1], None, RunHistory()), plot)()
 
 
 def test_nothing_to_draw() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from collections import Counter
 from pathlib import Path
@@ -41,6 +42,13 @@ def test_a_circle_is_named() -> None:
 def test_no_file_of_the_product_has_more_than_400_lines() -> None:
     lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in rooms.modules().values()}
     assert {path: count for path, count in lines.items() if count > 400} == {}
+
+
+def test_no_class_name_means_two_things() -> None:
+    defined = {path: ast.walk(ast.parse(path.read_text())) for path in rooms.modules().values()}
+    names = Counter(node.name for nodes in defined.values() for node in nodes if isinstance(node, ast.ClassDef))
+    assert len(names) > 300
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_every_room_has_a_sign_that_says_what_it_may_import() -> None:

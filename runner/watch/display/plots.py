@@ -14,7 +14,7 @@ from spark_hvd.runner.watch.display.figures import FONT, SIZE, Axes, Curve, Figu
 from spark_hvd.world.palette import SHARES
 
 if TYPE_CHECKING:
-    from spark_hvd.runner.watch.history import History, Point
+    from spark_hvd.runner.watch.history import Point, RunHistory
 
 OUTSIDE = "#DDDDDD"
 _MOST_LINES = 8
@@ -26,7 +26,7 @@ _MOST_EPOCHS = 60
 """In a lane of the timeline; more marks than that would hide it."""
 
 
-def plot_loss(history: History, metric: str = "loss") -> Figure:
+def plot_loss(history: RunHistory, metric: str = "loss") -> Figure:
     """A metric over the steps: the mean of the ranks, in a band from the least to the greatest; a line for each stage.
 
     Args:
@@ -60,7 +60,7 @@ def plot_loss(history: History, metric: str = "loss") -> Figure:
     return figure
 
 
-def plot_throughput(history: History) -> Figure:
+def plot_throughput(history: RunHistory) -> Figure:
     """How fast each rank went, over the time: samples a second, or steps where samples are not counted.
 
     Up to eight ranks have a line each; of more the mean, the band they are in, and the slowest.
@@ -106,7 +106,7 @@ def plot_throughput(history: History) -> Figure:
     return figure
 
 
-def plot_timeline(history: History) -> Figure:
+def plot_timeline(history: RunHistory) -> Figure:
     """A lane for each rank over the time, filled by where its time went; epochs and generations are marked.
 
     Args:
@@ -148,7 +148,7 @@ def plot_timeline(history: History) -> Figure:
     return figure
 
 
-def _check(history: History) -> None:
+def _check(history: RunHistory) -> None:
     if not history:
         raise ValueError(
             "nothing was heard of the ranks while they ran: the run was shorter than a second, or executors cannot "
