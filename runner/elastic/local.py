@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, TextIO, TypeVar
 
 from spark_hvd.runner.elastic.agent import AgentReport, GivenUpError
 from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.elastic.hub import ElasticHub
 from spark_hvd.runner.elastic.results import elastic_results
-from spark_hvd.runner.elastic.run import attend
+from spark_hvd.runner.elastic.run import attend_elastic
 from spark_hvd.runner.elastic.task import ElasticSpec, run_agent
-from spark_hvd.runner.launch.local import HOST, cores_each
+from spark_hvd.runner.launch.attend import ThreadJob
+from spark_hvd.runner.launch.local import HOST, env_here
 from spark_hvd.runner.launch.monitor import make_monitor
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.options import launcher
@@ -76,75 +77,25 @@ def run_elastic_local(
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = ElasticConfig.of(locals())
-    if "OMP_NUM_THREADS" not in os.environ:
-        threads = str(cores_each(config.limits.max_num_proc))
-        config = replace(config, env={"OMP_NUM_THREADS": threads, **config.env})
+    config = replace(config, env=env_here(config, config.limits.max_num_proc))
     check_system()
     payload = dump_call(fn, args, kwargs or {})
     with make_monitor(config, name_of(fn), num_proc, stdout, stderr, tracker) as monitor, ExitStack() as closing:
         hub = ElasticHub(config.limits, HOST, None, monitor)
         closing.callback(hub.close)
-        monitor.ask(hub)
         task = TaskSpec(config, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address)
-        job = _Threads(ElasticSpec(task, rejoin_timeout), payload, config.limits.max_num_proc)
-        verdict = attend(job, hub, config, monitor)
-        if job.errors:
-            raise job.errors[0]
+        spec, numbers = ElasticSpec(task, rejoin_timeout), itertools.count()
+        run = partial(run_agent, spec, payload, host=HOST, executor="", anchor=os.getpid(), gpus=None)
+
+        def agent(task: int) -> AgentReport:
+            while True:
+                try:
+                    return run(number=next(numbers), task=task)
+                except GivenUpError:
+                    pass  # what Spark does with a task that fails because it was given up: it starts it anew
+
+        job = ThreadJob(agent, config.limits.max_num_proc)
+        verdict = attend_elastic(job, hub, config, monitor)
+        reports = job.results()
         assert verdict is not None
-        return monitor.result(elastic_results(verdict, job.reports, monitor.hang))
-
-
-class _Threads:
-    """Agents as threads of this process."""
-
-    def __init__(self, spec: ElasticSpec, payload: bytes, count: int) -> None:
-        self.reports: list[AgentReport] = []
-        self.errors: list[BaseException] = []
-        self._spec, self._payload = spec, payload
-        self._numbers = itertools.count()
-        self._threads = [
-            threading.Thread(target=self._run, args=[task], name=f"spark_hvd-agent-{task}", daemon=True)
-            for task in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def running(self) -> bool:
-        """Whether any is left."""
-        return any(thread.is_alive() for thread in self._threads)
-
-    def wait(self, timeout: float) -> None:
-        """Wait for the end, at most ``timeout`` seconds."""
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(timeout)
-                return
-
-    def cancel(self) -> None:
-        """Agents end when their hub does."""
-
-    def _run(self, task: int) -> None:
-        # What Spark does with a task that fails because it was given up: it starts it anew.
-        while self._once(task):
-            pass
-
-    def _once(self, task: int) -> bool:
-        try:
-            number = next(self._numbers)
-            report = run_agent(
-                self._spec,
-                self._payload,
-                number=number,
-                task=task,
-                host=HOST,
-                executor="",
-                anchor=os.getpid(),
-                gpus=None,
-            )
-            self.reports.append(report)
-        except GivenUpError:
-            return True
-        except BaseException as error:
-            self.errors.append(error)
-        return False
+        return monitor.result(elastic_results(verdict, reports, monitor.hang))

@@ -12,8 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-import zmq
-
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.elastic.agent import AgentReport
 from spark_hvd.runner.elastic.config import ElasticConfig
@@ -21,10 +19,12 @@ from spark_hvd.runner.elastic.hub import ElasticHub
 from spark_hvd.runner.elastic.membership.events import End, Verdict
 from spark_hvd.runner.elastic.results import elastic_results
 from spark_hvd.runner.elastic.task import ElasticSpec
+from spark_hvd.runner.launch.attempt import open_hub
+from spark_hvd.runner.launch.attend import Grace, ThreadJob, attend
 from spark_hvd.runner.launch.monitor import Monitor, make_monitor
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.options import launcher
-from spark_hvd.runner.outcome.errors import ClusterError, RunTimeoutError, check_hub
+from spark_hvd.runner.outcome.errors import RunTimeoutError
 from spark_hvd.runner.outcome.payload import dump_call, name_of
 from spark_hvd.runner.outcome.report import with_hang
 from spark_hvd.runner.outcome.rows import from_rows
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
 _ASK_SPARK_EVERY = 0.5
-_CANCEL_GRACE = 0.5
-"""Seconds that tasks get to end by themselves where their values are here already."""
-_STOP_GRACE = 10.0
-"""Seconds that agents get to end after a run that went wrong, so that their ranks' errors come back."""
+_CANCEL_GRACE = Grace(0.5, 0.0, 0.5)
+"""Where the values of all ranks are here already."""
+_STOP_GRACE = Grace(10.0, 5.0)
+"""After a run that went wrong: its ranks' errors are to come back."""
 
 
 @launcher(ElasticConfig)
@@ -123,9 +123,9 @@ def run_elastic(
         if local:
             check_system()
         spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
-        hub = _open_hub(session, config, monitor)
+        port_range = config.port_range
+        hub = open_hub(session, lambda bind, public: ElasticHub(config.limits, bind, public, monitor, port_range))
         closing.callback(hub.close)
-        monitor.ask(hub)
         common_spec = TaskSpec(config, run_id, hub.address, spool, may_share_gpus=resources.plan.may_share)
         most = None if local else on_spark.max_result_bytes(session)
         value_limit = None if most is None else most // config.limits.max_num_proc
@@ -139,7 +139,7 @@ def run_elastic(
             resources.profile,
             barrier=False,
         )
-        verdict = attend(job, hub, config, monitor, _watch_spark(job, hub))
+        verdict = attend_elastic(job, hub, config, monitor, _watch_spark(job, hub))
         if job.error is not None and (verdict is None or verdict.end is End.DONE) and not hub.handed_over:
             raise translate_elastic(job.error) from job.error
         assert verdict is not None
@@ -149,96 +149,57 @@ def run_elastic(
         return monitor.result(elastic_results(verdict, known, monitor.hang, partial(job.where, 0)))
 
 
-def attend(
-    job: Any, hub: ElasticHub, config: RunConfig, monitor: Monitor, watch: Callable[[], None] = lambda: None
+def attend_elastic(
+    job: TaskJob | ThreadJob[Any],
+    hub: ElasticHub,
+    config: RunConfig,
+    monitor: Monitor,
+    watch: Callable[[], None] = lambda: None,
 ) -> Verdict | None:
-    """Stay with a job until it has ended: print, log, watch the time, pass on Ctrl-C.
-
-    Args:
-        job: Runs the agents: has ``running``, ``wait(seconds)`` and ``cancel()``.
-        hub: Where they meet.
-        config: Of the run.
-        monitor: Writes what ranks print.
-        watch: Called several times a second while the run goes on.
+    """Stay with an elastic run until its job has ended or has no more to hand over; `watch` is called meanwhile.
 
     Returns:
         How the run has ended; None if the job has ended before.
 
     Raises:
         RunTimeoutError: the run's time is up.
-        HubError: the hub has failed.
-        KeyboardInterrupt: and all ranks are stopped.
     """
     deadline = None if config.timeout is None else time.monotonic() + config.timeout
-    try:
-        while job.running and hub.verdict is None:
-            job.wait(0.02)
-            _tell(hub, monitor)
-            check_hub(hub.failure)
-            watch()
-            if deadline is not None and time.monotonic() > deadline:
-                text = (
-                    f"the elastic run had not ended after timeout={config.timeout:g} s, with "
-                    f"{count(hub.resets, 'failure')} survived; all ranks were stopped. "
-                    "Give a larger timeout= if this is how long it takes"
-                )
-                raise RunTimeoutError(with_hang(text, monitor.hang), (), monitor.hang)
+
+    def look() -> Grace | None:
+        _log_notes(hub)
         verdict = hub.verdict
-        if verdict is not None and verdict.end is not End.DONE:
-            _end(job, hub)
-        while job.running:  # values may be large
-            job.wait(0.02)
-            _tell(hub, monitor)
-            check_hub(hub.failure)
-            if hub.handed_over:
-                hub.wait_gone(_CANCEL_GRACE)
-                job.cancel()
-                job.wait(_CANCEL_GRACE)
-                break
-            if deadline is not None and time.monotonic() > deadline:
-                raise RunTimeoutError(
-                    f"fn had returned on all ranks, but Spark had not handed over their values after "
-                    f"timeout={config.timeout:g} s: a task may hang on a host that does not answer. Save what matters "
-                    "inside fn, or give a larger timeout=",
-                    (),
-                    monitor.hang,
-                )
-        check_hub(hub.failure)  # the agents may have been stopped before anybody looked
-    except BaseException:
-        _end(job, hub)
-        monitor.flush()
-        raise
-    _tell(hub, monitor)
+        if verdict is None:
+            watch()
+        elif verdict.end is not End.DONE:
+            return _STOP_GRACE
+        if hub.handed_over:  # and Spark may wait for a host that does not answer
+            return _CANCEL_GRACE
+        if deadline is None or time.monotonic() <= deadline:
+            return None
+        if verdict is None:
+            text = with_hang(
+                f"the elastic run had not ended after timeout={config.timeout:g} s, with "
+                f"{count(hub.resets, 'failure')} survived; all ranks were stopped. "
+                "Give a larger timeout= if this is how long it takes",
+                monitor.hang,
+            )
+        else:
+            text = (
+                f"fn had returned on all ranks, but Spark had not handed over their values after "
+                f"timeout={config.timeout:g} s: a task may hang on a host that does not answer. Save what matters "
+                "inside fn, or give a larger timeout="
+            )
+        raise RunTimeoutError(text, (), monitor.hang)
+
+    attend(job, hub, monitor, _STOP_GRACE, look)
+    _log_notes(hub)
     return hub.verdict
 
 
-def _tell(hub: ElasticHub, monitor: Monitor) -> None:
-    monitor.flush()
+def _log_notes(hub: ElasticHub) -> None:
     for note in hub.take_notes():
         _log.warning("%s", harmless(note))
-
-
-def _end(job: Any, hub: ElasticHub) -> None:
-    """Have the agents end, then, if that does not end the job, have Spark kill the tasks."""
-    if not job.running:
-        return
-    hub.stop("the run was stopped")
-    hub.wait_gone(_STOP_GRACE)
-    job.wait(_STOP_GRACE / 2)
-    if job.running:
-        job.cancel()
-        job.wait(10)
-
-
-def _open_hub(session: SparkSession, config: ElasticConfig, monitor: Monitor) -> ElasticHub:
-    public, bind = on_spark.driver_hosts(session)
-    try:
-        return ElasticHub(config.limits, on_spark.address_of(bind), public, monitor, config.port_range)
-    except (OSError, zmq.ZMQBaseError) as error:
-        raise ClusterError(
-            f"the driver cannot listen on {bind} ({error}), where elastic runs are decided: set "
-            "spark.driver.bindAddress to an address of this machine"
-        ) from error
 
 
 def _watch_spark(job: TaskJob, hub: ElasticHub) -> Callable[[], None]:

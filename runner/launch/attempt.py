@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 import pickle
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import zmq
 
 from spark_hvd.runner.channel.hub import Hub
 from spark_hvd.runner.channel.state import HubState
 from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.launch.attend import Grace, attend
 from spark_hvd.runner.launch.monitor import Monitor
 from spark_hvd.runner.outcome.collect import results
-from spark_hvd.runner.outcome.errors import RunError, StartTimeoutError, check_hub
+from spark_hvd.runner.outcome.errors import ClusterError, StartTimeoutError
 from spark_hvd.runner.outcome.rows import from_rows
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.entry import task_of
@@ -31,9 +33,9 @@ from spark_hvd.runner.supervise.task import TaskSpec
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+H = TypeVar("H")
 _log = logging.getLogger(__name__)
-_STOP_GRACE = 4.0
-"""Seconds that ranks get to end after a stop before Spark is asked to kill the tasks."""
+_STOP_GRACE = Grace(4.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,8 @@ class Attempt:
             local = on_spark.is_local(session)
             if local:
                 check_system()
-            hub = _open_hub(session, size, config, monitor, None if local else on_spark.max_result_bytes(session))
-            if hub is not None:
+            if (hub := self._open_hub(size, None if local else on_spark.max_result_bytes(session))) is not None:
                 closing.callback(hub.close)
-                monitor.ask(hub)
             spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
             spec = TaskSpec(
                 config,
@@ -97,96 +97,76 @@ class Attempt:
                 f"{self.run_id}.{generation}",
                 self.resources.profile,
             )
-            _attend(job, hub, size, config, monitor)
-            monitor.flush()
-            if hub is not None:
-                check_hub(hub.failure)  # the ranks may have been stopped before anybody looked
+            attend(job, hub, monitor, _STOP_GRACE, *([] if hub is None else [_look(job, hub, size, config)]))
             if job.error is not None:
                 if hub is not None:  # Spark kills the other tasks in its own time; ours are told now
                     hub.stop("lost")
-                    hub.wait_gone(_STOP_GRACE / 2)
+                    hub.wait_gone(_STOP_GRACE.ranks / 2)
                 lost = None if hub is None else hub.lost
                 raise (silent(lost) if lost else translate(job.error, size, job.placement())) from job.error
             order = [] if hub is None else hub.snapshot()[1]
             where = partial(job.where, size)
             return results(from_rows(job.rows), size, order, config.timeout, monitor.hang, where)
 
+    def _open_hub(self, size: int, max_result_bytes: int | None) -> Hub | None:
+        if on_spark.is_connect(self.session):
+            _log.info("Spark Connect: ranks meet at rank 0; their output stays in the executors' logs")
+            return None
+        ports = self.config.port_range
+        state = HubState(size, timeout=self.config.timeout, may_fall_back=True, max_result_bytes=max_result_bytes)
+        try:
+            return open_hub(self.session, lambda bind, public: Hub(state, bind, public, self.monitor, ports))
+        except ClusterError as error:
+            _log.warning("%s. Training goes on, but the output of the ranks stays in the executors' logs", error)
+            return None
 
-def _open_hub(
-    session: SparkSession, size: int, config: RunConfig, monitor: Monitor, max_result_bytes: int | None
-) -> Hub | None:
-    if on_spark.is_connect(session):
-        _log.info("Spark Connect: ranks meet at rank 0; their output stays in the executors' logs")
-        return None
+
+def open_hub(session: SparkSession, make: Callable[[str, str], H]) -> H:
+    """Open a hub on the driver's side of a session's network.
+
+    Args:
+        session: The Spark session.
+        make: Given the address to listen on, and the one that tasks connect to.
+
+    Raises:
+        ClusterError: the driver cannot listen there.
+    """
     public, bind = on_spark.driver_hosts(session)
-    state = HubState(size, timeout=config.timeout, may_fall_back=True, max_result_bytes=max_result_bytes)
     try:
-        return Hub(state, on_spark.address_of(bind), public, monitor, config.port_range)
+        return make(on_spark.address_of(bind), public)
     except (OSError, zmq.ZMQBaseError) as error:
-        _log.warning(
-            "the driver cannot listen on %s (%s): set spark.driver.bindAddress to an address of this machine. Training "
-            "goes on, but the output of the ranks stays in the executors' logs",
-            bind,
-            error,
-        )
-        return None
+        raise ClusterError(
+            f"the driver cannot listen on {bind} ({error}): set spark.driver.bindAddress to an address of this machine"
+        ) from error
 
 
-def _attend(job: TaskJob, hub: Hub | None, size: int, config: RunConfig, monitor: Monitor) -> None:
-    """Stay with the job until it has ended: print, watch the start timeout, pass on Ctrl-C."""
+def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig) -> Callable[[], None]:
+    """What may end a run early: ranks that are lost, cannot come up, or take too long to; see :func:`attend`."""
     deadline = time.monotonic() + config.start_timeout
     warned = False
     reach = Reach(size, job.placement)
-    try:
-        while job.running:
-            job.wait(0.02)
-            monitor.flush()
-            if hub is None:
-                continue
-            if hub.failure is not None:
-                _end(job, hub, "lost")
-                check_hub(hub.failure)
-            if (lost := hub.lost) is not None:
-                _end(job, hub, "lost")
-                raise silent(lost)
-            started = hub.snapshot()[0]
-            if len(started) < size and (missing := reach.missing(started)) is not None:
-                _end(job, hub, "lost")
-                raise silent(missing)
-            if hub.fell_back and not warned:
-                warned = True
-                _log.warning(
-                    "ranks %s cannot reach the driver at %s:%d; training goes on, but their output stays in the "
-                    "executors' logs",
-                    sorted(set(range(size)) - started),
-                    hub.address.host,
-                    hub.address.port,
-                )
-            if len(started) < size and not hub.fell_back and time.monotonic() > deadline:
-                absent = reach.absent(started)
-                _end(job, hub, "start")
-                raise StartTimeoutError(
-                    f"{len(started)} of {size} ranks had started after start_timeout={config.start_timeout:g} s. "
-                    f"{absent}All ranks start together, when enough task slots are free: wait for the jobs that hold "
-                    "them, ask for fewer ranks, or give a larger start_timeout=."
-                )
-    except KeyboardInterrupt:
-        _end(job, hub, "interrupt")
-        monitor.flush()
-        raise
-    except RunError:
-        raise
-    except BaseException:  # a stream that cannot be written to, for example
-        _end(job, hub, "interrupt")
-        raise
 
+    def look() -> None:
+        nonlocal warned
+        if (lost := hub.lost) is not None:
+            raise silent(lost)
+        started = hub.snapshot()[0]
+        if len(started) < size and (missing := reach.missing(started)) is not None:
+            raise silent(missing)
+        if hub.fell_back and not warned:
+            warned = True
+            _log.warning(
+                "ranks %s cannot reach the driver at %s:%d; training goes on, but their output stays in the executors' "
+                "logs",
+                sorted(set(range(size)) - started),
+                hub.address.host,
+                hub.address.port,
+            )
+        if len(started) < size and not hub.fell_back and time.monotonic() > deadline:
+            raise StartTimeoutError(
+                f"{len(started)} of {size} ranks had started after start_timeout={config.start_timeout:g} s. "
+                f"{reach.absent(started)}All ranks start together, when enough task slots are free: wait for the jobs "
+                "that hold them, ask for fewer ranks, or give a larger start_timeout=."
+            )
 
-def _end(job: TaskJob, hub: Hub | None, reason: str) -> None:
-    """Stop the ranks, then, if that does not end the job, have Spark kill the tasks."""
-    if hub is not None:
-        hub.stop(reason)
-        hub.wait_gone(_STOP_GRACE)
-        job.wait(1)
-    if job.running:
-        job.cancel()
-        job.wait(10)
+    return look

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,12 +13,13 @@ from spark_hvd.runner.channel.hub import Hub
 from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.channel.state import HubState
 from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.launch.attend import Grace, ThreadJob, attend
 from spark_hvd.runner.launch.monitor import Monitor, make_monitor
 from spark_hvd.runner.launch.restart import with_restarts
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.options import launcher
 from spark_hvd.runner.outcome.collect import results
-from spark_hvd.runner.outcome.errors import RunError, check_hub
+from spark_hvd.runner.outcome.errors import RunError
 from spark_hvd.runner.outcome.payload import dump_call, name_of
 from spark_hvd.runner.outcome.rows import Packed
 from spark_hvd.runner.supervise.processes import check_system, fork_server
@@ -31,8 +31,8 @@ from spark_hvd.world.layout import WorldLayout
 
 R = TypeVar("R")
 HOST = "127.0.0.1"
-_STOP_GRACE = 30.0
-"""Seconds that ranks get to end after a stop; each gets some for SIGTERM, and its last output some more."""
+_STOP_GRACE = Grace(30.0, 10.0)
+"""Each rank gets some of it for SIGTERM, and its last output some more."""
 
 
 @launcher(
@@ -81,8 +81,7 @@ def run_local(
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = RunConfig.of(locals())
-    if "OMP_NUM_THREADS" not in os.environ:
-        config = replace(config, env={"OMP_NUM_THREADS": str(cores_each(num_proc)), **config.env})
+    config = replace(config, env=env_here(config, num_proc))
     check_system()
     payload = dump_call(fn, args, kwargs or {})
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
@@ -97,44 +96,22 @@ def run_local(
 def _attempt(
     config: RunConfig, run_id: str, payload: bytes, num_proc: int, monitor: Monitor, generation: int
 ) -> list[Any]:
-    outcomes: list[list[Packed] | BaseException] = []
     with ExitStack() as cleanup:
         hub = Hub(HubState(num_proc, timeout=config.timeout), HOST, listener=monitor)
         cleanup.callback(hub.close)
-        monitor.ask(hub)
         spec = TaskSpec(config, run_id, hub.address, generation=generation)
-
-        def ranks() -> None:
-            try:
-                outcomes.append(_run_ranks(spec, payload, num_proc))
-            except BaseException as error:
-                outcomes.append(error)
-
-        thread = threading.Thread(target=ranks, name="spark_hvd-ranks", daemon=True)
-        thread.start()
-        try:
-            while thread.is_alive():
-                thread.join(0.01)
-                monitor.flush()
-                check_hub(hub.failure)
-        except BaseException:
-            hub.stop("interrupt")
-            thread.join(_STOP_GRACE)
-            raise
-        finally:
-            monitor.flush()
-        check_hub(hub.failure)  # the ranks may have been stopped before anybody looked
+        job = ThreadJob(lambda task: _run_ranks(spec, payload, num_proc), 1)
+        attend(job, hub, monitor, _STOP_GRACE)
         order = hub.snapshot()[1]
     monitor.flush()
-    (outcome,) = outcomes
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return results(outcome, num_proc, order, config.timeout, monitor.hang)
+    (packed,) = job.results()
+    return results(packed, num_proc, order, config.timeout, monitor.hang)
 
 
-def cores_each(num_proc: int) -> int:
-    """Cores for one rank: left alone, torch starts a thread a core in every rank, and they wait for each other."""
-    return max(1, (os.cpu_count() or 1) // num_proc)
+def env_here(config: RunConfig, ranks: int) -> Mapping[str, str | None]:
+    """The changes to these ranks' environment: left alone, torch starts a thread a core in each, to wait for others."""
+    share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+    return {**share, **config.env}
 
 
 def _run_ranks(spec: TaskSpec, payload: bytes, size: int) -> list[Packed]:

@@ -14,7 +14,7 @@ from spark_hvd.runner.channel.state import Send
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.elastic.hub import ElasticHub, ElasticState
 from spark_hvd.runner.elastic.membership.events import End, Limits, Verdict
-from spark_hvd.runner.elastic.run import attend
+from spark_hvd.runner.elastic.run import attend_elastic
 from spark_hvd.runner.launch.monitor import make_monitor
 
 LIMITS = Limits(num_proc=2, min_num_proc=1, max_num_proc=2)
@@ -184,7 +184,7 @@ def test_the_timeout_also_holds_for_values(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(hub._state.membership, "verdict", Verdict(End.DONE, ranks=(0,)))
         try:
             with pytest.raises(RunTimeoutError, match=r"Spark had not handed over their values after timeout=0.2 s"):
-                attend(job, hub, config, monitor)
+                attend_elastic(job, hub, config, monitor)
         finally:
             hub.close()
     assert not job.running

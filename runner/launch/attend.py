@@ -1,0 +1,127 @@
+"""The driver's loop: it stays with a run's job to its end, shows what ranks say, and stops them on any error."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from spark_hvd.runner.channel.hub import HubServer
+from spark_hvd.runner.launch.monitor import Monitor
+from spark_hvd.runner.outcome.errors import RunError, StartTimeoutError, check_hub
+
+if TYPE_CHECKING:
+    from spark_hvd.runner.spark.job import TaskJob
+
+T = TypeVar("T")
+_LOOK_EVERY = 0.02
+
+
+class Grace(NamedTuple):
+    """Seconds that ranks get to end after they were told to, then their tasks, then the job when it is cancelled."""
+
+    ranks: float
+    tasks: float
+    cancelled: float = 10.0
+
+
+class ThreadJob(Generic[T]):
+    """Calls in threads of this process, with the face of a job of Spark's; they end when their hub does.
+
+    Args:
+        work: Called once a task, with its number.
+        tasks: How many.
+    """
+
+    def __init__(self, work: Callable[[int], T], tasks: int) -> None:
+        self._values: list[T] = []
+        self._errors: list[BaseException] = []
+        self._work = work
+        self._threads = [
+            threading.Thread(target=self._run, args=[task], name=f"spark_hvd-task-{task}", daemon=True)
+            for task in range(tasks)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether any is left."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def wait(self, timeout: float) -> None:
+        """Wait for the end of all, at most ``timeout`` seconds."""
+        until = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def cancel(self) -> None:
+        """Nothing: threads cannot be killed."""
+
+    def results(self) -> list[T]:
+        """What the calls have returned, in the order of their ends; raises what the first has raised, if one has."""
+        if self._errors:
+            raise self._errors[0]
+        return self._values
+
+    def _run(self, task: int) -> None:
+        try:
+            self._values.append(self._work(task))
+        except BaseException as error:
+            self._errors.append(error)
+
+
+def attend(
+    job: TaskJob | ThreadJob[Any],
+    hub: HubServer | None,
+    monitor: Monitor,
+    grace: Grace,
+    look: Callable[[], Grace | None] = lambda: None,
+) -> None:
+    """Stay with a job until it has ended, and show what its ranks say. Any error stops them before it is raised.
+
+    Args:
+        job: Runs the tasks.
+        hub: Where their ranks meet; None where they do without.
+        monitor: Shows what ranks say.
+        grace: After an error.
+        look: Called many times a second. May raise what ends the run; returns the grace of a job that is of no
+            more use.
+
+    Raises:
+        HubError: the hub has failed.
+        KeyboardInterrupt: after every rank has been stopped.
+    """
+    if hub is not None:
+        monitor.ask(hub)
+    try:
+        while job.running:
+            job.wait(_LOOK_EVERY)
+            monitor.flush()
+            if hub is not None:
+                check_hub(hub.failure)
+            if (last := look()) is not None:
+                _stop(job, hub, "peer", last)
+                break
+        if hub is not None:
+            check_hub(hub.failure)  # the tasks may have been stopped before anybody looked
+    except BaseException as error:
+        reason = "lost" if isinstance(error, RunError) else "interrupt"
+        _stop(job, hub, "start" if isinstance(error, StartTimeoutError) else reason, grace)
+        with contextlib.suppress(Exception):  # it may be the streams that have failed
+            monitor.flush()
+        raise
+    monitor.flush()
+
+
+def _stop(job: TaskJob | ThreadJob[Any], hub: HubServer | None, reason: str, grace: Grace) -> None:
+    if hub is not None:
+        hub.stop(reason)
+        if job.running:
+            hub.wait_gone(grace.ranks)
+            job.wait(grace.tasks)
+    if job.running:
+        job.cancel()
+        job.wait(grace.cancelled)
