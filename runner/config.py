@@ -20,8 +20,8 @@ CHOICES = ("auto", "table", "notebook", "plain", "json", "off")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunConfig:
-    """What ``run`` and ``run_local`` were asked for: the declaration of their options.
+class CommonConfig:
+    """The options that static and elastic runs have in common.
 
     Raises:
         ValueError: naming the argument, its value and what is allowed.
@@ -40,12 +40,6 @@ class RunConfig:
         '"gloo", "nccl", "mpi", or None for NCCL on CUDA tensors and Gloo on CPU tensors.',
         choices=BACKENDS,
         none="to take NCCL for CUDA tensors and Gloo for CPU tensors",
-    )
-    mpi: str | None = option(
-        None, 'Which MPI, for ``backend="mpi"``: "mpich" (the default) or "openmpi".', choices=MPIS
-    )
-    procs_per_task: int = option(
-        1, "Ranks in each Spark task; ``num_proc`` must be a multiple of it.", least=1, unit="ranks in each Spark task"
     )
     interfaces: Sequence[str] = option(
         (),
@@ -95,13 +89,6 @@ class RunConfig:
         unit="GPUs for each rank",
         none="for what the application gives",
     )
-    max_restarts: int = option(
-        0,
-        "How often all ranks are started again after an executor was lost, or a rank was killed by a signal. fn then "
-        "runs from its start, on every rank, and is to go on from a checkpoint (hvd.checkpoint). 0: fn never runs "
-        "twice.",
-        least=0,
-    )
     min_num_proc: int | None = option(
         None,
         "Ranks that are enough for a restart where the slots for num_proc do not come back within start_timeout; None "
@@ -139,6 +126,28 @@ class RunConfig:
     def port_range(self) -> PortRange | None:
         """Where ranks and the driver may listen; None for any port."""
         return None if self.ports is None else PortRange.parse(self.ports)
+
+    def _check_together(self) -> None:
+        """What options must be to each other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig(CommonConfig):
+    """What ``run`` and ``run_local`` were asked for: the declaration of their options."""
+
+    mpi: str | None = option(
+        None, 'Which MPI, for ``backend="mpi"``: "mpich" (the default) or "openmpi".', choices=MPIS
+    )
+    procs_per_task: int = option(
+        1, "Ranks in each Spark task; ``num_proc`` must be a multiple of it.", least=1, unit="ranks in each Spark task"
+    )
+    max_restarts: int = option(
+        0,
+        "How often all ranks are started again after an executor was lost, or a rank was killed by a signal. fn then "
+        "runs from its start, on every rank, and is to go on from a checkpoint (hvd.checkpoint). 0: fn never runs "
+        "twice.",
+        least=0,
+    )
 
     @property
     def num_tasks(self) -> int | None:

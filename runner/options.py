@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from functools import wraps
 from numbers import Real
 from textwrap import fill
 from typing import Any, ParamSpec, TypeVar
+
+from spark_hvd.world.words import nearest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -109,13 +110,8 @@ def launcher(config: type[Any], **texts: str) -> Callable[[Callable[P, R]], Call
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
                 if name not in names:
-                    close = get_close_matches(
-                        name, [each for each in names if each not in ("fn", "args", "kwargs")], 1, 0.4
-                    )
-                    raise TypeError(
-                        f"{function.__name__}() got an unexpected keyword argument {name!r}: "
-                        + (f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(named)}")
-                    )
+                    hint = nearest(name, named, 0.4) or f" Expected one of {', '.join(named)}."
+                    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}.{hint}")
             return function(*args, **kwargs)
 
         if function.__doc__ is not None:  # there is none under python -OO

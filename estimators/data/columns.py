@@ -14,8 +14,9 @@ from pyspark.sql import functions as F  # noqa: N812 - the name that everybody g
 from pyspark.sql import types as T  # noqa: N812 - likewise
 
 from spark_hvd.estimators.errors import DataError
-from spark_hvd.estimators.readers.dataset import Column, listed, nearest
+from spark_hvd.estimators.readers.dataset import Column, listed
 from spark_hvd.runner.spark.session import active_session
+from spark_hvd.world.words import nearest
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn

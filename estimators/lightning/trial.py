@@ -14,9 +14,10 @@ import torch
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.fit.trial import describe, failed
 from spark_hvd.estimators.lightning.parts import batch_dict, be_quiet, package_of
-from spark_hvd.estimators.readers.dataset import listed, nearest
+from spark_hvd.estimators.readers.dataset import listed
 from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
+from spark_hvd.world.words import nearest
 
 _STEPS = 100
 """Batches of an epoch as configure_optimizers sees them, where the data have not been counted yet."""

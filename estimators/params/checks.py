@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spark_hvd.estimators.readers.dataset import nearest
 from spark_hvd.store import Store
+from spark_hvd.world.words import nearest
 
 Check = Callable[[str, Any], Any]
 """(name, value) -> the value, perhaps in its plain form; raises ValueError or TypeError."""

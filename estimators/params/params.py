@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pyspark.ml.param import Param, Params
 
 from spark_hvd.estimators.params.checks import Check
-from spark_hvd.estimators.readers.dataset import nearest
 from spark_hvd.runner.spark.private import set_defaults, unowned_param
+from spark_hvd.world.words import nearest
 
 if TYPE_CHECKING:
     from typing_extensions import Self

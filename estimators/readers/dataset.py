@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from spark_hvd.estimators.errors import DataError
@@ -108,10 +107,3 @@ def listed(names: Iterable[str]) -> str:
     quoted = [repr(name) for name in names]
     more = f" and {len(quoted) - 10} more" if len(quoted) > 10 else ""
     return (", ".join(quoted[:10]) or "no columns") + more
-
-
-def nearest(wrong: str, names: Iterable[str]) -> str:
-    """A hint at the name that was meant, with a space before it; empty if none is near."""
-    folded = {name.casefold(): name for name in names}
-    close = get_close_matches(wrong.strip().casefold(), folded, n=1)
-    return f" Did you mean {folded[close[0]]!r}?" if close else ""

@@ -29,7 +29,7 @@ from spark_hvd.runner.outcome.payload import renamed
 from spark_hvd.runner.rank.script import Script, ScriptExitError, run_script
 
 _INTERRUPTED = 130
-_OPTIONS = options_of(ElasticConfig)
+_OPTIONS = {**options_of(RunConfig), **options_of(ElasticConfig)}
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.config import CommonConfig, RunConfig
 from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.options import Option, options_of
 
@@ -50,7 +50,7 @@ def listed(context: click.Context, parameter: click.Parameter, value: str | None
     return [part.strip() for part in (value or "").split(",") if part.strip()]
 
 
-def run_options(config: type[RunConfig], names: Iterable[str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def run_options(config: type[CommonConfig], names: Iterable[str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add options that ``config`` declares to a click command; those not given arrive as None or an empty list."""
     declared = options_of(config)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.config import CommonConfig
 from spark_hvd.runner.elastic.membership.events import Limits
 from spark_hvd.runner.options import option, reworded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ElasticConfig(RunConfig):
+class ElasticConfig(CommonConfig):
     """What ``run_elastic`` was asked for: the declaration of its options.
 
     Raises:
@@ -19,19 +19,19 @@ class ElasticConfig(RunConfig):
     """
 
     num_proc: int | None = reworded(
-        RunConfig, "num_proc", "Ranks to start with; None for as many as the cluster has task slots."
+        CommonConfig, "num_proc", "Ranks to start with; None for as many as the cluster has task slots."
     )
     backend: str | None = reworded(
-        RunConfig,
+        CommonConfig,
         "backend",
         '"gloo", "nccl", or None for NCCL on CUDA tensors and Gloo on CPU tensors. MPI is not elastic.',
     )
     start_timeout: float = reworded(
-        RunConfig, "start_timeout", "Seconds for `num_proc` tasks to start; then `min_num_proc` will do."
+        CommonConfig, "start_timeout", "Seconds for `num_proc` tasks to start; then `min_num_proc` will do."
     )
-    timeout: float | None = reworded(RunConfig, "timeout", "Seconds for the whole run, or None for no limit.")
+    timeout: float | None = reworded(CommonConfig, "timeout", "Seconds for the whole run, or None for no limit.")
     min_num_proc: int | None = reworded(
-        RunConfig, "min_num_proc", "With fewer, those that are left wait; None for `num_proc`."
+        CommonConfig, "min_num_proc", "With fewer, those that are left wait; None for `num_proc`."
     )
     max_num_proc: int | None = option(
         None, "Never more ranks; None for `num_proc`.", least=1, unit="ranks", none="for num_proc"

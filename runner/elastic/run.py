@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.config import CommonConfig
 from spark_hvd.runner.elastic.agent import AgentReport
 from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.elastic.hub import ElasticHub
@@ -152,7 +152,7 @@ def run_elastic(
 def attend_elastic(
     job: TaskJob | ThreadJob[Any],
     hub: ElasticHub,
-    config: RunConfig,
+    config: CommonConfig,
     monitor: Monitor,
     watch: Callable[[], None] = lambda: None,
 ) -> Verdict | None:

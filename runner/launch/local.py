@@ -12,7 +12,7 @@ from typing import Any, TextIO, TypeVar
 from spark_hvd.runner.channel.hub import Hub
 from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.channel.state import HubState
-from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.config import CommonConfig, RunConfig
 from spark_hvd.runner.launch.attend import Grace, ThreadJob, attend
 from spark_hvd.runner.launch.monitor import Monitor, make_monitor
 from spark_hvd.runner.launch.restart import with_restarts
@@ -108,7 +108,7 @@ def _attempt(
     return results(packed, num_proc, order, config.timeout, monitor.hang)
 
 
-def env_here(config: RunConfig, ranks: int) -> Mapping[str, str | None]:
+def env_here(config: CommonConfig, ranks: int) -> Mapping[str, str | None]:
     """The changes to these ranks' environment: left alone, torch starts a thread a core in each, to wait for others."""
     share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
     return {**share, **config.env}

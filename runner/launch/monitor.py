@@ -25,7 +25,7 @@ from spark_hvd.world.vitals import Vitals
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from spark_hvd.runner.config import RunConfig
+    from spark_hvd.runner.config import CommonConfig
     from spark_hvd.runner.watch.summary import Summary
 
 P = ParamSpec("P")
@@ -163,7 +163,7 @@ class Monitor:
 
 
 def make_monitor(
-    config: RunConfig, name: str, size: int, stdout: TextIO | None, stderr: TextIO | None, tracker: Tracker | None
+    config: CommonConfig, name: str, size: int, stdout: TextIO | None, stderr: TextIO | None, tracker: Tracker | None
 ) -> Monitor:
     """The monitor of a run.
 

@@ -19,7 +19,7 @@ import psutil
 from spark_hvd.runner.channel.address import Address, NoAddressError, choose_address, own_addresses
 from spark_hvd.runner.channel.link import HubAddress, Link
 from spark_hvd.runner.channel.silence import BEAT, SILENT_AFTER
-from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.config import CommonConfig, RunConfig
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed, to_rows
 from spark_hvd.runner.rank.gpus import GpuError, GpuShare, devices_of
 from spark_hvd.runner.rank.order import RankOrder
@@ -52,7 +52,7 @@ class TaskSpec:
         mpi_token: Names the sockets over which MPI is brought up.
     """
 
-    config: RunConfig = field(repr=False)
+    config: CommonConfig = field(repr=False)
     run_id: str
     hub: HubAddress | None = field(repr=False)
     spool: str | None = None
@@ -64,7 +64,13 @@ class TaskSpec:
     @property
     def mpi(self) -> str | None:
         """Which one, "mpich" or "openmpi"; None where the backend is another."""
-        return (self.config.mpi or "mpich") if self.config.backend == "mpi" else None
+        asked = self.config
+        return (asked.mpi or "mpich") if isinstance(asked, RunConfig) and asked.backend == "mpi" else None
+
+    @property
+    def procs_per_task(self) -> int:
+        """Ranks in each Spark task."""
+        return self.config.procs_per_task if isinstance(self.config, RunConfig) else 1
 
     def job(
         self,
@@ -147,7 +153,7 @@ def to_batches(packed: Iterable[Packed], spool: str | None) -> Iterator[pyarrow.
 
 def _run_ranks(spec: TaskSpec, payload: bytes, context: BarrierTaskContext) -> list[Packed]:
     # Every task sees the same list in the same order, so all compute the same ranks without a message.
-    each = spec.config.procs_per_task
+    each = spec.procs_per_task
     hosts = [host_of(info.address) for info in context.getTaskInfos() for _ in range(each)]
     layout = WorldLayout.from_hosts(hosts)
     mine = [layout.of_process(context.partitionId() * each + place) for place in range(each)]
@@ -227,7 +233,7 @@ def _meet_at_rank_0(
         closing.callback(_close_hub, hub)
         address = pickle.dumps(hub.address)
     gathered = context.allGather(base64.b64encode(address).decode())  # costs a second: its wait polls once a second
-    encoded = gathered[layout.rank_of.index(0) // spec.config.procs_per_task]
+    encoded = gathered[layout.rank_of.index(0) // spec.procs_per_task]
     hub_address = pickle.loads(base64.b64decode(encoded))
     links = [Link(hub_address, me.rank, me.host) for me in mine]
     if not meet(links, context.taskAttemptId(), spec.config.start_timeout):

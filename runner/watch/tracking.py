@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Protocol
 
 import spark_hvd
-from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.config import CommonConfig, RunConfig
 
 if TYPE_CHECKING:
     from spark_hvd.runner.watch.summary import Summary
@@ -109,7 +109,7 @@ def without_password(text: str) -> str:
     return re.sub(r"(?<=://)[^/\s]*@", "", text)
 
 
-def facts_of(config: RunConfig, name: str, **more: str | float | None) -> dict[str, str | int | float]:
+def facts_of(config: CommonConfig, name: str, **more: str | float | None) -> dict[str, str | int | float]:
     """What a tracker is told at the start.
 
     Args:
@@ -121,7 +121,7 @@ def facts_of(config: RunConfig, name: str, **more: str | float | None) -> dict[s
         "function": name,
         "num_proc": config.num_proc,
         "backend": config.backend or "auto",
-        "max_restarts": config.max_restarts or None,
+        "max_restarts": (isinstance(config, RunConfig) and config.max_restarts) or None,
         "python": platform.python_version(),
         "spark_hvd": spark_hvd.__version__,
         "torch": _version("torch"),

@@ -31,3 +31,12 @@ def ranks_text(ranks: Sequence[int]) -> str:
 def count(number: int, noun: str) -> str:
     """The number and the noun: 1 host, 2 hosts."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def nearest(wrong: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """A hint at the name that was meant, with a space before it; empty if none is as near as `cutoff`, from 0 to 1."""
+    from difflib import get_close_matches  # ranks load this module, and have no use for that one
+
+    folded = {name.casefold(): name for name in names}
+    close = get_close_matches(wrong.strip().casefold(), folded, 1, cutoff)
+    return f" Did you mean {folded[close[0]]!r}?" if close else ""

@@ -23,10 +23,6 @@ DECLARED = {
     "doctor": RunConfig,
 }
 NOT_OPTIONS = {"fn", "args", "kwargs", "spark", "tracker", "stdout", "stderr", "store", "seconds"}
-NOT_IN = {
-    "run": set(),
-    "run_elastic": {"mpi", "procs_per_task", "max_restarts"},
-}
 
 
 @pytest.mark.parametrize("name", DECLARED)
@@ -34,8 +30,8 @@ def test_a_signature_has_the_types_and_defaults_of_the_declaration(name: str) ->
     declared = {each.name: each for each in fields(DECLARED[name])}
     parameters = inspect.signature(getattr(spark_hvd, name)).parameters
     assert parameters.keys() - declared.keys() <= NOT_OPTIONS
-    if name in NOT_IN:
-        assert declared.keys() - parameters.keys() == NOT_IN[name]
+    if name in ("run", "run_elastic"):
+        assert declared.keys() <= parameters.keys()
     for option in parameters.keys() & declared.keys():
         if option == "env":  # None is no changes
             continue
@@ -57,12 +53,12 @@ def test_the_docstring_tells_of_every_argument_in_their_order(name: str) -> None
 @pytest.mark.parametrize("name", DECLARED)
 @pytest.mark.parametrize(("wrong", "closest"), [("np", "num_proc"), ("back_end", "backend")])
 def test_an_unknown_option_is_named_with_the_closest(name: str, wrong: str, closest: str) -> None:
-    with pytest.raises(TypeError, match=rf"^{name}\(\) got an .* argument '{wrong}': did you mean '{closest}'\?"):
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an .* argument '{wrong}'\. Did you mean '{closest}'\?"):
         getattr(spark_hvd, name)(**{wrong: 2})
 
 
 def test_an_option_unlike_any_is_named_with_all() -> None:
-    with pytest.raises(TypeError, match="'xyzzy': expected one of num_proc, backend, mpi, "):
+    with pytest.raises(TypeError, match=r"'xyzzy'\. Expected one of num_proc, backend, mpi, "):
         spark_hvd.run_local(len, xyzzy=1)  # type: ignore[call-arg]
 
 
