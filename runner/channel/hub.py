@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import zmq
 import zmq.auth
@@ -22,7 +22,7 @@ from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.link import MAX_MESSAGE, HubAddress, zmq_url
 from spark_hvd.runner.channel.messages import ASIDE, decode, decode_vitals
 from spark_hvd.runner.channel.newcomers import Newcomers
-from spark_hvd.runner.channel.state import HubState, Kinds, Message, Send
+from spark_hvd.runner.channel.state import HubLogic, HubState, Message, Send
 from spark_hvd.world.ports import PortRange, bound
 from spark_hvd.world.vitals import Vitals
 
@@ -46,50 +46,6 @@ class _OneKey:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key == self._key
-
-
-class HubLogic(Protocol):
-    """What a hub decides: messages and clock ticks in, messages out. It does no I/O, and is called by one thread."""
-
-    KINDS: ClassVar[Kinds]
-    """The messages that :meth:`handle` takes."""
-    FAREWELL: ClassVar[Message]
-    """What makes a task stop."""
-
-    @property
-    def senders(self) -> range:
-        """The numbers that tasks can have."""
-        ...
-
-    @property
-    def most_ranks(self) -> int:
-        """That a world of this run can have."""
-        ...
-
-    def handle(self, message: Message, now: float) -> list[Send]:
-        """Take one message of a task."""
-        ...
-
-    def record_heartbeat(self, rank: int, now: float) -> None:
-        """Take anything as a sign of life."""
-        ...
-
-    def tick(self, now: float) -> list[Send]:
-        """Take note of the time; called several times a second."""
-        ...
-
-    def stop(self, reason: str) -> list[Send]:
-        """Stop every task."""
-        ...
-
-    def examine(self) -> list[Send]:
-        """Have every task look at its rank's process."""
-        ...
-
-    @property
-    def all_gone(self) -> bool:
-        """Whether no process of any task is left."""
-        ...
 
 
 class Listener(Protocol):

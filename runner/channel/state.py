@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import UnionType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from spark_hvd.runner.channel.silence import BEAT, SILENT_AFTER, LivenessTracker, describe
 
@@ -32,8 +32,52 @@ class Send:
     message: Message
 
 
+class HubLogic(Protocol):
+    """What a hub decides: messages and clock ticks in, messages out. It does no I/O, and is called by one thread."""
+
+    KINDS: ClassVar[Kinds]
+    """The messages that :meth:`handle` takes."""
+    FAREWELL: ClassVar[Message]
+    """What makes a task stop."""
+
+    @property
+    def senders(self) -> range:
+        """The numbers that tasks can have."""
+        ...
+
+    @property
+    def most_ranks(self) -> int:
+        """That a world of this run can have."""
+        ...
+
+    def handle(self, message: Message, now: float) -> list[Send]:
+        """Take one message of a task."""
+        ...
+
+    def record_heartbeat(self, rank: int, now: float) -> None:
+        """Take anything as a sign of life."""
+        ...
+
+    def tick(self, now: float) -> list[Send]:
+        """Take note of the time; called several times a second."""
+        ...
+
+    def stop(self, reason: str) -> list[Send]:
+        """Stop every task."""
+        ...
+
+    def examine(self) -> list[Send]:
+        """Have every task look at its rank's process."""
+        ...
+
+    @property
+    def all_gone(self) -> bool:
+        """Whether no process of any task is left."""
+        ...
+
+
 @dataclass(slots=True)
-class HubState:
+class HubState(HubLogic):
     """Membership of one run.
 
     Args:
@@ -74,7 +118,7 @@ class HubState:
     _released: bool = False
 
     def handle(self, message: Message, now: float) -> list[Send]:
-        """Take one message of a rank."""
+        """See base class."""
         rank = message["rank"]
         self.record_heartbeat(rank, now)
         match message["type"]:
@@ -103,12 +147,12 @@ class HubState:
                 raise AssertionError(f"unknown message {other!r}")
 
     def record_heartbeat(self, rank: int, now: float) -> None:
-        """Take anything as a sign of life that a rank sends of which such signs are expected."""
+        """See base class."""
         if rank in self.liveness:
             self.liveness.record_heartbeat(rank, now)
 
     def tick(self, now: float) -> list[Send]:
-        """Take note of the time; to be called several times a second."""
+        """See base class."""
         self.liveness.tick(now)
         if not self.fell_back and self.liveness.expired(SILENT_AFTER, now):
             return self._lose(now)
@@ -122,7 +166,7 @@ class HubState:
         return []
 
     def stop(self, reason: str) -> list[Send]:
-        """Stop every rank; ``reason`` is "peer", "timeout", "interrupt", "start" or "lost"."""
+        """See base class; ``reason`` is "peer", "timeout", "interrupt", "start" or "lost"."""
         if self.stopped is not None:
             return []
         self.stopped = reason
@@ -132,7 +176,7 @@ class HubState:
         return self._to_all(message)
 
     def examine(self) -> list[Send]:
-        """Have every task look at its rank's process."""
+        """See base class."""
         return self._to_all({"type": "examine"})
 
     def describe_lost(self) -> str:
@@ -141,12 +185,12 @@ class HubState:
 
     @property
     def senders(self) -> range:
-        """The ranks."""
+        """See base class."""
         return range(self.size)
 
     @property
     def most_ranks(self) -> int:
-        """All."""
+        """See base class."""
         return self.size
 
     @property
@@ -156,7 +200,7 @@ class HubState:
 
     @property
     def all_gone(self) -> bool:
-        """Whether no process of any rank that said hello is left, except where nobody hears of it."""
+        """See base class."""
         return self.gone | self.lost.keys() >= self.attempts.keys()
 
     @property

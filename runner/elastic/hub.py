@@ -14,7 +14,7 @@ from typing import Any, ClassVar, get_type_hints
 from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.hub import HubServer, Listener
 from spark_hvd.runner.channel.silence import SILENT_AFTER, LivenessTracker
-from spark_hvd.runner.channel.state import Kinds, Message, Send
+from spark_hvd.runner.channel.state import HubLogic, Kinds, Message, Send
 from spark_hvd.runner.elastic.membership.events import (
     AgentLeaving,
     AgentLost,
@@ -60,7 +60,7 @@ def _plain_fields(kind: type[Event]) -> dict[str, Any]:
     return {name: _PLAIN.get(hint, hint) for name, hint in get_type_hints(kind).items() if name != "agent"}
 
 
-class ElasticState:
+class ElasticState(HubLogic):
     """See the module's description. Pure.
 
     Args:
@@ -209,7 +209,7 @@ def _event(message: Message) -> Event:
     return kind(**{field.name: told[field.name] for field in fields(kind)})
 
 
-class _Labelled:
+class _Labelled(Listener):
     """Passes on what agents say, with the rank of each agent's worker instead of its number."""
 
     def __init__(self, listener: Listener, labels: Mapping[int, int]) -> None:

@@ -10,11 +10,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, TextIO, TypeVar
 
 from spark_hvd.runner.channel.examination import Examination
-from spark_hvd.runner.channel.hub import HubServer
+from spark_hvd.runner.channel.hub import HubServer, Listener
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.terminal import harmless
-from spark_hvd.runner.watch.display.choose import Display, make_display
-from spark_hvd.runner.watch.display.lines import OutputQueue
+from spark_hvd.runner.watch.display.choose import make_display
+from spark_hvd.runner.watch.display.lines import Display, OutputQueue
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind
 from spark_hvd.runner.watch.hang.watch import Examine, HangWatch
 from spark_hvd.runner.watch.history import RunHistory
@@ -35,8 +35,8 @@ _LOOK_EVERY = 0.25
 """Seconds between two looks at the state of the run."""
 
 
-class Monitor:
-    """See the module's description; a :class:`spark_hvd.runner.channel.hub.Listener`, and a context manager.
+class Monitor(Listener):
+    """See the module's description; a context manager.
 
     Whatever observes may fail without ending the run; streams that the caller has given may not, see displays.
 

@@ -30,11 +30,12 @@ from spark_hvd.transport.registry import ConnectionRegistry
 from spark_hvd.transport.torch_private import TCPStore
 from spark_hvd.world import launcher as elastic_launcher
 from spark_hvd.world.errors import CollectiveError
+from spark_hvd.world.launcher import ElasticLauncher
 from spark_hvd.world.layout import Endpoint, RankInfo, World
 from spark_hvd.world.ports import listen
 
 
-class ElasticRank:
+class ElasticRank(ElasticLauncher):
     """See the module's description; it is the launcher that ``hvd.elastic`` talks to.
 
     Args:

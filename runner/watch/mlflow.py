@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from spark_hvd.runner.watch.outbox import Outbox, Value
 from spark_hvd.runner.watch.rates import goes_on, grown, rates
 from spark_hvd.runner.watch.summary import Share, Summary
-from spark_hvd.runner.watch.tracking import Facts, without_password
+from spark_hvd.runner.watch.tracking import Facts, Tracker, without_password
 
 if TYPE_CHECKING:
     from spark_hvd.world.vitals import Vitals
@@ -23,7 +23,7 @@ _PATIENCE = 15.0
 """Seconds that a run waits at its end for what the server has not taken yet."""
 
 
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """Logs to the tracking server that is set in this program (``mlflow.set_tracking_uri``).
 
     Into the active run of MLflow if there is one, which stays active, else into a new one that ends with ours:

@@ -45,7 +45,7 @@ class NamedHandle(Generic[T]):
         "_done",
         "_error",
         "_execution",
-        "_lane",
+        "_queue",
         "_result",
         "name",
         "ready",
@@ -72,7 +72,7 @@ class NamedHandle(Generic[T]):
         self.ready = Moment.now() if request.device == "cuda" else None
         self.since = 0.0
         """When it was called, on the monotonic clock."""
-        self._lane = owner
+        self._queue = owner
         self._result = result
         self._done = False
         self._error: Exception | None = None
@@ -161,8 +161,8 @@ class NamedHandle(Generic[T]):
 
     @property
     def _owner(self) -> Owner:
-        assert self._lane is not None
-        return self._lane
+        assert self._queue is not None
+        return self._queue
 
     @property
     def done(self) -> bool:

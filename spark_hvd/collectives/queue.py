@@ -15,13 +15,13 @@ import torch
 
 from spark_hvd.collectives.execution import Execution, Work
 from spark_hvd.collectives.fusion import Planner
-from spark_hvd.collectives.handle import NamedHandle
+from spark_hvd.collectives.handle import NamedHandle, Owner
 from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.messages import AllJoined, Decision, Fail, Gone, Learn, Request, Run, RunKnown, Tune
 from spark_hvd.collectives.names import KnownCall, Unnamed
 from spark_hvd.collectives.runs import Runs
 from spark_hvd.collectives.tracing import Tracing
-from spark_hvd.world.activity import activity
+from spark_hvd.world.activity import Source, activity
 from spark_hvd.world.errors import CollectiveError, DuplicateNameError, MismatchError, StalledError
 from spark_hvd.world.vitals import Underway
 
@@ -56,7 +56,7 @@ class QueueLink(Protocol):
         ...
 
 
-class NegotiatedQueue:
+class NegotiatedQueue(Owner, Source):
     """See the module's description.
 
     Args:
@@ -201,12 +201,12 @@ class NegotiatedQueue:
         return handle
 
     def flush(self) -> None:
-        """Tell the coordinator what this rank is ready for, if there is news."""
+        """See base class."""
         if self._ids or self._fresh:
             self._link.post(self)
 
     def underway(self, now: float) -> list[Underway]:
-        """What this rank has called and what has not ended; from any thread."""
+        """See base class."""
         if self._broken is not None:
             return []
         ranks, joining = tuple(self.ranks), [] if self._joining is None else [self._joining]
@@ -224,11 +224,7 @@ class NegotiatedQueue:
         return ids, fresh
 
     def finish(self, handle: NamedHandle[Any], execution: Execution) -> None:
-        """Do what is left to do for a handle whose collective has ended.
-
-        Raises:
-            CollectiveError: It has not ended well.
-        """
+        """See base class."""
         if self.tracing.recorder is None or execution.finished:
             execution.finish()
             return
@@ -237,7 +233,7 @@ class NegotiatedQueue:
         self.tracing.finished(handle, started_ns)
 
     def explained(self, handle: NamedHandle[Any], error: CollectiveError) -> CollectiveError:
-        """A collective failed on the wire: the error to raise, with the coordinator's word on who has gone."""
+        """See base class."""
         self._verdict.wait(_VERDICT_SECONDS)
         if self._broken is None:
             return CollectiveError(f"{handle.label}: {error}")

@@ -7,45 +7,18 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from spark_hvd.runner.config import in_notebook
 from spark_hvd.runner.terminal import is_terminal
 from spark_hvd.runner.watch.display.json_lines import JsonDisplay
-from spark_hvd.runner.watch.display.lines import LineWriter
+from spark_hvd.runner.watch.display.lines import Display, LineWriter
 from spark_hvd.runner.watch.display.notebook import NotebookDisplay
 from spark_hvd.runner.watch.display.plain import LinesDisplay, PlainDisplay
 from spark_hvd.runner.watch.summary import Summary
 from spark_hvd.runner.watch.view import RunView
 
 _log = logging.getLogger(__name__)
-
-
-class Display(Protocol):
-    """Shows one run. Called by one thread, the one that called ``run``: a notebook's cell belongs to it."""
-
-    def lines(self, rank: int, stream: str, text: str) -> None:
-        """Write whole lines that a rank has printed.
-
-        Args:
-            rank: Whose; -1 for a note of ours.
-            stream: "out" or "err".
-            text: Lines, separated by newlines, without the last newline.
-        """
-        ...
-
-    def show(self, view: RunView, now: float) -> None:
-        """The state of the run; called about four times a second. The display decides what of it to draw, and when.
-
-        Args:
-            view: All there is to know.
-            now: ``time.monotonic()``.
-        """
-        ...
-
-    def end(self, summary: Summary | None) -> None:
-        """The run is over: show the summary, if there is one, and let go of the terminal. Idempotent."""
-        ...
 
 
 def make_display(progress: str, verbose: int, stdout: TextIO | None, stderr: TextIO | None) -> Display:
@@ -92,7 +65,7 @@ def make_display(progress: str, verbose: int, stdout: TextIO | None, stderr: Tex
     return _Split(_Guarded(display, then), both, given)
 
 
-class _Split:
+class _Split(Display):
     """Writes some of the ranks' streams as they are, past the display.
 
     Args:
@@ -105,8 +78,6 @@ class _Split:
         self._display = display
         self._writer = writer
         self._past = past
-        self.show = display.show
-        self.end = display.end
 
     def lines(self, rank: int, stream: str, text: str) -> None:
         """See base class."""
@@ -115,8 +86,16 @@ class _Split:
         else:
             self._display.lines(rank, stream, text)
 
+    def show(self, view: RunView, now: float) -> None:
+        """See base class."""
+        self._display.show(view, now)
 
-class _Guarded:
+    def end(self, summary: Summary | None) -> None:
+        """See base class."""
+        self._display.end(summary)
+
+
+class _Guarded(Display):
     """A display whose errors end the display, and not the run.
 
     Args:

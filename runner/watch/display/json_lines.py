@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
+from spark_hvd.runner.watch.display.lines import Display
 from spark_hvd.runner.watch.summary import Summary
 from spark_hvd.runner.watch.view import RunView
 
 INTERVAL = 1.0
 
 
-class JsonDisplay:
+class JsonDisplay(Display):
     """Writes objects with an ``event``: "output" for each line of a rank, "progress", and "summary" at the end.
 
     Args:

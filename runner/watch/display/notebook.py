@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spark_hvd.runner.watch import words
-from spark_hvd.runner.watch.display.lines import LineWriter
+from spark_hvd.runner.watch.display.lines import Display, LineWriter
 from spark_hvd.runner.watch.display.text import columns_of, head, table
 from spark_hvd.runner.watch.snapshot import RankRow, RunSnapshot, shown_rows
 from spark_hvd.runner.watch.summary import Summary
@@ -26,7 +26,7 @@ _FAINT = "opacity:.6"
 _ALARM = f"color:{VERMILION};white-space:pre-wrap"
 
 
-class NotebookDisplay:
+class NotebookDisplay(Display):
     """Shows HTML in the cell that called ``run``; what ranks print goes below it.
 
     Args:

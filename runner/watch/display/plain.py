@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spark_hvd.runner.watch import words
-from spark_hvd.runner.watch.display.lines import LineWriter
+from spark_hvd.runner.watch.display.lines import Display, LineWriter
 from spark_hvd.runner.watch.snapshot import RunSnapshot
 from spark_hvd.runner.watch.summary import Summary
 from spark_hvd.runner.watch.view import RunView
@@ -12,7 +12,7 @@ from spark_hvd.world.words import count
 INTERVAL = 30.0
 
 
-class LinesDisplay:
+class LinesDisplay(Display):
     """Writes what ranks print, and nothing else.
 
     Args:

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from spark_hvd.runner.terminal import harmless
-from spark_hvd.runner.watch.display.lines import LineWriter
+from spark_hvd.runner.watch.display.lines import Display, LineWriter
 from spark_hvd.runner.watch.display.text import table
 from spark_hvd.runner.watch.snapshot import RunSnapshot
 from spark_hvd.runner.watch.summary import Summary
@@ -25,7 +25,7 @@ _OTHER_LINES = 5
 _INTERVAL = 0.2
 
 
-class TableDisplay:
+class TableDisplay(Display):
     """Draws the table with rich, in the caller's thread; what this program itself prints meanwhile goes above it too.
 
     The cursor is hidden until :meth:`end`, which leaves the last table, and the summary below it.
