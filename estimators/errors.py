@@ -8,9 +8,6 @@ class EstimatorError(RuntimeError):
 
     __module__ = "spark_hvd.estimators"
 
-    def __reduce__(self) -> tuple[type[EstimatorError], tuple[str]]:
-        return type(self), (str(self),)
-
 
 class DataError(EstimatorError, ValueError):
     """The data do not fit the parameters: a column missing or of a wrong type, nulls, ragged arrays, too few rows."""

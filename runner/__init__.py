@@ -32,8 +32,8 @@ if TYPE_CHECKING:
         StartTimeoutError,
         StateLostError,
         TooFewRanksError,
-        UnpicklableError,
     )
+    from spark_hvd.runner.outcome.payload import UnpicklableError
     from spark_hvd.runner.watch.mlflow import MlflowTracker
     from spark_hvd.runner.watch.tracking import Tracker
 
@@ -70,6 +70,7 @@ _HOME = {
     "MlflowTracker": "watch.mlflow",
     "RunResult": "launch.result",
     "Tracker": "watch.tracking",
+    "UnpicklableError": "outcome.payload",
     "doctor": "diagnosis.examine",
     "run": "launch.run",
     "run_elastic": "elastic.run",

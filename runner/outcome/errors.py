@@ -4,35 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from spark_hvd.runner.outcome.payload import UnpicklableError
 from spark_hvd.runner.outcome.rows import Failed
 from spark_hvd.runner.terminal import harmless
 from spark_hvd.runner.tracebacks import Brief
 from spark_hvd.runner.watch.hang.verdict import HangVerdict
-
-__all__ = [
-    "ClusterError",
-    "ElasticError",
-    "ExecutorLostError",
-    "HubError",
-    "NotEnoughSlotsError",
-    "RankFailedError",
-    "ResetLimitError",
-    "ResultTooLargeError",
-    "RunError",
-    "RunTimeoutError",
-    "SetupError",
-    "StartTimeoutError",
-    "StateLostError",
-    "TooFewRanksError",
-    "UnpicklableError",
-]
 
 
 class RunError(Brief, RuntimeError):
     """Base of everything that can go wrong with a run once its arguments are accepted."""
 
     __module__ = "spark_hvd.runner"
+
+    def __init_subclass__(cls) -> None:
+        if cls.__module__ == __name__:
+            cls.__module__ = RunError.__module__
 
     def __str__(self) -> str:
         return harmless(super().__str__())  # it quotes what ranks said, and is mostly read in a terminal
@@ -41,37 +26,25 @@ class RunError(Brief, RuntimeError):
 class ClusterError(RunError):
     """The Spark application cannot run a barrier stage as it is configured; the message names the setting."""
 
-    __module__ = "spark_hvd.runner"
-
 
 class NotEnoughSlotsError(ClusterError):
     """Fewer tasks can run at once than ranks were asked for."""
-
-    __module__ = "spark_hvd.runner"
 
 
 class SetupError(ClusterError):
     """An executor lacks something that ranks need: spark_hvd, torch, a module of the user's."""
 
-    __module__ = "spark_hvd.runner"
-
 
 class StartTimeoutError(RunError):
     """Not all ranks had started within ``start_timeout``."""
-
-    __module__ = "spark_hvd.runner"
 
 
 class ExecutorLostError(RunError):
     """Spark lost an executor during the run. fn is not run again but by ``max_restarts``: it may have had effects."""
 
-    __module__ = "spark_hvd.runner"
-
 
 class HubError(RunError):
     """The hub, through which the driver and its tasks speak, has failed: on a malformed message, or by a defect."""
-
-    __module__ = "spark_hvd.runner"
 
 
 def check_hub(failure: Exception | None) -> None:
@@ -86,8 +59,6 @@ def check_hub(failure: Exception | None) -> None:
 
 class ResultTooLargeError(RunError):
     """The values returned by the ranks exceed what Spark may collect."""
-
-    __module__ = "spark_hvd.runner"
 
 
 class _FailuresError(RunError):
@@ -107,8 +78,6 @@ class RankFailedError(_FailuresError):
         failures: Every rank without a value, the first cause first, echoes of it and stopped ranks after it.
         hang: Which ranks waited for which, with the stacks of all, if they did so to the end; else None.
     """
-
-    __module__ = "spark_hvd.runner"
 
     @property
     def first(self) -> Failed:
@@ -134,8 +103,6 @@ class RunTimeoutError(_FailuresError):
         hang: As of :class:`RankFailedError`.
     """
 
-    __module__ = "spark_hvd.runner"
-
 
 class ElasticError(_FailuresError):
     """An elastic run could not go on. ``__cause__`` is the exception of the rank that failed last, if one did.
@@ -145,22 +112,14 @@ class ElasticError(_FailuresError):
         hang: As of :class:`RankFailedError`.
     """
 
-    __module__ = "spark_hvd.runner"
-
 
 class TooFewRanksError(ElasticError):
     """Fewer than ``min_num_proc`` ranks were left for ``elastic_timeout``."""
-
-    __module__ = "spark_hvd.runner"
 
 
 class ResetLimitError(ElasticError):
     """More ranks were lost than ``reset_limit`` allows."""
 
-    __module__ = "spark_hvd.runner"
-
 
 class StateLostError(ElasticError):
     """All ranks that had the state were lost, and it had been committed: starting anew would lose what was done."""
-
-    __module__ = "spark_hvd.runner"

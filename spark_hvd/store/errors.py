@@ -16,9 +16,6 @@ class StoreError(RuntimeError):
 
     __module__ = "spark_hvd.store"
 
-    def __reduce__(self) -> tuple[type[StoreError], tuple[str]]:
-        return type(self), (str(self),)
-
 
 class CheckpointError(StoreError):
     """A checkpoint or a saved model is damaged, of another model, or of a newer version of spark_hvd."""

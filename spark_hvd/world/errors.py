@@ -11,9 +11,6 @@ class NotInitializedError(ValueError):
     def __init__(self, message: str = "spark_hvd has not been initialized; call hvd.init() first.") -> None:
         super().__init__(message)
 
-    def __reduce__(self) -> tuple[type[NotInitializedError], tuple[str]]:
-        return type(self), (str(self),)
-
 
 class CollectiveError(RuntimeError):
     """A collective failed because a peer, the network or the backend did; the cause is chained.
@@ -23,9 +20,6 @@ class CollectiveError(RuntimeError):
 
     __module__ = "spark_hvd"
 
-    def __reduce__(self) -> tuple[type[CollectiveError], tuple[str]]:
-        return type(self), (str(self),)
-
 
 class MismatchError(ValueError, RuntimeError):
     """Ranks called one collective with things that do not fit together. The same message is raised on every rank.
@@ -34,9 +28,6 @@ class MismatchError(ValueError, RuntimeError):
     """
 
     __module__ = "spark_hvd"
-
-    def __reduce__(self) -> tuple[type[MismatchError], tuple[str]]:
-        return type(self), (str(self),)
 
 
 class PlanMismatchError(MismatchError):
@@ -52,9 +43,6 @@ class DuplicateNameError(ValueError, RuntimeError):
     """
 
     __module__ = "spark_hvd"
-
-    def __reduce__(self) -> tuple[type[DuplicateNameError], tuple[str]]:
-        return type(self), (str(self),)
 
 
 class StalledError(CollectiveError):
