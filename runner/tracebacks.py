@@ -48,12 +48,12 @@ class Frame:
 
     @property
     def library(self) -> str:
-        """Of what it is a part: "spark_hvd", "torch", "Python", another package; empty for the user's own code."""
+        """What it is a part of: "spark_hvd", "torch", "Python", another package; empty for the user's own code."""
         return library_of(self.file)
 
 
 def library_of(file: str) -> str:
-    """Of what a source file is a part, see :attr:`Frame.library`."""
+    """Name what a source file is a part of, see :attr:`Frame.library`."""
     if _OURS.search(file):
         return "spark_hvd"
     if (package := _PACKAGES.search(file)) is not None:

@@ -21,12 +21,12 @@ class Address:
     """An address of this host, and the interface that has it."""
 
     interface: str | None
-    """None where no interface has it: behind some kinds of NAT."""
+    """The interface that has the address; None where none has it, as behind some kinds of NAT."""
     ip: str
 
 
 def own_addresses() -> list[Address]:
-    """Those of all interfaces that are up, in the kernel's order, IPv4 before IPv6; without link-local ones."""
+    """The addresses of all interfaces that are up, as the kernel orders them, IPv4 before IPv6; none link-local."""
     stats = psutil.net_if_stats()
     found = [
         Address(name, each.address)

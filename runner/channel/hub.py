@@ -31,7 +31,7 @@ _TICK_MS = 50
 _MOST_A_TURN = 1000
 """Messages taken before the clock and the driver's questions get their turn: ranks may print without pause."""
 _CONNECTIONS_EACH = 2
-"""Of a rank's task: one for its signs of life besides."""
+"""Connections of one rank's task: the second is for its signs of life."""
 _HANDSHAKE_MS = 5000
 """How long a newcomer has to prove who it is; ZeroMQ's own patience is 30 s."""
 _PATIENCE = 5.0

@@ -27,7 +27,7 @@ class HubAddress:
 
     @property
     def url(self) -> str:
-        """The ZeroMQ address."""
+        """The hub's address, as ZeroMQ writes it."""
         return zmq_url(self.host, self.port)
 
 

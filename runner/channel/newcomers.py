@@ -53,7 +53,7 @@ class Newcomers:
         self._silent.pop(descriptor, None)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop watching for connections."""
         self._listener.disable_monitor()
         self.events.close(0)
 

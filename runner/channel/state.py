@@ -47,7 +47,7 @@ class HubLogic(Protocol):
 
     @property
     def most_ranks(self) -> int:
-        """That a world of this run can have."""
+        """How many ranks a world of this run can have."""
         ...
 
     def handle(self, message: Message, now: float) -> list[Send]:
@@ -63,7 +63,7 @@ class HubLogic(Protocol):
         ...
 
     def stop(self, reason: str) -> list[Send]:
-        """Stop every task."""
+        """Tell every task to stop, and why."""
         ...
 
     def examine(self) -> list[Send]:

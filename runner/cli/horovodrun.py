@@ -50,7 +50,7 @@ TUNING: Mapping[str, _Tuning] = {
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", float, "When such a collective fails; 0 for never."
     ),
 }
-"""Those that mean something here."""
+"""The options that mean something here."""
 
 _SPARK_PLACES = (
     "Spark decides on which hosts ranks run. Use --master spark://host:7077, yarn or k8s://..., with --conf "

@@ -61,11 +61,11 @@ class ElasticRank(ElasticLauncher):
 
     @property
     def rank(self) -> int:
-        """In the last generation, or provisionally."""
+        """This rank's number in its last generation; before the first, the one that it was started with."""
         return self._me.rank
 
     def run(self, payload: bytes) -> Any:
-        """Call fn."""
+        """Call fn, and return what it returns."""
         fn, args, kwargs = unpickle_call(payload)
         try:
             take(self._local(self._me), self._order.gpus)

@@ -105,7 +105,7 @@ def executor_ports(spark: SparkSession) -> dict[str, str]:
 
 
 def decommissioned(spark: SparkSession, executors: Iterable[str]) -> set[str]:
-    """Those of them that are being decommissioned."""
+    """Which of these executors are being decommissioned."""
     scheduler = java_context(spark).taskScheduler()
     return {each for each in executors if scheduler.getExecutorDecommissionState(each).isDefined()}
 

@@ -227,7 +227,7 @@ def _report(status_fd: int, message: dict[str, int]) -> None:
 
 
 def main(folder: str, fd: str, anchor: str, linger: str) -> int:
-    """Preload and serve."""
+    """Import what ranks need, then serve requests for processes."""
     listener = socket.socket(fileno=int(fd))
     if _listens(listener):
         listener.listen(BACKLOG)  # again: the kernel tells who connects of the process that did so last

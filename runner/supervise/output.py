@@ -100,7 +100,7 @@ class Tail:
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
 
     def add(self, lines: list[str]) -> None:
-        """Note more lines."""
+        """Keep these lines, and forget the oldest where they become too many."""
         self._lines.extend(line[:2000] for line in lines)
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ class RankOutput:
 
     def __init__(self, fds: dict[int, str], link: Link, on_lines: Callable[[str, list[str]], None] | None) -> None:
         self.fds = fds
-        """Those that are open."""
+        """The pipes that are open."""
         self.tail = Tail()
         self._link = link
         self._on_lines = on_lines

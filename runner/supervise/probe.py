@@ -32,7 +32,7 @@ class Probe:
         """When there is something to do, on the monotonic clock."""
 
     def turn(self, now: float) -> Examination | None:
-        """Go on.
+        """Do the next part of the examination.
 
         Args:
             now: The monotonic clock.
@@ -53,7 +53,7 @@ class Probe:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Of a process and all that it has started."""
+    """Processor time of a process and of all that it has started."""
     total = 0.0
     try:
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]

@@ -51,7 +51,7 @@ class RankJob:
 
     @property
     def me(self) -> RankInfo:
-        """The rank."""
+        """The rank that this process is to be."""
         return self.order.me
 
 
@@ -82,7 +82,7 @@ class SupervisedRank:
         self.process = process = server.spawn(job.env, job.start_timeout)
         self.output = RankOutput({process.stdout_fd: "out", process.stderr_fd: "err"}, link, on_lines)
         self.exitcode: int | None = None
-        """Of a process that has ended; minus the signal that killed it."""
+        """The exit code of a process that has ended; minus the number of the signal, if one killed it."""
         self.ended = False
         self._frames = FrameReader(process.control)
         self._link, self._poller, self._on_frame = link, poller, on_frame

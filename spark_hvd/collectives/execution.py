@@ -52,7 +52,7 @@ def all_results(work: Work) -> list[torch.Tensor]:
 
 
 def single_result(work: Work) -> torch.Tensor:
-    """The one result."""
+    """The result of a call that has one."""
     return work.tensors[0] if work.in_place else work.results[0]
 
 

@@ -76,7 +76,7 @@ class Batch(list[Entry]):
         """The bytes of all tensors of the batch, on this rank."""
 
     def add(self, entry: Entry, nbytes: int) -> None:
-        """Take one in."""
+        """Add an entry to the batch."""
         self.append(entry)
         self.nbytes += nbytes
 
@@ -121,7 +121,7 @@ class Planner:
         self._known: dict[int, list[Batch]] = {}
 
     def tune(self, threshold: int) -> None:
-        """Take another threshold."""
+        """Use another threshold from the next batch on."""
         self.threshold = threshold
         self._known.clear()
 
@@ -132,7 +132,7 @@ class Planner:
         self._entries[number : number + 1] = [entry]
 
     def batches(self, entries: Sequence[Entry]) -> list[Batch]:
-        """Divide these entries."""
+        """Divide entries into batches, in their order."""
         return plan_batches(entries, self.threshold)
 
     def batches_of_known(self, ids: int) -> list[Batch]:

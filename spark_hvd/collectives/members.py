@@ -36,7 +36,7 @@ class Members:
     connections: Abortable | None = None
     """The connections of the communicator, where they can be aborted."""
     nccl: NcclGroups | None = None
-    """All process groups that are of no use any more when one of the ranks has gone."""
+    """The process groups that are aborted when one of the ranks has gone."""
     on_loss: Callable[[int, str], None] = lambda rank, text: None
     """Told the rank, in the world, that has left or is gone, and what is known of it."""
 

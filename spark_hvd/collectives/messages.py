@@ -37,7 +37,7 @@ class Request(NamedTuple):
     fault: str | None = None
     """Why the call cannot run, if its arguments do not fit each other."""
     seal: str | None = None
-    """By which the others know this rank's pickle, see :mod:`spark_hvd.collectives.objects`; ranks' seals differ."""
+    """What names this rank's pickle to the others, see :mod:`spark_hvd.collectives.objects`; ranks' seals differ."""
 
 
 class Entry(NamedTuple):
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
     name: str
     request: Request
-    """As the first rank made it; the ranks' requests differ in the rows of allgather and the splits of alltoall."""
+    """The first rank's request; the ranks' requests differ in the rows of allgather and the splits of alltoall."""
     table: list[list[int]] | None = None
     """Allgather: for each rank the rows of each tensor. Alltoall: for each rank its splits."""
     absent: list[int] | None = None
@@ -111,8 +111,8 @@ class Fail(NamedTuple):
     """"mismatch" or "stall"."""
     text: str
     places: list[int] | None = None
-    """In the process set, of the ranks whose calls these are; None: all. To others the names mean other calls, which
-    have not been heard of yet, or were made after the failure."""
+    """The places in the process set of the ranks whose calls these are; None: all. To others the names mean other
+    calls, which have not been heard of yet, or were made after the failure."""
 
 
 class AllJoined(NamedTuple):
@@ -129,7 +129,7 @@ class Gone(NamedTuple):
     left: bool
     """Whether it took its leave."""
     done: int | None = None
-    """If so: of how many batches it has done its part. What comes after those would wait for it in vain."""
+    """If it took its leave, of how many batches it has done its part; later ones would wait for it in vain."""
 
 
 class Tune(NamedTuple):

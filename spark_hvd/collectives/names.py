@@ -62,7 +62,7 @@ class Unnamed:
         return name
 
     def joined(self) -> None:
-        """All ranks have joined. They have come to different numbers by now, and begin anew."""
+        """Begin to count anew after all ranks have joined: they have come to different numbers by now."""
         self._counters.clear()
         self._joins += 1
 

@@ -155,7 +155,7 @@ def _places(seal: str) -> list[slice]:
 
 
 def _numel(seal: str) -> int:
-    """Bytes to send."""
+    """The number of bytes that a rank sends."""
     end: int = _places(seal)[-1].stop
     return end + -end % _ALIGNMENT
 

@@ -309,7 +309,7 @@ class NegotiatedQueue(Owner, Source):
         self.abandon()
 
     def forked(self, text: str) -> None:
-        """In a process that this rank has forked, where there is no engine: nobody may wait for it."""
+        """End all calls in a process that this rank has forked: it has no engine, so nobody may wait for one."""
         self._lock, self._verdict = threading.Lock(), threading.Event()
         self.aborted(text)
 

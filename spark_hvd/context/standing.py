@@ -134,7 +134,7 @@ class ProcessState:
         self.aborted: tuple[int, str] | None = None
         """The last generation that was aborted by its number, and why."""
         self.forked: str | None = None
-        """In a process that a rank has forked: what it must not do, see :mod:`spark_hvd.context.forks`."""
+        """What a process that a rank has forked must not do; None in others. See :mod:`spark_hvd.context.forks`."""
 
     def register_connections(self, registry: ConnectionRegistry) -> ConnectionRegistry:
         """These connections are to be made; they are cut at once if their generation was aborted already."""
@@ -146,7 +146,7 @@ class ProcessState:
 
 
 standing = ProcessState()
-"""This process'."""
+"""What this process is: in a world, expecting one, or in none."""
 
 
 def current() -> Context:

@@ -22,7 +22,7 @@ class TensorRef:
     """Stands for a tensor in a skeleton."""
 
     number: int
-    """Its place among the tensors; names of one tensor, such as tied weights, share it."""
+    """The tensor's place among all; names of one tensor, such as tied weights, share it."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     device: str

@@ -87,7 +87,7 @@ class CoordinatorSockets:
             self.endpoints.append(each_endpoint.rstrip(b"\0").decode())
 
     def send(self, decisions: Sequence[Decision]) -> None:
-        """Tell all members."""
+        """Publish a message to all members."""
         self.decisions.send(_EVERYONE + encode(decisions))
 
     def receive(self) -> bytes | None:

@@ -238,7 +238,7 @@ class Coordinator:
         return [RunKnown(ready)]
 
     def _ready(self, ids: int) -> int:
-        """Those of `ids` that every rank is ready for, those aside that have joined."""
+        """Which of `ids` every rank is ready for that has not joined."""
         count = len(self._masks)
         for step in range(count):
             place = (self._watched + step) % count

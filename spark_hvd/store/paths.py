@@ -62,7 +62,7 @@ def protocol_of(url: str) -> str:
 
 
 def join(root: str, *parts: str) -> str:
-    """``parts`` below ``root``."""
+    """The path of ``parts`` below ``root``."""
     return "/".join([root if "://" in root else root.rstrip("/"), *parts])
 
 

@@ -58,7 +58,7 @@ def kind_of(phase: str) -> PhaseKind:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that lasted."""
+    """An event with a beginning and an end."""
 
     rank: int
     row: str

@@ -34,7 +34,7 @@ class StateHandler:
         self.value = value
 
     def save(self) -> None:
-        """Keep a copy."""
+        """Keep a copy of the value, for :meth:`restore`."""
         raise NotImplementedError
 
     def restore(self) -> None:

@@ -87,7 +87,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.processed_num = min(self.processed_num + batch_size * self.num_replicas, len(self.dataset))
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and progress."""
+        """The epoch and what of it is done, for :meth:`load_state_dict`."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

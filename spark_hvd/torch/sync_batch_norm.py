@@ -145,7 +145,7 @@ class SyncBatchNorm(BatchNormBase):
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """All that is sent, by the two methods below."""
+    """What is sent between ranks: all of it by the two methods below."""
 
     name: str
     process_set: ProcessSet

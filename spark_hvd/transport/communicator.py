@@ -65,7 +65,7 @@ class Communicator(Protocol):
 
     @property
     def rank(self) -> int:
-        """My rank."""
+        """This process' rank among the members, from 0."""
         ...
 
     @property

@@ -44,7 +44,7 @@ class Abortable(Protocol):
 
 
 class Connections(Abortable):
-    """Those of one process group.
+    """The connections of one process group.
 
     Args:
         mine: Its sockets in this process.

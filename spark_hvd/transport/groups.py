@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from spark_hvd.transport.registry import ConnectionRegistry
 
 GROUP_PREFIX = "spark_hvd."
-"""Of the names of all process groups made here."""
+"""What the names of all process groups made here begin with."""
 
 
 class Groups:
-    """Those of one world.
+    """The process groups of one world.
 
     Args:
         kv: The world's key-value store.
@@ -116,6 +116,6 @@ class Groups:
         self.destroy_all()
 
     def destroy_all(self) -> None:
-        """Destroy all."""
+        """Destroy all groups of the world."""
         for process_set_id in {*self._made, *self._pipes}:
             self.destroy(process_set_id)

@@ -22,7 +22,7 @@ from spark_hvd.transport.waits import why_broken
 
 _READ = 4096
 _FULL_SECONDS = 0.001
-"""Between two attempts at a pipe that is full: its reader is thousands of points behind."""
+"""Seconds between two attempts at a pipe that is full: its reader is thousands of points behind."""
 
 
 class SyncPoint(enum.IntEnum):
@@ -33,7 +33,7 @@ class SyncPoint(enum.IntEnum):
 
 
 class Pipes(Abortable):
-    """Those of one rank to and from some others; one thread at a time sends and waits, any cuts.
+    """The pipes of one rank to and from others; one thread at a time sends and waits, any cuts.
 
     Args:
         ranks: In the world, of all who take part.

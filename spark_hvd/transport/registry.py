@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from spark_hvd.world.layout import Endpoint
 
 _AGAIN_SECONDS = 0.05
-"""Between two cuts, while a group is being made: its sockets come one after the other."""
+"""Seconds between two cuts, while a group is being made: its sockets come one after the other."""
 
 
 class ConnectionRegistry:

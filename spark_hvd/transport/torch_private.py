@@ -99,7 +99,7 @@ def forget_names() -> None:
 
 
 def process_groups() -> list[Any]:
-    """All that there are, with their stores."""
+    """All process groups of this process, with their stores."""
     return list(distributed_c10d._world.pg_map.items())
 
 

@@ -21,7 +21,7 @@ class Source(Protocol):
     """What knows of collectives under way. Asked by another thread than the one that works."""
 
     def underway(self, now: float) -> Iterable[Underway]:
-        """Those that this rank has entered and that have not ended; `now` is ``time.monotonic()``."""
+        """The collectives that this rank has entered and that have not ended; `now` is ``time.monotonic()``."""
         ...
 
 
@@ -33,7 +33,7 @@ class Loop(Protocol):
         ...
 
     def close(self) -> Any:
-        """It has ended; returns what the loop that follows it is to add to."""
+        """End the loop; returns what the loop that follows it is to add to."""
         ...
 
 
@@ -103,7 +103,7 @@ class Activity:
         self._waits_since = now
 
     def wait_ends(self, now: float) -> None:
-        """It can go on."""
+        """Note that the program can go on."""
         self._waited += now - (self._waits_since or now)
         self._waits_since = 0.0
 
@@ -121,4 +121,4 @@ class Activity:
 
 
 activity = Activity()
-"""This process'."""
+"""What this process is doing."""

@@ -56,7 +56,7 @@ class Config:
 
 
 _VARIABLES = {"cache_capacity": "HOROVOD_CACHE_CAPACITY", "shared_memory": "SPARK_HVD_SHARED_MEMORY"}
-"""Of the values that are read on joining."""
+"""The environment variables of the values that are read on joining."""
 _LEAST = {
     "fusion_threshold": 0,
     "cache_capacity": 0,

@@ -25,7 +25,7 @@ class LaunchEnv:
     store_is_hosted: bool
     """Whether the launcher itself serves the key-value store; else rank 0 does."""
     generation: int
-    """torchrun's restart count."""
+    """How often torchrun has restarted the ranks."""
 
 
 def read_launch_env(env: Mapping[str, str] = os.environ) -> LaunchEnv | None:

@@ -144,7 +144,7 @@ class World:
 
     me: RankInfo
     endpoint: Endpoint | None
-    """None where no socket is needed: a world of one."""
+    """Where ranks meet; None in a world of one, which needs no socket."""
     generation: int = 0
     """Counts the times that the membership changed; keys of different generations never meet."""
     secret: bytes | None = field(default=None, repr=False)

@@ -5,4 +5,4 @@ from __future__ import annotations
 BLACK, GREY, ORANGE, SKY, GREEN = "#000000", "#999999", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 SHARES = {"compute": GREEN, "data": ORANGE, "communication": BLUE}
-"""Of a rank's time."""
+"""Colours of the shares of a rank's time."""

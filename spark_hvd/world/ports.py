@@ -44,7 +44,7 @@ class PortRange:
         return f"{self.low}-{self.high}"
 
     def __iter__(self) -> Iterator[int]:
-        """All of them, from a random one on: runs on one host then seldom try the same."""
+        """The ports from a random one on, each once: runs on one host then seldom try the same."""
         count = self.high - self.low + 1
         first = random.randrange(count)
         return (self.low + (first + step) % count for step in range(count))

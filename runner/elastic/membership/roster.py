@@ -127,10 +127,10 @@ class Roster:
         return [(self.workers[number].agent, number) for number in workers if self.workers[number].alive]
 
     def name(self, worker: Worker) -> str:
-        """As it is called in messages."""
+        """What messages call a worker."""
         place = f"a new rank (number {worker.number})" if worker.rank is None else f"rank {worker.rank}"
         return f"{place} on host {worker.host}"
 
     def name_of_agent(self, agent: AgentRecord) -> str:
-        """As it is called in messages."""
+        """What messages call an agent."""
         return f"task {agent.task} on {agent.host}" if agent.worker is None else self.name(self.workers[agent.worker])

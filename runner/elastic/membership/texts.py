@@ -44,7 +44,7 @@ def excluded(host: str, limits: Limits, seconds: float) -> str:
 
 
 def reset_limit(resets: int, limits: Limits, last: str) -> str:
-    """Too many failures."""
+    """What is told where there were more failures than `reset_limit`."""
     return f"the ranks had to meet again {resets} times after a failure, reset_limit={limits.reset_limit}; last: {last}"
 
 
@@ -57,7 +57,7 @@ def state_lost(commits: int) -> str:
 
 
 def no_progress(times: int) -> str:
-    """No progress."""
+    """What is told where generations fail one after the other without a commit."""
     return f"{times} times in a row a rank failed before anything was committed"
 
 

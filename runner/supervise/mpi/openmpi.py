@@ -55,7 +55,7 @@ def read_launch(lines: Sequence[str], hosts: int) -> list[list[str]] | None:
 
 
 def _arguments(command: Sequence[str]) -> list[str]:
-    """Those of the daemon, out of a line for a shell that sets up paths first."""
+    """The daemon's arguments, out of a line for a shell that sets up paths first."""
     daemon = next(place for place, word in enumerate(command) if PurePath(word).name.startswith("orted"))
     # It is to stay the supervisor's child.
     return [word for word in command[daemon + 1 :] if word != "--daemonize"]

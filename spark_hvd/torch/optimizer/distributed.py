@@ -33,7 +33,7 @@ _OVER = (
     "the function that is decorated with hvd.elastic.run is called, or anew in each call of it."
 )
 _elastic: list[weakref.ref[ReducedOptimizer]] = []
-"""Those of an elastic rank, in the order in which they were made."""
+"""The optimizers of an elastic rank, in the order in which they were made."""
 
 
 class ReducedOptimizer(torch.optim.Optimizer):

@@ -104,7 +104,7 @@ class GradientPlan:
         )
 
     def sparse_here(self, indices: Sequence[int]) -> list[int]:
-        """Those of some parameters whose gradients are to be gathered, going by what they are on this rank."""
+        """Which parameters' gradients are to be gathered, going by what they are on this rank."""
         if self._reduction.sparse_as_dense:
             return []
         return [

@@ -190,7 +190,7 @@ class CopiedSum:
         return True
 
     def advance(self) -> None:
-        """See SharedSum."""
+        """See :meth:`SharedSum.advance`."""
 
     def wait(self) -> None:
         """Wait until all ranks have filled their buffers, and sum them into mine.

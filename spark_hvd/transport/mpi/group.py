@@ -62,7 +62,7 @@ class MpiProcessGroup(_ProcessGroup):
         self._mpi = endpoint.communicator
 
     def getBackendName(self) -> str:  # noqa: N802 # torch's name
-        """mpi4py."""
+        """The name of this backend."""
         return "mpi4py"
 
     def getGroupName(self) -> str:  # noqa: N802 # torch's name
@@ -71,7 +71,7 @@ class MpiProcessGroup(_ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """As :meth:`getGroupName`."""
+        """The same as :meth:`getGroupName`."""
         return self._name
 
     # ---- reductions -----------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def _share_out(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
 
 
 def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Those whose memory follows one another as one, if MPI can write to it; else None."""
+    """Tensors that lie side by side as one tensor, if MPI can write to that memory; else None."""
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     end = filled[0].data_ptr() if filled else 0
     for tensor in filled:

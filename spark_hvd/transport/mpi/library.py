@@ -57,7 +57,7 @@ THREADS = MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
 TURNS: AbstractContextManager[Any] = contextlib.nullcontext() if THREADS else threading.RLock()
-"""To be held in every call of MPI: a lock where MPI lets in one thread at a time."""
+"""Held in every call of MPI: a lock where MPI lets in one thread at a time."""
 
 
 before_end: list[Callable[[], bool]] = []

@@ -9,7 +9,7 @@ _SPIN_SECONDS = 3e-4
 _FIRST_PAUSE = 2e-5
 _LAST_PAUSE = 1e-3
 _GROWTH = 1.05
-"""From the first pause to the last in some 20 ms: a peer that is late by that much is late by more, most likely."""
+"""Growth of the pauses, from the first to the last in some 20 ms: a peer that is late by that is mostly later still."""
 
 
 class PollingPace:

@@ -21,7 +21,7 @@ _log = logging.getLogger("spark_hvd")
 _TESTS_AT_ONCE = 64
 """How often a waiter asks before it looks at the clock: that many take some 20 microseconds."""
 _WATCH_SECONDS = 1e-4
-"""Between two looks of the thread at operations that nobody waits for."""
+"""Seconds between two looks of the thread at operations that nobody waits for."""
 _REST_SECONDS = 1e-3
 _REST_LASTS = 0.02
 """How long the thread stays awake after it last saw an operation; then it costs nothing, and has to be woken."""
@@ -198,7 +198,7 @@ class ProgressThread:
         return [each for each in list(self._operations.values()) if each.owner is owner]
 
     def remove(self, operation: Operation) -> None:
-        """It has ended."""
+        """Look after an operation no more: it has ended."""
         self._operations.pop(id(operation), None)
 
     def close(self) -> bool:
@@ -274,6 +274,6 @@ class ProgressThread:
 
 
 PROGRESS = ProgressThread()
-"""Of this process; MPI is one in it, too."""
+"""The progress thread of this process; MPI is one in it, too."""
 
 before_end.append(PROGRESS.close)

@@ -68,7 +68,7 @@ class MpiWork(dist.Work):
         return self.is_completed() and self._error() is None
 
     def exception(self) -> CollectiveError | None:
-        """Why it failed."""
+        """What the operation has failed with; None if it has not."""
         error = self._error()
         return None if error is None else CollectiveError(error)
 
@@ -77,7 +77,7 @@ class MpiWork(dist.Work):
         return self._outputs
 
     def synchronize(self) -> None:
-        """As :meth:`wait`."""
+        """The same as :meth:`wait`."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
