@@ -33,7 +33,7 @@ class Heartbeat:
         self._message = json.dumps(message).encode()
         self._liveness = LivenessTracker()
         self._liveness.record_heartbeat(_HUB, time.monotonic())
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the thread records answers, others ask for how long there was none
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="spark_hvd-heartbeat", daemon=True)
         self._thread.start()

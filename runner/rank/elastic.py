@@ -46,8 +46,8 @@ class ElasticRank(ElasticLauncher):
     def __init__(self, control: socket.socket, order: RankOrder) -> None:
         self._control = control
         self._order = order
-        self._sending = threading.Lock()
-        self._changed = threading.Condition()
+        self._sending = threading.Lock()  # frames go out whole, from the thread that trains and the one that reports
+        self._changed = threading.Condition()  # of what follows, which the listener writes and the rank waits for
         self._me = order.me
         self._generation = -1
         self._assigned: dict[str, Any] | None = None

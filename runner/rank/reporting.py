@@ -30,7 +30,7 @@ class Reporting:
     def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
         self._send = send
         self._process = uuid.uuid4().hex
-        self._sending = threading.Lock()
+        self._sending = threading.Lock()  # held over each record: after stop() none may follow, not even half of one
         self._stopped = threading.Event()
         self._silent = False
         self._thread = threading.Thread(target=self._run, name="spark_hvd-vitals", daemon=True)

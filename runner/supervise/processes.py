@@ -109,7 +109,7 @@ class ForkServer:
 
     def __init__(self, connection: socket.socket) -> None:
         self.ranks = 0  # forked and not yet closed
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held for a whole request: another's must not come in between
         self._socket = connection
 
     @property
@@ -182,7 +182,7 @@ def _read_line(fd: int) -> bytes:
 
 
 _servers: OrderedDict[frozenset[tuple[str, str | None]], ForkServer] = OrderedDict()
-_servers_lock = threading.Lock()
+_servers_lock = threading.Lock()  # held until a server has started: two runs must not start two for one environment
 _started: list[subprocess.Popen[bytes]] = []
 
 

@@ -65,7 +65,7 @@ class Execution:
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the first thread that waits does what is left; the others wait for it
         self.finished = False
         self._error: BaseException | None = None
         self.waiting_for: Handle[Any] | None = None

@@ -72,6 +72,8 @@ class NegotiatedQueue(Owner, Source):
         self.communicator = members.communicator
         self._link = link
         self.tracing = tracing
+        # Held over look and change of all that follows: a loss finds each call among the handles, or the call finds
+        # the loss; what is in the outbox is under its name, and has one place there.
         self._lock = threading.Lock()
         self._handles: dict[str, NamedHandle[Any]] = {}
         self._unnamed = Unnamed()

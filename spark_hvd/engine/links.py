@@ -38,7 +38,7 @@ class LoneLink(QueueLink):
 
     def __init__(self) -> None:
         self.coordination: Coordination
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # the user's threads do here what else the engine's one thread does
 
     def notify(self, queue: NegotiatedQueue) -> None:
         """See base class."""
@@ -99,7 +99,7 @@ class MemberLink(QueueLink):
         self.sockets = sockets
         self.place = place
         self._engine = engine
-        self._sending = threading.RLock()
+        self._sending = threading.RLock()  # ZeroMQ's sockets are for one thread at a time; post() sends within it
 
     def send(self, kind: str, *fields: Any) -> None:
         """Tell the coordinator; from any thread."""

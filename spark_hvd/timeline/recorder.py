@@ -96,7 +96,7 @@ class Recorder:
         self._ship = ship
         self._batch = batch
         self._events: list[Event] = []
-        self._shipping = threading.Lock()
+        self._shipping = threading.Lock()  # one batch at a time: a rank's events arrive in their order
 
     def span(self, row: str, phase: str, start_ns: int, end_ns: int, **args: Any) -> None:
         """Record that `phase` of `row` lasted from `start_ns` to `end_ns`, both ``time.monotonic_ns()``."""
@@ -156,7 +156,7 @@ class TraceWriter:
         self._heads: dict[tuple[int, str, str, str], str] = {}
         self._ranks = len(hosts)
         self._encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # a batch is written whole, and numbers of rows are given once
         self._file = _open(Path(path))
         self._file.write("[\n")
         lines = []

@@ -51,7 +51,7 @@ class Pipes(Abortable):
         self._incoming = incoming
         self._outgoing = outgoing
         self._timeout = timeout
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held over each write: abort() closes these ends from any thread
         self._sent = [0 for _ in SyncPoint]
         self._come = {place: [0 for _ in SyncPoint] for place in incoming}
         self._ended = set[int]()

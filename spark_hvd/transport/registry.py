@@ -45,8 +45,8 @@ class ConnectionRegistry:
         if endpoint is not None:
             found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
             self._store = {(str(each[4][0]), endpoint.port) for each in found}
-        self._lock = threading.Lock()
-        self._cutting = threading.Lock()
+        self._lock = threading.Lock()  # a listener is told of a cut once, whether it came before or after
+        self._cutting = threading.Lock()  # held over a cut: what is made after establishing() is not to be hit
         self._known: list[Abortable] = []
         self._listeners: list[Callable[[str], None]] = []
         self._before: Sockets | None = None

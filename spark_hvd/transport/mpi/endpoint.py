@@ -37,7 +37,7 @@ class MpiEndpoint(Abortable):
         self.size: int = communicator.size
         self.timeout = timeout
         self._closed: str | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held over each start: abort() finds it among those under way, or it is refused
         _open.add(self)
 
     @classmethod

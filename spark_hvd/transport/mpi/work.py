@@ -37,7 +37,7 @@ class MpiWork(dist.Work):
         self._timeout = timeout
         self._outputs = outputs
         self._finish = finish
-        self._finishing = threading.Lock()
+        self._finishing = threading.Lock()  # what is left to do is done once, by whichever thread is first
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
