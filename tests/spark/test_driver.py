@@ -49,11 +49,10 @@ def reduce_one() -> float:
     return float(hvd().allreduce(torch.ones(1), op=hvd().Sum))
 
 
-def test_too_few_slots_fails_at_once(spark: SparkSession) -> None:
-    started = time.monotonic()
+def test_too_few_slots_fails_at_once(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "_SETTLE", 600.0)  # who waited would do so for longer than a test may take
     with pytest.raises(NotEnoughSlotsError, match=r'3 slots wanted, 2 there .*master\("local\[3\]"\)'):
         run(lambda: 1, num_proc=3, spark=spark)
-    assert time.monotonic() - started < slots._SETTLE
 
 
 def test_elastic_ranks_fail_in_the_driver(spark: SparkSession) -> None:

@@ -60,7 +60,7 @@ def test_an_import_that_hangs_ends_at_its_time(modules: Path) -> None:
     (modules / "hanging.py").write_text("import subprocess; subprocess.run(['sleep', '60'])")
     start = time.monotonic()
     found = packages(PROBE, ("hanging", "json"), 1)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60, "before what hangs would have ended"
     assert "took more than 1 s" in str(found["hanging"].error)
     assert "not tried" in str(found["json"].error)
 
