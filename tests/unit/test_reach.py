@@ -9,10 +9,16 @@ from contextlib import ExitStack
 import pytest
 
 from spark_hvd.runner.outcome.errors import ExecutorLostError, SetupError
+from spark_hvd.runner.spark import reach as looks
 from spark_hvd.runner.spark.errors import translate
 from spark_hvd.runner.spark.reach import Placement, Reach, unanswered
 
 TASKS = {0: ("2", "10.0.0.2"), 1: ("1", "10.0.0.1"), 2: ("2", "10.0.0.2")}
+
+
+@pytest.fixture(autouse=True)
+def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looks, "_ANSWER", 0.5)
 
 
 @pytest.fixture
