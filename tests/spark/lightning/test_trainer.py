@@ -1,0 +1,172 @@
+"""What a LightningEstimator hands to the Trainer: callbacks, loggers, metrics, arguments; and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import lightning as L  # noqa: N812 - the name that everybody gives it
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
+from torch import nn
+
+from spark_hvd.estimators import LightningEstimator, ModelError
+from tests.spark.lightning.support import Net, logs, mine_store, net
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_callbacks_and_loggers(df: DataFrame, estimator: Callable[..., LightningEstimator], tmp_path: Path) -> None:
+    tracking = f"file:{tmp_path / 'mlruns'}"
+    model = estimator(
+        model=net(),
+        epochs=30,
+        validation=0.2,
+        callbacks=[
+            EarlyStopping("val_loss", patience=1, min_delta=1e6),
+            ModelCheckpoint(monitor="val_loss", filename="best"),
+            LearningRateMonitor(),
+        ],
+        logger=[CSVLogger("csv", name="run"), TensorBoardLogger("tb", name="run"), MLFlowLogger("e", "r", tracking)],
+        log_every_n_steps=2,
+    ).fit(df)
+    assert len(model.getHistory()) == 2  # nothing is better by a million: stopped after the second
+    store = mine_store(estimator)
+    files = logs(store, model)
+    assert {"csv/run/version_0/metrics.csv", "checkpoints/best.ckpt"} <= files
+    assert any(file.startswith("tb/run/version_0/events") for file in files)
+    assert len(list((tmp_path / "mlruns").rglob("val_loss"))) == 1
+    text = (Path(store.logs_path(model.getRunId())) / "csv/run/version_0/metrics.csv").read_text()
+    assert "lr-SGD" in text
+    assert "val_loss" in text
+    best = Net.load_from_checkpoint(f"{store.logs_path(model.getRunId())}/checkpoints/best.ckpt", map_location="cpu")
+    assert best.factor == 0.5
+
+
+class Ranked(Net):
+    """Logs what differs between ranks."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.log("rank", float(self.global_rank), on_epoch=True)
+        self.log("total", float(self.global_rank + 1), on_epoch=True, sync_dist=True, reduce_fx="sum")
+        if self.global_rank == 0:
+            self.log("mine", 7.0, rank_zero_only=True)
+        self.log("rows", float(len(batch["y"])), on_epoch=True, reduce_fx="max")
+        self.log("one", 1.0, on_epoch=True, sync_dist=True)
+        return self.loss(batch)
+
+
+def test_metrics_of_ranks(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
+    row = estimator(model=Ranked(), epochs=1, batch_size=20).fit(df).getHistory()[0]
+    assert row["rank"] == 0.5
+    assert row["mine"] == 7.0
+    assert row["total"] == 3.0 * 10  # the sum over ranks and batches
+    assert row["one"] == 1.0
+    assert row["rows"] == 20.5  # the last batch of the first rank holds the odd row
+
+
+class Counting(Net):
+    """Logs how often its optimizer stepped, the norm of its gradients when it did, and what is autocast."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log("before", nn.utils.get_total_norm([p.grad for p in self.parameters()]), on_epoch=True, reduce_fx="max")
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+        self.log("after", nn.utils.get_total_norm([p.grad for p in self.parameters()]), on_epoch=True, reduce_fx="max")
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.log("half", float(self(batch["features"]).dtype == torch.bfloat16))
+        self.log("batches", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        return self.loss(batch)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("steps", float(self.global_step))
+
+
+def test_profiler_and_other_files(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
+    model = estimator(model=net(), epochs=1, profiler="simple", logger=None, random_seed=2**40).fit(df)
+    store = mine_store(estimator)
+    assert logs(store, model) == {
+        "fit-profile-0.txt",
+        "fit-profile-1.txt",
+        "version_0/hparams.yaml",
+        "version_0/metrics.csv",
+    }
+    assert "run_training_batch" in (Path(store.logs_path(model.getRunId())) / "fit-profile-0.txt").read_text()
+
+
+def test_trainer_args(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
+    arguments = {
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.125,
+        "precision": "bf16-mixed",
+        "limit_train_batches": 5,
+    }
+    torch.manual_seed(0)
+    rows = estimator(model=Counting(), trainer_args=arguments, epochs=2).fit(df).getHistory()
+    assert [row["batches"] for row in rows] == [5.0, 5.0]
+    assert [row["steps"] for row in rows] == [3.0, 6.0]  # 2 + 2 + the odd one
+    assert [row["half"] for row in rows] == [1.0, 1.0]
+    assert rows[0]["before"] > 0.125
+    assert [row["after"] for row in rows] == pytest.approx([0.125, 0.125], rel=1e-3)
+    # Lightning halves what training_step returns for the two batches of a step; the history does not show that.
+    assert rows[0]["loss"] == pytest.approx(14.0, rel=0.5)
+
+
+class Odd(Net):
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.layers(batch["features"][:, :3]).mean()
+
+
+class Unused(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.forgotten = nn.Linear(2, 2)
+
+
+class Unvalidated(L.LightningModule):
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"loss": nn.MSELoss()}, TypeError, "'loss': a LightningModule has its own: in training_step"),
+        ({"optimizer": torch.optim.SGD}, TypeError, "'optimizer': a LightningModule has its own: in configure_opt"),
+        ({"model": nn.Linear(1, 1)}, TypeError, "Linear, not a LightningModule: give it to TorchEstimator"),
+        ({"model": Net}, TypeError, "expected a LightningModule"),
+        ({"profiler": "simpel"}, ValueError, "Did you mean 'simple'"),
+        ({"task": "multi"}, ValueError, "'multiclass', 'binary' or 'regression'"),
+        ({"callbacks": [object()]}, TypeError, r"is no lightning.pytorch.Callback"),
+        ({"logger": "csv"}, TypeError, "expected a logger of Lightning"),
+        ({"trainer_args": {"devices": 2}}, ValueError, "num_proc is the number of ranks"),
+        ({"trainer_args": {"max_epochs": 2}}, ValueError, "give epochs= to the estimator"),
+        ({"trainer_args": {"gradient_clip": 2}}, TypeError, "Did you mean 'gradient_clip_val'"),
+        ({"trainer_args": {"gradient_clip_algorithm": "mean"}}, ValueError, "the Trainer does not take them"),
+        ({"model": Unvalidated(), "validation": 0.1}, ValueError, "Unvalidated has no validation_step"),
+        ({"model": Odd()}, ModelError, r"Odd.training_step failed(.|\n)*features: float32 \[32, 4\]"),
+        ({"model": Net().float(), "input_shapes": [[-1, 3]]}, ModelError, "Change input_shapes"),
+        ({"model": Unused()}, ModelError, "2 parameters .* 'forgotten.weight', .*find_unused_parameters=True"),
+    ],
+)
+def test_errors(
+    df: DataFrame, estimator: Callable[..., LightningEstimator], options: dict[str, Any], error: type, text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        estimator(**{"model": net(), **options}).fit(df)
