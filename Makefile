@@ -13,9 +13,9 @@ BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 
-# Most of the tests' time is waiting, so more processes than cores run them; a file's tests stay in one process. The slow
-# ones run alone: some look at descriptors and threads for minutes, or make hosts out of network namespaces.
-PARALLEL := -n $(WORKERS) --dist loadgroup
+# Most of the tests' time is waiting, so more processes than cores run them; tests/conftest.py says which stay together.
+# The slow ones run alone: some look at descriptors and threads for minutes, or make hosts out of network namespaces.
+PARALLEL := -n $(WORKERS)
 
 # Demo and tests stay on this machine's loopback interface; two ranks on two cores get one thread each.
 export SPARK_LOCAL_IP ?= 127.0.0.1

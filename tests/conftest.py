@@ -49,11 +49,36 @@ def pytest_configure(config: pytest.Config) -> None:
         Finalize(None, shutil.rmtree, (own, True), exitpriority=-200)
 
 
+def place_of(test: str) -> str:
+    """The place of a test, whose tests run in one process: a file, a folder of spark's, the cluster, or multihost."""
+    folder, *below = test.partition("::")[0].removeprefix("tests/").split("/")
+    if folder == "multihost" or not below:
+        return folder
+    return "cluster" if folder == "spark" and "cluster" in below[0] else f"{folder}/{below[0]}"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """By place, since pytest-xdist 3.8 puts its own groups into names of tests, where pytest 9.2 drops them."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByPlace(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return place_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return ByPlace(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests run in one process; so do all that make network namespaces, which the machine has once."""
-    for item in items:
-        path = item.path.relative_to(Path(__file__).parent)
-        item.add_marker(pytest.mark.xdist_group("multihost" if path.parts[0] == "multihost" else str(path)))
+    """What takes long comes first, so that several processes end at about the same time."""
+    order = ["cluster", "multihost", "spark", "contract", "horovod"]
+
+    def rank(item: pytest.Item) -> int:
+        place = place_of(item.nodeid).split("/")[0]
+        return order.index(place) if place in order else len(order)
+
+    items.sort(key=rank)
 
 
 def start_session(master: str, **settings: str) -> SparkSession:
@@ -88,15 +113,20 @@ def _worker_dir(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["SPARK_WORKER_DIR"] = str(tmp_path_factory.mktemp("spark-work"))
 
 
+def _active(master: str, executors: int = 0) -> SparkSession | None:
+    """The session that is there, if it is one of the tests' own on this master and has lost no executor."""
+    from pyspark.sql import SparkSession
+
+    session = SparkSession.getActiveSession()
+    if session is None or session.conf.get("spark.master") != master or session.sparkContext._jsc is None:
+        return None
+    return session if session.sparkContext._jsc.sc().getExecutorMemoryStatus().size() == 1 + executors else None
+
+
 @pytest.fixture(scope="module")
 def spark() -> SparkSession:
     """A session on local[2], kept between modules."""
-    from pyspark.sql import SparkSession
-
-    active = SparkSession.getActiveSession()
-    if active is None or active.conf.get("spark.master") != LOCAL or active.sparkContext._jsc is None:
-        active = start_session(LOCAL)
-    return active
+    return _active(LOCAL) or start_session(LOCAL)
 
 
 def fake_gpus(folder: Path, each: int = 2) -> dict[str, str]:
@@ -116,11 +146,12 @@ def fake_gpus(folder: Path, each: int = 2) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    """A session on local-cluster[2,1,1024]: two executors, each a JVM of its own, with two fake GPUs."""
-    session = start_session(LOCAL_CLUSTER, **fake_gpus(tmp_path_factory.mktemp("gpus")))
-    yield session
-    session.stop()
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> SparkSession:
+    """A session on local-cluster[2,1,1024], kept as that is: two executors, each a JVM with two fake GPUs."""
+    active = _active(LOCAL_CLUSTER, executors=2)
+    if active is None or active.conf.get("spark.worker.resource.gpu.amount", None) is None:
+        active = start_session(LOCAL_CLUSTER, **fake_gpus(tmp_path_factory.mktemp("gpus")))
+    return active
 
 
 def fork_servers() -> list[psutil.Process]:
