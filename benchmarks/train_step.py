@@ -24,7 +24,8 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from spark_hvd.context.init import init, shutdown
+from spark_hvd.context.init import init
+from spark_hvd.context.leave import shutdown
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
 
 BATCH = 32

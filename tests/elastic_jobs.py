@@ -20,7 +20,7 @@ import cloudpickle
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.context.init import place
+from spark_hvd.context.standing import place
 from spark_hvd.testing import FaultPlan
 from spark_hvd.world.launcher import installed
 

@@ -25,6 +25,7 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.context import init as context
+from spark_hvd.context import leave
 from spark_hvd.elastic.kv import reach_store
 from spark_hvd.transport.torch_private import TCPStore
 from spark_hvd.world import launcher as elastic_launcher
@@ -66,7 +67,7 @@ class PipeLauncher:
                 generation, text = fields
                 if generation == self.generation:
                     self.world_failure = text
-                context.abort(text, generation)
+                leave.abort(text, generation)
             elif kind == "update":
                 self.update_wanted = True
             else:
@@ -148,7 +149,7 @@ def _serve(pipe: Connection) -> None:
         launcher.tell("raised", traceback.format_exc())
         os._exit(1)
     launcher.tell("value", value)
-    context.shutdown()
+    leave.shutdown()
 
 
 class TrainState:

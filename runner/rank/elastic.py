@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from spark_hvd.context import init as context
+from spark_hvd.context import leave
 from spark_hvd.context.standing import refuse_fork, standing
 from spark_hvd.elastic.kv import reach_store
 from spark_hvd.runner.channel.frames import NOTICES, recv_frame, send_frame
@@ -87,7 +88,7 @@ class ElasticRank(ElasticLauncher):
 
     def leave(self) -> None:
         """Leave the last world."""
-        context.shutdown()
+        leave.shutdown()
 
     def linger(self) -> None:
         """Stay until the agent has taken the outcome."""
@@ -205,7 +206,7 @@ class ElasticRank(ElasticLauncher):
             self._finish = True
         elif kind == "reset":
             self._world_failure = message["why"]
-            context.abort(message["why"], self._generation)
+            leave.abort(message["why"], self._generation)
 
     def _notice(self, signum: int, frame: FrameType | None) -> None:
         """This machine will go. A handler interrupts anything, so it only wakes the other thread."""

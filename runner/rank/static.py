@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from spark_hvd.context import init as context
+from spark_hvd.context import leave
 from spark_hvd.runner.channel.frames import recv_frame, send_frame
 from spark_hvd.runner.rank.gpus import GpuError
 from spark_hvd.runner.rank.order import RankOrder
@@ -58,7 +59,7 @@ class StaticRank:
         A rank whose fn failed stays until it is killed instead, so that no peer reports its absence as an error.
         """
         if self._ended_well:
-            context.shutdown()
+            leave.shutdown()
 
     def linger(self) -> None:
         """Stay until the supervisor closes: rank 0 holds the store that others may still use."""

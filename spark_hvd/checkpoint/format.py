@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from spark_hvd.collectives.objects import broadcast_object
-from spark_hvd.context.init import is_initialized
+from spark_hvd.context.standing import is_initialized
 from spark_hvd.context.who import rank
 from spark_hvd.store.errors import CheckpointError
 

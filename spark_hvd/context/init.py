@@ -18,16 +18,12 @@ import torch.distributed as dist
 
 from spark_hvd.collectives.members import open_members
 from spark_hvd.context import forks  # noqa: F401  what it registers keeps forked processes out of the world
-from spark_hvd.context.leave import abandon, abort, end, is_aborted, shutdown
+from spark_hvd.context.leave import end, shutdown
 from spark_hvd.context.standing import (
     Context,
     JoinedWorld,
     PendingMember,
     current,
-    generation,
-    in_world,
-    is_initialized,
-    place,
     refuse_fork,
     standing,
 )
@@ -52,25 +48,6 @@ from spark_hvd.world.layout import RankInfo, World, WorldLayout, ranks_in
 if TYPE_CHECKING:
     from spark_hvd.collectives.process_set import ProcessSet
     from spark_hvd.transport.mpi.library import MPI
-
-__all__ = [
-    "DEFAULT_TIMEOUT",
-    "Context",
-    "abandon",
-    "abort",
-    "current",
-    "expect",
-    "generation",
-    "in_world",
-    "init",
-    "is_aborted",
-    "is_initialized",
-    "join",
-    "place",
-    "shutdown",
-    "start_timeline",
-    "stop_timeline",
-]
 
 DEFAULT_TIMEOUT = 1800.0
 """Seconds until a collective gives up on its peers, as in torch.distributed."""

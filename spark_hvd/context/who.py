@@ -7,8 +7,8 @@ import importlib.util
 import torch
 import torch.distributed as dist
 
-from spark_hvd.context import init as context
-from spark_hvd.context.init import current, in_world, place
+from spark_hvd.context import standing
+from spark_hvd.context.standing import current, in_world, place
 from spark_hvd.transport.distributed import MPI_BACKEND
 
 
@@ -54,7 +54,7 @@ def generation() -> int:
 
     Counts from 0, where nothing of the kind has happened, and is the same number on all ranks of a world.
     """
-    return context.generation()
+    return standing.generation()
 
 
 def mpi_threads_supported() -> bool:

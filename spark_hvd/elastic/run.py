@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from spark_hvd.context import init as context
+from spark_hvd.context import leave, standing
 from spark_hvd.world import launcher as elastic_launcher
 from spark_hvd.world.errors import CollectiveError, DuplicateNameError, HostsUpdatedInterrupt, MismatchError
 from spark_hvd.world.launcher import ElasticLauncher
@@ -88,7 +89,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         _running = name
         try:
             if launcher is None:
-                if not context.is_initialized():
+                if not standing.is_initialized():
                     context.init()
                 state.sync()
                 return func(state, *args, **kwargs)
@@ -110,7 +111,7 @@ def _require_state(name: str, state: object) -> None:
 
 def _through_generations(launcher: ElasticLauncher, state: Restorable, call: Callable[[], R]) -> R:
     _leave()  # the world of an elastic function that has returned before
-    before, again = context.place(), False
+    before, again = standing.place(), False
     while True:
         _enter(launcher)
         broken = None
@@ -118,7 +119,7 @@ def _through_generations(launcher: ElasticLauncher, state: Restorable, call: Cal
         try:
             for hook in _hooks:
                 hook.bind()
-            me = context.place()
+            me = standing.place()
             if again or (me.rank, me.size) != (before.rank, before.size):
                 state.on_reset()
             before, again = me, True
@@ -156,7 +157,7 @@ def _is_fault_of_the_world(error: RuntimeError, launcher: ElasticLauncher) -> bo
     if isinstance(error, MismatchError | DuplicateNameError):  # a mistake in the program, which would only come again
         return False
     until = time.monotonic() + _VERDICT_SECONDS
-    while launcher.world_failure is None and not context.is_aborted():
+    while launcher.world_failure is None and not leave.is_aborted():
         if time.monotonic() > until:
             return False
         time.sleep(0.02)
@@ -166,5 +167,5 @@ def _is_fault_of_the_world(error: RuntimeError, launcher: ElasticLauncher) -> bo
 def _leave() -> None:
     for hook in _hooks:
         hook.release()
-    context.abandon()
+    leave.abandon()
     gc.collect()  # process groups in cycles, such as DDP's, keep their threads and sockets

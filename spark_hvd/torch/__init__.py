@@ -10,9 +10,11 @@ from spark_hvd.collectives.compression import Compression, Compressor
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.objects import allgather_object, broadcast_object
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
-from spark_hvd.context.init import init, is_initialized, shutdown, start_timeline, stop_timeline
+from spark_hvd.context.init import init, start_timeline, stop_timeline
+from spark_hvd.context.leave import shutdown
 from spark_hvd.context.progress import Progress, progress
 from spark_hvd.context.register import add_process_set, remove_process_set
+from spark_hvd.context.standing import is_initialized
 from spark_hvd.context.who import (
     ccl_built,
     cross_rank,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from spark_hvd.collectives.objects import allgather_object
-from spark_hvd.context.init import current
+from spark_hvd.context.standing import current
 from spark_hvd.elastic.skeleton import broadcast_all
 from spark_hvd.elastic.sync import broadcast_content
 from spark_hvd.transport.communicator import Communicator

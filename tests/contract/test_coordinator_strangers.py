@@ -21,7 +21,7 @@ import zmq
 
 import spark_hvd.torch as hvd
 from spark_hvd.collectives.messages import decode
-from spark_hvd.context import init as context
+from spark_hvd.context import standing
 from spark_hvd.engine.channel import MAX_MESSAGE, Keys
 from spark_hvd.engine.service import Coordination
 from spark_hvd.world.config import Config
@@ -43,7 +43,7 @@ def two() -> Iterator[Ranks]:
 
 def endpoints_of(world: Ranks) -> list[str]:
     def find() -> list[str]:
-        (coordination,) = context.current().engine._coordinations
+        (coordination,) = standing.current().engine._coordinations
         assert coordination.sockets is not None
         return coordination.sockets.endpoints
 

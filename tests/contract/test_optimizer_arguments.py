@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from spark_hvd.context.init import init, shutdown
+from spark_hvd.context.init import init
+from spark_hvd.context.leave import shutdown
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer, ReducedOptimizer
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.world.errors import NotInitializedError

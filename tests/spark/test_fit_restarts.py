@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import spark_hvd.torch as hvd
-from spark_hvd.context.init import current, is_initialized
+from spark_hvd.context.standing import current, is_initialized
 from spark_hvd.estimators import Callback, CheckpointError, LightningEstimator, LocalBackend, Store, TrainState
 from spark_hvd.runner import RankFailedError
 from tests.spark.estimator_support import ROWS, estimator, frame, same

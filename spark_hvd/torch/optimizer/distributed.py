@@ -12,8 +12,8 @@ import torch
 from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
-from spark_hvd.context.init import in_world
 from spark_hvd.context.join import require_everyone
+from spark_hvd.context.standing import in_world
 from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.optimizer.adasum import AdasumOptimizer, take_over_with_adasum
 from spark_hvd.torch.optimizer.arguments import check_passes, chosen_groups, group_indices, names_of, spec_of

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
-from spark_hvd.context.init import Context, current
+from spark_hvd.context.standing import Context, current
 from spark_hvd.torch.optimizer.arguments import exchange_device, spec_of
 from spark_hvd.torch.optimizer.buckets import MEGABYTE
 from spark_hvd.torch.optimizer.flat import GradientCompressor, Reduction
