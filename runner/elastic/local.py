@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TextIO, TypeVar
 
-from spark_hvd.runner.elastic.agent import AgentReport, GivenUpError
 from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.elastic.hub import ElasticHub
 from spark_hvd.runner.elastic.results import elastic_results
@@ -84,17 +82,9 @@ def run_elastic_local(
         hub = ElasticHub(config.limits, HOST, None, monitor)
         closing.callback(hub.close)
         task = TaskSpec(config, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address)
-        spec, numbers = ElasticSpec(task, rejoin_timeout), itertools.count()
-        run = partial(run_agent, spec, payload, host=HOST, executor="", anchor=os.getpid(), gpus=None)
-
-        def agent(task: int) -> AgentReport:
-            while True:
-                try:
-                    return run(number=next(numbers), task=task)
-                except GivenUpError:
-                    pass  # what Spark does with a task that fails because it was given up: it starts it anew
-
-        job = ThreadJob(agent, config.limits.max_num_proc)
+        spec = ElasticSpec(task, rejoin_timeout, restarts_tasks=False)
+        agent = partial(run_agent, spec, payload, host=HOST, executor="", anchor=os.getpid(), gpus=None)
+        job = ThreadJob(lambda number: agent(number=number, task=number), config.limits.max_num_proc)
         verdict = attend_elastic(job, hub, config, monitor)
         reports = job.results()
         assert verdict is not None

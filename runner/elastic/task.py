@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import signal
@@ -47,7 +46,7 @@ class ElasticSpec:
         task: What it has in common with a static run.
         rejoin_timeout: Seconds for a rank to join a generation.
         value_limit: What the pickled value of a rank may take, in bytes; None for no limit.
-        restarts_tasks: Whether Spark starts tasks anew that fail; in local mode it ends their job.
+        restarts_tasks: Whether tasks that fail are started anew. In local mode Spark ends their job.
     """
 
     task: TaskSpec
@@ -69,22 +68,16 @@ def run_elastic_task(spec: ElasticSpec, payload: bytes) -> Iterator[pyarrow.Reco
     if not spec.restarts_tasks:
         executor = "driver"
     host = host or (socket.gethostname() if spec.restarts_tasks else spec.task.hub.host)
-    for again in itertools.count():
-        try:
-            report = run_agent(
-                spec,
-                payload,
-                number=context.taskAttemptId() + again * _NEXT_AGENT,
-                task=context.partitionId(),
-                host=host,
-                executor=executor,
-                anchor=anchor,
-                gpus=None if gpus is None else list(gpus.addresses),
-            )
-            break
-        except GivenUpError:
-            if spec.restarts_tasks:
-                raise
+    report = run_agent(
+        spec,
+        payload,
+        number=context.taskAttemptId(),
+        task=context.partitionId(),
+        host=host,
+        executor=executor,
+        anchor=anchor,
+        gpus=None if gpus is None else list(gpus.addresses),
+    )
     yield from to_batches([Packed(context.partitionId(), True, pickle.dumps(report))], spec.task.spool)
 
 
@@ -99,12 +92,12 @@ def run_agent(
     anchor: int,
     gpus: list[str] | None,
 ) -> AgentReport:
-    """Be an agent until the driver has no more use for it.
+    """Be an agent until the driver has no more use for it; then another, where nobody would start the task anew.
 
     Args:
         spec: The run.
         payload: The pickled call.
-        number: The agent's, which no other has.
+        number: The first agent's, which no other has.
         task: Index of its Spark task.
         host: As Spark knows it.
         executor: Spark's name of it; empty where there is none.
@@ -113,7 +106,7 @@ def run_agent(
 
     Raises:
         DriverUnreachableError: the driver cannot be reached.
-        GivenUpError: Spark is to start the task elsewhere.
+        GivenUpError: Spark is to start the task elsewhere, as it does.
         NoAddressError, GpuError: the host's network or GPUs are not what the run was asked for.
     """
     common, config = spec.task, spec.task.config
@@ -122,23 +115,30 @@ def run_agent(
     address = choose_address(host, config.interfaces, common.hub.host, alone=alone, own=own_addresses())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     own = devices_of(gpus, 1, 0, visible, config.gpus_per_proc)
-    server = fork_server(config.env, anchor)  # starts to import torch while we meet the driver
 
     def job(place: RankInfo, slot: int) -> RankJob:
         return common.job(place, address, own, payload, join_timeout=spec.rejoin_timeout, slot=slot)
 
-    with closing(Link(common.hub, number, host)) as link:
-        if not link.wait_connected(_CONNECT_WAIT):
-            link.close(discard=True)
-            raise DriverUnreachableError(
-                f"SPARK_HVD_UNREACHABLE: host {host} cannot reach the driver at {common.hub.host}:{common.hub.port}, "
-                "where elastic runs are decided. Set spark.driver.host to an address of the driver that executors "
-                "reach, open its ports (ports=), or use spark_hvd.run, which needs no such connection.:END"
-            )
-        link.hello(number, task=task)
-        agent = Agent(link, server, job, spec.value_limit, executor)
-        with _notices(agent):
-            return agent.run()
+    while True:
+        server = fork_server(config.env, anchor)  # starts to import torch while we meet the driver
+        try:
+            with closing(Link(common.hub, number, host)) as link:
+                if not link.wait_connected(_CONNECT_WAIT):
+                    link.close(discard=True)
+                    raise DriverUnreachableError(
+                        f"SPARK_HVD_UNREACHABLE: host {host} cannot reach the driver at {common.hub.host}:"
+                        f"{common.hub.port}, where elastic runs are decided. Set spark.driver.host to an address of "
+                        "the driver that executors reach, open its ports (ports=), or use spark_hvd.run, which needs "
+                        "no such connection.:END"
+                    )
+                link.hello(number, task=task)
+                agent = Agent(link, server, job, spec.value_limit, executor)
+                with _notices(agent):
+                    return agent.run()
+        except GivenUpError:
+            if spec.restarts_tasks:
+                raise
+            number += _NEXT_AGENT
 
 
 @contextmanager
