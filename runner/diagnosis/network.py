@@ -103,7 +103,7 @@ class TaskNetwork:
     peers: dict[int, Ping] = field(default_factory=dict)
 
 
-class EchoServer:
+class EchoServer(socketserver.ThreadingTCPServer):
     """Answers pings of those who know the token, until it is closed.
 
     Args:
@@ -115,32 +115,26 @@ class EchoServer:
         OSError: the address is not one of this machine, or no port is free.
     """
 
+    daemon_threads = True
+    block_on_close = False
+
     def __init__(self, host: str, ports: PortRange | None, token: bytes) -> None:
-        self._server = _EchoServer(listen(host, ports), token)
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), name="spark_hvd-echo", daemon=True
-        )
+        listener = listen(host, ports)
+        super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket, self.server_address = listener, listener.getsockname()
+        self.port: int = self.server_address[1]
+        self.token = token
+        self._strangers: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()  # connections come in the server's thread, and end in their own
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), name="spark_hvd-echo", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop answering and free the port."""
-        self._server.shutdown()
-        self._server.server_close()
+        self.shutdown()
+        self.server_close()
         self._thread.join()
-
-
-class _EchoServer(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, listener: socket.socket, token: bytes) -> None:
-        super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket, self.server_address = listener, listener.getsockname()
-        self.token = token
-        self._strangers: dict[socket.socket, None] = {}
-        self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread of its own, of which there are not too many."""
@@ -165,7 +159,7 @@ class _EchoServer(socketserver.ThreadingTCPServer):
 
 
 class _Handler(socketserver.BaseRequestHandler):
-    server: _EchoServer
+    server: EchoServer
 
     def handle(self) -> None:
         with contextlib.suppress(OSError, ValueError):
