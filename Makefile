@@ -40,7 +40,7 @@ matrix: setup java
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p spark_hvd
+	$(BIN)/mypy -p spark_hvd -p benchmarks
 	$(BIN)/lint-imports
 
 docs: setup

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ class _Copies:
     """Keeps deep copies of state dicts."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._parts = model, optimizer
+        self._parts: tuple[Any, ...] = (model, optimizer)
         self._kept: list[object] = []
 
     def commit(self) -> None:
@@ -79,7 +80,7 @@ class _Training:
         start = time.perf_counter()
         for left in reversed(range(self._every)):
             self._optimizer.zero_grad()
-            nn.functional.cross_entropy(self._model(self._rows), self._labels).backward()  # type: ignore[no-untyped-call]
+            nn.functional.cross_entropy(self._model(self._rows), self._labels).backward()
             self._optimizer.step()
             if left == 1 or self._every == 1:
                 begun = time.perf_counter()
@@ -147,7 +148,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meeting")
-        spawn(_rank, args=(meeting, arguments), nprocs=arguments.ranks)  # type: ignore[no-untyped-call]
+        spawn(_rank, args=(meeting, arguments), nprocs=arguments.ranks)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def data(spark: Any, folder: str, rows: int, seed: int) -> Any:
     numbers = [F.randn(seed * 100 + i).cast("float") for i in range(20)]
     df = spark.range(0, rows, 1, 8).select(F.array(*numbers).alias("x"))
     label = (F.col("x")[0] + F.col("x")[1] * F.col("x")[2]).cast("float").alias("y")
-    df.select(array_to_vector("x").alias("features"), label).write.parquet(f"{folder}/{seed}")
+    df.select(array_to_vector(F.col("x")).alias("features"), label).write.parquet(f"{folder}/{seed}")
     return spark.read.parquet(f"{folder}/{seed}")
 
 
@@ -70,11 +70,12 @@ def main() -> None:
     from torch import nn
 
     from spark_hvd.estimators import SparkBackend, TorchEstimator
+    from spark_hvd.estimators.data.materialize import materialize
     from spark_hvd.estimators.fit import estimator as module
 
     spark = session()
     phases: dict[str, float] = defaultdict(float)
-    module.materialize = timed(phases, "prepare", module.materialize)
+    vars(module)["materialize"] = timed(phases, "prepare", materialize)
     SparkBackend.run = timed(phases, "train", SparkBackend.run)  # type: ignore[method-assign]
 
     def fit(df: Any) -> dict[str, float]:
@@ -95,7 +96,7 @@ def main() -> None:
         began = time.perf_counter()
         model = estimator.fit(df)
         total = time.perf_counter() - began
-        epochs = sum(row["seconds"] for row in model.getHistory())
+        epochs = sum(row["seconds"] for row in model.value_of("history"))
         rest = total - phases["prepare"] - phases["train"]
         return {"total": total, **phases, "of that the two epochs": epochs, "the rest": rest}
 

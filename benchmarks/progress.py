@@ -80,7 +80,7 @@ class _Training:
         for _ in batches:
             self._optimizer.zero_grad()
             loss = nn.functional.cross_entropy(self._model(self._rows), self._labels)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             self._optimizer.step()
             if loop is not None:
                 loop.report(loss=loss)
@@ -129,7 +129,7 @@ def _rank(rank: int, meeting: str, arguments: argparse.Namespace) -> None:
     hvd.init()
     ours, theirs = socket.socketpair()
     # As a supervisor would, another process takes the records.
-    with ours, subprocess.Popen(["cat"], stdin=theirs, stdout=subprocess.DEVNULL) as reader:
+    with ours, subprocess.Popen(["cat"], stdin=theirs.fileno(), stdout=subprocess.DEVNULL) as reader:
         theirs.close()
         for line in _measure(rank, arguments, ours):
             if rank == 0:
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--empty", type=int, default=100_000)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, args=(str(Path(folder) / "meeting"), arguments), nprocs=2)  # type: ignore[no-untyped-call]
+        spawn(_rank, args=(str(Path(folder) / "meeting"), arguments), nprocs=2)
 
 
 if __name__ == "__main__":

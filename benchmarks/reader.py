@@ -67,7 +67,7 @@ def _by_column(batches: Iterable[Any]) -> int:
 
 def _ours(meta: DatasetMeta, **spec: Any) -> Pass:
     store = Store.create(str(Path(meta.url).parent))
-    reader = open_reader(ReaderSpec(dataset=meta, columns=NAMES, store=store, **spec), "arrow")
+    reader = open_reader(ReaderSpec(dataset=meta, columns=NAMES, store=store, **spec))
     return lambda number: _by_column(reader.batches(number))
 
 

@@ -91,9 +91,7 @@ def _make_step(name: str, kind: str, rank: int) -> Step:
     else:
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     if not kind.startswith("DDP"):
-        optimizer = DistributedOptimizer(  # type: ignore[assignment]
-            optimizer, model.named_parameters(), shared_memory="Gloo" not in kind
-        )
+        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), shared_memory="Gloo" not in kind)
     criterion = nn.CrossEntropyLoss() if classes else nn.MSELoss()
 
     def step() -> None:
@@ -181,7 +179,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meeting")
-        spawn(_rank, args=(meeting, given.models, given.rounds, given.steps, given.busy), nprocs=2)  # type: ignore[no-untyped-call]
+        spawn(_rank, args=(meeting, given.models, given.rounds, given.steps, given.busy), nprocs=2)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class Stacked(nn.Module):
 
     def forward(self, *columns: torch.Tensor) -> torch.Tensor:
         """Each column (rows,) -> (rows, 1)."""
-        return self.net(torch.stack(columns, 1))  # type: ignore[no-any-return]
+        return self.net(torch.stack(columns, 1))
 
 
 def _net() -> nn.Module:
@@ -107,9 +107,9 @@ def _no_model(frame: DataFrame, kind: str) -> float:
     def zeros(features: pa.Array) -> pa.Array:
         return pa.array(np.zeros(len(features)))
 
-    vector = vector_to_array("features", "float32")
+    vector = vector_to_array(F.col("features"), "float32")
     columns = [F.col(name) for name in NAMES] if kind == "scalars" else [vector if kind == "vector" else "features"]
-    udf: Any = F.arrow_udf(zeros, "double")
+    udf: Any = F.arrow_udf(zeros, "double")  # type: ignore[attr-defined] # new in Spark 4.1
     row = frame.select(udf(F.struct(*columns)).alias("zero")).agg(F.sum("zero")).first()
     assert row is not None
     return float(row[0])
@@ -119,11 +119,11 @@ def _row_by_row(frame: DataFrame, kind: str) -> float:
     """How Horovod's TorchModel does it."""
     packed = pack(_net())
 
-    def predict(rows: Iterator[Row]) -> Iterator[float]:
+    def predict(rows: Iterable[Row]) -> Iterable[float]:
         torch.set_num_threads(1)
         net = unpack(packed).eval()
         for row in rows:
-            values = [row[name] for name in NAMES] if kind == "scalars" else row["features"]
+            values: Any = [row[name] for name in NAMES] if kind == "scalars" else row["features"]
             values = values.toArray() if kind == "vector" else values
             with torch.no_grad():
                 yield float(net(torch.tensor(np.array([values]), dtype=torch.float32)))
@@ -151,7 +151,7 @@ def _plain(files: Path) -> tuple[float, float]:
     """Seconds without the start of the processes, and the sum."""
     results = torch.zeros(2 * CORES, dtype=torch.float64).share_memory_()
     barrier = torch.multiprocessing.get_context("spawn").Barrier(CORES)
-    spawn(_plain_process, args=(str(files), results, barrier), nprocs=CORES)  # type: ignore[no-untyped-call]
+    spawn(_plain_process, args=(str(files), results, barrier), nprocs=CORES)
     return float(results[0::2].max()), float(results[1::2].sum())
 
 
@@ -159,7 +159,7 @@ def _measure(spark: SparkSession, folder: Path, kind: str, rows: int, rounds: in
     files = folder / ("scalars" if kind == "scalars" else "array")
     frame = spark.read.parquet(str(files))
     if kind == "vector":
-        frame = frame.select(array_to_vector("features").alias("features"))
+        frame = frame.select(array_to_vector(F.col("features")).alias("features"))
     few = frame.limit(int(rows * fraction)).repartition(CORES).cache()
     few.count()
     _ours(frame.limit(5000), kind), _no_model(frame.limit(5000), kind), _row_by_row(few.limit(100), kind)

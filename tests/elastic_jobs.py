@@ -229,4 +229,4 @@ def read(log: Path) -> list[Line]:
     if not log.exists():
         return []
     lines = [line.split() for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [Line(float(first), *map(int, rest), host) for first, *rest, host in lines]
+    return [Line(float(line[0]), *map(int, line[1:-1]), line[-1]) for line in lines]  # type: ignore[call-arg, arg-type]

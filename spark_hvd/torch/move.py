@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +24,7 @@ from spark_hvd.torch import gradients
 from spark_hvd.torch.gradients import Call
 from spark_hvd.transport.communicator import ReduceOp
 
+T = TypeVar("T")
 Tensors = list[torch.Tensor]
 Splits = Sequence[int] | torch.Tensor
 
@@ -203,7 +205,7 @@ def join(device: int = -1, *, count_in_average: bool = False) -> int:
     return stand_in(counts=count_in_average)
 
 
-def poll(handle: NamedHandle[object]) -> bool:
+def poll(handle: NamedHandle[Any]) -> bool:
     """Whether :func:`synchronize` would return or raise at once.
 
     Raises:
@@ -212,7 +214,7 @@ def poll(handle: NamedHandle[object]) -> bool:
     return _handle(handle).poll()
 
 
-def synchronize(handle: NamedHandle[object]) -> object:
+def synchronize(handle: NamedHandle[T]) -> T:
     """Wait for an asynchronous collective and return its result; see NamedHandle.wait.
 
     Raises:
@@ -221,7 +223,7 @@ def synchronize(handle: NamedHandle[object]) -> object:
     return _handle(handle).wait()
 
 
-def _handle(handle: object) -> NamedHandle[object]:
+def _handle(handle: NamedHandle[T]) -> NamedHandle[T]:
     if not isinstance(handle, NamedHandle):
         raise TypeError(f"expected a handle, as the _async functions return it; got {handle!r}.")
     return handle

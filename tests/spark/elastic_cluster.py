@@ -76,6 +76,11 @@ class ElasticCluster:
         self.workers[host] = self._start("worker.Worker", host, *options)
         self.cores[host] = cores
 
+    def kill_workers(self) -> None:
+        """All hosts are lost."""
+        for host in [*self.workers]:
+            self.kill_worker(host)
+
     def kill_worker(self, host: str) -> None:
         """A host is lost: its worker, executor and ranks are killed all at once."""
         worker = self.workers.pop(host)
@@ -162,7 +167,7 @@ def elastic_cluster(folder: Path, **settings: str) -> Iterator[ElasticCluster]:
         while not listens(_DRIVER, port):
             assert time.monotonic() < deadline, (folder / "master.log").read_text()
             time.sleep(0.1)
-        undo.callback(lambda: [cluster.kill_worker(host) for host in [*cluster.workers]])
+        undo.callback(cluster.kill_workers)
         cluster.add_worker("127.0.0.2")  # a session counts to four before it is ready
         cluster.session = start_session(
             cluster.master,
