@@ -37,6 +37,7 @@ from spark_hvd.scratch import sweep, temporary_directory
 
 _PR_SET_PDEATHSIG = 1
 _WATCH_SECONDS = 1.0
+_LAST_SECONDS = 5.0
 _MOST_BYTES = 8 << 20  # of a request: an environment and a path
 _REQUEST_SECONDS = 30.0  # from its beginning to its end; nobody else is served meanwhile
 _FDS = 5
@@ -88,6 +89,12 @@ class _ServerLoop:
                 break
         for connection in list(self.connections):
             self._drop(connection)
+        # Ranks that are killed leave temporary files, and while they die one may have our listener open: whoever tidies
+        # up after us would take it for alive.
+        until = time.monotonic() + _LAST_SECONDS
+        while self.ranks and time.monotonic() < until:
+            self._reap()
+            time.sleep(0.01)
 
     def _accept(self) -> None:
         connection, _ = self.listener.accept()

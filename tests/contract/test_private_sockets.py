@@ -137,6 +137,15 @@ def test_the_fork_server_forks_nothing_for_strangers(stranger: list[str], places
     wait_until(lambda: list(places[0].iterdir()) == [])
 
 
+def test_the_last_rank_has_ended_before_its_fork_server_does(places: list[Path]) -> None:
+    server = processes.ForkServer(processes._connect({"A": "B"}, os.getpid()))
+    rank = server.spawn(dict(os.environ), 60.0)
+    server.close()
+    assert os.read(rank.status_fd, 256) == b'{"exitcode": -9}\n'
+    rank.close()
+    wait_until(lambda: list(places[0].iterdir()) == [])
+
+
 @pytest.mark.parametrize("length", [0, 1, 9, 1 << 30])
 @pytest.mark.parametrize("fds", [0, 4, 5])
 def test_the_fork_server_survives_what_is_no_request(places: list[Path], length: int, fds: int) -> None:
