@@ -40,7 +40,12 @@ def not_activated() -> dict[str, str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Each of several test processes has a temporary folder of its own: tests look for what was left behind there."""
+    """Hypothesis has no deadlines. A process has a temporary folder of its own: tests look for what is left there."""
+    with contextlib.suppress(ImportError):  # some rows of the matrix have none
+        from hypothesis import settings
+
+        settings.register_profile("spark_hvd", settings(), deadline=None)
+        settings.load_profile("spark_hvd")
     if hasattr(config, "workerinput"):
         # Short, as paths of sockets are limited.
         own = tempfile.mkdtemp(prefix=os.environ["PYTEST_XDIST_WORKER"])

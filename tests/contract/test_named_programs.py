@@ -290,9 +290,7 @@ def play(program: Program, fusion_threshold: int) -> None:
                 check(tensors, inputs(call, place, turn, program.seed), (call, "changed its input"))
 
 
-quick = settings(
-    derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+quick = settings(derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

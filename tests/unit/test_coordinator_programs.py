@@ -318,7 +318,7 @@ class World:
 CAPACITIES = st.sampled_from([1024, 2, 1, 0])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(worlds(), CAPACITIES, st.integers(0, 2**32))
 def test_every_call_ends_as_it_must(world: tuple[int, list[Epoch]], capacity: int, seed: int) -> None:
     size, parts = world
@@ -338,7 +338,7 @@ def test_every_call_ends_as_it_must(world: tuple[int, list[Epoch]], capacity: in
         assert rank.joins == len(parts)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(worlds(), CAPACITIES, st.integers(1, 20), st.integers(0, 2**32))
 def test_every_call_ends_once_when_some_come_too_late(
     world: tuple[int, list[Epoch]], capacity: int, stall_timeout: float, seed: int

@@ -350,7 +350,7 @@ def test_a_new_generation_is_judged_afresh() -> None:
 NAMES = ["allreduce 'a'", "broadcast 'b'", "bucket 0 of 2 of the gradients"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_no_healthy_world_is_ever_called_hung(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 4))
@@ -369,7 +369,7 @@ def test_no_healthy_world_is_ever_called_hung(data: st.DataObject) -> None:
     assert Kind.HANG not in world.kinds
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_every_rank_that_stays_away_is_named(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 5))

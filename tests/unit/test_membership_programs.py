@@ -73,7 +73,7 @@ ACTIONS: list[Callable[[Model, int], None]] = [up, lose, vanish, leave, die, han
 
 
 @example([(time, 11), (vanish, 1), (hang, 0), (hang, 1)], 1, False)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 1000)), max_size=25),
     st.integers(1, 3),

@@ -50,7 +50,7 @@ def rows_of_batch(batch: Batch) -> list[int]:
     batch_size=st.integers(1, 9),
     sizes=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 12)), min_size=1, max_size=4),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_row_comes_once_whatever_happens_to_the_ranks(
     rows: int, batch_size: int, sizes: list[tuple[int, int]]
 ) -> None:

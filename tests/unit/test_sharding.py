@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_hvd.estimators.readers.sharding import Piece, batch_rows, pieces_of, rows_of, steps_of
@@ -22,7 +22,6 @@ def _shards(case: dict[str, Any], number: int = 0) -> list[list[Piece]]:
 
 
 @given(case, st.integers(0, 3))
-@settings(deadline=None)
 def test_shards_cover_every_row_once(case: dict[str, Any], number: int) -> None:
     shards = _shards(case, number)
     rows = [(piece.group, row) for shard in shards for piece in shard for row in range(piece.start, piece.stop)]
@@ -37,7 +36,6 @@ def test_shards_cover_every_row_once(case: dict[str, Any], number: int) -> None:
 
 
 @given(case)
-@settings(deadline=None)
 def test_shards_are_the_same_for_a_seed_and_pass(case: dict[str, Any]) -> None:
     assert _shards(case, 1) == _shards(case, 1)
 
@@ -78,7 +76,6 @@ def test_the_last_batch_takes_the_row_that_is_over() -> None:
 
 
 @given(case, st.integers(1, 120))
-@settings(deadline=None)
 def test_windows_keep_rows_and_their_order_and_are_bounded(case: dict[str, Any], rows: int) -> None:
     for shard in _shards(case):
         windows = list(windows_of(shard, rows))

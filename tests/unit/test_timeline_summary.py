@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_hvd.timeline import describe, main, read_trace
@@ -223,7 +223,6 @@ PHASES = st.sampled_from(["STEP", "WAIT"])
 EVENTS = st.lists(st.tuples(ROWS, PHASES, st.integers(0, 10**12), st.integers(0, 10**9)), max_size=8)
 
 
-@settings(deadline=None)
 @given(first=EVENTS, second=EVENTS, offset=st.integers(-(10**12), 10**12))
 def test_what_is_written_is_read(
     tmp_path_factory: pytest.TempPathFactory,
