@@ -157,12 +157,8 @@ class _Fit:
         # The one exchange of an epoch. Ranks may log what others do not (rank_zero_only=True).
         rows, sums, metrics = zip(*hvd.allgather_object(mine, name="spark_hvd.epoch"), strict=True)
         rows_with_loss, loss = map(sum, zip(*sums, strict=True))
-        row: dict[str, Any] = {"epoch": len(job.history) + 1}
-        if rows_with_loss:
-            row["loss"] = loss / rows_with_loss
-        row.update(_means(metrics))
-        row.update(lr=self.rate, **speed(seconds, sum(rows)))
-        job.add(row)
+        means = {"loss": loss / rows_with_loss} if rows_with_loss else {}
+        job.add(means | _means(metrics), **{"lr": self.rate, **speed(seconds, sum(rows))})
         behind = (len(job.history) - self.first) * job.steps - job.feed.given
         job.feed.skip(max(0, behind))  # the epoch was left early (limit_train_batches)
         trainer.save_checkpoint(parts.KEEP)

@@ -122,14 +122,12 @@ class _Loop:
         total = hvd.allreduce(torch.cat([sums.values, validation.values, stop]), op=hvd.Sum, name="spark_hvd.epoch")
         values = total.tolist()
         width = len(sums.values)
-        row: dict[str, Any] = {"epoch": state.epoch + 1, **Sums.means(sums.names, values[:width])}
+        means = Sums.means(sums.names, values[:width])
         if job.validation is not None:
-            row.update(Sums.means(sums.names, values[width : 2 * width], "val_"))
-        row.update(lr=rate, **speed(seconds, values[0]))
-        if self.skipped:
-            row["skipped_steps"] = self.skipped
-        job.add(row)
-        self._schedule("epoch", row)
+            means |= Sums.means(sums.names, values[width : 2 * width], "val_")
+        skipped = {"skipped_steps": self.skipped} if self.skipped else {}
+        job.add(means, lr=rate, **speed(seconds, values[0]), **skipped)
+        self._schedule("epoch", job.history[-1])
         state.stop = values[-1] > 0
         for callback in job.objects.callbacks:
             callback.on_epoch_end(state)

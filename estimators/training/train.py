@@ -22,6 +22,7 @@ from spark_hvd.estimators.training.history import History, monitored
 from spark_hvd.estimators.training.readers import open_reader, reader_spec
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.store.errors import CheckpointError
+from spark_hvd.world.activity import activity
 from spark_hvd.world.words import count
 
 if TYPE_CHECKING:
@@ -105,10 +106,17 @@ class Job:
         seed = (self.spec.seed * 1_000_003 + epoch) * 65_537 + hvd.rank() + done * 2_147_483_647
         torch.manual_seed(seed % 2**63)  # more is too much for torch
 
-    def add(self, row: dict[str, Any]) -> None:
-        """Append the row of an epoch to the history."""
-        restarts = hvd.generation()
-        self.history.append({**row, "restarts": restarts} if restarts else row)
+    def add(self, means: Mapping[str, float], **rest: float) -> None:
+        """Append the row of an epoch to the history; whoever watches is told of its means, instead of a batch's loss.
+
+        Args:
+            means: Losses and metrics, over the rows of all ranks.
+            rest: What else the row has.
+        """
+        restarts = {"restarts": hvd.generation()} if hvd.generation() else {}
+        self.history.append({"epoch": len(self.history) + 1, **means, **rest, **restarts})
+        if activity.progress is not None:
+            activity.progress.report(**means)
 
     def save(
         self,

@@ -109,7 +109,7 @@ class Progress(Generic[T]):
         if self.done == self._steps:
             self.close()
 
-    def report(self, **metrics: Metric) -> None:
+    def report(self, /, **metrics: Metric) -> None:
         """Take the latest values of metrics.
 
         Args:

@@ -32,6 +32,10 @@ class Loop(Protocol):
         """How far it is, as fields of :class:`~spark_hvd.world.vitals.Vitals`; `now` is ``time.monotonic()``."""
         ...
 
+    def report(self, /, **metrics: Any) -> None:
+        """Take the latest values of metrics."""
+        ...
+
     def close(self) -> Any:
         """End the loop; returns what the loop that follows it is to add to."""
         ...

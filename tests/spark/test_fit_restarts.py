@@ -17,7 +17,7 @@ import spark_hvd.torch as hvd
 from spark_hvd.context.standing import current, is_initialized
 from spark_hvd.estimators import Callback, CheckpointError, LightningEstimator, LocalBackend, Store, TrainState
 from spark_hvd.runner import RankFailedError
-from tests.spark.estimator_support import ROWS, estimator, frame, same
+from tests.spark.estimator_support import ROWS, Watched, estimator, frame, means, same
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -189,7 +189,7 @@ def killed_in_lightning() -> L.Callback:
 @pytest.mark.parametrize("batches", [None, 5], ids=["whole passes", "left early"])
 def test_lightning_goes_on_from_its_last_epoch(df: DataFrame, tmp_path: Path, batches: int | None) -> None:
     settings: dict[str, Any] = {
-        "backend": LocalBackend(2, verbose=0, max_restarts=1),
+        "backend": Watched(2, verbose=0, max_restarts=1),
         "store": Store.create(tmp_path),
         "feature_cols": ["features"],
         "label_cols": ["value"],
@@ -205,6 +205,7 @@ def test_lightning_goes_on_from_its_last_epoch(df: DataFrame, tmp_path: Path, ba
     settings["callbacks"] = [killed_in_lightning()]
     again = LightningEstimator(model=straight_line(), **settings).fit(df)
     same(again.getModel(), dict(whole.getModel().state_dict()), 1e-30)
+    assert settings["backend"].metrics == means(again.getHistory()[-1])
     assert [row["loss"] for row in again.getHistory()] == [row["loss"] for row in whole.getHistory()]
     assert [row.get("restarts", 0) for row in again.getHistory()] == [0, 0, 1, 1]
     with pytest.raises(TypeError, match=r"no parameter 'checkpoint_every': Lightning's loop goes on between epochs"):

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import spark_hvd.torch as hvd
 from spark_hvd.estimators import LocalBackend, Store, TorchEstimator
-from tests.spark.estimator_support import ROWS, estimator, frame, linear, numbers, reference, same
+from tests.spark.estimator_support import ROWS, Watched, estimator, frame, linear, means, numbers, reference, same
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -331,9 +331,12 @@ def test_fit_on_parquet(df: DataFrame, tmp_path: Path, reader: str) -> None:
     train, validation = str(tmp_path / "train"), str(tmp_path / "validation")
     df.drop("held").write.parquet(train)
     df.drop("held").limit(20).write.parquet(validation)
-    fitted = estimator(reader=reader, store=Store.create(tmp_path / "store")).fit_on_parquet(train, validation)
+    backend, store = Watched(2, verbose=0), Store.create(tmp_path / "store")
+    made = estimator(reader=reader, store=store, num_proc=None, backend=backend, metrics=[functional.l1_loss])
+    fitted = made.fit_on_parquet(train, validation)
     same(fitted.getModel(), reference(mse))
     assert "val_loss" in fitted.getHistory()[0]
+    assert backend.metrics == means(fitted.getHistory()[-1])
 
 
 def test_data_are_written_once(df: DataFrame, tmp_path: Path) -> None:
