@@ -17,6 +17,8 @@ from mkdocs.structure.pages import Page
 LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 LANGUAGES = {".py": "python", ".sh": "sh", ".yaml": "yaml"}
 ROLE = re.compile(r":(?:attr|class|func|meth|mod):(?=<code>)")
+SEARCH = {"run.md": 100, "estimators.md": 50, "api/estimators.md": 0.01}
+"""Weights of pages: the guides to arguments come before a reference whose headings begin like an argument's name."""
 IN_NAV = ("CHANGELOG.md", "CONTRIBUTING.md", "DESIGN.md")
 
 
@@ -37,9 +39,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Points links to files of the repository at their pages; links to its folders become plain words."""
+    """Points links to files of the repository at their pages; links to its folders become plain words.
+
+    Also tells the search which pages it shall find first, and that pages of code are not for it.
+    """
     root = Path(config.config_file_path).parent
     here = page.file.src_uri
+    if here.startswith("repository/") and here.removeprefix("repository/") not in IN_NAV:
+        page.meta["search"] = {"exclude": True}
+    else:
+        page.meta["search"] = {"boost": SEARCH.get(here, 1)}
     source = here.removeprefix("repository/") if here.startswith("repository/") else f"docs/{here}"
     if not (root / source).is_file():  # a page of code
         return markdown

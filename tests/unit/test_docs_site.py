@@ -103,6 +103,15 @@ def test_nothing_comes_from_another_server(site: Site) -> None:
     assert foreign == set()
 
 
+def test_the_search_works_in_a_folder(site: Site) -> None:
+    for name, page in site.pages.items():
+        assert any(load.endswith("/iframe-worker.js") or load == "iframe-worker.js" for load in page.loads), name
+    index = (site.folder / "search" / "search_index.js").read_text()
+    assert index.startswith("var __index = {")
+    assert "run.html#arguments" in index
+    assert "repository/examples" not in index
+
+
 def test_each_page_is_in_the_navigation(site: Site) -> None:
     linked = {urlsplit(link).path for link in site.pages["index.html"].links}
     pages = {str(page.relative_to(ROOT / "docs").with_suffix(".html")) for page in PAGES} - {"index.html"}
