@@ -27,29 +27,19 @@ if TYPE_CHECKING:
     from spark_hvd.store import Store
     from spark_hvd.store.errors import CheckpointError, StoreError
 
-_HOME = {
-    "CSVLogger": "spark_hvd.estimators.training.callbacks",
-    "Callback": "spark_hvd.estimators.training.callbacks",
-    "CheckpointError": "spark_hvd.store.errors",
-    "DataError": "spark_hvd.estimators.errors",
-    "EarlyStopping": "spark_hvd.estimators.training.callbacks",
-    "EstimatorError": "spark_hvd.estimators.errors",
-    "History": "spark_hvd.estimators.training.history",
-    "LightningEstimator": "spark_hvd.estimators.lightning.estimator",
-    "LightningModel": "spark_hvd.estimators.lightning.estimator",
-    "LocalBackend": "spark_hvd.estimators.fit.backend",
-    "MLflow": "spark_hvd.estimators.training.callbacks",
-    "ModelError": "spark_hvd.estimators.errors",
-    "NotFiniteLossError": "spark_hvd.estimators.errors",
-    "SparkBackend": "spark_hvd.estimators.fit.backend",
-    "Store": "spark_hvd.store",
-    "StoreError": "spark_hvd.store.errors",
-    "TensorBoard": "spark_hvd.estimators.training.callbacks",
-    "TorchEstimator": "spark_hvd.estimators.torch.estimator",
-    "TorchModel": "spark_hvd.estimators.torch.model",
-    "TrainState": "spark_hvd.estimators.training.callbacks",
-    "clear_materialized_data": "spark_hvd.estimators.data.reuse",
+_NAMES = {
+    "estimators.data.reuse": "clear_materialized_data",
+    "estimators.errors": "DataError EstimatorError ModelError NotFiniteLossError",
+    "estimators.fit.backend": "LocalBackend SparkBackend",
+    "estimators.lightning.estimator": "LightningEstimator LightningModel",
+    "estimators.torch.estimator": "TorchEstimator",
+    "estimators.torch.model": "TorchModel",
+    "estimators.training.callbacks": "CSVLogger Callback EarlyStopping MLflow TensorBoard TrainState",
+    "estimators.training.history": "History",
+    "store": "Store",
+    "store.errors": "CheckpointError StoreError",
 }
+_HOME = {name: f"spark_hvd.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "CSVLogger",
