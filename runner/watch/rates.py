@@ -22,7 +22,9 @@ _SKEW = 1.1
 _GAIN = 0.05
 """Nor is one for which the others wait for less than this share of a step."""
 _STEPS = 3
-"""Where steps are so long that fewer of them fit into the window, it grows to that many."""
+"""Where steps are so long that fewer of them fit into the window, it grows to that many; fewer tell nothing."""
+_JUDGED = 4.0
+"""Seconds of each rank's work that are looked at, at least, before one is called the slowest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +146,6 @@ class Recent:
         return rates(grown(self._marks[0], self.last if late else self._marks[-1]))
 
     @property
-    def seconds(self) -> float:
-        """The time that :meth:`done` is of."""
-        done = self.done()
-        return 0.0 if done is None else done.seconds
-
-    @property
     def paced(self) -> bool:
         """Whether rates of steps can be told."""
         return self._paced
@@ -172,7 +168,11 @@ def slowest_of(told: Mapping[int, Rates | None], counted: bool) -> Slowest | Non
         told: What each rank did, over about the same time.
         counted: Whether steps are told of at all; else ranks are compared by their shares of the time.
     """
-    each = {rank: done for rank, done in told.items() if done is not None and (done.steps > 0 or not counted)}
+    each = {
+        rank: done
+        for rank, done in told.items()
+        if done is not None and done.seconds >= _JUDGED and (done.steps >= _STEPS or not counted)
+    }
     if len(each) < 2 or len(each) < len(told):
         return None
     whole = {rank: done.seconds / done.steps if counted else 1.0 for rank, done in each.items()}

@@ -12,9 +12,6 @@ from spark_hvd.runner.watch.snapshot import LONG, RankRow, RunSnapshot
 from spark_hvd.runner.watch.summary import Summary, mean_shares, steady_rate
 from spark_hvd.world.vitals import Vitals
 
-_JUDGED = 4.0
-"""Seconds of each rank's work that are looked at, at least, before one is called the slowest."""
-
 
 class RunView:
     """Takes the ranks' records; gives a snapshot of now, and a summary at the end. Does no I/O and reads no clock.
@@ -22,7 +19,8 @@ class RunView:
     **The slowest rank.** Ranks that train together make the same steps a second, since they wait for each other. The
     one for which the others wait is the one that itself waits least. So ranks are compared by their own time a step:
     all of it but waiting for communication. The skew is that of the slowest in units of the median rank's. It is worth
-    a word from 1.1, and only if the others wait for at least 5 % of a step because of it.
+    a word from 1.1, and only if the others wait for at least 5 % of a step because of it, and after 4 seconds and
+    3 steps of each.
 
     **Worlds.** Ranks of a newer generation replace those of the one before. What a process did counts once, whatever
     its rank is called later.
@@ -159,10 +157,9 @@ class RunView:
         return max((process.steps for process in self._ranks.values()), default=0)
 
     def _judged(self, now: float) -> Iterable[tuple[int, RankRecord]]:
-        """The ranks to compare; none as long as one is missing, or has not told enough."""
+        """The ranks to compare; none as long as one is missing."""
         complete = len(self._ranks) == self._size and all(
-            not process.ended and now - process.heard <= LONG and process.recent.seconds >= _JUDGED
-            for process in self._ranks.values()
+            not process.ended and now - process.heard <= LONG for process in self._ranks.values()
         )
         return self._ranks.items() if complete else ()
 

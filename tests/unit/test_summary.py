@@ -102,6 +102,8 @@ def test_the_slowest_rank_of_the_whole_run() -> None:
             waited = second * (0.0 if rank == 1 else 0.4)
             facts = {"entered": second, "total_steps": second, "comm_seconds": waited, "stage": "train"}
             view.take(Vitals(rank=rank, size=3, generation=0, clock=float(second), **facts), float(second))
+        if second == 3:
+            assert view.summary(3.0).slowest is None  # after so little, chance would be called so
     slowest = view.summary(60.0).slowest
     assert slowest is not None
     assert (slowest.rank, slowest.skew) == (1, pytest.approx(1 / 0.6))
