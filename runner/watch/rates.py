@@ -15,6 +15,9 @@ GROWING = ("clock", "total_steps", "samples", "watched_seconds", "data_seconds",
 """Fields of Vitals that only grow while a process lives."""
 SHARES = ("data", "communication", "compute")
 """Of the ranks' time."""
+SEEN = 0.005
+"""Where no rank waits for communication for as much of its time, that is not told: it would read 0 %, and it is only
+that of our own collectives. DDP's and Lightning's, which torch makes, are not seen."""
 WINDOW = 10.0
 """Seconds over which rates are taken, where a step is shorter than a few of them."""
 _SKEW = 1.1

@@ -9,7 +9,7 @@ from typing import Any
 
 from spark_hvd.runner.terminal import harmless
 from spark_hvd.runner.watch import words
-from spark_hvd.runner.watch.rates import SHARES, Rates
+from spark_hvd.runner.watch.rates import SEEN, SHARES, Rates
 from spark_hvd.runner.watch.snapshot import Slowest
 from spark_hvd.world.words import count
 
@@ -49,7 +49,8 @@ class Summary:
         samples_per_second: Over all of `seconds`.
         steady_samples_per_second: The same between the first and the last step.
         data: Share of the time waiting for data.
-        communication: Share of the time waiting for communication.
+        communication: Share of the time waiting for communication: of `spark_hvd`'s own collectives and optimizers.
+            None where it is less than half a percent, as with DDP, whose collectives are torch's.
         compute: Share of the time that is left inside of `hvd.progress` loops.
         restarts: How often all ranks were started again.
         changes: How often ranks came or went while others stayed.
@@ -151,6 +152,8 @@ def mean_shares(parts: Sequence[tuple[int, float, Mapping[str, float | None]]]) 
         known = [(rank, seconds, part) for rank, seconds, named in parts if (part := named[name]) is not None]
         total = sum(seconds for _, seconds, _ in known)
         rank, _, most = max(known, key=lambda each: each[2], default=(0, 0.0, 0.0))
+        if name == "communication" and most < SEEN:
+            known = []
         found[name] = Share(sum(seconds * part for _, seconds, part in known) / total, most, rank) if known else None
     return found
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
+from dataclasses import replace
 
-from spark_hvd.runner.watch.rates import shares, slowest_of
+from spark_hvd.runner.watch.rates import SEEN, shares, slowest_of
 from spark_hvd.runner.watch.record import RankRecord
 from spark_hvd.runner.watch.remaining import Pace
 from spark_hvd.runner.watch.snapshot import LONG, RankRow, RunSnapshot
@@ -82,6 +83,8 @@ class RunView:
             self._ranks[rank].row(rank, now, slowest) if rank in self._ranks else RankRow(rank)
             for rank in range(self._size)
         )
+        if not any((row.communication or 0.0) >= SEEN for row in shown):
+            shown = tuple(replace(row, communication=None) for row in shown)
         running = [row for row in shown if row.started and not row.ended] or shown
         speeds = [row.steps_per_second for row in shown if row.steps_per_second is not None]
         return RunSnapshot(

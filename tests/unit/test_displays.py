@@ -185,6 +185,17 @@ def test_a_short_run_that_tells_nothing_shows_nothing(capsys: Capture) -> None:
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_plain_line_that_would_tell_nothing_is_left_out() -> None:
+    notes, view = io.StringIO(), RunView("train on 2 ranks", 2, 0.0)
+    display = PlainDisplay(LineWriter(None, None), LineWriter(None, notes), interval=0.0)
+    display.show(view, 31.0)
+    for rank in range(2):
+        view.take(Vitals(rank, 2, 0, 31.0, process=str(rank)), 31.0)
+        view.take(Vitals(rank, 2, 0, 32.0, process=str(rank)), 32.0)
+    display.show(view, 32.0)
+    assert notes.getvalue() == "train on 2 ranks: 31 s, nothing heard of the ranks yet\n"
+
+
 # ---- JSON lines ------------------------------------------------------------------------------------------------------
 
 

@@ -122,6 +122,14 @@ def test_without_progress_it_is_short() -> None:
     ]
 
 
+def test_communication_that_is_next_to_nothing_is_not_told() -> None:
+    view = told(40, comm=0.001)
+    assert view.summary(40.0).communication is None
+    snapshot = view.snapshot(40.0)
+    assert [snapshot.communication, *(row.communication for row in snapshot.rows)] == [None] * 3
+    assert snapshot.compute == pytest.approx(0.8, abs=0.01)
+
+
 def test_of_a_run_that_told_nothing() -> None:
     summary = RunView("train on 2 ranks", 2, 10.0).summary(12.5)
     assert str(summary) == "train on 2 ranks\n  time  2.5 s on 2 ranks"

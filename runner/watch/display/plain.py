@@ -57,7 +57,8 @@ class PlainDisplay(LinesDisplay):
             self._next = now + self._interval
         if now >= self._next:
             self._next = max(self._next + self._interval, now + self._interval / 2)
-            self._notes.write(-1, "err", compact(view.snapshot(now)))
+            if text := compact(view.snapshot(now)):
+                self._notes.write(-1, "err", text)
 
     def end(self, summary: Summary | None) -> None:
         """Write the summary of a run that has something to tell."""
@@ -67,8 +68,10 @@ class PlainDisplay(LinesDisplay):
 
 
 def compact(snapshot: RunSnapshot) -> str:
-    """The run in one line."""
+    """The run in one line; "" if nothing is known of it but that it runs."""
     parts = [snapshot.title + ": " + words.duration(snapshot.seconds)]
+    if not snapshot.heard:
+        parts.append("nothing heard of the ranks yet")
     first = snapshot.rows[0] if snapshot.rows else None
     if first is not None and first.stage:
         epoch = f"epoch {words.epoch(first)} " if words.epoch(first) else ""
@@ -88,6 +91,8 @@ def compact(snapshot: RunSnapshot) -> str:
         parts.append(f"slowest {words.slowest(snapshot.slowest)}")
     silent = [f"rank {row.rank} silent for {row.silent:.0f} s" for row in snapshot.rows if row.silent is not None]
     parts += silent[:3] + ([f"{len(silent) - 3} more silent"] if len(silent) > 3 else [])
+    if len(parts) == 1:
+        return ""
     if again := words.again(snapshot.restarts, snapshot.changes):
         parts.append(f"{again}, now {count(snapshot.size, 'rank')}")
     return ", ".join(parts)
