@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import reprlib
+import sys
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from spark_hvd.runner.watch.history import RunHistory
 from spark_hvd.timeline import read_trace
@@ -16,10 +19,42 @@ if TYPE_CHECKING:
     from spark_hvd.runner.watch.summary import Summary
 
 R = TypeVar("R")
+_FEW = 8
+"""Numbers of an array that are printed."""
+
+
+class _Abbreviating(reprlib.Repr):
+    """Prints arrays and tensors that are not small as their shape and dtype, wherever they are; all else in full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 10
+        for kind in ("list", "tuple", "set", "frozenset", "deque", "string", "long", "other"):
+            setattr(self, f"max{kind}", sys.maxsize)
+
+    def repr_dict(self, x: Mapping[Any, Any], level: int) -> str:
+        if level <= 0:
+            return "{...}"
+        return "{" + ", ".join(f"{self.repr1(key, level - 1)}: {self.repr1(x[key], level - 1)}" for key in x) + "}"
+
+    def repr_OrderedDict(self, x: Mapping[Any, Any], level: int) -> str:  # noqa: N802 - named after the type
+        return f"OrderedDict({self.repr_dict(x, level)})"
+
+    def repr_ndarray(self, x: Any, level: int) -> str:
+        if math.prod(x.shape) <= _FEW:
+            return repr(x)
+        return f"{type(x).__name__}(shape={tuple(x.shape)}, dtype={x.dtype})"
+
+    repr_Tensor = repr_Parameter = repr_ndarray  # noqa: N815
+
+
+_abbreviating = _Abbreviating()
 
 
 class RunResult(list[R]):
     """The values that the ranks returned, in rank order: a list like any other, that also knows how the run went.
+
+    Large arrays and tensors in it are printed as their shape and dtype; ``result[0]`` is the value itself.
 
     Attributes:
         summary: Speed, where the time went, restarts; None where nothing was heard of the ranks.
@@ -39,6 +74,9 @@ class RunResult(list[R]):
         super().__init__(values)
         self.summary = summary
         self.history = RunHistory() if history is None else history
+
+    def __repr__(self) -> str:
+        return _abbreviating.repr_list(self, _abbreviating.maxlevel)
 
     def plot_loss(self, metric: str = "loss") -> Figure:
         """A metric over the steps: the mean of the ranks, and the band they are in; needs matplotlib.

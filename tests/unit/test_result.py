@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+from collections import OrderedDict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.watch.history import RunHistory
@@ -44,6 +47,15 @@ def test_it_is_a_list() -> None:
     assert type(result[:1]) is list
     assert isinstance(result, list)
     assert result.summary is None
+
+
+def test_large_arrays_are_printed_as_their_shape() -> None:
+    state = OrderedDict(w=torch.ones(100, 3), b=torch.zeros(2))
+    result: RunResult[Any] = RunResult([(state, {"z": np.ones(9, "int16"), "a": "x" * 100})], None, None)
+    assert str(result) == (
+        "[(OrderedDict({'w': Tensor(shape=(100, 3), dtype=torch.float32), 'b': tensor([0., 0.])}), "
+        f"{{'z': ndarray(shape=(9,), dtype=int16), 'a': '{'x' * 100}'}})]"
+    )
 
 
 def test_it_pickles_and_copies() -> None:
