@@ -137,8 +137,8 @@ def with_hang(text: str, hang: HangVerdict | None) -> str:
 
 def _facts(failure: Failed) -> str:
     facts = [f"host {failure.host}"]
-    if failure.executor:
-        facts.append("in the driver" if failure.executor == "driver" else f"executor {failure.executor}")
+    if failure.executor not in ("", "driver"):  # of a local master
+        facts.append(f"executor {failure.executor}")
     if failure.gpus:
         facts.append(f"GPU {failure.gpus}")
     return ", ".join(facts)
@@ -158,8 +158,8 @@ def _others(failures: Sequence[Failed]) -> list[str]:
     # Of an elastic run several that were one rank, one after the other, may have failed.
     lines = [f"{ranks_text(sorted(set(ranks)))}: {text}" for text, ranks in groups.items()]
     if echoes:
-        what = "an echo" if len(echoes) == 1 else "echoes"
-        lines.append(f"{ranks_text(sorted({failure.rank for failure in echoes}))}: {_short(echoes[0].error)} ({what})")
+        ranks = ranks_text(sorted({failure.rank for failure in echoes}))
+        lines.append(f"{ranks}: {_short(echoes[0].error)} (because of the above)")
     return [
         line for each in lines for line in textwrap.wrap(each, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     ]

@@ -71,7 +71,7 @@ def test_the_report_as_it_is() -> None:
         "epoch 1",
         "── The other ranks ".ljust(WIDTH, "─"),
         "ranks 0, 2: stopped because rank 1 failed",
-        "ranks 3, 4: RuntimeError: Connection closed by peer [::1]:3 (echoes)",
+        "ranks 3, 4: RuntimeError: Connection closed by peer [::1]:3 (because of the above)",
         "── More ".ljust(WIDTH, "─"),
         "Spark UI: http://driver:4040/stages/stage/?id=3&attempt=0",
         rule,
