@@ -13,6 +13,7 @@ A fault is keyed by generation, rank and step, so that it strikes once: what fol
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import random
@@ -105,11 +106,55 @@ def _require_count(name: str, value: object, otherwise: str = "") -> None:
 
 
 class _Progress:
-    """How many steps this process has made in the present generation; a copy begins anew."""
+    """The steps that this process has made in the present generation; a copy begins anew.
+
+    What was planned for it and did not happen is said when the generation is over, and when the process ends.
+    """
 
     def __init__(self) -> None:
         self.generation = -1
-        self.steps = 0
+        self.rank = self.size = 0
+        self.made = 0
+        self.first = self.last = 0
+        """Steps, by the numbers that they were given."""
+        self.struck: set[Fault] = set()
+
+    def begin(self, plan: FaultPlan, generation: int, rank: int, size: int) -> None:
+        """Another generation."""
+        if self.generation < 0:
+            atexit.register(self._end, plan, os.getpid())
+        else:
+            self._tell(plan)
+        self.generation, self.rank, self.size, self.made = generation, rank, size, 0
+
+    def note(self, step: int) -> None:
+        """Another step."""
+        self.first, self.last = self.first if self.made else step, step
+        self.made += 1
+
+    def _end(self, plan: FaultPlan, process: int) -> None:
+        if os.getpid() == process:  # and no fork of it
+            self._tell(plan)
+            later = [each for each in plan.faults if (each.generation or 0) > self.generation]
+            if later and self.rank == 0:
+                self._missed(later[0], f"generation {self.generation} was the last")
+                if len(later) > 1:
+                    _log.warning("%d more faults of later generations never struck", len(later) - 1)
+
+    def _tell(self, plan: FaultPlan) -> None:
+        for fault in plan.faults:
+            if fault.generation == self.generation and fault not in self.struck:
+                rank = fault.rank % self.size if fault.counted else fault.rank
+                if rank == self.rank:
+                    self._missed(fault, f"its steps there were {self.first} to {self.last}")
+                elif self.rank == 0 and rank >= self.size:
+                    self._missed(fault, f"there was no such rank among {self.size}")
+
+    def _missed(self, fault: Fault, why: str) -> None:
+        _log.warning(
+            "rank %d, generation %d, step %d: %s was planned and never struck: %s",
+            *(fault.rank, fault.generation, fault.step, fault.kind, why),
+        )
 
     def __reduce__(self) -> tuple[type[_Progress], tuple[()]]:
         return type(self), ()
@@ -228,14 +273,16 @@ class FaultPlan:
         generation = basics.generation()
         progress = self._progress
         if progress.generation != generation:
-            progress.generation, progress.steps = generation, 0
-        made, progress.steps = progress.steps, progress.steps + 1
+            progress.begin(self, generation, basics.rank(), basics.size())
+        made = progress.made
+        progress.note(step)
         for fault in self.faults:
             if fault.step != (made if fault.counted else step) or fault.generation not in (generation, None):
                 continue
             rank = fault.rank % basics.size() if fault.counted else fault.rank
             if rank == basics.rank():
                 _log.warning("rank %d, generation %d, step %d: %s, as planned", rank, generation, step, fault.kind)
+                progress.struck.add(fault)
                 fault.strike()
 
     def _and(self, fault: Fault) -> FaultPlan:

@@ -8,13 +8,16 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import cloudpickle
 import psutil
 import pytest
 
+import spark_hvd.torch as hvd
 from spark_hvd.context import who as basics
+from spark_hvd.runner import run_local
 from spark_hvd.testing import KINDS, Fault, FaultPlan, InjectedFaultError
 from spark_hvd.world.errors import NotInitializedError
 from tests.conftest import wait_until
@@ -64,6 +67,25 @@ def test_a_fault_strikes_at_its_generation_rank_and_step(place: dict[str, int]) 
     place["rank"] = 0
     with pytest.raises(KeyError, match="second"):
         plan.at(3)
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_fault_that_never_struck_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    plan = FaultPlan().exit(1, 3).kill(0, 5).stop(2, 7).kill(1, 9, generation=2).raises(0, 8)
+
+    def train(faults: FaultPlan) -> None:
+        hvd.init()
+        for step in range(6, 10):
+            with suppress(InjectedFaultError):
+                faults.at(step)
+
+    run_local(train, [plan], num_proc=2)
+    assert sorted(line for line in capfd.readouterr().err.splitlines() if "never" in line) == [
+        "[0] rank 0, generation 0, step 5: kill was planned and never struck: its steps there were 6 to 9",
+        "[0] rank 1, generation 2, step 9: kill was planned and never struck: generation 0 was the last",
+        "[0] rank 2, generation 0, step 7: stop was planned and never struck: there was no such rank among 2",
+        "[1] rank 1, generation 0, step 3: exit was planned and never struck: its steps there were 6 to 9",
+    ]
 
 
 def test_a_fault_of_every_generation(place: dict[str, int]) -> None:
