@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
     r"^<!-- before it:\n(?P<unseen>.*?)^-->$"
-    r"|^(?:(?P<marker><!-- [^\n]* -->)\n)?```python\n(?P<code>.*?)^```$",
+    r"|^(?:(?P<marker><!-- [^\n]* -->)\n)?```python[^\n]*\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 RUNNABLE = "<!-- runnable -->"
@@ -52,7 +52,7 @@ PROGRAMS = {page.stem: code for page in PAGES if (code := program(page))}
 TOGETHER = [
     ["README", "index", "migrating-from-horovodrunner", "networks", "run", "quickstart", "tracking", "doctor"],
     ["data", "estimators", "migrating-from-torchdistributor"],
-    ["checkpoints", "collectives", "migrating-from-horovod", "progress", "timeline", "tuning"],
+    ["checkpoints", "collectives", "ddp", "migrating-from-horovod", "progress", "timeline", "tuning"],
 ]
 """Pages that run one after another in a process: most of their time would be the start of Spark and of torch."""
 SHARED = {page for pages in TOGETHER for page in pages}
