@@ -19,6 +19,9 @@ LANGUAGES = {".py": "python", ".sh": "sh", ".yaml": "yaml"}
 ROLE = re.compile(r":(?:attr|class|func|meth|mod):(?=<code>)")
 SEARCH = {"run.md": 100, "estimators.md": 50, "api/estimators.md": 0.01}
 """Weights of pages: the guides to arguments come before a reference whose headings begin like an argument's name."""
+ON_GITHUB = re.compile(r"^\*On GitHub .*\*\n", re.MULTILINE)  # what is said to those who do not read the site
+SIGNATURE = re.compile(r'<div class="doc-signature highlight">.*?</div>', re.DOTALL)
+LONG = 8  # lines of a signature that is folded
 IN_NAV = ("CHANGELOG.md", "CONTRIBUTING.md", "DESIGN.md")
 
 
@@ -63,12 +66,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = path.removeprefix("docs/") if path.startswith("docs/") else _page_of(path)
         return f"[{text}]({posixpath.relpath(target, posixpath.dirname(here) or '.')}{anchor})"
 
-    return LINK.sub(pointed, markdown)
+    return LINK.sub(pointed, ON_GITHUB.sub("", markdown))
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Takes the roles of docstrings, such as ``:func:``, from before the names that they are meant for."""
-    return ROLE.sub("", html)
+    """Folds long signatures, and takes roles such as ``:func:`` from before the names that they are meant for."""
+
+    def folded(match: re.Match[str]) -> str:
+        if match[0].count("\n") < LONG:
+            return match[0]
+        return f"<details><summary>Signature</summary>{match[0]}</details>"
+
+    return SIGNATURE.sub(folded, ROLE.sub("", html))
 
 
 def _resolve(source: str, link: str) -> str:

@@ -1,7 +1,5 @@
 """``FaultPlan``: has chosen ranks fail at chosen steps, so that a job's recovery can be rehearsed before it is needed.
 
-    faults = FaultPlan().kill(rank=1, step=30).raises(rank=0, step=50, generation=1)
-
     def train(faults):  # a plan travels with fn, as an argument of it
         ...
         while state.step < 100:
@@ -162,7 +160,12 @@ class _Progress:
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """See the module's description. A plan does not change; each method that adds a fault gives a new one.
+    """Has chosen ranks fail at chosen steps, so that a job's recovery can be rehearsed before it is needed.
+
+    Give the plan to fn as an argument, and call :meth:`at` before each step. A plan does not change; each method that
+    adds a fault gives a new one. A fault strikes once, in one generation::
+
+        faults = FaultPlan().kill(rank=1, step=30).raises(rank=0, step=50, generation=1)
 
     In a static run the generation is the number of the restart, see ``max_restarts`` of :func:`spark_hvd.run`.
 

@@ -112,6 +112,17 @@ def test_the_search_works_in_a_folder(site: Site) -> None:
     assert "repository/examples" not in index
 
 
+def test_long_signatures_fold(site: Site) -> None:
+    page = (site.folder / "api" / "spark_hvd.html").read_text()
+    assert page.count("<details><summary>Signature</summary>") == page.count('class="doc-signature') > 0
+    assert "On GitHub" not in page
+
+
+def test_no_two_pages_have_one_title(site: Site) -> None:
+    titles = [re.search("<title>(.*?)</title>", (site.folder / name).read_text())[1] for name in site.pages]  # type: ignore[index]
+    assert len(set(titles)) == len(titles)
+
+
 def test_each_page_is_in_the_navigation(site: Site) -> None:
     linked = {urlsplit(link).path for link in site.pages["index.html"].links}
     pages = {str(page.relative_to(ROOT / "docs").with_suffix(".html")) for page in PAGES} - {"index.html"}
