@@ -41,11 +41,15 @@ class Training:
         self.work = dict.fromkeys(range(size), 0.0)  # seconds that each process has worked
         self.process = {rank: f"process {rank}" for rank in range(size)}
         self.still = False
+        self._entered: dict[str, tuple[int, int, int]] = {}  # of each process: its generation, steps before it, all
 
     def record(self, rank: int) -> Vitals:
         seconds = self.work[rank]
         done = int(seconds / self.step_seconds + 1e-9)
         length = self.steps or 10**9
+        generation, before, told = self._entered.get(self.process[rank], (self.generation, 0, 0))
+        before = before if generation == self.generation else told
+        self._entered[self.process[rank]] = self.generation, before, done
         record = Vitals(
             rank=rank,
             size=self.size,
@@ -59,6 +63,7 @@ class Training:
             step=done % length,
             steps=self.steps,
             total_steps=done,
+            steps_before=before,
             samples=done * 32,
             watched_seconds=seconds,
             data_seconds=seconds * self.data(rank),

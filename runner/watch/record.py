@@ -24,7 +24,6 @@ class RankRecord:
 
     def __init__(self, record: Vitals, now: float) -> None:
         self.start = self.end = record
-        self._steps_at_entry = 0
         self.recent = Recent(record)
         self.heard = now
         self.ended = False
@@ -44,7 +43,7 @@ class RankRecord:
     @property
     def steps(self) -> int:
         """Done in this world."""
-        return self.last.total_steps - self._steps_at_entry
+        return self.last.total_steps - self.last.steps_before
 
     @property
     def whole(self) -> Rates | None:
@@ -64,7 +63,6 @@ class RankRecord:
 
     def enter(self, record: Vitals, now: float) -> None:
         """Note the first one that it sent in another world."""
-        self._steps_at_entry = self.last.total_steps
         self.ended = False
         self.take(record, now)
         self.recent = Recent(record)

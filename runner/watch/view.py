@@ -41,7 +41,8 @@ class RunView:
         self._before: dict[str, RankRecord] = {}
         """Processes of the world before that have not shown up in this one."""
         self._all: list[RankRecord] = []
-        self._steps_before = 0
+        self._steps_before = self._steps_of_last = 0
+        """In the worlds before the last one, and in that, whose end a process tells that it took over."""
         self._survivors: list[int] = []
         """Of each world but the first, how many processes it took over."""
         self._pace = Pace()
@@ -116,7 +117,7 @@ class RunView:
             title=self.title,
             seconds=seconds,
             ranks=self._size,
-            steps=self._steps_before + self._steps(),
+            steps=self._steps_before + self._steps_of_last + self._steps(),
             samples=samples,
             samples_per_second=samples / seconds if samples and seconds > 0 else None,
             steady_samples_per_second=steady_rate([whole for _, whole in told], self._size),
@@ -138,7 +139,8 @@ class RunView:
     def _begin(self, generation: int) -> None:
         if self._generation >= 0:
             self._survivors.append(0)
-        self._steps_before += self._steps()
+        self._steps_before += self._steps_of_last
+        self._steps_of_last = self._steps()
         self._generation = generation
         self._before, self._ranks = {one.last.process: one for one in self._ranks.values()}, {}
         self._pace.forget()
@@ -149,6 +151,8 @@ class RunView:
         if (process := self._before.pop(record.process, None)) is not None:
             if self._survivors:
                 self._survivors[-1] += 1
+            done = record.steps_before - process.last.steps_before
+            self._steps_of_last = max(self._steps_of_last, done)
             process.enter(record, now)
             return process
         process = RankRecord(record, now)

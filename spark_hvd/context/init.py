@@ -40,6 +40,7 @@ from spark_hvd.transport.registry import ConnectionRegistry
 from spark_hvd.transport.rendezvous import adopted_world, all_gather_facts, launched_world, meeting, own_address
 from spark_hvd.transport.torch_private import HashStore, PrefixStore, Store, forget_names
 from spark_hvd.world import launcher as elastic_launcher
+from spark_hvd.world.activity import activity
 from spark_hvd.world.config import Config
 from spark_hvd.world.env import read_config, read_launch_env, read_mpi_env
 from spark_hvd.world.errors import CollectiveError
@@ -322,6 +323,7 @@ def _settle(
     except BaseException:
         engine.close("init() failed")
         raise
+    activity.enter_world()
     standing.context = Context(
         world, layout, communicator, kv, owns_default_group, engine, queue, groups, registry=registry
     )

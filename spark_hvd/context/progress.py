@@ -61,6 +61,11 @@ class Progress(Generic[T]):
             raise TypeError("the number of steps of this loop is not known; give hvd.progress a total=.")
         return self._steps
 
+    @property
+    def total_steps(self) -> int:
+        """Steps of all loops of this process, and of its optimizers before the first."""
+        return self._totals.steps
+
     def __iter__(self) -> Iterator[T]:
         """The items, one a step; a step ends when the next item is asked for."""
         if self._items is None:

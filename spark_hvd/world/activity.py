@@ -32,6 +32,11 @@ class Loop(Protocol):
         """How far it is, as fields of :class:`~spark_hvd.world.vitals.Vitals`; `now` is ``time.monotonic()``."""
         ...
 
+    @property
+    def total_steps(self) -> int:
+        """Steps done in this process, in this loop and before it."""
+        ...
+
     def report(self, /, **metrics: Any) -> None:
         """Take the latest values of metrics."""
         ...
@@ -55,10 +60,21 @@ class Activity:
         self._waits_since = 0.0
         self.optimizer_steps = 0
         """The steps of DistributedOptimizer; they tell something where there is no loop of `hvd.progress`."""
+        self.steps_before = 0
+        """Steps that this process had done when its present world began."""
         self.progress: Loop | None = None
         """The loop that runs, or ran last."""
         self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waiting: list[tuple[str, float, tuple[int, ...] | None]] = []
+
+    @property
+    def total_steps(self) -> int:
+        """Steps done in this process."""
+        return self.optimizer_steps if self.progress is None else self.progress.total_steps
+
+    def enter_world(self) -> None:
+        """Another world begins."""
+        self.steps_before = self.total_steps
 
     def add_source(self, source: Source) -> None:
         """Ask it from now on, for as long as it lives."""

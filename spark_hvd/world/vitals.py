@@ -42,6 +42,7 @@ class Vitals:
         step: Steps done in this epoch (or loop).
         steps: How many it has; None where that is not known.
         total_steps: Steps done by this process, in all epochs.
+        steps_before: Those of them that it had done when the world of `generation` began.
         samples: Samples seen by this process; 0 where they cannot be counted.
         watched_seconds: Spent inside of `hvd.progress` loops.
         data_seconds: Of these, spent waiting for the next batch.
@@ -71,6 +72,7 @@ class Vitals:
     step: int = 0
     steps: int | None = None
     total_steps: int = 0
+    steps_before: int = 0
     samples: int = 0
     watched_seconds: float = 0.0
     data_seconds: float = 0.0

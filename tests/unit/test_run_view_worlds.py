@@ -7,6 +7,8 @@ import math
 import pytest
 
 from spark_hvd.runner.watch.snapshot import shown_rows
+from spark_hvd.runner.watch.view import RunView
+from spark_hvd.world.vitals import Vitals
 from tests.trained_ranks import Training
 
 
@@ -55,6 +57,24 @@ def test_a_process_that_is_replaced_counts_besides_its_successor() -> None:
     assert (snapshot.restarts, snapshot.changes) == (0, 1)
     assert snapshot.samples == (3 * 300 + 200 + 100) * 32
     assert snapshot.rows[2].samples_per_second == pytest.approx(320)
+
+
+def test_steps_between_two_records_count_although_their_process_is_killed() -> None:
+    view = RunView("train on 2 ranks", 2, 0.0)
+
+    def tell(rank: int, process: str, generation: int, total: int, before: int = 0) -> None:
+        facts = {"process": process, "total_steps": total, "steps_before": before}
+        view.take(Vitals(rank, 2, generation, 0.0, **facts), 0.0)
+
+    tell(0, "a", 0, 0)
+    tell(1, "b", 0, 0)  # is killed after 30 steps
+    tell(0, "a", 1, 31, 30)  # is killed after 60
+    tell(1, "c", 1, 1)
+    tell(0, "d", 2, 1)
+    tell(1, "c", 2, 31, 30)
+    tell(0, "d", 2, 40)
+    tell(1, "c", 2, 70, 30)
+    assert view.summary(1.0).steps == 100
 
 
 def test_a_larger_world_has_rows_for_those_who_are_to_come() -> None:
