@@ -21,7 +21,7 @@ from spark_hvd.world.words import count
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
-_TRACEBACK_FRAME = re.compile(r'  File "(?P<file>.*)", line \d+(?:, in (?P<function>.*))?$')
+_TRACEBACK_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
 _PACKAGES = re.compile(r"/(?:site|dist)-packages/(?P<name>\w+)")
 _STANDARD = re.compile(r"/lib(?:64)?/python3\.\d+/|^<frozen ")
 _HOME = os.path.dirname(os.path.abspath(spark_hvd.__file__))
@@ -149,14 +149,14 @@ def grouped(stacks: Mapping[int, str]) -> list[tuple[list[int], list[str]]]:
 def trim_traceback(text: str) -> str:
     """A traceback in which our own frames, and torch's plumbing, are a line each time; all others are as they were.
 
-    A part without a frame of anybody else's stays whole: then ours are all there is. Exceptions of a chain that have no
-    frames and say what the last one says are left out.
+    Lines of source that only this process has are put in. A part without a frame of anybody else's stays whole: then
+    ours are all there is. Exceptions of a chain that have no frames and say what the last one says are left out.
     """
     lines: list[str] = []
     *causes, last = text.split(_CHAIN)
     text = _CHAIN.join([*(cause for cause in causes if cause != last.splitlines()[-1]), last])
     for is_frames, part in groupby(
-        _blocks(text.splitlines()), key=lambda block: bool(_TRACEBACK_FRAME.match(block[0]))
+        map(_with_source, _blocks(text.splitlines())), key=lambda block: bool(_TRACEBACK_FRAME.match(block[0]))
     ):
         blocks = list(part)
         hidden = [_hidden(block[0]) for block in blocks] if is_frames else []
@@ -182,6 +182,15 @@ def _blocks(lines: Iterable[str]) -> list[list[str]]:
         else:
             blocks.append([line])
     return blocks
+
+
+def _with_source(block: list[str]) -> list[str]:
+    """A frame of the user's without its line, which a rank cannot see, as of a notebook's cell; this process may."""
+    frame = _TRACEBACK_FRAME.match(block[0])
+    if frame is None or len(block) > 1:
+        return block
+    source = _source(Frame(frame["file"], int(frame["line"]), ""))
+    return [*block, f"    {source}"] if source else block
 
 
 def _hidden(line: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import linecache
 import os
 import tempfile
 import traceback
@@ -154,3 +155,12 @@ def test_a_traceback_of_ours_alone_stays_whole() -> None:
         frames = traceback.format_exc().splitlines()
     ours = [frames[0], *frames[3:]]
     assert trim_traceback("\n".join(ours)) == "\n".join(ours)
+
+
+def test_lines_of_a_cell_are_those_that_this_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = "/tmp/ipykernel_77/123.py"
+    monkeypatch.setitem(linecache.cache, cell, (20, None, ["def fragile():\n", "    return 1 / 0\n"], cell))
+    text = "Traceback (most recent call last):\n{}ZeroDivisionError: division by zero"
+    frame = f'  File "{cell}", line 2, in fragile\n'
+    assert trim_traceback(text.format(frame)) == text.format(f"{frame}    return 1 / 0\n")
+    assert trim_traceback(text.format(f"{frame}    its own\n")) == text.format(f"{frame}    its own\n")
