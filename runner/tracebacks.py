@@ -149,18 +149,24 @@ def grouped(stacks: Mapping[int, str]) -> list[tuple[list[int], list[str]]]:
 def trim_traceback(text: str) -> str:
     """A traceback in which our own frames, and torch's plumbing, are a line each time; all others are as they were.
 
-    Lines of source that only this process has are put in. A part without a frame of anybody else's stays whole: then
-    ours are all there is. Exceptions of a chain that have no frames and say what the last one says are left out.
+    Lines of source that only this process has are put in. A last exception without a frame of anybody else's stays
+    whole: then ours are all there is. Exceptions of a chain that have no frames and say what the last one says are left
+    out.
     """
-    lines: list[str] = []
     *causes, last = text.split(_CHAIN)
-    text = _CHAIN.join([*(cause for cause in causes if cause != last.splitlines()[-1]), last])
+    causes = [cause for cause in causes if cause != last.splitlines()[-1]]
+    return _CHAIN.join([*(_trimmed(cause, whole=False) for cause in causes), _trimmed(last, whole=True)])
+
+
+def _trimmed(text: str, *, whole: bool) -> str:
+    """One exception of a chain; with `whole`, frames that are all ours stay."""
+    lines: list[str] = []
     for is_frames, part in groupby(
         map(_with_source, _blocks(text.splitlines())), key=lambda block: bool(_TRACEBACK_FRAME.match(block[0]))
     ):
         blocks = list(part)
-        hidden = [_hidden(block[0]) for block in blocks] if is_frames else []
-        if not any(hidden) or all(name == "spark_hvd" for name in hidden):
+        hidden = _hidden_names([block[0] for block in blocks]) if is_frames else []
+        if not any(hidden) or (whole and all(name == "spark_hvd" for name in hidden)):
             lines += [line for block in blocks for line in block]
             continue
         for name, run in groupby(zip(hidden, blocks, strict=True), key=lambda pair: pair[0]):
@@ -191,6 +197,15 @@ def _with_source(block: list[str]) -> list[str]:
         return block
     source = _source(Frame(frame["file"], int(frame["line"]), ""))
     return [*block, f"    {source}"] if source else block
+
+
+def _hidden_names(lines: Iterable[str]) -> list[str]:
+    """For each frame what it is a part of, if it is not shown, else nothing."""
+    names: list[str] = []
+    for line in lines:
+        between = "/contextlib.py" in line and names[-1:] == ["spark_hvd"]  # a context manager of ours
+        names.append("spark_hvd" if between else _hidden(line))
+    return names
 
 
 def _hidden(line: str) -> str:

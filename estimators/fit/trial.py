@@ -92,7 +92,8 @@ def failed(what: str, error: Exception, given: Sequence[str]) -> ModelError:
     """The error of a step of a trial: what was ``given``, and which parameters change what ``error`` is about."""
     text, advice = str(error), ""
     if "dtype" in text or "scalar type" in text:
-        advice = " input_dtypes= and label_dtypes= change dtypes, for example input_dtypes=['float32']."
+        wanted = "int64" if "Long" in text.partition("but")[0] else "float32"
+        advice = f" input_dtypes= and label_dtypes= change dtypes, for example input_dtypes=[{wanted!r}]."
     elif "shape" in text or "size" in text:
         advice = " input_shapes= and label_shapes= change shapes, for example input_shapes=[[-1, 1, 28, 28]]."
     return ModelError(

@@ -49,8 +49,8 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
     scheduler = make_scheduler(objects.lr_scheduler, optimizer, 1)
 
     def check_state() -> None:
-        rest = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict() if scheduler else None}
-        check_plain({"model": model.state_dict(), **rest}, "state")
+        for name, part in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
+            check_plain(None if part is None else part.state_dict(), name)
 
     _step("a checkpoint", given, check_state)
     if objects.loss_constructors or objects.train_minibatch_fn is not None:

@@ -78,6 +78,7 @@ def _error(
     others = [failed for worker, failed in sorted(failures.items()) if worker != verdict.culprit]
     size = max(failed.rank for failed in failures.values()) + 1
     text = failure_report([first, *others], size, (), hang, where)
-    made = error(f"{verdict.text}\n\n{text}", (first, *others), hang)
+    cause, _, rest = text.partition("\n")
+    made = error(f"{cause}\n{verdict.text}\n{rest}", (first, *others), hang)
     made.__cause__ = load_exception(first.exception)
     return made

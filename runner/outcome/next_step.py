@@ -21,6 +21,7 @@ _MODULE_ON_SPARK = (
     'Send your own modules along: spark-submit --py-files, or spark.addArtifact("x.py", pyfile=True). Packages have to '
     "be installed for the executors' Python (PYSPARK_PYTHON)."
 )
+_MODULE_HERE = "Install it for this Python; a module of yours is found where its folder is in PYTHONPATH."
 _CUDA_MEMORY = (
     "Use a smaller batch on each rank; DistributedOptimizer(backward_passes_per_step=n) keeps the effective one. "
     "nvidia-smi tells of other processes on that GPU."
@@ -73,8 +74,8 @@ def next_step(failure: Failed, *, on_spark: bool) -> str:
 
 
 def _of_words(error: str, *, on_spark: bool) -> str:
-    if on_spark and error.startswith("ModuleNotFoundError"):
-        return _MODULE_ON_SPARK
+    if error.startswith("ModuleNotFoundError"):
+        return _MODULE_ON_SPARK if on_spark else _MODULE_HERE
     if on_spark and error.startswith("FileNotFoundError"):
         return _PATH
     return next((text for pattern, text in _WORDS if pattern.search(error)), "")

@@ -62,6 +62,8 @@ def failure_report(
     """
     first, *others = failures
     error = first.error.splitlines()[0] if first.traceback and first.error else first.error
+    cause, advice = _of_the_others(first, others, finished)
+    error = f"{cause}: {error}" if cause else error
     lines = [f"rank {first.rank} of {size} failed on host {first.host}: {error}"]
     crashed = first.kind in (FailureKind.SIGNAL, FailureKind.TIMEOUT)
     title = "Rank" if not first.traceback else "Stacks of rank" if crashed else "Traceback of rank"
@@ -75,8 +77,7 @@ def failure_report(
     if others:
         lines += [_rule("The other ranks"), *_others(others)]
     lines += _hang(hang)
-    advice = _of_the_others(first, others, finished) or next_step(first, on_spark=where is not None)
-    return "\n".join([*lines, *_end(advice, where)])
+    return "\n".join([*lines, *_end(advice or next_step(first, on_spark=where is not None), where)])
 
 
 def timeout_report(
@@ -111,23 +112,24 @@ def timeout_report(
     return "\n".join([*lines, *_end(advice, where)])
 
 
-def _of_the_others(first: Failed, others: Sequence[Failed], finished: Sequence[int]) -> str:
-    """What an echo means, where what became of the other ranks tells; else empty."""
+def _of_the_others(first: Failed, others: Sequence[Failed], finished: Sequence[int]) -> tuple[str, str]:
+    """What caused an echo, and what to do, where what became of the other ranks tells; else both empty."""
     if not first.echo:
-        return ""
+        return "", ""
     vanished = _VANISHED.search(first.error)
     there = {other.rank for other in others if other.kind is FailureKind.STOPPED}
     if vanished and int(vanished[1]) in there:
         return (
-            f"The process of rank {vanished[1]} was still there, and did not answer: it was suspended (SIGSTOP, or a "
-            "debugger), or its host was cut off from the others for a while."
+            f"the process of rank {vanished[1]} was there and did not answer",
+            "It was suspended (SIGSTOP, or a debugger), or its host was cut off from the others for a while.",
         )
     if finished:
         return (
-            f"{ranks_text(finished)} had already returned from fn when rank {first.rank} was still waiting for all "
-            "ranks: every rank has to call the same collectives the same number of times."
+            f"{ranks_text(finished)} had already returned from fn while it waited for all ranks",
+            "Every rank has to call the same collectives the same number of times. Where some have more batches than "
+            "others, call hvd.join() after the loop: a rank then waits for the others without holding them up.",
         )
-    return ""
+    return "", ""
 
 
 def with_hang(text: str, hang: HangVerdict | None) -> str:

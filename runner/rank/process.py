@@ -55,7 +55,8 @@ def unpickle_call(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], 
     except Exception as error:
         raise SetupFailure(
             f"fn could not be unpickled by {sys.executable} (Python {sys.version.split()[0]}): {one_line(error)}. "
-            "If a module of yours is missing there, ship it with spark-submit --py-files or spark.addArtifact.",
+            "If a module of yours is missing there, ship it with spark-submit --py-files or "
+            'spark.addArtifact("x.py", pyfile=True).',
             error,
         ) from error
     return fn, args, kwargs

@@ -50,7 +50,8 @@ def write(store: Store, path: str, state: Mapping[str, Any]) -> None:
         TypeError: something else is in it, which could not be read again.
         StoreError: it cannot be written; a former file of that name is still there, whole.
     """
-    check_plain(state, "state")
+    for name, part in state.items():
+        check_plain(part, name)
     with store.writing(path) as file:
         torch.save({"format": FORMAT, **state}, file)
 

@@ -141,7 +141,7 @@ FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "state that no checkpoint can hold": (
         {"optimizer": lambda params: Noting(params)},
         ModelError,
-        r"a checkpoint failed .*state\['optimizer'\]\['state'\]\[0\]\['norm'\] is a numpy.float64",
+        r"a checkpoint failed .*optimizer\['state'\]\[0\]\['norm'\] is a numpy.float64",
     ),
     "other parameters": (
         {"optimizer": torch.optim.SGD(linear().parameters(), lr=0.1)},

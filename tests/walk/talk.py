@@ -1,0 +1,53 @@
+"""Makes the mistakes of the table in one session, as somebody would who has not activated the environment.
+
+``python -m tests.walk.talk FOLDER [NAME ...]`` prints for each a JSON object: its name, what was said, the message of
+the error, and what a job returned afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import linecache
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tests.walk.mistakes import DATA, MISTAKES
+
+
+def make(name: str, folder: Path, names: dict[str, Any]) -> dict[str, Any]:
+    """Make one mistake: what a user reads, and the message of the error, None if there was none."""
+    path = folder / f"{name.replace(' ', '_')}.py"
+    path.write_text(MISTAKES[name].code.lstrip())
+    linecache.checkcache()
+    shown, message = io.StringIO(), None
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        try:
+            exec(compile(path.read_text(), str(path), "exec"), names)
+        except BaseException as error:
+            message = "".join(traceback.format_exception_only(error))
+            shown.write(traceback.format_exc())
+    return {"name": name, "said": shown.getvalue(), "message": message}
+
+
+def main() -> None:
+    from pyspark.sql import SparkSession
+
+    import spark_hvd
+
+    folder, chosen = Path(sys.argv[1]), sys.argv[2:] or list(MISTAKES)
+    common: dict[str, Any] = {"__name__": "__main__"}
+    for name in chosen:
+        if "spark" not in common or common["spark"].sparkContext._jsc is None:
+            common["spark"] = SparkSession.builder.master("local[2]").getOrCreate()
+            exec(DATA, common)
+        told = make(name, folder, dict(common))
+        SparkSession.builder.master("local[2]").getOrCreate()
+        print(json.dumps({**told, "runs": spark_hvd.run(max, [[1, 2]], num_proc=2, verbose=0)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
