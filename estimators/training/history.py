@@ -77,7 +77,7 @@ class History(list[Row]):
             if not curves:
                 names = sorted({name for row in self for name in row} - {"epoch"})
                 raise ValueError(f"{key!r}: the history has {', '.join(names) or 'no epochs'}")
-            draw(axes, curves, x="epoch", y=key, whole=True)
+            draw(axes, curves, x="epoch", y=key, title=f"{key} of each epoch", whole=True)
         return figure
 
 

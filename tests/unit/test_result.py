@@ -72,6 +72,7 @@ def test_plot_of_the_loss() -> None:
     assert line.get_ydata().tolist() == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
     assert len(axes.collections) == 1  # the band of the ranks
     assert axes.get_ylabel() == "loss"
+    assert axes.get_title(loc="left") == "loss: mean of 2 ranks, and the band they are in"
 
 
 def test_validation_has_a_line_of_its_own() -> None:
@@ -114,6 +115,7 @@ def test_plot_of_where_the_time_went() -> None:
     assert "data 10%" in said
     assert "outside of hvd.progress 10%" in said
     assert "generation 1, 2 ranks" in said
+    assert "where each rank's time went" in said
     assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]
 
 

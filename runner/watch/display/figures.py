@@ -135,3 +135,6 @@ def mark(axes: Axes, generations: Iterable[tuple[float, Generation]]) -> None:
             fontsize=SMALL,
             va="bottom",
         )
+    if ends:  # the title goes above them
+        title = axes.get_title(loc="left")
+        axes.set_title(title, fontsize=FONT + 1, loc="left", pad=6 + len(ends) * (SMALL + 1))

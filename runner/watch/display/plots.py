@@ -54,7 +54,8 @@ def plot_loss(history: RunHistory, metric: str = "loss") -> Figure:
     if not curves:
         raise ValueError(f"metric={metric!r}: none of its values is a finite number")
     figure, (axes,) = figure_of()
-    draw(axes, curves, x="steps", y=metric, whole=True)
+    band = f": mean of {len(ranks)} ranks, and the band they are in" if any(curve.low for curve in curves) else ""
+    draw(axes, curves, x="steps", y=metric, title=f"{metric}{band}", whole=True)
     steps = {point.generation: point.total_steps for point in reversed(ranks[0])}
     mark(axes, [(steps[one.number], one) for one in history.generations[1:] if one.number in steps])
     return figure
@@ -99,7 +100,7 @@ def plot_throughput(history: RunHistory) -> Figure:
         if point.rates is not None
     )
     figure, (axes,) = figure_of()
-    title = f"on average {total / history.seconds:,.0f} samples/s together" if counted else ""
+    title = f"on average {total / history.seconds:,.0f} samples/s together" if counted else "steps of each rank"
     draw(axes, curves, x="seconds", y=f"{unit}, each rank", title=title)
     axes.set_ylim(bottom=0)
     mark(axes, [(one.seconds, one) for one in history.generations[1:]])
@@ -143,7 +144,8 @@ def plot_timeline(history: RunHistory) -> Figure:
         for name, (label, colour) in named.items()
         if spent[name]
     ]
-    figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize=FONT, frameon=False)
+    title = {"title": "where each rank's time went", "title_fontsize": FONT + 1}
+    figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize=FONT, frameon=False, **title)
     mark(axes, [(one.seconds, one) for one in history.generations[1:]])
     return figure
 
