@@ -377,6 +377,13 @@ def test_the_html_is_well_formed_and_has_a_row_a_rank() -> None:
     assert 'title="compute 85 %, data 10 %, communication 5 %"' in text
 
 
+def test_the_legend_has_what_is_shown() -> None:
+    assert page(trained().snapshot(40.0)).count("&#9632;") == 3
+    view = RunView("hello on 1 rank", 1, 0.0)
+    view.take(Vitals(0, 1, 0, 0.0), 0.0)
+    assert "&#9632;" not in page(view.snapshot(1.0))
+
+
 def test_what_comes_from_outside_is_escaped() -> None:
     view = trained(metrics={"<img src=x>": 1.0}, stage="<script>alert(1)</script>")
     view.mark("<b>hung</b> & gone")

@@ -92,7 +92,11 @@ def page(snapshot: RunSnapshot, summary: Summary | None = None) -> str:
     if len(snapshot.rows) > 1:
         body += _tr([column.whole for column in columns], _bar(snapshot), "", _FAINT)
     headings = "".join(f'<th style="{_CELL}">{html.escape(column.heading)}</th>' for column in columns)
-    legend = " ".join(f'<span style="color:{color}">&#9632;</span> {name}' for name, color in SHARES.items())
+    legend = " ".join(
+        f'<span style="color:{color}">&#9632;</span> {name}'
+        for name, color in SHARES.items()
+        if any(getattr(row, name) is not None for row in rows)
+    )
     verdict = f'<pre style="{_ALARM}">{html.escape(snapshot.verdict)}</pre>' if snapshot.verdict else ""
     return (
         f"<div>{title}"
