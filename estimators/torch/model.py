@@ -81,23 +81,11 @@ class TorchModel(SavedParams, Model):
     _table: ClassVar = TABLE
     _from_json: ClassVar = {"metadata": ModelMeta.from_json}
 
-    def plot_loss(self, metric: str = "loss") -> Figure:
+    def plot_loss(self, metric: str | Sequence[str] = "loss") -> Figure:
         """A loss or metric over the epochs as a matplotlib figure, training and validation together.
 
         Args:
-            metric: A key of the history.
-
-        Raises:
-            ValueError: there is no such key, or the model was not trained by an estimator.
-            ImportError: matplotlib is not installed.
-        """
-        return self.history_plot((metric,))
-
-    def history_plot(self, keys: Sequence[str] = ("loss",)) -> Figure:
-        """Several of them side by side; see History.plot.
-
-        Args:
-            keys: Keys of the history.
+            metric: A key of the history, or several, which come side by side.
 
         Raises:
             ValueError: there is no such key, or the model was not trained by an estimator.
@@ -106,7 +94,11 @@ class TorchModel(SavedParams, Model):
         history = self.value_of("history")
         if not history:
             raise ValueError("the model has no history: only models that an estimator trained have one")
-        return History(history).plot(keys)
+        return History(history).plot((metric,) if isinstance(metric, str) else metric)
+
+    def history_plot(self, keys: Sequence[str] = ("loss",)) -> Figure:
+        """Deprecated: the former name of :meth:`plot_loss`."""
+        return self.plot_loss(keys)
 
     def setLabelColoumns(self, value: Sequence[str]) -> TorchModel:  # noqa: N802
         """Set ``label_columns``; Horovod's spelling."""
