@@ -69,9 +69,11 @@ def test_each_block_runs_or_says_why_not(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_each_block_is_python(page: Path) -> None:
+def test_each_block_is_python_that_fits_the_page(page: Path) -> None:
     for block in blocks(page):
         ast.parse(block["unseen"] or block["code"])
+        wide = [line for line in (block["code"] or "").splitlines() if len(line) > 100]
+        assert wide == []  # the site shows so many columns on a laptop's screen
 
 
 @pytest.mark.slow
