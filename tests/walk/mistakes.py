@@ -209,15 +209,15 @@ model.transform(spark.range(3).select(F.array(F.lit(1.0)).alias("x"))).collect()
     ),
     "weights that differ at the start": Mistake(
         training("torch.nn.init.constant_(model.weight, hvd.rank())"),
-        "weights",
         "'weight'",
+        "py:8: UserWarning",
         "broadcast_parameters",
         fails=False,
     ),
     "DDP and DistributedOptimizer": Mistake(
         training("model = torch.nn.parallel.DistributedDataParallel(model)"),
-        "DistributedDataParallel",
-        "DistributedOptimizer",
+        "by DistributedDataParallel and by DistributedOptimizer",
+        "py:8: UserWarning",
         "leave one out",
         fails=False,
     ),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import spark_hvd
 from spark_hvd.torch.optimizer.buckets import ParamSpec, split_evenly
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -135,7 +139,7 @@ def warn_of_start(
             f"ranks start from different weights: {len(different)} of {len(specs)} parameters differ, such as "
             f"{different[0]!r}. Equal gradients keep them apart for good. Before the first step, and where one rank "
             "loads a checkpoint, call hvd.broadcast_parameters(model.state_dict(), root_rank=0)",
-            stacklevel=2,
+            stacklevel=_level_of_caller(),
         )
     mine = set(map(id, params))
     # type(), because isinstance() makes proxies load what they stand for
@@ -143,5 +147,15 @@ def warn_of_start(
     if any(id(param) in mine for each in wrapped for param in each.parameters()):
         warnings.warn(
             "gradients are reduced twice, by DistributedDataParallel and by DistributedOptimizer: leave one out",
-            stacklevel=2,
+            stacklevel=_level_of_caller(),
         )
+
+
+def _level_of_caller() -> int:
+    """The ``stacklevel`` by which a warning of the calling function names the line of the user's program."""
+    folders = (os.path.dirname(file) + os.sep for file in (spark_hvd.__file__, torch.__file__))
+    below = (*folders, contextlib.__file__)
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(below):
+        level, frame = level + 1, frame.f_back
+    return level
