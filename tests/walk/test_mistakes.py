@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import SHORT_LIVED, not_activated
 from tests.walk.mistakes import MISTAKES, NEVER
-
-ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = {
-    "spark.driver.extraJavaOptions": SHORT_LIVED,
-    "spark.log.level": "OFF",
-    "spark.sql.shuffle.partitions": "2",
-    "spark.ui.enabled": "false",
-    "spark.ui.showConsoleProgress": "false",
-}
+from tests.walk.stranger import typed
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("walk")
-    (folder / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in SETTINGS.items()))
-    environment = {
-        **not_activated(),
-        "PYTHONPATH": str(ROOT),
-        "SPARK_LOCAL_IP": "127.0.0.1",
-        "SPARK_CONF_DIR": str(folder),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "tests.walk.talk", str(folder)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=580)
-    assert done.returncode == 0, done.stderr
-    return {each["name"]: each for each in map(json.loads, done.stdout.splitlines())}
+    lines = typed(folder, "-m", "tests.walk.talk", str(folder), timeout=580).splitlines()
+    return {each["name"]: each for each in map(json.loads, lines)}
 
 
 @pytest.mark.slow

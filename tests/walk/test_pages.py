@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import SHORT_LIVED, not_activated
+from tests.walk.stranger import ROOT, typed
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
     r"^<!-- before it:\n(?P<unseen>.*?)^-->$"
@@ -25,12 +22,6 @@ BLOCK = re.compile(
 )
 RUNNABLE = "<!-- runnable -->"
 REASON = re.compile(r"<!-- not run: \w.{5,} -->")
-SETTINGS = {
-    "spark.driver.extraJavaOptions": SHORT_LIVED,
-    "spark.log.level": "ERROR",
-    "spark.sql.shuffle.partitions": "2",
-    "spark.ui.enabled": "false",
-}
 
 
 def blocks(page: Path) -> list[re.Match[str]]:
@@ -84,16 +75,5 @@ def test_pages_run(pages: list[str], tmp_path: Path) -> None:
     scripts[0].parent.mkdir()
     for script in scripts:
         script.write_text(PROGRAMS[script.stem])
-    # what the pages leave to a cluster's own configuration
-    (tmp_path / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in SETTINGS.items()))
-    environment = {
-        **not_activated(),
-        "PYTHONPATH": str(ROOT),
-        "SPARK_LOCAL_IP": "127.0.0.1",
-        "SPARK_CONF_DIR": str(tmp_path),
-        "OMP_NUM_THREADS": "1",
-    }
     each = "import runpy, sys; [runpy.run_path(page, run_name='__main__') for page in sys.argv[1:]]"
-    command = [sys.executable, "-c", each, *map(str, scripts)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=390)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    typed(tmp_path, "-c", each, *map(str, scripts), timeout=390)

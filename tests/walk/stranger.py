@@ -1,0 +1,35 @@
+"""Somebody who calls the interpreter by its full path, in a folder of his own, with no environment activated."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import SHORT_LIVED, not_activated
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = {
+    "spark.driver.extraJavaOptions": SHORT_LIVED,
+    "spark.log.level": "OFF",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+}
+"""What pages leave to a cluster's own configuration."""
+
+
+def typed(folder: Path, *arguments: str, timeout: float) -> str:
+    """What Python prints, called with `arguments` in `folder`; it must succeed."""
+    (folder / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in SETTINGS.items()))
+    environment = {
+        **not_activated(),
+        "PYTHONPATH": str(ROOT),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "SPARK_CONF_DIR": str(folder),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
