@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -189,6 +190,12 @@ def instance(kind: str, *methods: str) -> Check:
     return check
 
 
+def losses(name: str, value: Any) -> list[Any]:
+    """A list of losses; one may be given alone."""
+    kind = instance("a function of (output, label) such as torch.nn.MSELoss(), not its class or its name", "__call__")
+    return [kind(name, item) for item in (value if isinstance(value, (list, tuple)) else [value])]
+
+
 def store(name: str, value: Any) -> Store:
     """A Store, or the path or URL of one."""
     if isinstance(value, (str, os.PathLike)):
@@ -199,8 +206,11 @@ def store(name: str, value: Any) -> Store:
 
 def callbacks(name: str, value: Any) -> list[Any]:
     """A list of callbacks."""
-    if not isinstance(value, (list, tuple)) or any(isinstance(item, type) for item in value):
-        raise TypeError(f"{name}={value!r}: expected a list of callbacks (objects, not classes)")
+    if not isinstance(value, (list, tuple)) or any(isinstance(item, type) or inspect.isroutine(item) for item in value):
+        raise TypeError(
+            f"{name}={value!r}: expected a list of callbacks (objects of a subclass of Callback, "
+            "not classes or functions)"
+        )
     return list(value)
 
 

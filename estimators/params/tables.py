@@ -95,7 +95,7 @@ _DATA = rows(
 _TORCH = rows(
     "Loss and optimizer",
     ("optimizer", None, c.optimizer, "A torch optimizer of model.parameters(), or a function of them that makes one."),
-    ("loss", None, c.functions, "Function of (output, label) giving a number; or a list of them, one for each label."),
+    ("loss", None, c.losses, "Function of (output, label) giving a number; or a list of them, one for each label."),
     ("loss_weights", None, c.numbers, "Weight of each label's loss; by default 1 / labels."),
     ("loss_constructors", None, c.functions, "Functions that make the losses in the ranks, instead of loss."),
     ("metrics", [], c.function_groups, "Functions of (output, label) to report; or a list of such lists, one a label."),

@@ -63,6 +63,7 @@ FOREIGN = nn.Parameter(torch.ones(1))
         ({"op": ReduceOp.MAX}, "Average, Sum or Adasum"),
         ({"op": ReduceOp.SUM, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor=2.0"),
         ({"named_parameters": [FOREIGN]}, "tuples"),
+        ({"named_parameters": nn.Linear(3, 2)}, "pass model.named_parameters"),
         ({"named_parameters": [("a", FOREIGN), ("a", FOREIGN)]}, "unique.*a"),
         ({"named_parameters": [("a", FOREIGN)]}, "lacks 2"),
         ({"groups": -1}, "groups=-1"),
@@ -73,6 +74,11 @@ FOREIGN = nn.Parameter(torch.ones(1))
 def test_arguments_that_do_not_fit(alone: None, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         DistributedOptimizer(sgd(nn.Linear(3, 2)), **options)
+
+
+def test_the_class_of_an_optimizer_is_none(alone: None) -> None:
+    with pytest.raises(TypeError, match=r"optimizer=.*SGD'>: expected a torch optimizer, such as"):
+        DistributedOptimizer(torch.optim.SGD)  # type: ignore[arg-type]
 
 
 def test_a_parameter_is_in_one_group_and_an_optimizer_is_wrapped_once(alone: None) -> None:

@@ -39,6 +39,8 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"model": nn.Linear}, "expected a torch.nn.Module"),
     "store": ({"store": 3}, "store=3: expected a Store, or its path or URL"),
     "callback": ({"callbacks": [int]}, "expected a list of callbacks"),
+    "callback that is a function": ({"callbacks": [print]}, "a subclass of Callback"),
+    "class of a loss": ({"loss": nn.MSELoss}, r"such as torch\.nn\.MSELoss\(\), not its class"),
     "clip": ({"gradient_clip_norm": -1}, "gradient_clip_norm=-1: expected a number above 0"),
 }
 

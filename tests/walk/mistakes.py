@@ -84,7 +84,10 @@ MISTAKES = {
         "model.parameters()",
     ),
     "the optimizer's name": Mistake("fit(optimizer='adam')", "'adam'", "optimizer", "expected"),
+    "a function for a callback": Mistake("fit(callbacks=[print])", "print", "callbacks", "a subclass of Callback"),
     "no loss": Mistake("fit(loss=None)", "loss is missing", "loss", "torch.nn.MSELoss()"),
+    "the class of the loss": Mistake("fit(loss=torch.nn.MSELoss)", "MSELoss'", "loss=", "torch.nn.MSELoss()"),
+    "the loss's name": Mistake("fit(loss='mse')", "'mse'", "loss=", "torch.nn.MSELoss()"),
     "a loss of each row": Mistake(
         "fit(loss=torch.nn.MSELoss(reduction='none'))", "float32 [32, 1]", "the loss of a batch", "single number"
     ),
@@ -229,6 +232,15 @@ model.transform(spark.range(3).select(F.array(F.lit(1.0)).alias("x"))).collect()
         "rank 0 had already returned",
         "hvd.allreduce(torch.ones(1), name='a')",
         "hvd.join()",
+    ),
+    "the class of the optimizer": Mistake(
+        in_rank("hvd.DistributedOptimizer(torch.optim.SGD)"), "SGD", "optimizer=", "SGD(model.parameters()"
+    ),
+    "the model for its parameters' names": Mistake(
+        in_rank("m = torch.nn.Linear(2, 1)\nhvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1), m)"),
+        "named_parameters must",
+        "hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1), m)",
+        "pass model.named_parameters()",
     ),
     "tensors of different shapes": Mistake(
         in_rank("hvd.allreduce(torch.ones(1 + hvd.rank()), name='a')"), "'a'", "hvd.allreduce", "shape"

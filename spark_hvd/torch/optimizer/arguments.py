@@ -21,6 +21,14 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PRIME = 1_048_573
 
 
+def check_kind(optimizer: object) -> None:
+    """Raise a TypeError if this is no optimizer: its class, its name, the model."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"optimizer={optimizer!r}: expected a torch optimizer, such as torch.optim.SGD(model.parameters(), lr=0.1)"
+        )
+
+
 def check_passes(passes: int) -> None:
     """Raise a ValueError unless this is a number of backward passes."""
     if passes <= 0:
@@ -37,7 +45,7 @@ def names_of(
             for number, group in enumerate(optimizer.param_groups)
             for i in range(len(group["params"]))
         ]
-    pairs = list(named_parameters)
+    pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
     if any(not isinstance(pair, tuple) for pair in pairs):
         raise ValueError(
             "named_parameters must be a sequence of (name, parameter) tuples: pass model.named_parameters()"
@@ -53,7 +61,8 @@ def names_of(
     unnamed = sum(id(param) not in name_of for param in params)
     if unnamed:
         raise ValueError(
-            f"named_parameters must cover all {len(params)} parameters of the optimizer, but lacks {unnamed} of them"
+            f"named_parameters must cover all {len(params)} parameters of the optimizer, but lacks {unnamed} of them: "
+            f"pass model.named_parameters() of the model that the optimizer was made for"
         )
     return [name_of[id(param)] for param in params]
 

@@ -16,7 +16,14 @@ from spark_hvd.context.join import require_everyone
 from spark_hvd.context.standing import in_world
 from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.optimizer.adasum import AdasumOptimizer, take_over_with_adasum
-from spark_hvd.torch.optimizer.arguments import check_passes, chosen_groups, group_indices, names_of, spec_of
+from spark_hvd.torch.optimizer.arguments import (
+    check_kind,
+    check_passes,
+    chosen_groups,
+    group_indices,
+    names_of,
+    spec_of,
+)
 from spark_hvd.torch.optimizer.flat import GradientCompressor
 from spark_hvd.torch.optimizer.recipe import Recipe
 from spark_hvd.torch.optimizer.reducer import GradientReducer
@@ -173,10 +180,12 @@ def DistributedOptimizer(
     Raises:
         NotInitializedError: `init()` was not called.
         ValueError: an argument does not fit, as its message says.
+        TypeError: `optimizer` is no optimizer.
         PlanMismatchError: parameters or settings differ between ranks; raised on all of them.
     """
     if isinstance(optimizer, ReducedOptimizer | AdasumOptimizer):
         raise ValueError("optimizer is already a DistributedOptimizer: wrap it once")
+    check_kind(optimizer)
     check_passes(backward_passes_per_step)
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM):
         raise ValueError(f"op={op!r}: DistributedOptimizer can reduce gradients with Average, Sum or Adasum")
