@@ -14,6 +14,8 @@ from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.world import launcher as elastic_launcher
 from spark_hvd.world.errors import HostsUpdatedInterrupt, MismatchError
 
+_UPDATED = "the members of the world are to change"
+
 
 class State:
     """What a function decorated with ``hvd.elastic.run`` gets; the base of all kinds of state.
@@ -62,10 +64,12 @@ class State:
             CollectiveError: A peer or the network failed.
         """
         self.save()
+        wanted = self._agree()
         launcher = elastic_launcher.installed()
         if launcher is not None:
-            launcher.committed(self.commits)
-        self.check_host_updates()
+            launcher.committed(self.commits)  # only now have all ranks saved it
+        if wanted:
+            raise HostsUpdatedInterrupt(_UPDATED)
 
     def check_host_updates(self) -> None:
         """Go on with other members if they are to change, without a commit; collective, one tiny all-reduce.
@@ -75,9 +79,14 @@ class State:
         Raises:
             HostsUpdatedInterrupt, MismatchError, CollectiveError: See :meth:`commit`.
         """
+        if self._agree():
+            raise HostsUpdatedInterrupt(_UPDATED)
+
+    def _agree(self) -> bool:
+        """Whether the members are to change, on all ranks alike, once all have come here with the same progress."""
         launcher = elastic_launcher.installed()
         if launcher is None:
-            return
+            return False
         wanted = int(launcher.update_wanted)
         communicator = current().communicator
         if communicator.size > 1:
@@ -92,8 +101,7 @@ class State:
                         f"state.check_host_updates(): {name} is {-least} on one rank and {most} on another; all ranks "
                         "must commit, and record batches, alike."
                     )
-        if wanted:
-            raise HostsUpdatedInterrupt("the members of the world are to change")
+        return bool(wanted)
 
     def _facts(self) -> dict[str, int]:
         """Numbers that must be equal on all ranks when they commit, as many on each."""

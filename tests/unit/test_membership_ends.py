@@ -10,6 +10,7 @@ from spark_hvd.runner.elastic.membership.events import (
     AgentLost,
     AgentUp,
     Broken,
+    Committed,
     End,
     EndAgent,
     Ended,
@@ -92,6 +93,20 @@ def test_a_host_comes_back_after_its_cool_down() -> None:
     model.run(9.0)
     assert model.size == 1
     model.run(5.0)
+    assert model.size == 2
+
+
+def test_what_one_rank_says_of_a_commit_holds_for_all_of_its_world() -> None:
+    model = Model(replace(TWO, min_num_proc=2, host_failure_limit=2))
+    for agent in range(2):
+        model.up(agent, "host")
+    model.run(2.0)
+    model.fail(0)
+    model.run(2.0, commit=False)  # a new rank was given the state
+    first = model.of_rank(0)
+    model.tell(Committed(first.number, first.commits + 1))  # the other's word comes after that of the failure
+    model.fail(0)
+    model.run(2.0)
     assert model.size == 2
 
 

@@ -199,8 +199,11 @@ class Membership:
             return
         before, worker.commits = worker.commits, event.commits
         self.policy.committed(event.commits)
-        if 0 <= before < event.commits:  # a new one's first is that which it was given
-            self.roster.count_commit(worker)
+        # A new one's first is what it was given. It tells of a later one when all of its world have it, whose own word
+        # of it may come after that of a failure.
+        if 0 <= before < event.commits and (there := self.generation) is not None and worker.number in there.members:
+            for number in there.members:
+                self.roster.count_commit(self.roster.workers[number])
 
     def _finished(self, event: ev.Finished, now: float) -> None:
         generation = self._member_of(event.worker, event.generation)
