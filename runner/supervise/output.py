@@ -16,6 +16,8 @@ _CURSOR = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
 _UP = re.compile(rb"\x1b\[[0-9]*A")
 _DRAWING = re.compile(rb"\r|" + _UP.pattern)
 _SECONDS_BETWEEN_STATES = 1.0
+_NO_NAME = re.compile(r"\[W[^\]]*\bsocket\.cpp:\d+\].*The hostname of the client socket cannot be retrieved")
+"""What torch writes where addresses have no names (no reverse DNS). It needs none, and nothing follows from it."""
 TAIL_LINES = 20
 _MAX_LINE = 64 << 10
 
@@ -164,6 +166,7 @@ class RankOutput:
             time.sleep(0.01)
 
     def _emit(self, stream: str, lines: list[str]) -> None:
+        lines = [line for line in lines if not _NO_NAME.match(line)]
         if not lines:
             return
         self.tail.add(lines)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+from unittest.mock import Mock
 
-from spark_hvd.runner.supervise.output import LineCutter, Tail
+from spark_hvd.runner.supervise.output import LineCutter, RankOutput, Tail
 from spark_hvd.runner.watch.display.lines import LineWriter, OutputQueue
 
 
@@ -101,3 +103,18 @@ def test_a_queue_says_how_much_it_had_to_drop() -> None:
     assert note == (-1, "err", f"({40 * 1024 - lines} lines of the ranks came faster than they could be shown)")
     assert 0 < lines < 40 * 1024
     assert not list(queue.take())
+
+
+def test_torch_s_word_of_addresses_without_names_is_not_passed_on() -> None:
+    reading, writing = os.pipe()
+    told: list[tuple[str, list[str]]] = []
+    output = RankOutput({reading: "err"}, Mock(), lambda stream, lines: told.append((stream, lines)))
+    word = (
+        "[W1123 07:10:00.123456789 socket.cpp:764] [c10d] The hostname of the client socket cannot be retrieved. err=-3"
+    )
+    os.write(writing, f"before\n{word}\nafter\n".encode())
+    os.close(writing)
+    while reading in output.fds:
+        output.read(reading)
+    os.close(reading)
+    assert told == [("err", ["before", "after"])]
