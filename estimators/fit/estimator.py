@@ -16,7 +16,7 @@ from spark_hvd.estimators.data.columns import check_columns, columns_of, express
 from spark_hvd.estimators.data.leases import in_use
 from spark_hvd.estimators.data.materialize import materialize
 from spark_hvd.estimators.data.parquet import dataset_of
-from spark_hvd.estimators.fit.plan import FitPlan, Settings, check_together, make_plan
+from spark_hvd.estimators.fit.plan import FitPlan, Settings, check_together, label_of, make_plan
 from spark_hvd.estimators.fit.ranks import train_on_ranks
 from spark_hvd.estimators.fit.trial import ROWS, batch_of_rows, first_batch, spec_for
 from spark_hvd.estimators.params.persistence import SavedParams
@@ -120,7 +120,7 @@ class SparkEstimator(SavedParams, Estimator[M]):
         name, settings = type(self).__name__, {row.name: self.value_of(row.name) for row in self._table}
         check_together(name, settings, self._required)
         self._check(settings)
-        return make_plan(name, {**settings, **self._derived(settings)})
+        return make_plan(name, {**settings, **self._derived(settings)}, label_of(self.uid, settings))
 
     def _tried(self, plan: FitPlan, batch: Batch, columns: tuple[Column, ...]) -> TrainSpec:
         spec = spec_for(plan, batch, columns)

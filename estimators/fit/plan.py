@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -20,11 +21,14 @@ from spark_hvd.store.errors import StoreError
 Settings = Mapping[str, Any]
 
 _temporary: list[Scratch] = []
+_fits: dict[str, tuple[int, dict[str, Any]]] = {}
+"""By estimator how many fits there were, and the plain parameters of the last; fits run in several threads."""
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitPlan:
-    """A fit of the estimator class ``name``; the data, inputs and labels of ``spec`` come with the next stages."""
+    """A fit of the estimator ``name``; the data, inputs and labels of ``spec`` come with the next stages."""
 
     name: str
     settings: Settings
@@ -34,8 +38,26 @@ class FitPlan:
     spec: TrainSpec
 
 
-def make_plan(name: str, settings: Settings) -> FitPlan:
+def label_of(uid: str, settings: Settings) -> str:
+    """What tells a fit from those before it of the same estimator and its copies: its number, and what has changed.
+
+    CrossValidator makes such, for each fold and each point of a grid. Empty for the first fit.
+    """
+    plain = {name: value for name, value in settings.items() if isinstance(value, str | int | float)}
+    with _lock:
+        fits, before = _fits.get(uid, (0, plain))
+        _fits[uid] = fits + 1, plain
+    changed = [f"{name}={value!r}" for name, value in plain.items() if before.get(name) != value]
+    return ", ".join([f"fit {fits + 1}", *changed]) if fits else ""
+
+
+def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
     """What parameters, which were checked, come to. Fields of TrainSpec and Objects called as parameters are those.
+
+    Args:
+        name: Of the estimator's class.
+        settings: The parameters.
+        label: Tells the fit from others of the estimator.
 
     Raises:
         ValueError: there is no store, and executors may be on several hosts.
@@ -53,6 +75,7 @@ def make_plan(name: str, settings: Settings) -> FitPlan:
     store, seed = _store(settings), settings["random_seed"]
     spec: dict[str, Any] = {
         **_fields_of(TrainSpec, settings),
+        "label": label,
         "inputs": (),
         "labels": (),
         "columns": tuple(dict.fromkeys([*settings["feature_cols"], *settings["label_cols"], *weight])),
@@ -77,7 +100,12 @@ def make_plan(name: str, settings: Settings) -> FitPlan:
     functions = {"decoders": settings["decoders"], "transformation_fn": settings["transformation_fn"]}
     objects = {**_fields_of(Objects, settings), "reader": functions}
     return FitPlan(
-        name=name, settings=settings, backend=backend, store=store, objects=Objects(**objects), spec=TrainSpec(**spec)
+        name=f"{name} ({label})" if label else name,
+        settings=settings,
+        backend=backend,
+        store=store,
+        objects=Objects(**objects),
+        spec=TrainSpec(**spec),
     )
 
 

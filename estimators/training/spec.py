@@ -22,6 +22,7 @@ class TrainSpec:
     """A training. Fields that bear the name of an estimator's parameter mean what that does.
 
     Attributes:
+        label: Tells the fit from others of the estimator; empty where there are none.
         inputs: Arguments of the model, in order.
         labels: What its outputs are compared with.
         columns: Names of all columns that a rank reads, each once.
@@ -35,6 +36,7 @@ class TrainSpec:
         trainer: What LightningEstimator gives to the Trainer.
     """
 
+    label: str = ""
     inputs: tuple[TensorSpec, ...]
     labels: tuple[TensorSpec, ...]
     columns: tuple[str, ...]

@@ -153,7 +153,10 @@ class Job:
         if hvd.rank() == 0 and self.spec.verbose:
             row = self.history[-1]
             values = [f"{key} {_short(value)}" for key, value in row.items() if key not in ("epoch", "seconds")]
-            print(f"epoch {row['epoch']}/{self.spec.epochs}  {row['seconds']:.1f} s  {'  '.join(values)}", flush=True)
+            fit = f"{self.spec.label}: " if self.spec.label else ""
+            print(
+                f"{fit}epoch {row['epoch']}/{self.spec.epochs}  {row['seconds']:.1f} s  {'  '.join(values)}", flush=True
+            )
 
 
 def train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> History | None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from spark_hvd.estimators import DataError, LocalBackend, ModelError, Store, TorchEstimator, TorchModel
+from spark_hvd.estimators.fit.plan import label_of
 from spark_hvd.estimators.torch.trial import try_transform
 from tests.spark.estimator_support import estimator, frame, linear
 
@@ -166,6 +167,14 @@ def test_at_fit(df: DataFrame, case: str) -> None:
     given, kind, message = FIT[case]
     with pytest.raises(kind, match=f"(?s){message}"):
         estimator(**given).fit(df)
+
+
+def test_fits_of_one_estimator_are_told_apart() -> None:
+    made, other = estimator(), estimator()
+    assert label_of(made.uid, {"batch_size": 8, "epochs": 2, "model": made}) == ""
+    assert label_of(made.uid, {"batch_size": 16, "epochs": 2, "model": other}) == "fit 2, batch_size=16"
+    assert label_of(made.copy().uid, {"batch_size": 16, "epochs": 2}) == "fit 3"
+    assert label_of(other.uid, {"batch_size": 8, "epochs": 2}) == ""
 
 
 def test_a_model_that_is_trained_for_another_use_may_fail_to_transform(caplog: pytest.LogCaptureFixture) -> None:
