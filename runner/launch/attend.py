@@ -39,23 +39,20 @@ class ThreadJob(Generic[T]):
         self._values: list[T] = []
         self._errors: list[BaseException] = []
         self._work = work
-        self._threads = [
-            threading.Thread(target=self._run, args=[task], name=f"spark_hvd-task-{task}", daemon=True)
-            for task in range(tasks)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._ended = [threading.Event() for _ in range(tasks)]  # and not join(), as in TaskJob
+        for task in range(tasks):
+            threading.Thread(target=self._run, args=[task], name=f"spark_hvd-task-{task}", daemon=True).start()
 
     @property
     def running(self) -> bool:
         """Whether any is left."""
-        return any(thread.is_alive() for thread in self._threads)
+        return not all(ended.is_set() for ended in self._ended)
 
     def wait(self, timeout: float) -> None:
         """Wait for the end of all, at most ``timeout`` seconds."""
         until = time.monotonic() + timeout
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
+        for ended in self._ended:
+            ended.wait(max(0.0, until - time.monotonic()))
 
     def cancel(self) -> None:
         """Nothing: threads cannot be killed."""
@@ -71,6 +68,8 @@ class ThreadJob(Generic[T]):
             self._values.append(self._work(task))
         except BaseException as error:
             self._errors.append(error)
+        finally:
+            self._ended[task].set()
 
 
 def attend(

@@ -92,18 +92,20 @@ class TaskJob:
         self.rows: list[Row] = []
         self.error: Exception | None = None
         target = _inheriting(spark, self._run)
+        # Not the thread's own join(): a Ctrl-C in it makes Python 3.10 to 3.12 take a thread that runs for one that has
+        # ended (bpo-45274).
+        self._ended = threading.Event()
         # Daemon, so that an interrupted program can end while Spark is still cancelling.
-        self._thread = threading.Thread(target=target, name="spark_hvd-job", daemon=True)
-        self._thread.start()
+        threading.Thread(target=target, name="spark_hvd-job", daemon=True).start()
 
     @property
     def running(self) -> bool:
         """Whether Spark is still at it."""
-        return self._thread.is_alive()
+        return not self._ended.is_set()
 
     def wait(self, timeout: float) -> None:
         """Wait for the end, at most ``timeout`` seconds."""
-        self._thread.join(timeout)
+        self._ended.wait(timeout)
 
     def cancel(self) -> None:
         """Ask Spark to kill the tasks; returns at once."""
@@ -180,6 +182,8 @@ class TaskJob:
                 self._collect()
         except Exception as error:
             self.error = error
+        finally:
+            self._ended.set()
 
     def _collect(self) -> None:
         # Arrow where there is toArrow (Spark 4): a third of the memory of rows when values are large.
