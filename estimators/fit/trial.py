@@ -15,6 +15,7 @@ import torch
 from spark_hvd.estimators.errors import DataError, ModelError
 from spark_hvd.estimators.fit.plan import FitPlan
 from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup
+from spark_hvd.estimators.readers.files import where
 from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.training.head import INTEGER_LABELS, loss_name
 from spark_hvd.estimators.training.inputs import TensorSpec
@@ -39,8 +40,11 @@ def batch_of_rows(plan: FitPlan, table: pa.Table, columns: Sequence[Column]) -> 
         path = store.join("rows.parquet")
         with store.writing(path) as file:
             pq.write_table(table, file)
-        dataset = DatasetMeta(store.url, tuple(columns), (RowGroup(path, 0, table.num_rows),))
-        return first_batch(plan, dataset, store)
+        group = RowGroup(path, 0, table.num_rows)
+        try:
+            return first_batch(plan, DatasetMeta(store.url, tuple(columns), (group,)), store)
+        except DataError as error:  # of a file that the user has never heard of
+            raise DataError(str(error).replace(where(group), "the first rows")) from error
     finally:
         store.delete(store.url)
 

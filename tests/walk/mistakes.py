@@ -23,7 +23,7 @@ def run(fn, *args, **given):
     return spark_hvd.run(fn, args, **{"num_proc": 2, "verbose": 0, **given})
 """
 """What stands before each of them."""
-NEVER = ("py4j", "org.apache.spark", "'NoneType' object", "GLHF", "/__w/")
+NEVER = ("memory://", "py4j", "org.apache.spark", "'NoneType' object", "GLHF", "/__w/")
 """Of Spark's Java, of Python's None and of Gloo's sources a newcomer learns nothing."""
 
 
