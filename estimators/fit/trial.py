@@ -95,7 +95,9 @@ def _as_in(tensor: torch.Tensor, column: Column) -> Column:
 def failed(what: str, error: Exception, given: Sequence[str]) -> ModelError:
     """The error of a step of a trial: what was ``given``, and which parameters change what ``error`` is about."""
     text, advice = str(error), ""
-    if "dtype" in text or "scalar type" in text:
+    if "multi-target" in text:
+        advice = " label_shapes=[[-1]] makes one class number of each row."
+    elif "dtype" in text or "scalar type" in text:
         wanted = "int64" if "Long" in text.partition("but")[0] else "float32"
         advice = f" input_dtypes= and label_dtypes= change dtypes, for example input_dtypes=[{wanted!r}]."
     elif "shape" in text or "size" in text:

@@ -55,6 +55,8 @@ def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
             f"fn={reprlib.repr(fn)} is no function: give the function itself, run(train, args=(1,)), and not what it "
             "returns, run(train(1))"
         )
+    if inspect.iscoroutinefunction(fn):
+        raise TypeError(f"fn={name_of(fn)} is async, and ranks call plain functions: call asyncio.run(...) inside one")
     if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
         raise TypeError(
             f"args={reprlib.repr(args)}: expected a tuple of arguments; of one, args=({reprlib.repr(args)},)"

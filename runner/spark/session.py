@@ -43,6 +43,10 @@ def active_session(spark: SparkSession | None) -> SparkSession:
     try:
         return SparkSession.active()  # else the default one: threads that the user started have none of their own
     except PySparkException as error:
+        if os.environ.get("TORCHELASTIC_RUN_ID", "").startswith("spark_hvd"):
+            raise ClusterError(
+                "ranks have no Spark, and this is one: call run, or an estimator's fit, in the program that starts them"
+            ) from None
         raise ClusterError(
             "there is no active Spark session. Create one first (SparkSession.builder.getOrCreate()) or pass spark=; "
             "to train without Spark, on this machine only, use spark_hvd.run_local."

@@ -195,7 +195,31 @@ model.transform(spark.range(3).select(F.array(F.lit(1.0)).alias("x"))).collect()
     "a lock in the function": Mistake(
         "import threading\nlock = threading.Lock()\n" + in_rank("return lock"), "lock", "'lock'", "inside fn"
     ),
+    "an async function": Mistake(
+        """
+async def fn(): return 1
+run(fn)
+""",
+        "is async",
+        "fn=fn",
+        "asyncio.run",
+    ),
+    "class numbers in a column of their own": Mistake(
+        """
+classes = rows.withColumn("y", F.array((F.col("x") % 2).cast("long")))
+fit(classes, torch.nn.Linear(1, 2), loss=torch.nn.CrossEntropyLoss(), label_shapes=None)
+""",
+        "y: int64 [32, 1]",
+        "the loss",
+        "label_shapes=[[-1]]",
+    ),
     # -- what goes wrong in a rank
+    "a run in a run": Mistake(
+        in_rank("import spark_hvd\nspark_hvd.run(print, num_proc=2)"),
+        "ranks have no Spark",
+        "spark_hvd.run(print",
+        "call run",
+    ),
     "an error of one rank": Mistake(
         in_rank("if hvd.rank() == 1: raise ValueError('bad batch')"), "bad batch", "raise ValueError", "rank 1"
     ),
