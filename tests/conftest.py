@@ -89,8 +89,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def start_session(master: str, **settings: str) -> SparkSession:
     """A session on ``master``; ends the one that is active, since an application has one master."""
     import pyspark
+    from pyspark import SparkConf, SparkContext
     from pyspark.sql import SparkSession
 
+    if SparkContext._gateway is None:
+        # The settings of a process's first session are the JVM's own, and so every later session's. So the JVM is
+        # started before, without the fake GPUs of one.
+        SparkContext._ensure_initialized(conf=SparkConf().set("spark.driver.extraJavaOptions", SHORT_LIVED))
     if (active := SparkSession.getActiveSession()) is not None:
         active.stop()
     os.environ["SPARK_HOME"] = str(Path(pyspark.__file__).parent)  # local-cluster starts executors from there
