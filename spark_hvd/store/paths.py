@@ -48,7 +48,7 @@ def check_protocol(url: str) -> None:
     except ValueError as error:
         raise StoreError(
             f"cannot use {url}: fsspec knows no protocol {protocol!r}. Expected a path, or file://, s3://, gs://, "
-            "abfs://, hdfs://, memory://, or another that an installed package gives to fsspec"
+            "abfs://, hdfs://, or another that an installed package gives to fsspec"
         ) from error
     except ImportError as error:
         package = _PACKAGES.get(protocol)
