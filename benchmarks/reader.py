@@ -26,8 +26,9 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import torch
 
-from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup
-from spark_hvd.estimators.readers.reader import ReaderSpec
+from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
+from spark_hvd.data.readers.reader import ReaderSpec
+from spark_hvd.data.readers.sharding import Position, Sharding
 from spark_hvd.estimators.training.readers import open_reader
 from spark_hvd.store import Store
 
@@ -65,10 +66,11 @@ def _by_column(batches: Iterable[Any]) -> int:
     return rows
 
 
-def _ours(meta: DatasetMeta, **spec: Any) -> Pass:
-    store = Store.create(str(Path(meta.url).parent))
+def _ours(meta: DatasetMeta, batch_size: int, **spec: Any) -> Pass:
+    store, sharding = Store.create(str(Path(meta.url).parent)), Sharding(meta.rows, batch_size)
     reader = open_reader(ReaderSpec(dataset=meta, columns=NAMES, store=store, **spec))
-    return lambda number: _by_column(reader.batches(number))
+    share, sizes = sharding.share(Position(), 0, 1), sharding.batches(Position(), 0, 1)
+    return lambda number: _by_column(reader.batches(number, share, sizes))
 
 
 def _scan(meta: DatasetMeta) -> Pass:

@@ -9,8 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from spark_hvd.data.readers.errors import DataError
     from spark_hvd.estimators.data.reuse import clear_materialized_data
-    from spark_hvd.estimators.errors import DataError, EstimatorError, ModelError, NotFiniteLossError
+    from spark_hvd.estimators.errors import EstimatorError, ModelError, NotFiniteLossError
     from spark_hvd.estimators.fit.backend import LocalBackend, SparkBackend
     from spark_hvd.estimators.lightning.estimator import LightningEstimator, LightningModel
     from spark_hvd.estimators.torch.estimator import TorchEstimator
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "estimators.data.reuse": "clear_materialized_data",
-    "estimators.errors": "DataError EstimatorError ModelError NotFiniteLossError",
+    "data.readers.errors": "DataError",
+    "estimators.errors": "EstimatorError ModelError NotFiniteLossError",
     "estimators.fit.backend": "LocalBackend SparkBackend",
     "estimators.lightning.estimator": "LightningEstimator LightningModel",
     "estimators.torch.estimator": "TorchEstimator",

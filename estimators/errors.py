@@ -9,12 +9,6 @@ class EstimatorError(RuntimeError):
     __module__ = "spark_hvd.estimators"
 
 
-class DataError(EstimatorError, ValueError):
-    """The data do not fit the parameters: a column missing or of a wrong type, nulls, ragged arrays, too few rows."""
-
-    __module__ = "spark_hvd.estimators"
-
-
 class ModelError(EstimatorError, ValueError):
     """The model, its loss or its optimizer does not work on a batch of these data; found before any rank is started."""
 

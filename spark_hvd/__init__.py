@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from spark_hvd.data.readers.errors import DataError
     from spark_hvd.runner import doctor, run, run_elastic, run_elastic_local, run_local
     from spark_hvd.world.errors import (
         CollectiveError,
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CollectiveError",
+    "DataError",
     "DuplicateNameError",
     "HostsUpdatedInterrupt",
     "MismatchError",
@@ -37,11 +39,12 @@ __all__ = [
 
 # The launchers bring pyspark; a rank that imports the collectives loads none of it (PEP 562).
 _LAUNCHERS = ("doctor", "run", "run_elastic", "run_elastic_local", "run_local")
+_HOMES = {"DataError": "spark_hvd.data.readers.errors"}
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        home = "spark_hvd.runner" if name in _LAUNCHERS else "spark_hvd.world.errors"
+        home = "spark_hvd.runner" if name in _LAUNCHERS else _HOMES.get(name, "spark_hvd.world.errors")
         return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
 from pyspark.sql import types as T  # noqa: N812 - likewise
 
-from spark_hvd.estimators.errors import DataError
-from spark_hvd.estimators.readers.dataset import Column, listed
+from spark_hvd.data.readers.dataset import Column, listed
+from spark_hvd.data.readers.errors import DataError
 from spark_hvd.runner.spark.session import active_session
 from spark_hvd.world.words import nearest
 

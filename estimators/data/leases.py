@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from spark_hvd.estimators.readers.dataset import DatasetMeta
+from spark_hvd.data.readers.dataset import DatasetMeta
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
 

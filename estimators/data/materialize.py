@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
 from pyspark.sql.types import BooleanType, IntegralType
 
+from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
+from spark_hvd.data.readers.errors import DataError
 from spark_hvd.estimators.data import reuse
 from spark_hvd.estimators.data.columns import check_columns, expression_of, quoted
 from spark_hvd.estimators.data.leases import delete_unused
 from spark_hvd.estimators.data.writing import TRAIN, VALIDATION, WriteReport, WriteTask, ragged
-from spark_hvd.estimators.errors import DataError, EstimatorError
-from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup
+from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.runner.spark.names import job_named
 from spark_hvd.runner.spark.session import choose_python
 from spark_hvd.store import Store

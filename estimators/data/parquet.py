@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark_hvd.estimators.errors import DataError
-from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup, listed
-from spark_hvd.estimators.readers.files import arrow_filesystem
+from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup, listed
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.files import arrow_filesystem
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError, explaining
 

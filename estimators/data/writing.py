@@ -21,8 +21,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from spark_hvd.estimators.errors import DataError, EstimatorError
-from spark_hvd.estimators.readers.dataset import Column
+from spark_hvd.data.readers.dataset import Column
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from pyspark.ml import Estimator, Model
 
+from spark_hvd.data.readers.dataset import Column
+from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.data.columns import check_columns, columns_of, expression_of, session_of
 from spark_hvd.estimators.data.leases import in_use
 from spark_hvd.estimators.data.materialize import materialize
@@ -21,8 +23,6 @@ from spark_hvd.estimators.fit.ranks import train_on_ranks
 from spark_hvd.estimators.fit.trial import ROWS, batch_of_rows, first_batch, spec_for
 from spark_hvd.estimators.params.persistence import SavedParams
 from spark_hvd.estimators.params.tables import MODEL_SETTINGS
-from spark_hvd.estimators.readers.dataset import Column
-from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.training.head import head_of
 from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.spec import TrainSpec

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from spark_hvd.data.readers.dataset import DatasetMeta
 from spark_hvd.estimators.fit.backend import Backend, LocalBackend, SparkBackend
-from spark_hvd.estimators.readers.dataset import DatasetMeta
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.runner.spark.session import active_session, is_local
 from spark_hvd.scratch import Scratch
@@ -89,7 +89,6 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
         "reader": {
             "kind": settings["reader"],
             "window_rows": settings["shuffle_buffer_size"],
-            "drop_last": settings["drop_last"],
             "cache": settings["inmemory_cache_all"],
             "workers": settings["train_reader_num_workers"],
             "pool": settings["reader_pool_type"],

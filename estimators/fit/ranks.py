@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from spark_hvd.estimators.errors import DataError, EstimatorError
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.estimators.fit.plan import FitPlan
 from spark_hvd.estimators.training.checkpoint import BEST, LAST, Checkpoints, check_fits
 from spark_hvd.estimators.training.history import History

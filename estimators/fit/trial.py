@@ -12,11 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from spark_hvd.estimators.errors import DataError, ModelError
+from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.files import where
+from spark_hvd.data.readers.reader import Batch
+from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.fit.plan import FitPlan
-from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup
-from spark_hvd.estimators.readers.files import where
-from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.training.head import INTEGER_LABELS, loss_name
 from spark_hvd.estimators.training.inputs import TensorSpec
 from spark_hvd.estimators.training.readers import open_reader, reader_spec
@@ -51,10 +52,10 @@ def batch_of_rows(plan: FitPlan, table: pa.Table, columns: Sequence[Column]) -> 
 
 def first_batch(plan: FitPlan, dataset: DatasetMeta, store: Store, kind: str | None = None) -> Batch:
     """The first batch of a data set that lies in ``store``, by the reader called ``kind``."""
-    few: dict[str, Any] = {"batch_size": min(ROWS, dataset.rows), "workers": 1, "kind": kind}
-    spec = reader_spec(plan.spec, plan.objects, dataset=dataset, store=store, **few)
+    spec = reader_spec(plan.spec, plan.objects, dataset=dataset, store=store, workers=1, kind=kind)
+    rows = min(ROWS, dataset.rows)
     with closing(open_reader(spec)) as reader:
-        return next(iter(reader.batches(0)))
+        return next(reader.batches(0, [(0, rows)], [rows]))
 
 
 def spec_for(plan: FitPlan, batch: Batch, columns: Sequence[Column]) -> TrainSpec:

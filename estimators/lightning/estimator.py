@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.fit.estimator import SparkEstimator, model_fields
 from spark_hvd.estimators.fit.plan import FitPlan, Settings
 from spark_hvd.estimators.lightning.loop import LightningFramework
 from spark_hvd.estimators.lightning.parts import package_of
 from spark_hvd.estimators.lightning.tables import GONE, LIGHTNING
 from spark_hvd.estimators.lightning.trial import check_trainer_args, try_lightning
-from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.torch.trial import try_transform
 from spark_hvd.estimators.training.history import History

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.estimators.readers.reader import Batch
+from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.training.train import Job
 from spark_hvd.store.errors import CheckpointError

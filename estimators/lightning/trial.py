@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from spark_hvd.data.readers.dataset import listed
+from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.fit.trial import describe, failed
 from spark_hvd.estimators.lightning.parts import batch_dict, be_quiet, package_of
-from spark_hvd.estimators.readers.dataset import listed
-from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.world.words import nearest
 

@@ -1,4 +1,4 @@
 """The same for Unischema data; the one place that knows Petastorm's insides.
 
-May import readers, errors and spark_hvd.store. Doors: reader, bridge.
+May import errors, spark_hvd.data and spark_hvd.store. Doors: reader, bridge.
 """

@@ -7,7 +7,7 @@ that a slow row group holds up those behind it, of which at most ``workers + 2``
 
 from __future__ import annotations
 
-import itertools
+import math
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from spark_hvd.data.readers.batches import Blocks, Layout, RowShapes, cut
+from spark_hvd.data.readers.files import where
+from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
+from spark_hvd.data.readers.sharding import Interval, overlaps
+from spark_hvd.data.readers.values import columns_yielded
+from spark_hvd.data.readers.windows import WINDOW_BYTES, Piece, Window, row_groups_of, runs_of, wanted_of, windows_of
 from spark_hvd.estimators.petastorm.bridge import install
 from spark_hvd.estimators.petastorm.schema import decoded_spec
-from spark_hvd.estimators.readers.batches import Blocks, Layout, RowShapes, cut
-from spark_hvd.estimators.readers.files import where
-from spark_hvd.estimators.readers.reader import Batch, Reader, ReaderSpec
-from spark_hvd.estimators.readers.sharding import Piece, batch_rows, pieces_of_pass
-from spark_hvd.estimators.readers.values import columns_yielded
-from spark_hvd.estimators.readers.windows import WINDOW_BYTES, Window, windows_of
 from spark_hvd.store.errors import StoreError
 
 POOLS = ("thread", "process", "dummy")
@@ -65,15 +65,30 @@ class PetastormReader(Reader):
         self._lock = threading.Lock()  # held while waiting for results: sockets must not be closed meanwhile
         self._closed = False
 
-    def batches(self, number: int) -> Iterator[Batch]:
+    def batches(self, epoch: int, share: Sequence[Interval], sizes: Sequence[int]) -> Generator[Batch, None, None]:
         """See base class."""
         spec = self._spec
         if self._closed:
             raise RuntimeError("the reader is closed: open another")
-        sizes = batch_rows(spec.dataset.rows, spec.rank, spec.size, spec.batch_size, spec.drop_last)
-        pieces = pieces_of_pass(spec, number)
+        if not sizes:
+            return
+        drawn = 0 if spec.cache else epoch
+        groups = row_groups_of(
+            [group.rows for group in spec.dataset.row_groups], shuffle=spec.shuffle, seed=spec.seed, epoch=drawn
+        )
+        windows: list[tuple[int, list[Piece], list[Interval]]] = []
+        if spec.shuffle:
+            line = list(windows_of(groups, spec.window_rows or self._window_rows()))
+            windows = [(at, line[at], places) for at, places in wanted_of(line, share)]
+            runs = runs_of(piece for _, window, _ in windows for piece in window)
+            pieces = [Piece(run[0].group, run[0].start, run[-1].stop) for run in runs]
+        else:
+            parts = overlaps([group.rows for group in groups], share)
+            pieces = [Piece(groups[at].group, start, stop) for at, start, stop in parts]
         with closing(self._loaded(pieces)) as loaded:
-            yield from cut(self._shuffled(loaded, pieces, number) if spec.shuffle else loaded, self._layout, sizes)
+            yield from cut(
+                self._shuffled(loaded, pieces, windows, epoch) if spec.shuffle else loaded, self._layout, sizes
+            )
             for _ in loaded:  # what drop_last leaves; a pool can be kept only with nothing under way
                 pass
 
@@ -89,18 +104,26 @@ class PetastormReader(Reader):
             self._busy.clear()
         self._kept.clear()
 
-    def _shuffled(self, loaded: Iterator[Blocks], pieces: Sequence[Piece], number: int) -> Iterator[Blocks]:
+    def _window_rows(self) -> int:
+        """Rows that fit in a window's memory. The first row group tells, and is read once more for it."""
+        if self._shapes.known is None:
+            for _ in self._read([Piece(0, 0, self._spec.dataset.row_groups[0].rows)]):
+                pass
+        assert self._shapes.known is not None
+        return max(1, WINDOW_BYTES // sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._shapes.known))
+
+    def _shuffled(
+        self,
+        loaded: Iterator[Blocks],
+        pieces: Sequence[Piece],
+        windows: Sequence[tuple[int, list[Piece], list[Interval]]],
+        epoch: int,
+    ) -> Iterator[Blocks]:
         """The rows of all pieces, shuffled in windows; a piece longer than a window is read once all the same."""
-        rows = self._spec.window_rows
-        if rows is None:
-            first = next(loaded)
-            rows = max(1, WINDOW_BYTES // sum(block[:1].nbytes for block in first))
-            loaded = itertools.chain([first], loaded)
-            del first
         whole = iter(pieces)
         piece, blocks, at = next(whole), next(loaded), 0
-        for count, window in enumerate(windows_of(pieces, rows)):
-            filling = Window(window, (self._spec.seed, number, self._spec.rank, count))
+        for count, window, places in windows:
+            filling = Window(window, (self._spec.seed, epoch, count), places)
             for i, part in enumerate(window):
                 if at == piece.rows:
                     del blocks

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from spark_hvd.estimators.errors import DataError
+from spark_hvd.data.readers.dataset import Column
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.reader import ReaderSpec
 from spark_hvd.estimators.petastorm.bridge import install
 from spark_hvd.estimators.petastorm.parquet import ParquetDataset
-from spark_hvd.estimators.readers.dataset import Column
-from spark_hvd.estimators.readers.reader import ReaderSpec
 from spark_hvd.store import Store
 
 

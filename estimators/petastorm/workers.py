@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from spark_hvd.estimators.errors import DataError, EstimatorError
+from spark_hvd.data.readers.dataset import listed
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.files import where
+from spark_hvd.data.readers.reader import ReaderSpec
+from spark_hvd.data.readers.windows import Piece
+from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.estimators.petastorm.bridge import install
 from spark_hvd.estimators.petastorm.parquet import ParquetDatasetPiece
-from spark_hvd.estimators.readers.dataset import listed
-from spark_hvd.estimators.readers.files import where
-from spark_hvd.estimators.readers.reader import ReaderSpec
-from spark_hvd.estimators.readers.sharding import Piece
 from spark_hvd.store.errors import StoreError
 
 install()
@@ -61,8 +62,8 @@ class PieceWorker(ArrowReaderWorker):  # type: ignore[misc]
         from torch import bfloat16, int16
 
         if self._values is None:  # here, not above: torch takes its time, and the pool waits for its processes
-            from spark_hvd.estimators.readers.batches import Layout
-            from spark_hvd.estimators.readers.values import Values, columns_yielded
+            from spark_hvd.data.readers.batches import Layout
+            from spark_hvd.data.readers.values import Values, columns_yielded
 
             self._values = Values(self._spec, Layout(columns_yielded(self._spec)))
         group = self._spec.dataset.row_groups[piece.group]
@@ -146,7 +147,7 @@ class _WorkerPoller:
 
 def start_pool(spec: ReaderSpec) -> Any:
     """A pool of ``spec.workers`` that takes ``ventilate(number=..., piece=...)``; ``get_results()`` is in any order."""
-    from spark_hvd.estimators.readers.values import columns_read
+    from spark_hvd.data.readers.values import columns_read
 
     pools: dict[str, Callable[[], Any]] = {
         "thread": lambda: InterruptibleThreadPool(spec.workers),

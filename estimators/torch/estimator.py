@@ -6,10 +6,10 @@ import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.fit.estimator import SparkEstimator, model_fields
 from spark_hvd.estimators.fit.plan import FitPlan, Settings
 from spark_hvd.estimators.params.tables import GONE, TORCH
-from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.torch.learning_rate import make_optimizer, scale
 from spark_hvd.estimators.torch.loop import TorchFramework
 from spark_hvd.estimators.torch.model import TorchModel

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.estimators.readers.reader import Batch
+from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.torch.learning_rate import Scheduler, make_optimizer, make_scheduler, scale
 from spark_hvd.estimators.torch.objective import Metrics, Objective, Sums
 from spark_hvd.estimators.training.callbacks import TrainState

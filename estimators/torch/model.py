@@ -9,13 +9,14 @@ from pyspark.ml import Model
 from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
 from pyspark.sql.types import UserDefinedType
 
+from spark_hvd.data.readers.dataset import listed
+from spark_hvd.data.readers.errors import DataError
 from spark_hvd.estimators.data.columns import expression_of, session_of
-from spark_hvd.estimators.errors import DataError, ModelError
+from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.params import checks
 from spark_hvd.estimators.params.params import rows
 from spark_hvd.estimators.params.persistence import SavedParams
 from spark_hvd.estimators.params.tables import MODEL_SETTINGS, SHARED
-from spark_hvd.estimators.readers.dataset import listed
 from spark_hvd.estimators.training.head import Head, head_of
 from spark_hvd.estimators.training.history import History, as_history
 from spark_hvd.estimators.training.packing import pack, unpack

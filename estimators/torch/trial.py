@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from spark_hvd.checkpoint.format import check_plain
+from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.fit.trial import describe, failed
-from spark_hvd.estimators.readers.reader import Batch
 from spark_hvd.estimators.torch.learning_rate import make_optimizer, make_scheduler
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.torch.objective import Metrics, Objective

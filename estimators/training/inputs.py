@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spark_hvd.estimators.readers.dataset import Column
+from spark_hvd.data.readers.dataset import Column
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from spark_hvd.estimators.readers.arrow import ArrowReader
-from spark_hvd.estimators.readers.reader import Reader, ReaderSpec
+from spark_hvd.data.readers.arrow import ArrowReader
+from spark_hvd.data.readers.reader import Reader, ReaderSpec
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 
 

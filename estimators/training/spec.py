@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.estimators.readers.dataset import DatasetMeta
-from spark_hvd.estimators.readers.sharding import steps_of
+from spark_hvd.data.readers.dataset import DatasetMeta
+from spark_hvd.data.readers.sharding import steps_of
 from spark_hvd.estimators.training.inputs import TensorSpec
 from spark_hvd.store import Store
 
@@ -53,6 +53,7 @@ class TrainSpec:
     backward_passes_per_step: int = 1
     seed: int = 0
     shuffle: bool = True
+    drop_last: bool = False
     scale_lr: bool = True
     precision: str = "32"
     gradient_clip_norm: float | None = None
@@ -79,8 +80,7 @@ class TrainSpec:
 
     def epoch_steps(self, size: int) -> int:
         """Batches of an epoch on each of ``size`` ranks."""
-        drop_last = self.reader.get("drop_last", False)
-        return self.train_steps_per_epoch or steps_of(self.train.rows, size, self.batch_size, drop_last)
+        return self.train_steps_per_epoch or steps_of(self.train.rows, size, self.batch_size, self.drop_last)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.checkpoint.format import on_rank_0
+from spark_hvd.data.readers.feed import Feed
+from spark_hvd.data.readers.reader import Batch, Reader
+from spark_hvd.data.readers.sharding import Position, Sharding
 from spark_hvd.estimators.errors import NotFiniteLossError
-from spark_hvd.estimators.readers.feed import Feed
-from spark_hvd.estimators.readers.position import Position, Shares
-from spark_hvd.estimators.readers.reader import Batch, Reader
 from spark_hvd.estimators.training.checkpoint import BEST, LAST, Checkpoints, check_fits
 from spark_hvd.estimators.training.history import History, monitored
 from spark_hvd.estimators.training.readers import open_reader, reader_spec
@@ -88,14 +88,17 @@ class Job:
         assert self.resumed is not None
         # Not the feed's: with other ranks, nothing may be left of the pass, and it is at the next.
         position = Position.from_json(self.resumed["position"])
-        taken, batches = position.split(hvd.size())
-        return len(self.feed.shares.batches(taken, hvd.rank(), hvd.size())) - batches
+        return len(self.feed.sharding.batches(position, hvd.rank(), hvd.size()))
 
     def validation_batches(self) -> Iterator[Batch]:
         """The batches of one validation."""
+        spec, mine = self.spec, (Position(), hvd.rank(), hvd.size())
         assert self.validation is not None
-        batches = itertools.islice(self.validation.batches(0), self.spec.validation_steps_per_epoch)
-        where: dict[str, Any] = {"epoch": len(self.history), "epochs": self.spec.epochs, "stage": "validation"}
+        assert spec.validation is not None
+        sharding = Sharding(spec.validation.rows, spec.val_batch_size)
+        batches: Iterator[Batch] = self.validation.batches(0, sharding.share(*mine), sharding.batches(*mine))
+        batches = itertools.islice(batches, spec.validation_steps_per_epoch)
+        where: dict[str, Any] = {"epoch": len(self.history), "epochs": spec.epochs, "stage": "validation"}
         return iter(hvd.progress(batches, total=self.spec.validation_steps(hvd.size()), **where))
 
     def seed(self, epoch: int, done: int = 0) -> None:
@@ -176,28 +179,17 @@ def train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> Histor
         objects.model.load_state_dict(resumed["model"])
     history = History(resumed["history"]) if resumed else History()
     with ExitStack() as cleanup:
-        mine: dict[str, Any] = {"seed": spec.seed, "rank": hvd.rank(), "size": hvd.size()}
-        reader = reader_spec(
-            spec, objects, dataset=spec.train, batch_size=spec.batch_size, shuffle=spec.shuffle, **mine
-        )
+        reader = reader_spec(spec, objects, dataset=spec.train, shuffle=spec.shuffle, seed=spec.seed)
         feed = Feed(
             cleanup.enter_context(closing(open_reader(reader))),
-            lambda rank, size: open_reader(replace(reader, rank=rank, size=size)),
-            Shares(spec.train.rows, spec.batch_size, reader.drop_last),
+            Sharding(spec.train.rows, spec.batch_size, spec.drop_last),
             hvd.rank(),
             hvd.size(),
             _position(spec, resumed),
         )
         val_reader = None
         if spec.validation is not None:
-            validation = replace(
-                reader,
-                dataset=spec.validation,
-                batch_size=spec.val_batch_size,
-                shuffle=False,
-                workers=spec.val_reader_num_workers,
-                drop_last=False,
-            )
+            validation = replace(reader, dataset=spec.validation, shuffle=False, workers=spec.val_reader_num_workers)
             val_reader = cleanup.enter_context(closing(open_reader(validation)))
         job = Job(spec, objects, device, resumed, history, checkpoints, feed, val_reader)
         history = framework.fit(job)
@@ -205,17 +197,18 @@ def train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> Histor
 
 
 def order_of(spec: TrainSpec) -> dict[str, Any]:
-    """On what the order of the rows in a pass depends, besides the number of ranks."""
+    """On what the order of the rows in an epoch depends."""
     layout = zlib.crc32(repr([group.rows for group in spec.train.row_groups]).encode())
     return {
         "random_seed": spec.seed,
         "batch_size": spec.batch_size,
         "shuffle": spec.shuffle,
         "shuffle_buffer_size": spec.reader.get("window_rows"),
-        "drop_last": bool(spec.reader.get("drop_last")),
+        "drop_last": spec.drop_last,
         "inmemory_cache_all": bool(spec.reader.get("cache")),
         "the rows": spec.train.rows,
         "the row groups": layout,
+        "the way of shuffling": 2,
     }
 
 
@@ -226,7 +219,7 @@ def check_order(state: Mapping[str, Any], spec: TrainSpec) -> None:
         CheckpointError: they come in another order now.
     """
     order = order_of(spec)
-    differ = [name for name, value in state["order"].items() if order[name] != value]
+    differ = [name for name, value in order.items() if state["order"].get(name) != value]
     if state[_PARTIAL_EPOCH] is not None and differ:
         name = differ[0]
         numbers = "" if name.startswith("the ") else f", {name}={state['order'][name]!r} then and {order[name]!r} now"
@@ -242,9 +235,9 @@ def _position(spec: TrainSpec, resumed: dict[str, Any] | None) -> Position:
     if resumed is None:
         return Position()
     position = Position.from_json(resumed["position"])
-    if not position.taken or resumed["order"] == order_of(spec):
+    if not position.done or resumed["order"] == order_of(spec):
         return position
-    return Position(position.number + 1)
+    return Position(position.epoch + 1)
 
 
 def not_finite(

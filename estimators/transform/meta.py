@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from spark_hvd.data.readers.dataset import Column, listed
+from spark_hvd.data.readers.errors import DataError
 from spark_hvd.estimators.data.columns import check_columns, columns_of, quoted
-from spark_hvd.estimators.errors import DataError, ModelError
-from spark_hvd.estimators.readers.dataset import Column, listed
+from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.head import Head
 from spark_hvd.estimators.training.inputs import TensorSpec
 from spark_hvd.estimators.training.packing import PackedModule, unpack

@@ -16,8 +16,9 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
-from spark_hvd.estimators.errors import DataError, ModelError
-from spark_hvd.estimators.readers.tensors import to_tensor
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.tensors import to_tensor
+from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.head import Head
 from spark_hvd.estimators.training.inputs import TensorSpec, outputs_of
 from spark_hvd.estimators.training.packing import PackedModule, unpack

@@ -8,7 +8,7 @@ import importlib.util
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_hvd.estimators.readers.dataset import Column, DatasetMeta, RowGroup
-from spark_hvd.estimators.readers.reader import Batch, Reader, ReaderSpec
+from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
+from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
+from spark_hvd.data.readers.sharding import Position, Sharding
 from spark_hvd.estimators.training.readers import open_reader
 from spark_hvd.store import Store
 
@@ -73,14 +74,36 @@ arrow = pytest.mark.parametrize("kind", ["arrow"])
 """For what the other readers do differently, or not at all."""
 
 
-def opened(kind: str, meta: DatasetMeta, store: Store, batch_size: int = 7, **spec: Any) -> Reader:
-    """A reader of all columns, unless ``columns`` are given."""
+class Share:
+    """A reader with the share of one rank: its epochs."""
+
+    def __init__(self, reader: Reader, sharding: Sharding, rank: int, size: int) -> None:
+        self.reader, self.sharding = reader, sharding
+        self._mine = Position(), rank, size
+
+    def batches(self, epoch: int) -> Generator[Batch, None, None]:
+        return self.reader.batches(epoch, self.sharding.share(*self._mine), self.sharding.batches(*self._mine))
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+def shared(
+    reader: Reader, meta: DatasetMeta, batch_size: int, *, rank: int = 0, size: int = 1, drop_last: bool = False
+) -> Share:
+    return Share(reader, Sharding(meta.rows, batch_size, drop_last), rank, size)
+
+
+def opened(kind: str | None, meta: DatasetMeta, store: Store, batch_size: int = 7, **spec: Any) -> Share:
+    """A reader of all columns, unless ``columns`` are given, with the share of rank 0 of 1, unless another is."""
     columns = spec.pop("columns", tuple(column.name for column in meta.columns))
-    return open_reader(ReaderSpec(dataset=meta, columns=columns, store=store, batch_size=batch_size, kind=kind, **spec))
+    share = {name: spec.pop(name) for name in ("rank", "size", "drop_last") if name in spec}
+    reader = open_reader(ReaderSpec(dataset=meta, columns=columns, store=store, kind=kind, **spec))
+    return shared(reader, meta, batch_size, **share)
 
 
-def read(reader: Reader, number: int = 0) -> list[Batch]:
-    return list(reader.batches(number))
+def read(reader: Share, epoch: int = 0) -> list[Batch]:
+    return list(reader.batches(epoch))
 
 
 def rows(batches: list[Batch], name: str = "row") -> list[Any]:

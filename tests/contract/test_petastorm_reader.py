@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,16 @@ import pyarrow as pa
 import pytest
 import torch
 
-from spark_hvd.estimators.errors import DataError, EstimatorError
+from spark_hvd.data.readers.dataset import DatasetMeta
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.reader import ReaderSpec
+from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.estimators.petastorm.reader import PetastormReader
-from spark_hvd.estimators.readers.dataset import DatasetMeta
-from spark_hvd.estimators.readers.reader import ReaderSpec
 from spark_hvd.estimators.training.readers import open_reader
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
 from tests import stores
-from tests.contract.reader_data import local, numbered, write
+from tests.contract.reader_data import Share, local, numbered, shared, write
 
 if importlib.util.find_spec("petastorm") is None:
     pytest.skip("needs petastorm", allow_module_level=True)
@@ -56,7 +58,11 @@ def _no_process_stays() -> Iterator[None]:
 
 def spec_of(meta: DatasetMeta, store: Store, **options: Any) -> ReaderSpec:
     columns = tuple(column.name for column in meta.columns)
-    return ReaderSpec(**{"dataset": meta, "columns": columns, "store": store, "batch_size": 7, **options})
+    return ReaderSpec(**{"dataset": meta, "columns": columns, "store": store, **options})
+
+
+def petastorm(meta: DatasetMeta, store: Store, batch_size: int = 7, **options: Any) -> Share:
+    return shared(PetastormReader(spec_of(meta, store, **options)), meta, batch_size)
 
 
 def rows(reader: Any, number: int = 0) -> list[int]:
@@ -69,25 +75,20 @@ def rows(reader: Any, number: int = 0) -> list[int]:
 def test_the_batches_of_the_arrow_reader(store: Store, pool: str, window_rows: int | None, cache: bool) -> None:
     meta = write(store, numbered(211), 3, 40)
     for rank in range(3):
-        spec = spec_of(meta, store, rank=rank, size=3, shuffle=True, seed=9, window_rows=window_rows, cache=cache)
-        arrow, petastorm = open_reader(_with(spec, kind="arrow")), PetastormReader(_with(spec, pool=pool, workers=3))
-        for number in (0, 1):
-            for a, b in zip(arrow.batches(number), petastorm.batches(number), strict=True):
+        spec = spec_of(meta, store, shuffle=True, seed=9, window_rows=window_rows, cache=cache)
+        readers = open_reader(replace(spec, kind="arrow")), PetastormReader(replace(spec, pool=pool, workers=3))
+        arrow, other = (shared(reader, meta, 7, rank=rank, size=3) for reader in readers)
+        for epoch in (0, 1):
+            for a, b in zip(arrow.batches(epoch), other.batches(epoch), strict=True):
                 assert all(torch.equal(a[name], b[name]) for name in ("row", "half", "other"))
         arrow.close()
-        petastorm.close()
-
-
-def _with(spec: ReaderSpec, **changed: Any) -> ReaderSpec:
-    from dataclasses import replace
-
-    return replace(spec, **changed)
+        other.close()
 
 
 @pytest.mark.parametrize("workers", [1, 8])
 def test_many_passes_lose_nothing_and_repeat(store: Store, workers: int) -> None:
     meta = write(store, numbered(400), 4, 10)
-    reader = PetastormReader(spec_of(meta, store, workers=workers, shuffle=True, seed=1))
+    reader = petastorm(meta, store, workers=workers, shuffle=True, seed=1)
     passes = [rows(reader, number) for number in range(10)]
     assert all(sorted(each) == list(range(400)) for each in passes)
     assert len({tuple(each) for each in passes}) == 10
@@ -109,7 +110,7 @@ def test_processes(store: Store) -> None:
     spec = spec_of(
         meta, store, pool="process", transformation_fn=transform, edit_fields=fields, removed_fields=("other",)
     )
-    reader = PetastormReader(spec)
+    reader = shared(PetastormReader(spec), meta, 7)
     batches = list(reader.batches(0))
     children = _children()
     assert len(children) == 2
@@ -138,7 +139,7 @@ def _children() -> list[int]:
 
 def test_a_process_that_is_killed(store: Store) -> None:
     meta = write(store, numbered(200), 1, 5)
-    reader = PetastormReader(spec_of(meta, store, pool="process", workers=1))
+    reader = petastorm(meta, store, pool="process", workers=1)
     batches = reader.batches(0)
     next(batches)
     os.kill(_children()[0], signal.SIGKILL)
@@ -156,7 +157,7 @@ def test_closed_by_another_thread(store: Store, pool: str) -> None:
         return frame
 
     meta = write(store, numbered(400), 1, 5)
-    reader = PetastormReader(spec_of(meta, store, pool=pool, workers=1, transformation_fn=slow))
+    reader = petastorm(meta, store, pool=pool, workers=1, transformation_fn=slow)
     raised: list[BaseException] = []
 
     def consume() -> None:
@@ -168,7 +169,7 @@ def test_closed_by_another_thread(store: Store, pool: str) -> None:
     consumer = threading.Thread(target=consume)
     consumer.start()
     deadline = time.monotonic() + 60
-    while not reader._busy and time.monotonic() < deadline:
+    while not reader.reader._busy and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.4)
     reader.close()
@@ -178,7 +179,7 @@ def test_closed_by_another_thread(store: Store, pool: str) -> None:
 
 
 def test_passes_side_by_side(store: Store) -> None:
-    reader = PetastormReader(spec_of(write(store, numbered(60), 1, 5), store, cache=True, shuffle=True, window_rows=5))
+    reader = petastorm(write(store, numbered(60), 1, 5), store, cache=True, shuffle=True, window_rows=5)
     first, second = reader.batches(0), reader.batches(1)
     pairs = [(a["row"].tolist(), b["row"].tolist()) for a, b in zip(first, second, strict=True)]
     for each in zip(*pairs, strict=True):
@@ -190,7 +191,7 @@ def test_of_several_errors_always_the_first(store: Store) -> None:
     table = pa.table({"row": pa.array([0, 1, None, 3, None, 5])})
     meta = write(store, table, 1, 2)
     for _ in range(3):
-        reader = PetastormReader(spec_of(meta, store, workers=4))
+        reader = petastorm(meta, store, workers=4)
         with pytest.raises(DataError, match=r"column 'row' in .*row group 1 has 1 null"):
             rows(reader)
         reader.close()
@@ -213,7 +214,7 @@ def test_processes_cannot_read_memory() -> None:
     meta = write(store, numbered(4))
     with pytest.raises(StoreError, match="is seen by this process alone: use pool='thread'"):
         PetastormReader(spec_of(meta, store, pool="process"))
-    reader = PetastormReader(spec_of(meta, store))
+    reader = petastorm(meta, store)
     assert rows(reader) == [0, 1, 2, 3]
     reader.close()
 
@@ -227,7 +228,7 @@ def test_reads_ahead_by_a_few_row_groups_only(store: Store) -> None:
         seen.append(int(frame["row"].iloc[0]) // 10)
         return frame
 
-    reader = PetastormReader(spec_of(meta, store, batch_size=10, workers=2, transformation_fn=note))
+    reader = petastorm(meta, store, batch_size=10, workers=2, transformation_fn=note)
     for step, _ in enumerate(reader.batches(0)):
         time.sleep(0.005)
         assert max(seen) <= step + 5
@@ -237,7 +238,7 @@ def test_reads_ahead_by_a_few_row_groups_only(store: Store) -> None:
 def test_s3(s3: dict[str, Any]) -> None:
     store = Store.create(f"s3://bucket/{uuid.uuid4().hex}", storage_options=s3)
     meta = write(store, numbered(60), 2, 8)
-    reader = PetastormReader(spec_of(meta, store, shuffle=True))
+    reader = petastorm(meta, store, shuffle=True)
     assert sorted(rows(reader)) == list(range(60))
     reader.close()
     from petastorm import make_batch_reader

@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 import torch
 
+from spark_hvd.data.readers.dataset import DatasetMeta
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.reader import ReaderSpec
 from spark_hvd.estimators.data.parquet import dataset_of
-from spark_hvd.estimators.errors import DataError
 from spark_hvd.estimators.petastorm import bridge
 from spark_hvd.estimators.petastorm.schema import columns_of_unischema, load_unischema
-from spark_hvd.estimators.readers.dataset import DatasetMeta
-from spark_hvd.estimators.readers.reader import ReaderSpec
 from spark_hvd.estimators.training.readers import open_reader
 from spark_hvd.store import Store
+from tests.contract import reader_data
+from tests.contract.reader_data import Share
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -143,18 +145,17 @@ def test_loader(written: str) -> None:
 NAMES = ("id", "small", "plain", "price", "matrix", "packed", "image")
 
 
-def opened(written: str, **options: Any) -> Any:
+def opened(written: str, columns: tuple[str, ...] = NAMES, **options: Any) -> Share:
     folder = written.removeprefix("file://")
     store = Store.create(os.path.dirname(folder))
-    spec = {"dataset": dataset_of(store, folder), "columns": NAMES, "store": store, "batch_size": 4, **options}
-    return open_reader(ReaderSpec(**spec))
+    return reader_data.opened(None, dataset_of(store, folder), store, 4, columns=columns, **options)
 
 
 def test_reader_by_value(written: str) -> None:
     from spark_hvd.estimators.petastorm.reader import PetastormReader
 
     reader = opened(written)
-    assert isinstance(reader, PetastormReader)
+    assert isinstance(reader.reader, PetastormReader)
     batches = list(reader.batches(0))
     reader.close()
     assert [len(batch["id"]) for batch in batches] == [4] * 7 + [2]
@@ -219,10 +220,10 @@ def test_a_unischema_that_cannot_be_read(written: str, tmp_path: Path) -> None:
     meta = DatasetMeta(str(tmp_path), (), (), unischema=True)
     store = Store.create(tmp_path)
     with pytest.raises(DataError, match=r"cannot read the Unischema of .*: PetastormMetadataError"):
-        open_reader(ReaderSpec(dataset=meta, columns=(), store=store, batch_size=1))
+        open_reader(ReaderSpec(dataset=meta, columns=(), store=store))
     (tmp_path / "_common_metadata").write_bytes(b"damaged")
     with pytest.raises(DataError, match="cannot read the Unischema of"):
-        open_reader(ReaderSpec(dataset=replace(meta), columns=(), store=store, batch_size=1))
+        open_reader(ReaderSpec(dataset=replace(meta), columns=(), store=store))
 
 
 # -- Spark's workers

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from spark_hvd.estimators.errors import DataError
-from spark_hvd.estimators.readers.sharding import batch_rows, steps_of
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.sharding import batch_rows, steps_of
 from spark_hvd.store import Store
 from tests.contract.reader_data import arrow, every, local, no_thread_stays, numbered, opened, read, rows, write
 
@@ -211,7 +211,7 @@ def test_row_groups_larger_than_a_window(kind: str, store: Store, shuffle: bool,
 
 @arrow
 def test_a_window_bounds_what_is_in_memory(kind: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    from spark_hvd.estimators.readers import windows
+    from spark_hvd.data.readers import windows
 
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most, empty = 0, torch.Tensor.new_empty

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from spark_hvd.estimators.errors import DataError
-from spark_hvd.estimators.readers.dataset import Column
+from spark_hvd.data.readers.dataset import Column
+from spark_hvd.data.readers.errors import DataError
 from spark_hvd.store import Store
 from tests.contract.reader_data import arrow, every, local, no_thread_stays, numbered, opened, read, rows, write
 

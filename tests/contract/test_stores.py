@@ -19,7 +19,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from spark_hvd.estimators.readers.files import arrow_filesystem
+from spark_hvd.data.readers.files import arrow_filesystem
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
 from tests import stores

@@ -10,9 +10,9 @@ from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import SparkSession
 from pyspark.sql import types as T  # noqa: N812
 
+from spark_hvd.data.readers.dataset import Column
+from spark_hvd.data.readers.errors import DataError
 from spark_hvd.estimators.data.columns import check_columns, columns_of, expression_of
-from spark_hvd.estimators.errors import DataError
-from spark_hvd.estimators.readers.dataset import Column
 
 SCHEMA = T.StructType(
     [

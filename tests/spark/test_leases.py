@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
+from spark_hvd.data.readers.dataset import DatasetMeta
 from spark_hvd.estimators import LocalBackend
 from spark_hvd.estimators.data import leases, reuse
 from spark_hvd.estimators.data.leases import delete_unused, in_use
-from spark_hvd.estimators.readers.dataset import DatasetMeta
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
 from tests.conftest import wait_until

@@ -15,11 +15,11 @@ from pyspark.ml.linalg import DenseMatrix, Vectors
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
+from spark_hvd.data.readers.dataset import DatasetMeta
+from spark_hvd.data.readers.errors import DataError
 from spark_hvd.estimators.data.columns import columns_of
 from spark_hvd.estimators.data.materialize import materialize
 from spark_hvd.estimators.data.reuse import clear_materialized_data
-from spark_hvd.estimators.errors import DataError
-from spark_hvd.estimators.readers.dataset import DatasetMeta
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
 

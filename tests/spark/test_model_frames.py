@@ -21,8 +21,9 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import IntegerType, StructField, StructType
 from torch import nn
 
-from spark_hvd.estimators.errors import DataError, ModelError
-from spark_hvd.estimators.readers.dataset import Column
+from spark_hvd.data.readers.dataset import Column
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.training.head import Head
 from spark_hvd.estimators.training.inputs import TensorSpec

@@ -20,10 +20,10 @@ from pyspark.ml.tuning import CrossValidatorModel
 from pyspark.ml.util import DefaultParamsReadable, DefaultParamsWritable
 from torch import nn
 
+from spark_hvd.data.readers.dataset import Column
 from spark_hvd.estimators.params import checks
 from spark_hvd.estimators.params.params import TableParams, rows
 from spark_hvd.estimators.params.persistence import ParamsReader, ParamsWriter
-from spark_hvd.estimators.readers.dataset import Column
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.training.head import Head
 from spark_hvd.estimators.training.inputs import TensorSpec

@@ -17,9 +17,9 @@ import pytest
 from pyspark import TaskContext
 from pyspark.sql import SparkSession
 
+from spark_hvd.data.readers.dataset import DatasetMeta
 from spark_hvd.estimators.data.columns import columns_of
 from spark_hvd.estimators.data.materialize import materialize
-from spark_hvd.estimators.readers.dataset import DatasetMeta
 from spark_hvd.store import Store
 from tests.conftest import wait_until
 from tests.spark.elastic_cluster import elastic_cluster

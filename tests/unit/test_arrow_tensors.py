@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from spark_hvd.estimators.errors import DataError
-from spark_hvd.estimators.readers.dataset import Column
-from spark_hvd.estimators.readers.tensors import to_tensor
+from spark_hvd.data.readers.dataset import Column
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.tensors import to_tensor
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 FLOATS = ("float16", "float32", "float64")

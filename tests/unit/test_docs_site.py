@@ -142,7 +142,7 @@ def test_lists_and_tables_begin_after_a_blank_line(page: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "elsewhere"),
     [
-        ("spark_hvd", {"__version__", "HostsUpdatedInterrupt", *hvd.__all__}),
+        ("spark_hvd", {"__version__", "DataError", "HostsUpdatedInterrupt", *hvd.__all__}),
         ("spark_hvd.torch", {*ReduceOp.__members__, "HorovodInternalError", "checkpoint", "elastic"}),
         ("spark_hvd.torch.elastic", set()),
         ("spark_hvd.checkpoint", set()),

@@ -29,6 +29,7 @@ def modules_after(statement: str) -> dict[str, str]:
 def test_public_names() -> None:
     assert sorted(spark_hvd.__all__) == [
         "CollectiveError",
+        "DataError",
         "DuplicateNameError",
         "HostsUpdatedInterrupt",
         "MismatchError",

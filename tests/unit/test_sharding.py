@@ -2,50 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_hvd.estimators.readers.sharding import Piece, batch_rows, pieces_of, rows_of, steps_of
-from spark_hvd.estimators.readers.windows import windows_of
+from spark_hvd.data.readers.sharding import batch_rows, overlaps, rows_of, steps_of
+from spark_hvd.data.readers.windows import Piece, row_groups_of, runs_of, windows_of
 
 groups = st.lists(st.integers(1, 50), min_size=1, max_size=30)
-case = st.fixed_dictionaries(
-    {"group_rows": groups, "size": st.integers(1, 12), "shuffle": st.booleans(), "seed": st.integers(0, 9)}
-)
 
 
-def _shards(case: dict[str, Any], number: int = 0) -> list[list[Piece]]:
-    return [pieces_of(rank=rank, number=number, **case) for rank in range(case["size"])]
+def flat(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
+    return [(piece.group, row) for piece in pieces for row in range(piece.start, piece.stop)]
 
 
-@given(case, st.integers(0, 3))
-def test_shards_cover_every_row_once(case: dict[str, Any], number: int) -> None:
-    shards = _shards(case, number)
-    rows = [(piece.group, row) for shard in shards for piece in shard for row in range(piece.start, piece.stop)]
-    assert sorted(rows) == [(group, row) for group, count in enumerate(case["group_rows"]) for row in range(count)]
-    total = sum(case["group_rows"])
-    assert [sum(piece.rows for piece in shard) for shard in shards] == [
-        rows_of(total, rank, case["size"]) for rank in range(case["size"])
-    ]
-    assert all(piece.rows > 0 for shard in shards for piece in shard)
-    if not case["shuffle"]:
-        assert rows == sorted(rows)
+@given(groups, st.booleans(), st.integers(0, 9), st.integers(0, 3))
+def test_row_groups_come_once_in_an_order_that_seed_and_epoch_decide(
+    rows: list[int], shuffle: bool, seed: int, epoch: int
+) -> None:
+    found = row_groups_of(rows, shuffle=shuffle, seed=seed, epoch=epoch)
+    assert sorted(flat(found)) == flat(row_groups_of(rows))
+    assert found == row_groups_of(rows, shuffle=shuffle, seed=seed, epoch=epoch)
+    assert shuffle or [piece.group for piece in found] == list(range(len(rows)))
 
 
-@given(case)
-def test_shards_are_the_same_for_a_seed_and_pass(case: dict[str, Any]) -> None:
-    assert _shards(case, 1) == _shards(case, 1)
-
-
-def test_another_pass_has_another_order() -> None:
+def test_another_epoch_has_another_order() -> None:
     orders = {
-        tuple(piece.group for piece in pieces_of([5] * 20, 0, 1, shuffle=True, seed=1, number=number))
-        for number in range(5)
+        tuple(piece.group for piece in row_groups_of([5] * 20, shuffle=True, seed=1, epoch=epoch)) for epoch in range(5)
     }
     assert len(orders) == 5
+
+
+@given(groups, st.lists(st.integers(0, 1500), max_size=8, unique=True).map(sorted))
+def test_overlaps_are_the_rows_of_the_intervals(lengths: list[int], ends: list[int]) -> None:
+    ends = [end for end in ends if end <= sum(lengths)]
+    intervals = list(zip(ends[::2], ends[1::2], strict=False))
+    line = [(number, row) for number, length in enumerate(lengths) for row in range(length)]
+    found = [(number, row) for number, start, stop in overlaps(lengths, intervals) for row in range(start, stop)]
+    assert found == [place for start, stop in intervals for place in line[start:stop]]
+
+
+def test_runs_are_pieces_without_a_gap() -> None:
+    pieces = [Piece(0, 0, 3), Piece(0, 3, 5), Piece(0, 6, 7), Piece(1, 7, 9)]
+    assert list(runs_of(pieces)) == [pieces[:2], pieces[2:3], pieces[3:]]
 
 
 @given(st.integers(1, 1000), st.integers(1, 12), st.integers(1, 100), st.booleans())
@@ -75,10 +76,9 @@ def test_the_last_batch_takes_the_row_that_is_over() -> None:
     assert batch_rows(23, 0, 2, 50, drop_last=True) == [12]
 
 
-@given(case, st.integers(1, 120))
-def test_windows_keep_rows_and_their_order_and_are_bounded(case: dict[str, Any], rows: int) -> None:
-    for shard in _shards(case):
-        windows = list(windows_of(shard, rows))
-        assert all(0 < sum(piece.rows for piece in window) <= rows for window in windows)
-        flat = [(piece.group, row) for window in windows for piece in window for row in range(piece.start, piece.stop)]
-        assert flat == [(piece.group, row) for piece in shard for row in range(piece.start, piece.stop)]
+@given(groups, st.integers(1, 120))
+def test_windows_keep_rows_and_their_order_and_are_bounded(lengths: list[int], rows: int) -> None:
+    pieces = row_groups_of(lengths, shuffle=True)
+    windows = list(windows_of(pieces, rows))
+    assert all(0 < sum(piece.rows for piece in window) <= rows for window in windows)
+    assert flat(piece for window in windows for piece in window) == flat(pieces)

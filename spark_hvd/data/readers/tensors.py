@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 import torch
 import torch.utils.dlpack
 
-from spark_hvd.estimators.errors import DataError
-from spark_hvd.estimators.readers.dataset import Column
+from spark_hvd.data.readers.dataset import Column
+from spark_hvd.data.readers.errors import DataError
 
 _Where = tuple[Column, str]
 

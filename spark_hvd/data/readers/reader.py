@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from spark_hvd.estimators.readers.dataset import DatasetMeta
+from spark_hvd.data.readers.dataset import DatasetMeta
+from spark_hvd.data.readers.sharding import Interval
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,21 +21,17 @@ Batch = dict[str, "torch.Tensor"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderSpec:
-    """What one rank asks of a reader.
+    """What is asked of a reader, the same on all ranks.
 
     Attributes:
         dataset: The data set.
         columns: Names of the columns to read, those and no more.
         store: Opens the files.
-        batch_size: Rows in a batch.
-        rank: This rank.
-        size: Number of ranks. Each gets ``rows // size`` rows of every pass, the first ``rows % size`` one more.
-        shuffle: Another order in every pass: row groups across the whole data set, and rows within a window.
-        seed: Of the order. Same seed, size and pass: same batches, to the bit.
+        shuffle: Another order in every epoch: row groups across the whole data set, and rows within a window.
+        seed: Of the order. Same seed and epoch: same line of rows, to the bit, whatever the number of ranks.
         window_rows: Rows that are shuffled together; None for as many as fit in 64 MiB. Bounds the memory.
-        drop_last: Leave out the batch at the end of a pass that is not full.
-        cache: Keep what was read in memory; later passes read no file (``inmemory_cache_all``), so that a rank has the
-            same rows in every pass.
+        cache: Keep what was read in memory; later epochs read no file (``inmemory_cache_all``). Row groups then come in
+            the order of the first epoch, so that a rank has the same ones in each.
         kind: "arrow", "petastorm", or None to choose by the data set.
         workers: Threads that read ahead.
         pool: Petastorm's ``reader_pool_type``: "thread", "process" or "dummy". The Arrow reader has threads only.
@@ -47,13 +44,9 @@ class ReaderSpec:
     dataset: DatasetMeta
     columns: tuple[str, ...]
     store: Store
-    batch_size: int
-    rank: int = 0
-    size: int = 1
     shuffle: bool = False
     seed: int = 0
     window_rows: int | None = None
-    drop_last: bool = False
     cache: bool = False
     kind: str | None = None
     workers: int = 2
@@ -65,15 +58,17 @@ class ReaderSpec:
 
 
 class Reader(Protocol):
-    """Reads a rank's shard of a data set, pass by pass."""
+    """Reads parts of the line of rows that a data set makes in an epoch."""
 
-    def batches(self, number: int) -> Iterator[Batch]:
-        """Yield the batches of pass ``number`` (from 0).
+    def batches(self, epoch: int, share: Sequence[Interval], sizes: Sequence[int]) -> Generator[Batch, None, None]:
+        """Yield batches.
 
-        There are exactly ``steps_of(dataset.rows, size, batch_size, drop_last)`` of them. Over all ranks every row
-        comes once in a pass, but for those that ``drop_last`` leaves out. All batches have ``batch_size`` rows but the
-        last, which holds what is left: on ranks that got a row more it may have ``batch_size + 1``. The iterator may
-        be left early; closing it stops the threads.
+        The iterator may be left early; closing it stops the threads.
+
+        Args:
+            epoch: Its number, from 0; the order of the line depends on it and on the seed.
+            share: Which rows of the line, ascending.
+            sizes: Rows in each batch, in all at most those of ``share``; all but the last are of one size.
 
         Raises:
             DataError: nulls, ragged lists, a file that changed or vanished; naming file, column and row group.

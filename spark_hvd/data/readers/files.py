@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
-from spark_hvd.estimators.errors import DataError
-from spark_hvd.estimators.readers.dataset import RowGroup, listed
+from spark_hvd.data.readers.dataset import RowGroup, listed
+from spark_hvd.data.readers.errors import DataError
 from spark_hvd.store import Store
 from spark_hvd.store.paths import OBJECT_STORES, protocol_of
 

@@ -6,19 +6,19 @@ import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import pyarrow as pa
 import torch
 
-from spark_hvd.estimators.readers.batches import Blocks, Layout, RowShapes, cut
-from spark_hvd.estimators.readers.files import Parts, RowGroups, where
-from spark_hvd.estimators.readers.reader import Batch, Reader, ReaderSpec
-from spark_hvd.estimators.readers.sharding import Piece, batch_rows, pieces_of_pass
-from spark_hvd.estimators.readers.values import Values, columns_read, columns_yielded
-from spark_hvd.estimators.readers.windows import WINDOW_BYTES, Window, windows_of
+from spark_hvd.data.readers.batches import Blocks, Layout, RowShapes, cut
+from spark_hvd.data.readers.files import Parts, RowGroups, where
+from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
+from spark_hvd.data.readers.sharding import Interval, overlaps
+from spark_hvd.data.readers.values import Values, columns_read, columns_yielded
+from spark_hvd.data.readers.windows import WINDOW_BYTES, Piece, Window, row_groups_of, runs_of, wanted_of, windows_of
 
 CHUNK = 16384
 """Rows that are decoded at once of a row group that is too large for a window."""
@@ -28,14 +28,14 @@ _Load = Callable[[Piece], Blocks]
 
 
 class ArrowReader(Reader):
-    """Reads a rank's shard of a data set, pass by pass.
+    """Reads parts of the line of rows that a data set makes in an epoch.
 
     Shuffled, two windows are in memory, one that is read and one that is consumed; in the order of the files,
     ``workers`` + 2 row groups. A row group is read whole unless it is larger than a window, then in parts.
     ``transformation_fn`` and ``decoders`` get as many rows as are read at once, and are called by several threads.
 
-    With ``cache`` the rank keeps the shard of the first pass, and shuffles that: what later passes of other ranks read
-    is not in its memory.
+    With ``cache`` the rank keeps what it has read, the windows at the ends of its share whole. So it does where one
+    window holds the whole data set: each rank needs all of it then, and reads it once.
 
     Raises:
         DataError: a column is not in the data set.
@@ -47,24 +47,36 @@ class ArrowReader(Reader):
         self._layout = Layout(columns)
         self._values = Values(spec, self._layout)
         self._files = RowGroups(spec.store, tuple(column.name for column in columns_read(spec)))
+        self._keeps = spec.cache
         self._kept: dict[Piece, Blocks] = {}
         self._shapes = RowShapes(self._layout)
         self._pools: weakref.WeakSet[ThreadPoolExecutor] = weakref.WeakSet()
         self._closed = False
 
-    def batches(self, number: int) -> Iterator[Batch]:
+    def batches(self, epoch: int, share: Sequence[Interval], sizes: Sequence[int]) -> Generator[Batch, None, None]:
         """See base class."""
         spec = self._spec
-        sizes = batch_rows(spec.dataset.rows, spec.rank, spec.size, spec.batch_size, spec.drop_last)
         if self._closed:
             raise RuntimeError("the reader is closed: open another")
-        pieces = pieces_of_pass(spec, number)
+        if not sizes:
+            return
+        drawn = 0 if spec.cache else epoch
+        groups = row_groups_of(
+            [group.rows for group in spec.dataset.row_groups], shuffle=spec.shuffle, seed=spec.seed, epoch=drawn
+        )
+        pieces = [
+            Piece(groups[at].group, start, stop) for at, start, stop in overlaps([each.rows for each in groups], share)
+        ]
         rows = spec.window_rows or self._window_rows(pieces[0])
-        windows, load = windows_of(pieces, rows), self._loader(pieces, rows)
         pool = ThreadPoolExecutor(max(1, spec.workers), "spark_hvd-reader")
         self._pools.add(pool)
         try:
-            parts = self._shuffled(pool, windows, load, number) if spec.shuffle else self._plain(pool, windows, load)
+            if spec.shuffle:
+                windows = list(windows_of(groups, rows))
+                self._keeps = spec.cache or len(windows) == 1
+                parts = self._shuffled(pool, windows, share, rows, epoch)
+            else:
+                parts = self._plain(pool, [*itertools.chain.from_iterable(windows_of(pieces, rows))], rows)
             yield from cut(parts, self._layout, sizes)
         except (CancelledError, RuntimeError) as error:  # a pool that is shut down raises either
             if not self._closed:
@@ -81,39 +93,49 @@ class ArrowReader(Reader):
         self._files.close()
         self._kept.clear()
 
-    def _plain(self, pool: ThreadPoolExecutor, windows: Iterator[list[Piece]], load: _Load) -> Iterator[Blocks]:
+    def _plain(self, pool: ThreadPoolExecutor, pieces: Sequence[Piece], rows: int) -> Iterator[Blocks]:
+        load = self._loader(pieces, rows)
+
         def start(piece: Piece) -> Callable[[], Blocks]:
             return pool.submit(load, piece).result
 
-        for blocks in _ahead(start, itertools.chain.from_iterable(windows), self._spec.workers):
+        for blocks in _ahead(start, pieces, self._spec.workers):
             # What is kept must not change with what the consumer does to its batches.
             yield [block.clone() for block in blocks] if self._spec.cache else blocks
             del blocks
 
     def _shuffled(
-        self, pool: ThreadPoolExecutor, windows: Iterator[list[Piece]], load: _Load, number: int
+        self,
+        pool: ThreadPoolExecutor,
+        windows: Sequence[list[Piece]],
+        share: Sequence[Interval],
+        rows: int,
+        epoch: int,
     ) -> Iterator[Blocks]:
-        def start(numbered: tuple[int, list[Piece]]) -> Callable[[], Blocks]:
-            at, pieces = numbered
-            window = Window(pieces, (self._spec.seed, number, self._spec.rank, at))
-            filling = [pool.submit(_fill, window, i, piece, load) for i, piece in enumerate(pieces)]
+        wanted = list(wanted_of(windows, share))
+        load = self._loader([piece for at, _ in wanted for piece in windows[at]], rows)
+
+        def start(one: tuple[int, list[Interval]]) -> Callable[[], Blocks]:
+            at, places = one
+            window = Window(windows[at], (self._spec.seed, epoch, at), places)
+            filling = [pool.submit(_fill, window, i, piece, load) for i, piece in enumerate(windows[at])]
             return lambda: _filled(window, filling)
 
-        return _ahead(start, enumerate(windows), 1)
+        return _ahead(start, wanted, 1)
 
-    def _loader(self, pieces: list[Piece], rows: int) -> _Load:
-        """What loads the rows of windows of ``rows`` rows, from memory or files, in the order of ``pieces``."""
+    def _loader(self, pieces: Sequence[Piece], rows: int) -> _Load:
+        """What loads these pieces, in this order, from memory or files; ``rows`` are those of a window."""
         groups, files, chunk = self._spec.dataset.row_groups, self._files, min(rows, CHUNK)
-        parts = {
-            piece.group: Parts(files, groups[piece.group], piece.start, piece.stop, chunk)
-            for piece in pieces
-            if groups[piece.group].rows > rows
-        }
+        parts: dict[Piece, Parts] = {}
+        for run in runs_of(pieces):
+            group = groups[run[0].group]
+            if group.rows > rows:  # too large to be read whole
+                parts |= dict.fromkeys(run, Parts(files, group, run[0].start, run[-1].stop, chunk))
 
         def load(piece: Piece) -> Blocks:
             kept = self._kept.get(piece)
-            if piece.group in parts:
-                table = parts[piece.group].read(piece.start, piece.stop, wanted=kept is None)
+            if piece in parts:
+                table = parts[piece].read(piece.start, piece.stop, wanted=kept is None)
             elif kept is None:
                 table = files.read(groups[piece.group], piece.start, piece.stop)
             return self._converted(table, piece) if kept is None else kept
@@ -124,7 +146,7 @@ class ArrowReader(Reader):
         at = where(self._spec.dataset.row_groups[piece.group])
         blocks = self._values.blocks_of(table, at)
         self._shapes.check(blocks, at)
-        if self._spec.cache:
+        if self._keeps:
             self._kept[piece] = blocks
         return blocks
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from spark_hvd.estimators.errors import DataError
+from spark_hvd.data.readers.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
-from spark_hvd.estimators.errors import DataError
-from spark_hvd.estimators.readers.batches import Blocks, Layout
-from spark_hvd.estimators.readers.dataset import Column, listed
-from spark_hvd.estimators.readers.reader import ReaderSpec
-from spark_hvd.estimators.readers.tensors import to_tensor
+from spark_hvd.data.readers.batches import Blocks, Layout
+from spark_hvd.data.readers.dataset import Column, listed
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.reader import ReaderSpec
+from spark_hvd.data.readers.tensors import to_tensor
 
 
 def columns_read(spec: ReaderSpec) -> tuple[Column, ...]:

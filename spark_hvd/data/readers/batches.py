@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from spark_hvd.estimators.errors import DataError
-from spark_hvd.estimators.readers.dataset import Column
-from spark_hvd.estimators.readers.reader import Batch
-from spark_hvd.estimators.readers.tensors import to_tensor
+from spark_hvd.data.readers.dataset import Column
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.reader import Batch
+from spark_hvd.data.readers.tensors import to_tensor
 
 Blocks = list[torch.Tensor]
 """The columns of some rows as a :class:`Layout` lays them out: first its matrices, then the columns that lie alone."""
@@ -56,7 +56,7 @@ class Layout:
         """The blocks of a table that has all the columns.
 
         Raises:
-            DataError: as :func:`~spark_hvd.estimators.readers.tensors.to_tensor`.
+            DataError: as :func:`~spark_hvd.data.readers.tensors.to_tensor`.
         """
         matrices = [self._matrix(table, number, where) for number in range(len(self.matrices))]
         return matrices + [to_tensor(table.column(column.name), column, where) for column in self.alone]

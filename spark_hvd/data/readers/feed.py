@@ -1,0 +1,78 @@
+"""The batches that a rank trains on, epoch after epoch, from wherever a checkpoint has left off."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+
+from spark_hvd.data.readers.reader import Batch, Reader
+from spark_hvd.data.readers.sharding import Position, Sharding
+
+
+class Feed(Iterator[Batch]):
+    """Endless batches of one rank.
+
+    Args:
+        reader: Reads the data set.
+        sharding: How the rows of an epoch are shared; an attribute too.
+        rank: This rank.
+        size: Number of ranks.
+        position: Where to begin.
+
+    Attributes:
+        given: Batches given so far, those skipped included.
+    """
+
+    def __init__(self, reader: Reader, sharding: Sharding, rank: int, size: int, position: Position) -> None:
+        self._reader, self.sharding = reader, sharding
+        self._rank, self._size = rank, size
+        self.given = 0
+        self._batches: Generator[Batch, None, None] | None = None
+        self._begin(position)
+
+    @property
+    def position(self) -> Position:
+        """Where the next batch is."""
+        return self.sharding.after(self._start, self._done, self._size) if self._done else self._start
+
+    def skip(self, batches: int) -> None:
+        """Leave batches out."""
+        self.given += batches
+        while batches:
+            step = min(batches, len(self._sizes) - self._done)
+            batches -= step
+            self._done += step
+            if self._done == len(self._sizes):
+                self._begin(self.position)
+            else:
+                self._drop()
+
+    def __next__(self) -> Batch:
+        """The next batch.
+
+        Raises:
+            DataError: as :meth:`Reader.batches`.
+        """
+        if self._batches is None:
+            self._begin(self.position)
+            share = self.sharding.share(self._start, self._rank, self._size)
+            self._batches = self._reader.batches(self._start.epoch, share, self._sizes)
+        batch = next(self._batches)
+        self._done += 1
+        self.given += 1
+        if self._done == len(self._sizes):
+            next(self._batches, None)  # let it end, and not be closed, so that readers keep what they can
+            self._begin(self.position)
+        return batch
+
+    def _begin(self, position: Position) -> None:
+        """Share out what is left after ``position``; nothing is left where the ranks are more than the rows."""
+        self._drop()
+        if not self.sharding.batches(position, self._rank, self._size):
+            position = Position(position.epoch + 1)
+        self._start, self._done = position, 0
+        self._sizes = self.sharding.batches(position, self._rank, self._size)
+
+    def _drop(self) -> None:
+        batches, self._batches = self._batches, None
+        if batches is not None:
+            batches.close()

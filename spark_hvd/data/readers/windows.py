@@ -1,0 +1,134 @@
+"""Rows are shuffled in windows: row groups are gathered in one block of memory, each row at a place drawn for it.
+
+Windows are cut out of the line of an epoch, whoever reads it, so that the order of rows does not depend on the number
+of ranks. A window at the cut between two ranks is read by both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from spark_hvd.data.readers.batches import Blocks
+from spark_hvd.data.readers.sharding import overlaps
+
+WINDOW_BYTES = 64 << 20
+"""Memory of a window where its number of rows is not given."""
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""For the itemsize of a dtype the integers that can hold its values; numpy has not all dtypes of torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows ``start`` to ``stop`` (exclusive) of the row group numbered ``group`` in the data set."""
+
+    group: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.stop - self.start
+
+
+def row_groups_of(rows: Sequence[int], *, shuffle: bool = False, seed: int = 0, epoch: int = 0) -> list[Piece]:
+    """The row groups, of so many rows each, in the order of an epoch; with ``shuffle`` one drawn from ``seed``."""
+    order = np.arange(len(rows))
+    if shuffle:
+        np.random.default_rng((seed, epoch)).shuffle(order)
+    return [Piece(group, 0, rows[group]) for group in order.tolist()]
+
+
+def runs_of(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces of one row group that follow each other without a gap, together."""
+    run: list[Piece] = []
+    for piece in pieces:
+        if run and (run[-1].group, run[-1].stop) != (piece.group, piece.start):
+            yield run
+            run = []
+        run.append(piece)
+    if run:
+        yield run
+
+
+def windows_of(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
+    """Group pieces, in their order, into windows of at most ``rows`` rows; a longer piece is cut."""
+    window: list[Piece] = []
+    room = rows
+    for piece in pieces:
+        if window and piece.rows > room:
+            yield window
+            window, room = [], rows
+        for start in range(piece.start, piece.stop, rows):
+            part = Piece(piece.group, start, min(start + rows, piece.stop))
+            window.append(part)
+            room -= part.rows
+            if room == 0:
+                yield window
+                window, room = [], rows
+    if window:
+        yield window
+
+
+def wanted_of(
+    windows: Sequence[Sequence[Piece]], share: Iterable[tuple[int, int]]
+) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """For each window that a share of the line has rows of: its number, and which of its places these are."""
+    lengths = [sum(piece.rows for piece in window) for window in windows]
+    for number, parts in itertools.groupby(overlaps(lengths, share), key=lambda part: part[0]):
+        yield number, [(start, stop) for _, start, stop in parts]
+
+
+class Window:
+    """Memory for the rows of some pieces, which several threads fill.
+
+    Args:
+        pieces: Whose rows are shuffled together.
+        seed: Of the order; nothing else decides it.
+        wanted: The places in that order that are kept, ascending.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], seed: Sequence[int], wanted: Sequence[tuple[int, int]]) -> None:
+        self._ends = np.cumsum([piece.rows for piece in pieces]).tolist()
+        self._seed, self._wanted = seed, wanted
+        self._rows = sum(stop - start for start, stop in wanted)
+        self._lock = threading.Lock()
+        self._places = np.empty(0, np.int64)
+        self._blocks: Blocks = []
+
+    def put(self, number: int, blocks: Blocks) -> None:
+        """Take in the rows of piece ``number`` of the window."""
+        with self._lock:
+            if not self._blocks:  # only now is it known which shapes the columns have
+                self._places = self._drawn()
+                self._blocks = [block.new_empty((self._rows, *block.shape[1:])) for block in blocks]
+        end = self._ends[number]
+        places = self._places[end - len(blocks[0]) : end]
+        whole = self._rows == self._ends[-1]
+        here = slice(None) if whole else np.flatnonzero(places >= 0)
+        for mine, block in zip(self._blocks, blocks, strict=True):
+            # By numpy: torch would start a team of threads in each thread that reads.
+            bits = _BITS[block.itemsize]
+            mine.view(bits).numpy()[places[here]] = block.view(bits).numpy()[here]
+
+    def take(self) -> Blocks:
+        """The shuffled rows; the window is empty then. Once all pieces are in."""
+        blocks, self._blocks = self._blocks, []
+        return blocks
+
+    def _drawn(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """For each row of the pieces where it goes among those that are kept; -1 for one that is not."""
+        order = np.random.default_rng(self._seed).permutation(self._ends[-1])
+        if self._rows == self._ends[-1]:
+            return order
+        kept = np.full(self._ends[-1], -1)
+        kept[np.concatenate([np.arange(start, stop) for start, stop in self._wanted])] = np.arange(self._rows)
+        return kept[order]
