@@ -58,7 +58,7 @@ class RunResult(list[R]):
 
     Attributes:
         summary: Speed, where the time went, restarts; None where nothing was heard of the ranks.
-        history: What the ranks told, once a second: ``history.points(rank)``, ``history.to_pandas()``.
+        history: What the ranks told, at least once a second: ``history.points(rank)``, ``history.to_pandas()``.
 
     Args:
         values: One for each rank.

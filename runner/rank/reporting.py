@@ -1,4 +1,4 @@
-"""The thread of a rank that tells its supervisor, once a second, how the rank is."""
+"""The thread of a rank that tells its supervisor how the rank is: once a second, and more often at first."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ _log = logging.getLogger(__name__)
 _LAST_RECORD_SECONDS = 1.0
 _SOON = 0.1
 """Seconds between two looks whether the rank is in a world, so that a short one is told of too."""
+_YOUNG = 10.0
+"""Seconds from a process' first record in which it tells more often, so that a short run has a point a step."""
+_OFTEN = 0.05
+_MOST_A_SECOND = 400
+"""Records of all ranks: with many of them, each tells less often in its first seconds too."""
 
 
 class Reporting:
@@ -33,6 +38,7 @@ class Reporting:
         self._sending = threading.Lock()  # held over each record: after stop() none may follow, not even half of one
         self._stopped = threading.Event()
         self._silent = False
+        self._first: Vitals | None = None
         self._thread = threading.Thread(target=self._run, name="spark_hvd-vitals", daemon=True)
 
     def start(self) -> None:
@@ -63,11 +69,17 @@ class Reporting:
                 before = vitals
                 if last:
                     return
-                self._stopped.wait(_SOON if vitals is None else BEAT)
+                self._stopped.wait(_SOON if vitals is None else self._pause(vitals))
         except OSError:  # the supervisor has gone, and takes this process with it
             return
         except Exception:  # what is missing then is a row of a table, which must not end a training
             _log.exception("this rank can tell no more of itself")
+
+    def _pause(self, told: Vitals) -> float:
+        """Seconds until the next record."""
+        self._first = self._first or told
+        young = told.clock - self._first.clock < _YOUNG
+        return min(BEAT, max(_OFTEN, told.size / _MOST_A_SECOND)) if young else BEAT
 
     def _tell(self, vitals: Vitals) -> None:
         message = replace(vitals, process=self._process).to_message()

@@ -1,4 +1,4 @@
-"""``RunHistory``: how a run went, from what its ranks told once a second; kept small however long it takes."""
+"""``RunHistory``: how a run went, from what its ranks told; kept small however long it takes."""
 
 from __future__ import annotations
 

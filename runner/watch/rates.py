@@ -115,8 +115,8 @@ def shares(done: Rates | None, last: Vitals) -> dict[str, float | None]:
 class Recent:
     """The last records of one process in one world.
 
-    A record comes once a second, and tells how many steps were done by then. Those with more steps than the one before
-    are the marks between which rates are taken, so that they do not jump where a step takes several seconds.
+    A record tells how many steps were done by then. Those with more steps than the one before are the marks
+    between which rates are taken, so that they do not jump where a step takes several seconds.
 
     Args:
         record: The first one.

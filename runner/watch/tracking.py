@@ -34,7 +34,7 @@ class Tracker(Protocol):
         ...
 
     def take(self, vitals: Vitals) -> None:
-        """A rank has told how it is: once a second, for each rank. Must not wait for anything.
+        """A rank has told how it is: once a second for each rank, more often at first. Must not wait for anything.
 
         Args:
             vitals: What it told.

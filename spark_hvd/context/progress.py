@@ -1,6 +1,6 @@
 """``hvd.progress``: a loop that says how far it is, what its metrics are, and how long it waits for its data.
 
-What a rank says here is taken along, once a second, by whoever watches the run; nothing is sent from the loop itself.
+What a rank says here is taken along by whoever watches the run; nothing is sent from the loop itself.
 A step costs two looks at the clock and a few additions, and metrics are kept as they are given: a tensor is read when
 somebody asks, so that no step waits for a GPU.
 """

@@ -1,4 +1,4 @@
-"""What a rank tells whoever watches the run, once a second: how far it is, where its time goes, what it waits for."""
+"""What a rank tells whoever watches the run: how far it is, where its time goes, what it waits for."""
 
 from __future__ import annotations
 

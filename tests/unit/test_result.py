@@ -96,6 +96,12 @@ def test_plot_of_the_throughput() -> None:
     assert "on average 960 samples/s together" in texts(figure)
 
 
+def test_speeds_are_not_those_of_single_steps() -> None:
+    told = [(at / 20, vitals(at=at / 20, samples=32 * (at // 3))) for at in range(100)]
+    (line,) = RunResult([0], None, history_of(*told)).plot_throughput().axes[0].lines
+    assert line.get_ydata().tolist() == pytest.approx([32 * 20 / 3] * 5, rel=0.2)
+
+
 def test_many_ranks_are_a_band_with_the_slowest() -> None:
     told = [(at, vitals(rank, at, samples=(100 - (rank == 7)) * at)) for at in range(4) for rank in range(12)]
     figure = RunResult([0], None, history_of(*told)).plot_throughput()

@@ -20,7 +20,7 @@ class JsonDisplay(Display):
 
     Args:
         stream: Where they go.
-        interval: Seconds between two of "progress"; ranks tell no more often than once a second.
+        interval: Seconds between two of "progress".
         clock: Seconds since 1970, for the ``time`` of each event.
     """
 

@@ -20,6 +20,8 @@ OUTSIDE = "#DDDDDD"
 _MOST_LINES = 8
 """More ranks than that are drawn as a band."""
 _GRID = 400
+_SPAN = 0.9
+"""Seconds over which a speed is taken, at least: those of single steps are noise."""
 _EDGE = 0.05
 """Part of the whole width in which a line that begins later than others, or ends before them, still counts."""
 _MOST_EPOCHS = 60
@@ -169,12 +171,20 @@ def _line(points: Iterable[Point], stage: str, metric: str) -> tuple[list[float]
 
 
 def _speeds(points: Iterable[Point]) -> list[tuple[float, float, float]]:
-    """When, samples a second, steps a second."""
-    return [
-        (point.seconds - point.rates.seconds / 2, point.rates.samples_per_second, point.rates.steps_per_second)
-        for point in points
-        if point.rates is not None and point.stage
-    ]
+    """When, samples a second, steps a second, over about a second: a rank tells more often at first."""
+    found = []
+    seconds = samples = steps = 0.0
+    for point in points:
+        if point.rates is None or not point.stage:
+            seconds = samples = steps = 0.0
+            continue
+        seconds += point.rates.seconds
+        samples += point.rates.samples
+        steps += point.rates.steps
+        if seconds >= _SPAN:
+            found.append((point.seconds - seconds / 2, samples / seconds, steps / seconds))
+            seconds = samples = steps = 0.0
+    return found
 
 
 def _mean(label: str, lines: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Curve:
