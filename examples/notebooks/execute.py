@@ -19,10 +19,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # Paths of this machine, and when something ran, are nobody's business, and would change with each execution.
 _OF_THE_MACHINE = (
-    (re.compile(r"/tmp/ipykernel_\d+/\d+\.py"), "<cell>"),
-    (re.compile(re.escape(f"{ROOT}/")), ""),
+    (re.compile(r"/[^\s\"']*/ipykernel_\d+/\d+\.py"), "<cell>"),
     (re.compile(rf"{re.escape(sys.prefix)}/lib/python[^/]+/site-packages/"), ""),
     (re.compile(rf"{re.escape(sys.base_prefix)}/lib/"), ""),
+    (re.compile(re.escape(f"{ROOT}/")), ""),
 )
 
 

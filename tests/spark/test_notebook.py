@@ -60,6 +60,18 @@ def test_outputs_are_of_this_code(committed: Any) -> None:
         assert ("error" in each) == (FAILS_ON_PURPOSE in cell.metadata.get("tags", [])), cell.source
 
 
+def test_the_last_frame_of_an_elastic_run_is_its_end(committed: Any) -> None:
+    (table,) = (
+        output.data["text/plain"]
+        for cell in code_cells(committed)
+        for output in cell.outputs
+        if "train_elastic on" in output.get("data", {}).get("text/plain", "")
+    )
+    progress = re.findall(r"(\d+)/(\d+)", table)
+    assert len(progress) == 4  # epoch and step of two ranks
+    assert all(done == whole for done, whole in progress)
+
+
 def test_it_is_small_and_tells_nothing_of_a_machine(committed: Any) -> None:
     assert QUICKSTART.stat().st_size < 400_000
     for cell in code_cells(committed):
