@@ -1,4 +1,4 @@
 """The rows that a rank trains on, for any framework.
 
-May import store, world and its own readers; no pyspark. Door: readers.
+May import store, world and its own readers; no pyspark. Doors: readers, spool.
 """

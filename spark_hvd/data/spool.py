@@ -1,0 +1,267 @@
+"""Rows of a DataFrame on the local disk: the Spark task writes them once, as Arrow files, and its ranks read them.
+
+A file holds the rows of one chunk, sorted by unit and id, so that the rows of a unit are one stretch of it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.units import UNITS, Ints, Seed, keys_of, units_of
+
+UNIT, ID = "__unit", "__id"
+"""The columns that rows have besides the user's."""
+
+CHUNK_ROWS, CHUNK_BYTES = 1 << 18, 64 << 20
+"""What is sorted at once, whichever is reached first: the memory of a writer."""
+
+PLAIN_BYTES = 4 << 30
+"""Files beyond are compressed, and in one record batch a unit, so that reading some units reads little else."""
+
+WINDOW_BYTES = 64 << 20
+"""Rows that are gathered at once: the memory of a reader."""
+
+_COUNTS, _SCHEMA, _FAILED = "counts.npy", "schema.arrow", "failed"
+
+Piece = tuple[int, int, int]
+"""A unit, and which of its rows: the first and the one after the last, in the unit's order."""
+
+
+class SpoolWriter:
+    """Writes the rows of one data set to a new folder.
+
+    Args:
+        folder: Made here.
+        schema: Of the user's columns where there is no row.
+        plain_bytes: See :data:`PLAIN_BYTES`.
+        chunk_rows: See :data:`CHUNK_ROWS`.
+    """
+
+    def __init__(
+        self, folder: str, schema: pa.Schema, *, plain_bytes: int = PLAIN_BYTES, chunk_rows: int = CHUNK_ROWS
+    ) -> None:
+        self._folder = Path(folder)
+        self._schema = schema
+        self._plain_bytes, self._chunk_rows = plain_bytes, chunk_rows
+        self._batches: list[pa.RecordBatch] = []
+        self._rows = self._bytes = self._written = 0
+        self._counts: list[np.ndarray[Any, np.dtype[np.int32]]] = []
+        os.makedirs(folder)
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Take in rows: the user's columns and those of :data:`UNIT` and :data:`ID`.
+
+        Raises:
+            DataError: the disk does not take them.
+        """
+        self._batches.append(batch)
+        self._rows += batch.num_rows
+        self._bytes += batch.get_total_buffer_size()
+        if self._rows >= self._chunk_rows or self._bytes >= CHUNK_BYTES:
+            self._flush()
+
+    def close(self) -> None:
+        """Say that all rows are there.
+
+        Raises:
+            DataError: as :meth:`write`.
+        """
+        if self._rows:
+            self._flush()
+        counts = np.array(self._counts, np.int32).reshape(-1, UNITS)
+        with self._disk():
+            with pa.OSFile(str(self._folder / _SCHEMA), "wb") as file:
+                file.write(self._schema.serialize())
+            with open(self._folder / f"{_COUNTS}.new", "wb") as file:
+                np.save(file, counts)
+            os.rename(self._folder / f"{_COUNTS}.new", self._folder / _COUNTS)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell those who wait for the rows why these do not come."""
+        (self._folder / f"{_FAILED}.new").write_text(f"{type(error).__name__}: {error}")
+        os.rename(self._folder / f"{_FAILED}.new", self._folder / _FAILED)
+
+    def _flush(self) -> None:
+        table = pa.Table.from_batches(self._batches).combine_chunks()
+        self._batches, self._rows, self._bytes = [], 0, 0
+        units = table.column(UNIT).to_numpy().astype(np.int16)
+        table = table.drop_columns([UNIT])
+        order = np.argsort(table.column(ID).to_numpy(), kind="stable")  # quick, as ids arrive in ascending runs
+        order = order[np.argsort(units[order], kind="stable")]  # quick, as 16 bits are sorted by radix
+        (batch,) = table.take(order).combine_chunks().to_batches()
+        counts = np.bincount(units, minlength=UNITS).astype(np.int32)
+        path = self._folder / _chunk(len(self._counts))
+        packed = self._written >= self._plain_bytes
+        options = pa.ipc.IpcWriteOptions(compression="lz4" if packed else None)
+        with self._disk():
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema, options=options) as writer:
+                at = 0
+                for rows in counts[counts > 0].tolist() if packed else [batch.num_rows]:
+                    writer.write_batch(batch.slice(at, rows))
+                    at += rows
+            self._written += path.stat().st_size
+        self._schema = table.drop_columns([ID]).schema
+        self._counts.append(counts)
+
+    def _disk(self) -> _Disk:
+        return _Disk(self._folder, self._written)
+
+
+@dataclass(frozen=True)
+class _Disk:
+    """Names what to do where the disk is full."""
+
+    folder: Path
+    written: int
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, OSError):
+            raise DataError(
+                f"{self.folder}: the rows of the DataFrame cannot be kept here: {error}; {self.written} bytes were "
+                "written. Executors keep the rows of their ranks on local disk while a run goes on: give them more of "
+                "it (spark.local.dir), spread the run over more executors, or write the DataFrame to Parquet and give "
+                "its path."
+            ) from error
+
+
+class Spool:
+    """Reads what a :class:`SpoolWriter` has written.
+
+    Args:
+        folder: Where.
+
+    Attributes:
+        schema: Of the user's columns.
+        counts: Rows of each unit.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._counts = np.load(self._folder / _COUNTS)
+        self.counts: Ints = self._counts.sum(0, dtype=np.int64)
+        self._ends = np.cumsum(self._counts, axis=1, dtype=np.int64)
+        self.schema = pa.ipc.read_schema(pa.py_buffer((self._folder / _SCHEMA).read_bytes()))
+        files = [self._folder / _chunk(number) for number in range(len(self._counts))]
+        self._row_bytes = max(1, sum(file.stat().st_size for file in files) // max(1, int(self.counts.sum())))
+        self._mapped = [_mapped(str(file)) for file in files]
+
+    def tables(
+        self, pieces: Iterable[Piece], seed: Seed | None, window_bytes: int = WINDOW_BYTES
+    ) -> Iterator[pa.Table]:
+        """The rows of `pieces` one after the other, as many at once as fit in a window.
+
+        Args:
+            pieces: In the order in which they are wanted.
+            seed: Of the order inside the units; None for the order of the DataFrame.
+            window_bytes: Memory of a window.
+        """
+        most = max(1, window_bytes // self._row_bytes)
+        window: list[Piece] = []
+        rows = 0
+        for piece in pieces:
+            unit = int(self.counts[piece[0]])
+            if window and rows + unit > most:
+                yield self._gather(window, seed)
+                window, rows = [], 0
+            window.append(piece)
+            rows += unit
+        if rows:
+            yield self._gather(window, seed)
+
+    def _gather(self, pieces: Sequence[Piece], seed: Seed | None) -> pa.Table:
+        units, starts, stops = np.array(pieces, np.int64).T
+        parts, places = [], []
+        for number, counts in enumerate(self._counts):
+            lengths = counts[units].astype(np.int64)
+            rows = int(lengths.sum())
+            if rows:
+                parts.append(self._part(number, units, lengths, rows))
+                places.append(np.repeat(np.arange(len(units), dtype=np.int16), lengths))
+        if not parts:
+            return self.schema.empty_table()
+        if len(parts) > 1:
+            parts = [(pa.concat_batches([batch if at is None else batch.take(at) for batch, at in parts]), None)]
+        ((batch, at),) = parts
+        ids = batch.column(ID).to_numpy()
+        place = np.concatenate(places)
+        order = np.argsort(keys_of(ids if at is None else ids[at], seed))
+        order = order[np.argsort(place[order], kind="stable")]
+        lengths = self.counts[units]
+        if int((stops - starts).sum()) < len(order):  # some pieces are not whole units
+            begins = np.cumsum(lengths) - lengths
+            order = order[_stretches(begins + starts, stops - starts)]
+        taken = batch.drop_columns([ID]).take(pa.array(order if at is None else at[order]))
+        return pa.Table.from_batches([taken])
+
+    def _part(self, number: int, units: Ints, lengths: Ints, rows: int) -> tuple[pa.RecordBatch, Ints | None]:
+        """A batch of a file, and where in it the rows of `units` are; None for all of it, in the order of `units`."""
+        mapped = self._mapped[number]
+        if mapped is not None:
+            return mapped, _stretches(self._ends[number, units] - lengths, lengths)
+        places = np.cumsum(self._counts[number] > 0) - 1
+        with pa.memory_map(str(self._folder / _chunk(number))) as file, pa.ipc.open_file(file) as reader:
+            found = [reader.get_batch(places[unit]) for unit in units[lengths > 0]]
+        return pa.concat_batches(found), None
+
+
+@dataclass(frozen=True)
+class SpoolSource:
+    """What a rank is told of a DataFrame's rows.
+
+    Attributes:
+        folder: Where its task writes them, together with those of the task's other ranks.
+        part: Which share of the units is the rank's.
+        parts: Of how many.
+    """
+
+    folder: str
+    part: int
+    parts: int
+
+    @property
+    def units(self) -> range:
+        """The units whose rows are this rank's."""
+        return units_of(self.part, self.parts)
+
+    def open(self) -> Spool:
+        """The rows, once the task has all of them.
+
+        Raises:
+            DataError: they do not come.
+        """
+        folder = Path(self.folder)
+        while not (folder / _COUNTS).exists():
+            if (folder / _FAILED).exists():
+                raise DataError((folder / _FAILED).read_text())
+            if not folder.exists():
+                raise DataError(f"{folder}: the rows that the Spark task kept here are gone: the task has ended.")
+            time.sleep(0.01)
+        return Spool(self.folder)
+
+
+def _chunk(number: int) -> str:
+    return f"{number:06}.arrow"
+
+
+def _mapped(path: str) -> pa.RecordBatch | None:
+    """The one batch of a file, mapped; None where the file has a batch a unit."""
+    with pa.memory_map(path) as file, pa.ipc.open_file(file) as reader:
+        return reader.get_batch(0) if reader.num_record_batches == 1 else None
+
+
+def _stretches(starts: Ints, lengths: Ints) -> Ints:
+    """The numbers of all stretches, one after the other."""
+    ends = np.cumsum(lengths)
+    found: Ints = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+    return found

@@ -1,0 +1,141 @@
+"""Rows of a DataFrame on a task's disk: as they were written, in the order asked for, whatever order they came in."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.spool import Spool, SpoolSource, SpoolWriter
+from spark_hvd.data.units import UNITS, keys_of, order_of, units_of
+
+SCHEMA = pa.schema([("x", pa.float32()), ("name", pa.string()), ("many", pa.list_(pa.int64()))])
+ROWS = 5000
+
+
+def rows_of(ids: np.ndarray[Any, Any]) -> pa.RecordBatch:
+    """Some rows whose values follow from their ids, as Spark's tasks get them; some are null."""
+    values = [
+        pa.array((ids * 7 % UNITS).astype(np.int32)),
+        pa.array(ids),
+        pa.array(ids.astype(np.float32)),
+        pa.array([None if i % 5 == 0 else f"row {i}" for i in ids], pa.string()),
+        pa.array([[int(i)] * int(i % 4) for i in ids], pa.list_(pa.int64())),
+    ]
+    return pa.RecordBatch.from_arrays(values, names=["__unit", "__id", *SCHEMA.names])
+
+
+def written(folder: Path, order: np.ndarray[Any, Any], **limits: int) -> Spool:
+    writer = SpoolWriter(str(folder), SCHEMA, **limits)
+    for start in range(0, len(order), 700):
+        writer.write(rows_of(order[start : start + 700]))
+    writer.close()
+    return Spool(str(folder))
+
+
+@pytest.fixture(scope="module", params=[{}, {"chunk_rows": 1000}, {"chunk_rows": 1000, "plain_bytes": 100_000}])
+def spool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spool]:
+    """One chunk, several, and several of which all but the first few are compressed."""
+    order = np.random.default_rng(1).permutation(ROWS)
+    return written(tmp_path_factory.mktemp("spool") / "rows", order, **request.param)
+
+
+def ids_in(spool: Spool, pieces: list[tuple[int, int, int]], seed: tuple[int, int] | None, window: int) -> list[int]:
+    tables = list(spool.tables(pieces, seed, window))
+    assert {table.schema for table in tables} <= {SCHEMA}
+    read = pa.concat_tables(tables or [SCHEMA.empty_table()])
+    ids = read.column("x").to_numpy().astype(np.int64)
+    assert read == pa.Table.from_batches([rows_of(ids).drop_columns(["__unit", "__id"])])  # rows are whole
+    return ids.tolist()
+
+
+def expected(units: list[int], seed: tuple[int, int] | None) -> list[int]:
+    ids = np.arange(ROWS)
+    line: list[int] = []
+    for unit in units:
+        own = ids[ids * 7 % UNITS == unit]
+        line += own[np.argsort(keys_of(own, seed))].tolist()
+    return line
+
+
+@pytest.mark.parametrize("window", [1, 20_000, 1 << 30])
+@pytest.mark.parametrize("seed", [None, (3, 4)])
+def test_the_line_of_an_epoch_depends_on_nothing_but_the_seed(
+    spool: Spool, seed: tuple[int, int] | None, window: int
+) -> None:
+    own = [unit for unit in order_of(seed).tolist() if unit in units_of(1, 3)]
+    own = own[:300] if window == 1 else own
+    whole = [(unit, 0, int(spool.counts[unit])) for unit in own]
+    assert ids_in(spool, whole, seed, window) == expected(own, seed)
+
+
+def test_parts_of_units_are_those_of_their_order(spool: Spool) -> None:
+    seed = (0, 7)
+    pieces = [(unit, 1, int(spool.counts[unit])) for unit in (5, 4000, 903, 6) if spool.counts[unit]]
+    pieces.append((0, 0, 1))
+    line = [each for unit, start, stop in pieces for each in expected([unit], seed)[start:stop]]
+    assert ids_in(spool, pieces, seed, 1 << 20) == line
+
+
+def test_every_row_is_counted_once(spool: Spool) -> None:
+    assert spool.counts.tolist() == np.bincount(np.arange(ROWS) * 7 % UNITS, minlength=UNITS).tolist()
+    assert spool.schema == SCHEMA
+
+
+def test_what_is_beyond_the_limit_is_compressed(tmp_path: Path) -> None:
+    written(tmp_path / "rows", np.arange(ROWS), chunk_rows=1000, plain_bytes=1)
+    sizes = [os.path.getsize(tmp_path / "rows" / f"{number:06}.arrow") for number in range(2)]
+    with pa.ipc.open_file(tmp_path / "rows" / "000001.arrow") as reader:
+        assert reader.num_record_batches > 100
+    assert sizes[0] != sizes[1]
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_few_rows_are_no_special_case(tmp_path: Path, rows: int) -> None:
+    spool = written(tmp_path / "rows", np.arange(rows))
+    whole = [(unit, 0, int(spool.counts[unit])) for unit in range(UNITS)]
+    assert ids_in(spool, whole, (1, 1), 1 << 20) == list(range(rows))
+    assert spool.schema == SCHEMA
+
+
+def test_a_full_disk_is_named_with_what_to_do(tmp_path: Path) -> None:
+    writer = SpoolWriter(str(tmp_path / "rows"), SCHEMA)
+    (tmp_path / "rows" / "000000.arrow").symlink_to("/dev/full")
+    writer.write(rows_of(np.arange(10)))
+    with pytest.raises(DataError, match=r"rows: the rows of the DataFrame cannot be kept here: .* 0 bytes") as caught:
+        writer.close()
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == errno.ENOSPC
+    assert "spark.local.dir" in str(caught.value)
+
+
+def test_a_rank_waits_for_its_rows(tmp_path: Path) -> None:
+    writer = SpoolWriter(str(tmp_path / "rows"), SCHEMA)
+    read: list[int] = []
+    waiting = threading.Thread(
+        target=lambda: read.append(int(SpoolSource(str(tmp_path / "rows"), 0, 2).open().counts.sum()))
+    )
+    waiting.start()
+    writer.write(rows_of(np.arange(10)))
+    assert not read
+    writer.close()
+    waiting.join()
+    assert read == [10]
+
+
+def test_a_rank_hears_why_its_rows_do_not_come(tmp_path: Path) -> None:
+    source = SpoolSource(str(tmp_path / "rows"), 0, 2)
+    with pytest.raises(DataError, match="are gone"):
+        source.open()
+    SpoolWriter(str(tmp_path / "rows"), SCHEMA).fail(ValueError("of the task's"))
+    with pytest.raises(DataError, match="ValueError: of the task's"):
+        source.open()
+    assert list(SpoolSource("", 1, 2).units) == list(range(UNITS // 2, UNITS))

@@ -1,0 +1,49 @@
+"""In which order rows stand, and whose they are: for all sizes of a world, and whatever order rows arrive in."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spark_hvd.data.units import STRIDE, UNITS, keys_of, order_of, units_of
+
+SEEDS = st.tuples(st.integers(0, 1 << 32), st.integers(0, 1000))
+
+
+@given(st.integers(1, 5000))
+def test_every_unit_has_one_owner_and_owners_have_as_many(parts: int) -> None:
+    owned = [units_of(part, parts) for part in range(parts)]
+    assert [unit for units in owned for unit in units] == list(range(UNITS))
+    assert max(map(len, owned)) - min(map(len, owned)) <= 1
+    assert [part for part, units in enumerate(owned) for _ in units] == [u * parts // UNITS for u in range(UNITS)]
+
+
+@given(st.integers(1, 64), st.integers(0, 20000), st.integers(0, UNITS - 1))
+def test_consecutive_rows_are_spread_evenly_also_when_they_are_few(parts: int, rows: int, first: int) -> None:
+    owners = (first + np.arange(rows) * STRIDE) % UNITS * parts // UNITS
+    counts = np.bincount(owners, minlength=parts)
+    assert counts.max() - counts.min() <= 12 + rows // UNITS
+
+
+@given(SEEDS)
+def test_an_epoch_goes_through_every_unit_once(seed: tuple[int, int]) -> None:
+    assert sorted(order_of(seed)) == list(range(UNITS))
+    assert (order_of(seed) == order_of(seed)).all()
+    assert (order_of(seed) != order_of((seed[0], seed[1] + 1))).any()
+
+
+@given(st.lists(st.integers(0, (1 << 63) - 1), unique=True, max_size=500), SEEDS)
+def test_rows_of_a_unit_are_ordered_by_keys_that_are_all_different(ids: list[int], seed: tuple[int, int]) -> None:
+    keys = keys_of(np.array(ids, np.int64), seed)
+    assert len(set(keys.tolist())) == len(ids)
+    one_by_one = [int(keys_of(np.array([each], np.int64), seed)[0]) for each in ids]
+    assert keys.tolist() == one_by_one
+
+
+def test_a_shuffled_order_is_not_that_of_ids_nor_that_of_another_epoch() -> None:
+    ids = np.arange(1000)
+    orders = [np.argsort(keys_of(ids, seed)).tolist() for seed in (None, (0, 0), (0, 1), (1, 0))]
+    assert orders[0] == ids.tolist()
+    assert len(set(map(tuple, orders))) == 4
+    assert abs(np.corrcoef(ids, orders[1])[0, 1]) < 0.15
