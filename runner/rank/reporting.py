@@ -1,9 +1,10 @@
-"""The thread of a rank that tells its supervisor how the rank is: once a second, and more often at first."""
+"""The thread of a rank that tells its supervisor how the rank is: once a second, and more often in a new world."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,10 +20,10 @@ _LAST_RECORD_SECONDS = 1.0
 _SOON = 0.1
 """Seconds between two looks whether the rank is in a world, so that a short one is told of too."""
 _YOUNG = 10.0
-"""Seconds from a process' first record in which it tells more often, so that a short run has a point a step."""
+"""Seconds of a world in which a rank tells more often, so that a short one has a point a step."""
 _OFTEN = 0.05
 _MOST_A_SECOND = 400
-"""Records of all ranks: with many of them, each tells less often in its first seconds too."""
+"""Records of all ranks: with many of them, each tells less often in those seconds too."""
 
 
 class Reporting:
@@ -38,7 +39,6 @@ class Reporting:
         self._sending = threading.Lock()  # held over each record: after stop() none may follow, not even half of one
         self._stopped = threading.Event()
         self._silent = False
-        self._first: Vitals | None = None
         self._thread = threading.Thread(target=self._run, name="spark_hvd-vitals", daemon=True)
 
     def start(self) -> None:
@@ -49,6 +49,7 @@ class Reporting:
     def stop(self) -> None:
         """Send a last record, so that the whole run is known, and end: nothing is sent after that. Idempotent."""
         self._stopped.set()
+        activity.news.set()
         if not self._thread.is_alive():
             return
         # A metric on a GPU that hangs cannot be read, and must not keep this rank from saying why it failed.
@@ -58,6 +59,7 @@ class Reporting:
 
     def _run(self) -> None:
         before: Vitals | None = None
+        since = time.monotonic()
         try:
             while True:
                 last = self._stopped.is_set()
@@ -69,20 +71,28 @@ class Reporting:
                 before = vitals
                 if last:
                     return
-                self._stopped.wait(_SOON if vitals is None else self._pause(vitals))
+                if activity.news.wait(_pause(vitals, time.monotonic() - since)):
+                    activity.news.clear()
+                    since = time.monotonic()
         except OSError:  # the supervisor has gone, and takes this process with it
             return
         except Exception:  # what is missing then is a row of a table, which must not end a training
             _log.exception("this rank can tell no more of itself")
-
-    def _pause(self, told: Vitals) -> float:
-        """Seconds until the next record."""
-        self._first = self._first or told
-        young = told.clock - self._first.clock < _YOUNG
-        return min(BEAT, max(_OFTEN, told.size / _MOST_A_SECOND)) if young else BEAT
 
     def _tell(self, vitals: Vitals) -> None:
         message = replace(vitals, process=self._process).to_message()
         with self._sending:
             if not self._silent:
                 self._send(message)
+
+
+def _pause(told: Vitals | None, age: float) -> float:
+    """Seconds until the next look.
+
+    Args:
+        told: What was seen by the last one.
+        age: Seconds of the world, or of the wait for one.
+    """
+    if told is None:
+        return _SOON
+    return BEAT if age >= _YOUNG else min(BEAT, max(_OFTEN, told.size / _MOST_A_SECOND))

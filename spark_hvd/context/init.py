@@ -327,6 +327,7 @@ def _settle(
     standing.context = Context(
         world, layout, communicator, kv, owns_default_group, engine, queue, groups, registry=registry
     )
+    activity.news.set()
     if config.timeline is not None:
         try:
             start_timeline(_numbered(config.timeline, world.generation), config.timeline_mark_cycles)

@@ -6,6 +6,7 @@ the way is a number, a name and a moment for each collective, and the time for w
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
@@ -56,6 +57,8 @@ class Activity:
         self.last_at = 0.0
         self.watched = False
         """Whether somebody is told of this rank, and will say what is wrong."""
+        self.news = threading.Event()
+        """Set where whoever tells of this rank is to do so now."""
         self._waited = 0.0
         self._waits_since = 0.0
         self.optimizer_steps = 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import queue
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -171,6 +173,29 @@ def test_vitals_travel() -> None:
     vitals = Vitals(1, 2, 3, 4.5, underway=(Underway("a", 1.0, (0, 1)), Underway("b", 2.0)), metrics={"loss": 1.0})
     message = vitals.to_message()
     assert Vitals.from_message({**message, "of a newer version": 1}) == vitals
+
+
+def test_a_world_is_told_of_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spark_hvd.runner.rank import reporting
+
+    monkeypatch.setattr(reporting, "_YOUNG", 0.0)
+    monkeypatch.setattr(reporting, "BEAT", 600.0)
+    told: queue.Queue[dict[str, Any]] = queue.Queue()
+    hvd.shutdown()
+    hvd.init()
+    monkeypatch.setattr(activity, "watched", False)
+    activity.news.clear()
+    reports = reporting.Reporting(told.put)
+    reports.start()
+    try:
+        assert not told.get(timeout=30)["ended"]
+        hvd.shutdown()
+        hvd.init()
+        assert not told.get(timeout=30)["ended"]
+    finally:
+        reports.stop()
+        hvd.shutdown()
+    assert told.get(timeout=30)["ended"]
 
 
 def test_a_world_of_one_can_be_observed() -> None:
