@@ -115,13 +115,21 @@ def _resolved(host: str) -> list[str]:
         return []
 
 
+def way_to(host: str) -> str:
+    """The address of this machine from which packets to a host leave; none of them is sent.
+
+    Raises:
+        OSError: the name is not known, or there is no way.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
 def _route(host: str, by_ip: Mapping[str, Address]) -> list[Address]:
-    """The address from which packets to a host leave; none of them is sent."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            ip = str(probe.getsockname()[0])
+        ip = way_to(host)
     except OSError:
         return []
     return [by_ip.get(ip, Address(None, ip))]

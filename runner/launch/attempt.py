@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 H = TypeVar("H")
 _log = logging.getLogger(__name__)
 _STOP_GRACE = Grace(4.0, 1.0)
+_UNHEARD = 20.0
+"""Seconds that tasks get to be heard of. None has been, then none can reach us: they wait half of that."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,6 @@ class Attempt:
             return results(from_rows(job.rows), size, order, config.timeout, monitor.hang, where)
 
     def _open_hub(self, size: int, max_result_bytes: int | None) -> Hub | None:
-        if on_spark.is_connect(self.session):
-            _log.info("Spark Connect: ranks meet at rank 0; their output stays in the executors' logs")
-            return None
         ports = self.config.port_range
         state = HubState(size, timeout=self.config.timeout, may_fall_back=True, max_result_bytes=max_result_bytes)
         try:
@@ -122,19 +121,23 @@ class Attempt:
 
 
 def open_hub(session: SparkSession, make: Callable[[str, str], H]) -> H:
-    """Open a hub on the driver's side of a session's network.
+    """Open a hub on this program's side of a session's network.
 
     Args:
         session: The Spark session.
         make: Given the address to listen on, and the one that tasks connect to.
 
     Raises:
-        ClusterError: the driver cannot listen there.
+        ClusterError: this program cannot listen there, or knows no address for executors.
     """
-    public, bind = on_spark.driver_hosts(session)
+    bind = None
     try:
+        public, bind = on_spark.driver_hosts(session)
         return make(on_spark.address_of(bind), public)
     except (OSError, zmq.ZMQBaseError) as error:
+        if on_spark.is_connect(session):
+            where = "" if bind is None else f" on {bind}, by which it reaches the Spark Connect server"
+            raise ClusterError(f"this program cannot listen{where}: {error}") from error
         raise ClusterError(
             f"the driver cannot listen on {bind} ({error}): set spark.driver.bindAddress to an address of this machine"
         ) from error
@@ -145,6 +148,17 @@ def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig) -> Callable[[], 
     deadline = time.monotonic() + config.start_timeout
     warned = False
     reach = Reach(size, job.placement)
+    next_look, placed_at = 0.0, None
+
+    def meet_elsewhere(now: float) -> bool:
+        """Whether tasks run that cannot tell us so, since none of them reaches us."""
+        nonlocal next_look, placed_at
+        if now >= next_look and placed_at is None:
+            next_look = now + 1
+            placed = job.placed
+            if placed or (placed is None and now > deadline):
+                placed_at = now if placed else 0.0
+        return placed_at is not None and now - placed_at > _UNHEARD
 
     def look() -> None:
         nonlocal warned
@@ -153,16 +167,17 @@ def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig) -> Callable[[], 
         started = hub.snapshot()[0]
         if len(started) < size and (missing := reach.missing(started)) is not None:
             raise silent(missing)
-        if hub.fell_back and not warned:
+        without_us = hub.fell_back or (not started and meet_elsewhere(time.monotonic()))
+        if without_us and not warned:
             warned = True
             _log.warning(
-                "ranks %s cannot reach the driver at %s:%d; training goes on, but their output stays in the executors' "
-                "logs",
+                "ranks %s cannot reach this program at %s:%d; training goes on, but their output stays in the "
+                "executors' logs",
                 sorted(set(range(size)) - started),
                 hub.address.host,
                 hub.address.port,
             )
-        if len(started) < size and not hub.fell_back and time.monotonic() > deadline:
+        if len(started) < size and not without_us and time.monotonic() > deadline:
             raise StartTimeoutError(
                 f"{len(started)} of {size} ranks had started after start_timeout={config.start_timeout:g} s. "
                 f"{reach.absent(started)}All ranks start together, when enough task slots are free: wait for the jobs "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +92,8 @@ class TaskJob:
         self._frame = spark.range(0, num_tasks, 1, num_tasks).mapInArrow(task, SCHEMA, barrier=barrier, **given)
         self.rows: list[Row] = []
         self.error: Exception | None = None
+        self._begun: int | None = None
+        """Tasks that have started, as far as a Spark Connect server has reported."""
         target = _inheriting(spark, self._run)
         # Not the thread's own join(): a Ctrl-C in it makes Python 3.10 to 3.12 take a thread that runs for one that has
         # ended (bpo-45274).
@@ -116,6 +119,14 @@ class TaskJob:
                 self._spark.sparkContext.cancelJobsWithTag(self._tag)
         except Exception as error:
             _log.warning("could not cancel the Spark job of this run: %s", error)
+
+    @property
+    def placed(self) -> bool | None:
+        """Whether Spark has started all tasks; None where it cannot be asked (Spark Connect of 3.5)."""
+        if is_connect(self._spark):
+            return None if self._begun is None else self._begun >= self._num_tasks
+        there = self.placement()
+        return there is not None and len(there.tasks) == self._num_tasks
 
     def placement(self) -> Placement | None:
         """Where Spark has put the tasks so far; None where it cannot be asked (Spark Connect)."""
@@ -178,12 +189,33 @@ class TaskJob:
                 self._spark.addTag(self._tag)
             else:
                 self._spark.sparkContext.addJobTag(self._tag)
-            with job_group(self._spark, self._tag), job_named(self._frame, self._description, *self._place):
+            named = job_named(self._frame, self._description, *self._place)
+            with job_group(self._spark, self._tag), named, self._counted():
                 self._collect()
         except Exception as error:
             self.error = error
         finally:
             self._ended.set()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count the tasks that a Spark Connect server reports to this thread."""
+        if not is_connect(self._spark) or not hasattr(self._spark, "registerProgressHandler"):  # as in Spark 3.5
+            yield
+            return
+        here = threading.get_ident()
+        self._begun = 0
+
+        def count(stages: Iterable[Any] | None, inflight_tasks: int, operation_id: str | None, done: bool) -> None:
+            if threading.get_ident() == here:  # and not in a query of somebody else's in the same session
+                ended = sum(stage.num_completed_tasks for stage in stages or ())
+                self._begun = max(self._begun or 0, inflight_tasks + ended)
+
+        self._spark.registerProgressHandler(count)  # type: ignore[arg-type] # any function will do
+        try:
+            yield
+        finally:
+            self._spark.removeProgressHandler(count)  # type: ignore[arg-type]
 
     def _collect(self) -> None:
         # Arrow where there is toArrow (Spark 4): a third of the memory of rows when values are large.

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from spark_hvd.runner.channel.address import way_to
 from spark_hvd.runner.outcome.errors import ClusterError, SetupError
 from spark_hvd.runner.spark import private as spark_private
 
@@ -188,7 +189,19 @@ def busy_tasks(spark: SparkSession) -> int:
 
 
 def driver_hosts(spark: SparkSession) -> tuple[str, str]:
-    """By which name or address executors reach the driver, and on which it is to listen."""
+    """By which name or address executors reach this program, and on which it is to listen.
+
+    A client of Spark Connect takes the address by which it reaches the server itself.
+
+    Raises:
+        OSError: a client has no way to its server, or does not know it.
+    """
+    if is_connect(spark):
+        try:
+            own = way_to(str(spark.client.host).strip("[]"))
+        except NotImplementedError:  # a ChannelBuilder of somebody else's
+            raise OSError("this Spark Connect session does not tell its server's host") from None
+        return own, own
     public = conf(spark, "spark.driver.host") or "127.0.0.1"
     bind = conf(spark, "spark.driver.bindAddress") or public
     return public.strip("[]"), bind.strip("[]")  # Spark writes IPv6 addresses in brackets

@@ -44,7 +44,7 @@ class TaskSpec:
     Attributes:
         config: What the run was asked for.
         run_id: Unique name of the run.
-        hub: The driver's hub; None where executors cannot know the driver (Spark Connect).
+        hub: The hub of the program that runs this; None where it cannot listen.
         spool: A directory of the driver's for large values, where all tasks run on the driver's machine.
         may_share_gpus: Whether several ranks are meant to use one GPU.
         generation: How often the ranks of this run were started before.

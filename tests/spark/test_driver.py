@@ -217,7 +217,7 @@ def test_one_executor_that_cannot_reach_the_driver_makes_all_meet_without_it(
     monkeypatch.setattr(attempt_module, "task_of", cut_off(1))
     with caplog.at_level(logging.WARNING, logger="spark_hvd"):
         assert run(reduce_one, num_proc=2, spark=spark) == [2.0, 2.0]
-    assert "cannot reach the driver" in caplog.text
+    assert "ranks [1] cannot reach this program" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,193 @@
+"""Over Spark Connect: this program is a client, and the cluster two executors behind a server of its own."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import cloudpickle
+import psutil
+import pytest
+
+import spark_hvd.torch as hvd
+from spark_hvd.runner import ClusterError, RankFailedError, StartTimeoutError, run
+from spark_hvd.runner.launch import attempt as attempt_module
+from tests.conftest import LOCAL_CLUSTER, SHORT_LIVED, ranks_alive, wait_until
+from tests.spark.test_driver import cut_off
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(180)]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """A client of a server that has the cluster of the other tests."""
+    import pyspark
+
+    if int(pyspark.__version__.partition(".")[0]) < 4:
+        pytest.skip("PyPI's PySpark 3.5 has no Connect server")
+    for package in ("grpc", "grpc_status", "google.rpc", "zstandard"):
+        pytest.importorskip(package)
+    from pyspark.sql import SparkSession
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    home = Path(pyspark.__file__).parent
+    settings = {
+        "spark.connect.grpc.binding.port": port,
+        "spark.connect.grpc.binding.address": "127.0.0.1",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.shuffle.partitions": "2",
+        "spark.executor.extraJavaOptions": SHORT_LIVED,
+        "spark.driver.extraJavaOptions": SHORT_LIVED,
+    }
+    conf = [word for key, value in settings.items() for word in ("--conf", f"{key}={value}")]
+    server = "org.apache.spark.sql.connect.service.SparkConnectServer"
+    log = tmp_path_factory.mktemp("connect") / "server.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [str(home / "bin" / "spark-submit"), "--master", LOCAL_CLUSTER, "--class", server, *conf, "spark-internal"],
+            env={**os.environ, "SPARK_HOME": str(home)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+    def listens() -> bool:
+        assert process.poll() is None, log.read_text()[-4000:]
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")  # PySpark sets it, for good
+            wait_until(listens, 90)
+            session = SparkSession.builder.remote(f"sc://127.0.0.1:{port}").create()
+            yield session
+            session.stop()
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+class Stream(io.StringIO):
+    """Calls a function with all that has been written, at every write."""
+
+    def __init__(self, seen: Callable[[str], None]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        self._seen(self.getvalue())
+        return count
+
+
+def wait_for(path: Path) -> None:
+    print("waiting", flush=True)
+    while not path.exists():
+        time.sleep(0.05)
+
+
+def test_output_and_reports_come_while_ranks_run(connect: SparkSession, tmp_path: Path) -> None:
+    def train() -> int:
+        (progress := hvd.progress([1])).report(loss=1.0)
+        wait_for(tmp_path / "seen")
+        assert list(progress) == [1]
+        return hvd.rank()
+
+    def touch(text: str) -> None:
+        if "[0] waiting" in text and "[1] waiting" in text:
+            (tmp_path / "seen").touch()
+
+    result = run(train, num_proc=2, spark=connect, stdout=Stream(touch), timeout=60)
+    assert result == [0, 1]
+    assert result.summary.metrics["loss"] == 1.0
+
+
+def test_a_failing_rank_is_reported_and_the_others_are_stopped(connect: SparkSession) -> None:
+    def fail() -> None:
+        if hvd.rank() == 1:
+            raise ValueError("bad batch")
+        time.sleep(600)
+
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 failed on host 127\.0\.0\.1: ValueError: bad batch"):
+        run(fail, num_proc=2, spark=connect, verbose=0)
+
+
+def test_the_number_of_ranks_has_to_be_said(connect: SparkSession) -> None:
+    with pytest.raises(ClusterError, match="Give the number of ranks: num_proc="):
+        run(hvd.rank, spark=connect)
+
+
+def test_busy_slots_end_in_a_start_timeout(connect: SparkSession) -> None:
+    with pytest.raises(StartTimeoutError, match=r"0 of 3 ranks had started after start_timeout=3 s"):
+        run(hvd.rank, num_proc=3, spark=connect, start_timeout=3)
+    assert run(hvd.rank, num_proc=2, spark=connect, verbose=0) == [0, 1]
+
+
+def test_an_interrupt_stops_the_ranks(connect: SparkSession, tmp_path: Path) -> None:
+    def interrupt(text: str) -> None:
+        if "waiting" in text:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(wait_for, (tmp_path / "never",), num_proc=2, spark=connect, stdout=Stream(interrupt))
+    assert not ranks_alive()
+    assert run(hvd.rank, num_proc=2, spark=connect, verbose=0) == [0, 1]
+
+
+def test_a_client_that_executors_cannot_reach_says_so_and_can_be_interrupted(
+    connect: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt_module, "task_of", cut_off(0, 1))
+    monkeypatch.setattr(attempt_module, "_UNHEARD", 1.0)
+    said = []
+
+    class Interrupting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "ranks [0, 1] cannot reach this program at 127.0.0.1:" in record.getMessage():
+                said.append(record)
+                if len(said) == 2:
+                    wait_until(lambda: len(list(tmp_path.glob("rank-*"))) == 2, 60)
+                    raise KeyboardInterrupt
+                (tmp_path / "go").touch()
+
+    def train(rest: str) -> int:
+        (tmp_path / f"rank-{hvd.rank()}").touch()
+        wait_for(tmp_path / rest)
+        (tmp_path / f"rank-{hvd.rank()}").unlink()
+        return hvd.rank()
+
+    handler = Interrupting()
+    logging.getLogger("spark_hvd").addHandler(handler)
+    try:
+        assert run(train, ("go",), num_proc=2, spark=connect) == [0, 1]
+        with pytest.raises(KeyboardInterrupt):
+            run(train, ("never",), num_proc=2, spark=connect)
+        wait_until(lambda: not ranks_alive())
+    finally:
+        logging.getLogger("spark_hvd").removeHandler(handler)
+
+
+def test_a_lost_executor_is_survived(connect: SparkSession) -> None:
+    def train() -> tuple[int, int]:
+        if hvd.generation() == 0 and hvd.rank() == 1:
+            psutil.Process(int(psutil.Process().cmdline()[-2])).kill()  # the executor's JVM
+            time.sleep(60)
+        return hvd.rank(), hvd.generation()
+
+    assert run(train, num_proc=2, spark=connect, max_restarts=1, verbose=0) == [(0, 1), (1, 1)]
