@@ -150,12 +150,19 @@ def trim_traceback(text: str) -> str:
     """A traceback in which our own frames, and torch's plumbing, are a line each time; all others are as they were.
 
     Lines of source that only this process has are put in. A last exception without a frame of anybody else's stays
-    whole: then ours are all there is. Exceptions of a chain that have no frames and say what the last one says are left
-    out.
+    whole: then ours are all there is. Exceptions of a chain that have none of the user's frames and say what the last
+    one says are left out.
     """
     *causes, last = text.split(_CHAIN)
-    causes = [cause for cause in causes if cause != last.splitlines()[-1]]
+    causes = [cause for cause in causes if not _is_repeated(cause, last.splitlines()[-1])]
     return _CHAIN.join([*(_trimmed(cause, whole=False) for cause in causes), _trimmed(last, whole=True)])
+
+
+def _is_repeated(cause: str, last: str) -> bool:
+    """Whether an exception of a chain tells nothing of the user's code, and the last one's line tells what it says."""
+    libraries = [library_of(frame["file"]) for frame in map(_TRACEBACK_FRAME.match, cause.splitlines()) if frame]
+    words = cause.splitlines()[-1].partition(": ")[2]
+    return cause == last or (bool(libraries and words) and all(libraries) and words in last)
 
 
 def _trimmed(text: str, *, whole: bool) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from pyspark.ml import Estimator, Model
@@ -52,6 +52,14 @@ class SparkEstimator(SavedParams, Estimator[M]):
         "label_cols": "the columns that outputs are compared with",
     }
 
+    @property
+    def transform(self) -> NoReturn:
+        """Of the trained model."""
+        raise AttributeError(
+            f"{type(self).__name__}.transform: an estimator is not trained; the model that its fit returns is: "
+            "estimator.fit(df).transform(df)"
+        )
+
     def fit_on_parquet(
         self, train_path: str | None = None, val_path: str | None = None, params: Mapping[Any, Any] | None = None
     ) -> M:
@@ -95,7 +103,13 @@ class SparkEstimator(SavedParams, Estimator[M]):
         return self._trained(plan, spec, plan.backend.num_processes())
 
     def _fit(self, dataset: DataFrame) -> M:
-        with job_group(session_of(dataset, "fit"), self.uid):
+        session = session_of(dataset, "fit")
+        if dataset.isStreaming:
+            raise TypeError(
+                "fit got a streaming DataFrame, which has no end: expected one of spark.read, or call fit in the "
+                "function of writeStream.foreachBatch"
+            )
+        with job_group(session, self.uid):
             return self._fit_on(dataset)
 
     def _fit_on(self, dataset: DataFrame) -> M:

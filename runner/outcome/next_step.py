@@ -31,6 +31,10 @@ _FILES = (
     'torch.multiprocessing.set_sharing_strategy("file_system").'
 )
 _ASSERT = 'Run once with env={"CUDA_LAUNCH_BLOCKING": "1"}: the traceback then ends at the line that is wrong.'
+_NO_CUDA = (
+    "This rank has no GPU, or its torch is built without CUDA. For GPUs: run(..., gpus_per_proc=1). On CPUs leave "
+    '.cuda() out, or choose: device = "cuda" if torch.cuda.is_available() else "cpu".'
+)
 _PATH = "Every rank opens paths on its own host: use a path that all hosts see, or a URL of a store."
 _TWICE = "The ranks have met already, and the default process group is there: leave init_process_group out."
 _ECHO = (
@@ -42,6 +46,7 @@ _EXIT = "Something ended the process: look for os._exit or exit(), and at the la
 _SIGNALS = {"SIGSEGV": _SEGFAULT, "SIGBUS": _BUS, "SIGILL": _ILLEGAL}
 _WORDS: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"CUDA out of memory|OutOfMemoryError"), _CUDA_MEMORY),
+    (re.compile(r"not compiled with CUDA|no attribute '_cuda_|No CUDA GPUs|Found no NVIDIA driver"), _NO_CUDA),
     (re.compile(r"initialize the default process group twice"), _TWICE),
     (re.compile(r"device-side assert"), _ASSERT),
     (re.compile(r"insufficient shared memory|killed by signal: Bus error"), _BUS),

@@ -23,8 +23,16 @@ def run(fn, *args, **given):
     return spark_hvd.run(fn, args, **{"num_proc": 2, "verbose": 0, **given})
 """
 """What stands before each of them."""
-NEVER = ("memory://", "py4j", "org.apache.spark", "'NoneType' object", "GLHF", "/__w/")
-"""Of Spark's Java, of Python's None and of Gloo's sources a newcomer learns nothing."""
+NEVER = (
+    "memory://",
+    "py4j",
+    "org.apache.spark",
+    "'NoneType' object",
+    "GLHF",
+    "/__w/",
+    "\nRuntimeError: the connection",
+)
+"""Of Spark's Java, of Python's None, of Gloo's sources and of what our own frames caught a newcomer learns nothing."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +151,18 @@ fit(numbers, torch.nn.Sequential(torch.nn.Embedding(64, 1), torch.nn.Flatten()))
         "input_dtypes=['int64']",
     ),
     "a pandas frame": Mistake("fit(rows.toPandas())", "pandas", "fit", "createDataFrame"),
+    "a stream": Mistake(
+        """
+stream = spark.readStream.format("rate").load()
+fit(stream.select(F.col("value").cast("float").alias("x"), F.col("value").cast("float").alias("y")))
+""",
+        "streaming DataFrame",
+        "fit got",
+        "spark.read",
+    ),
+    "transform before fit": Mistake(
+        "TorchEstimator(model=torch.nn.Linear(1, 1)).transform(rows)", "not trained", "TorchEstimator", ".fit(df)"
+    ),
     "no rows": Mistake('fit(rows.where("x < 0"))', "no rows", "DataFrame", "filters"),
     "fewer rows than ranks": Mistake("fit(rows.limit(1))", "1 rows", "num_proc=2", "fewer ranks"),
     "a share above one": Mistake("fit(validation=1.5)", "validation=1.5", "validation", "expected a share"),
@@ -280,6 +300,9 @@ fit(classes, torch.nn.Linear(1, 2), loss=torch.nn.CrossEntropyLoss(), label_shap
         "process group twice",
         "init_process_group('gloo')",
         "leave init_process_group out",
+    ),
+    "a GPU that is not there": Mistake(
+        in_rank("return torch.ones(1).cuda()", "run(fn, gpus_per_proc=0)"), "CUDA", ".cuda()", "gpus_per_proc=1"
     ),
     "a number of numpy's in a checkpoint": Mistake(
         in_rank(
