@@ -121,7 +121,7 @@ def write_partition(
             for split, rows in groups.items()
             if rows
         ]
-    except (EstimatorError, StoreError) as error:
+    except (DataError, EstimatorError, StoreError) as error:
         report.error, report.kind = str(error), type(error).__name__
     if report.rows or report.error:
         yield pa.RecordBatch.from_arrays([pa.array([report.to_bytes()], pa.binary())], ["report"])

@@ -51,7 +51,7 @@ def train_on_ranks(
                 renamed(train, plan.name), (spec, pack(plan.objects, "the parameters"), framework)
             )
         except RankFailedError as error:
-            if isinstance(error.__cause__, EstimatorError | StoreError):
+            if isinstance(error.__cause__, DataError | EstimatorError | StoreError):
                 raise type(error.__cause__)(str(error.__cause__)) from error
             raise
         except ExecutorLostError as error:

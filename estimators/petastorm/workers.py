@@ -51,7 +51,7 @@ class PieceWorker(ArrowReaderWorker):  # type: ignore[misc]
         """Publish (number, arrays or exception)."""
         try:
             result: Arrays | Exception = self._arrays(piece)
-        except (EstimatorError, StoreError) as error:
+        except (DataError, EstimatorError, StoreError) as error:
             result = error
         except Exception as error:
             group = self._spec.dataset.row_groups[piece.group]
