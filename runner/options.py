@@ -20,6 +20,8 @@ _NOT_OPTIONS = {
     "fn": "The training function.",
     "args": "Positional arguments of fn.",
     "kwargs": "Keyword arguments of fn.",
+    "data": 'Data sets by name, as ``{"train": df, "val": "s3://bucket/val"}``: Spark or pandas DataFrames, Arrow '
+    "tables, and paths of files. In fn, each rank reads its share of the rows.",
     "spark": "The session; None for the active one.",
     "tracker": "Keeps a record of the run elsewhere: ``spark_hvd.runner.MlflowTracker()``, or one of yours. See "
     "docs/tracking.md.",

@@ -20,10 +20,11 @@ _locks: set[int] = set()
 
 
 class Scratch:
-    """A new folder in this process' temporary directory; the first one of a process removes what others left there.
+    """A new folder; the first one that a process makes in a place removes what others left there.
 
     Args:
         purpose: A word for its name.
+        parent: The folder to make it in; None for this process' temporary directory.
 
     Attributes:
         path: Of the folder. It goes with :meth:`close`, with this object, and with the process.
@@ -32,8 +33,8 @@ class Scratch:
         OSError: There is no room for it.
     """
 
-    def __init__(self, purpose: str) -> None:
-        parent = tempfile.gettempdir()
+    def __init__(self, purpose: str, parent: str | None = None) -> None:
+        parent = parent or tempfile.gettempdir()
         if parent not in _swept:
             _swept.add(parent)
             sweep(parent)
@@ -64,6 +65,12 @@ def temporary_directory(env: Mapping[str, str]) -> str:
     """Where a process with the environment ``env`` puts its temporary files, as :mod:`tempfile` chooses."""
     found = (env.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
     return next((path for path in found if path and os.path.isdir(path)), tempfile.gettempdir())
+
+
+def local_directory(env: Mapping[str, str]) -> str:
+    """Where a Spark task with the environment ``env`` has room for data: Spark's own folder, which goes with it."""
+    given = env.get("SPARK_LOCAL_DIRS", "").split(",")
+    return next((path for path in given if path and os.path.isdir(path)), temporary_directory(env))
 
 
 def _make(parent: str, purpose: str) -> tuple[str, int]:

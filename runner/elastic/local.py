@@ -16,6 +16,7 @@ from spark_hvd.runner.elastic.results import elastic_results
 from spark_hvd.runner.elastic.run import attend_elastic
 from spark_hvd.runner.elastic.task import ElasticSpec, run_agent
 from spark_hvd.runner.launch.attend import ThreadJob
+from spark_hvd.runner.launch.data import given
 from spark_hvd.runner.launch.local import HOST, env_here
 from spark_hvd.runner.launch.monitor import make_monitor
 from spark_hvd.runner.launch.result import RunResult
@@ -45,6 +46,7 @@ def run_elastic_local(
     min_num_proc: int | None = None,
     max_num_proc: int | None = None,
     *,
+    data: Mapping[str, Any] | None = None,
     elastic_timeout: float = 600.0,
     reset_limit: int | None = None,
     rejoin_timeout: float = 30.0,
@@ -77,11 +79,12 @@ def run_elastic_local(
     config = ElasticConfig.of(locals())
     config = replace(config, env=env_here(config, config.limits.max_num_proc))
     check_system()
+    sources = given(data).paths("run_elastic_local")
     payload = dump_call(fn, args, kwargs or {})
     with make_monitor(config, name_of(fn), num_proc, stdout, stderr, tracker) as monitor, ExitStack() as closing:
         hub = ElasticHub(config.limits, HOST, None, monitor)
         closing.callback(hub.close)
-        task = TaskSpec(config, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address)
+        task = TaskSpec(config, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address, sources=sources)
         spec = ElasticSpec(task, rejoin_timeout, restarts_tasks=False)
         agent = partial(run_agent, spec, payload, host=HOST, executor="", anchor=os.getpid(), gpus=None)
         job = ThreadJob(lambda number: agent(number=number, task=number), config.limits.max_num_proc)

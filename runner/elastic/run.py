@@ -21,6 +21,7 @@ from spark_hvd.runner.elastic.results import elastic_results
 from spark_hvd.runner.elastic.task import ElasticSpec
 from spark_hvd.runner.launch.attempt import open_hub
 from spark_hvd.runner.launch.attend import Grace, ThreadJob, attend
+from spark_hvd.runner.launch.data import given
 from spark_hvd.runner.launch.monitor import Monitor, make_monitor
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.options import launcher
@@ -63,6 +64,7 @@ def run_elastic(
     min_num_proc: int | None = None,
     max_num_proc: int | None = None,
     *,
+    data: Mapping[str, Any] | None = None,
     spark: SparkSession | None = None,
     elastic_timeout: float = 600.0,
     reset_limit: int | None = None,
@@ -109,6 +111,7 @@ def run_elastic(
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = ElasticConfig.of(locals())
+    sources = given(data).paths("run_elastic")
     payload = dump_call(fn, args, kwargs or {})
     session = on_spark.active_session(spark)
     on_spark.check_elastic_possible(session)
@@ -126,7 +129,9 @@ def run_elastic(
         port_range = config.port_range
         hub = open_hub(session, lambda bind, public: ElasticHub(config.limits, bind, public, monitor, port_range))
         closing.callback(hub.close)
-        common_spec = TaskSpec(config, run_id, hub.address, spool, may_share_gpus=resources.plan.may_share)
+        common_spec = TaskSpec(
+            config, run_id, hub.address, spool, may_share_gpus=resources.plan.may_share, sources=sources
+        )
         most = None if local else on_spark.max_result_bytes(session)
         value_limit = None if most is None else most // config.limits.max_num_proc
         spec = ElasticSpec(common_spec, rejoin_timeout, value_limit, not local)

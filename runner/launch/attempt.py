@@ -17,6 +17,7 @@ from spark_hvd.runner.channel.hub import Hub
 from spark_hvd.runner.channel.state import HubState
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.launch.attend import Grace, attend
+from spark_hvd.runner.launch.data import Given
 from spark_hvd.runner.launch.monitor import Monitor
 from spark_hvd.runner.outcome.collect import results
 from spark_hvd.runner.outcome.errors import ClusterError, StartTimeoutError
@@ -52,6 +53,7 @@ class Attempt:
         run_id: Unique name of the run.
         resources: What each task takes.
         monitor: Where output goes.
+        data: What ranks are given.
     """
 
     session: SparkSession
@@ -61,6 +63,7 @@ class Attempt:
     run_id: str
     resources: TaskResources
     monitor: Monitor
+    data: Given
 
     def run(self, tasks: int, generation: int) -> list[Any]:
         """Start the ranks once, and return their values in rank order.
@@ -75,6 +78,11 @@ class Attempt:
         """
         session, config, monitor = self.session, self.config, self.monitor
         size = tasks * config.procs_per_task
+        rows = None
+        if self.data.frames:
+            from spark_hvd.runner.spark.input import InputRows
+
+            rows = InputRows.of(self.data.frames, tasks)
         with ExitStack() as closing:
             local = on_spark.is_local(session)
             if local:
@@ -89,15 +97,18 @@ class Attempt:
                 spool,
                 may_share_gpus=self.resources.plan.may_share,
                 generation=generation,
+                sources=self.data.sources,
+                schemas={} if rows is None else rows.schemas,
             )
             again = f", restart {generation}" if generation else ""
             job = TaskJob(
                 session,
                 tasks,
-                task_of("supervise.task", "run_task", pickle.dumps(spec), self.payload),
+                task_of("supervise.task", "run_task", pickle.dumps(spec), self.payload, fed=rows is not None),
                 f"spark_hvd: {self.name} on {size} ranks{again}",
                 f"{self.run_id}.{generation}",
                 self.resources.profile,
+                input_frame=None if rows is None else rows.frame,
             )
             attend(job, hub, monitor, _STOP_GRACE, *([] if hub is None else [_look(job, hub, size, config)]))
             if job.error is not None:
@@ -161,10 +172,13 @@ def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig) -> Callable[[], 
         return placed_at is not None and now - placed_at > _UNHEARD
 
     def look() -> None:
-        nonlocal warned
+        nonlocal warned, deadline
         if (lost := hub.lost) is not None:
             raise silent(lost)
         started = hub.snapshot()[0]
+        if job.fed and not started and job.placement() is None:  # their input is still computed
+            deadline = time.monotonic() + config.start_timeout
+            return
         if len(started) < size and (missing := reach.missing(started)) is not None:
             raise silent(missing)
         without_us = hub.fell_back or (not started and meet_elsewhere(time.monotonic()))

@@ -14,6 +14,7 @@ from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.channel.state import HubState
 from spark_hvd.runner.config import CommonConfig, RunConfig
 from spark_hvd.runner.launch.attend import Grace, ThreadJob, attend
+from spark_hvd.runner.launch.data import given
 from spark_hvd.runner.launch.monitor import Monitor, make_monitor
 from spark_hvd.runner.launch.restart import with_restarts
 from spark_hvd.runner.launch.result import RunResult
@@ -51,6 +52,7 @@ def run_local(
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int = 2,
     *,
+    data: Mapping[str, Any] | None = None,
     backend: str | None = None,
     mpi: str | None = None,
     interfaces: Sequence[str] = (),
@@ -83,23 +85,34 @@ def run_local(
     config = RunConfig.of(locals())
     config = replace(config, env=env_here(config, num_proc))
     check_system()
+    sets = given(data).without_spark("run_local")
     payload = dump_call(fn, args, kwargs or {})
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
-    with make_monitor(config, name_of(fn), num_proc, stdout, stderr, tracker) as monitor:
+    with (
+        sets.on_disk() as folders,
+        make_monitor(config, name_of(fn), num_proc, stdout, stderr, tracker) as monitor,
+    ):
+        given_data = {"sources": sets.sources, "folders": folders}
 
         def start(generation: int, lost: RunError | None) -> list[R]:
-            return _attempt(config, run_id, payload, num_proc, monitor, generation)
+            return _attempt(config, run_id, payload, num_proc, monitor, generation, given_data)
 
         return monitor.result(with_restarts(start, config.max_restarts))
 
 
 def _attempt(
-    config: RunConfig, run_id: str, payload: bytes, num_proc: int, monitor: Monitor, generation: int
+    config: RunConfig,
+    run_id: str,
+    payload: bytes,
+    num_proc: int,
+    monitor: Monitor,
+    generation: int,
+    data: Mapping[str, Any],
 ) -> list[Any]:
     with ExitStack() as cleanup:
         hub = Hub(HubState(num_proc, timeout=config.timeout), HOST, listener=monitor)
         cleanup.callback(hub.close)
-        spec = TaskSpec(config, run_id, hub.address, generation=generation)
+        spec = TaskSpec(config, run_id, hub.address, generation=generation, **data)
         job = ThreadJob(lambda task: _run_ranks(spec, payload, num_proc), 1)
         attend(job, hub, monitor, _STOP_GRACE)
         order = hub.snapshot()[1]

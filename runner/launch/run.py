@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.launch.attempt import Attempt
+from spark_hvd.runner.launch.data import given
 from spark_hvd.runner.launch.monitor import make_monitor
 from spark_hvd.runner.launch.restart import check_least, tasks_again, with_restarts
 from spark_hvd.runner.launch.result import RunResult
@@ -34,6 +35,7 @@ def run(
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
     *,
+    data: Mapping[str, Any] | None = None,
     spark: SparkSession | None = None,
     backend: str | None = None,
     mpi: str | None = None,
@@ -79,6 +81,7 @@ def run(
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = RunConfig.of(locals())
+    sets = given(data)
     payload = dump_call(fn, args, kwargs or {})
     session = on_spark.active_session(spark)
     on_spark.check_barrier_possible(session)
@@ -86,7 +89,7 @@ def run(
     check_least(config, tasks)
     name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
     with make_monitor(config, name, tasks * config.procs_per_task, stdout, stderr, tracker) as monitor:
-        attempt = Attempt(session, config, payload, name, run_id, resources, monitor)
+        attempt = Attempt(session, config, payload, name, run_id, resources, monitor, sets.in_spark(session))
 
         def start(generation: int, lost: RunError | None) -> list[R]:
             there = tasks if lost is None else tasks_again(session, config, resources, tasks, lost)

@@ -62,6 +62,10 @@ def _open(control: socket.socket, order: RankOrder) -> StaticRank | ElasticRank:
         while recv_frame(control) is not None:
             pass
         end_process(1)
+    if order.data:
+        from spark_hvd.data.handed import hand
+
+        hand(order.data)
     if order.slot is not None:
         from spark_hvd.runner.rank.elastic import ElasticRank
 

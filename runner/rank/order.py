@@ -27,6 +27,7 @@ class RankOrder:
         collective_timeout: Seconds after which a collective that peers do not join fails.
         watched: Whether the driver hears how far the rank is.
         slot: Of an elastic run: a number that no other agent of the host has. None for a static one.
+        data: The sources of the run's data sets, pickled, by name.
     """
 
     me: RankInfo
@@ -40,10 +41,12 @@ class RankOrder:
     collective_timeout: float
     watched: bool = True
     slot: int | None = None
+    data: Mapping[str, bytes] = field(default_factory=dict)
 
     def to_message(self) -> dict[str, Any]:
         """Plain data that JSON can carry: over the anonymous socket pair of this rank alone."""
-        return {**asdict(self), "secret": self.secret.hex()}
+        data = {name: source.hex() for name, source in self.data.items()}
+        return {**asdict(self), "secret": self.secret.hex(), "data": data}
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> RankOrder:
@@ -53,5 +56,6 @@ class RankOrder:
             "ports": None if message["ports"] is None else PortRange(**message["ports"]),
             "gpus": GpuShare(**message["gpus"]),
             "secret": bytes.fromhex(message["secret"]),
+            "data": {name: bytes.fromhex(source) for name, source in message["data"].items()},
         }
         return cls(**{**message, **made})

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
-def task_of(module: str, function: str, spec: bytes, payload: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
+def task_of(
+    module: str, function: str, spec: bytes, payload: bytes, *, fed: bool = False
+) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """A task for ``mapInArrow``, as a nested function: such travel by value, so it starts even without spark_hvd there.
 
     Args:
@@ -14,6 +16,7 @@ def task_of(module: str, function: str, spec: bytes, payload: bytes) -> Callable
         function: In it, called with the unpickled `spec` and `payload`; yields record batches.
         spec: Pickled.
         payload: The pickled call.
+        fed: Whether the task's input is of use: the function is then called with it too.
     """
 
     def spark_hvd_task(batches: Iterator[Any]) -> Iterator[Any]:
@@ -23,8 +26,9 @@ def task_of(module: str, function: str, spec: bytes, payload: bytes) -> Callable
         import socket
         import sys
 
-        for _ in batches:
-            pass
+        if not fed:
+            for _ in batches:
+                pass
         try:
             work = getattr(importlib.import_module(f"spark_hvd.runner.{module}"), function)
         except ImportError as error:
@@ -32,6 +36,6 @@ def task_of(module: str, function: str, spec: bytes, payload: bytes) -> Callable
                 f"SPARK_HVD_SETUP: {type(error).__name__}: {error}; Python {platform.python_version()} "
                 f"({sys.executable}) on host {socket.gethostname()} cannot import spark_hvd.:END"
             ) from None
-        yield from work(pickle.loads(spec), payload)
+        yield from work(pickle.loads(spec), payload, *([batches] if fed else []))
 
     return spark_hvd_task

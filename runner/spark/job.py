@@ -18,7 +18,7 @@ from spark_hvd.runner.spark.session import choose_python, executor_addresses, is
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +69,10 @@ class TaskJob:
         tag: Unique name by which the job can be cancelled; also of its group, unless the caller's thread has one.
         profile: What each task takes from its executor; None for the application's amounts.
         barrier: Whether all tasks have to run at the same time; without, they start as slots become free.
+        input_frame: What the tasks are given, in as many partitions; None for nothing of use.
+
+    Attributes:
+        fed: Whether stages come before that compute the tasks' input.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class TaskJob:
         profile: ResourceProfile | None = None,
         *,
         barrier: bool = True,
+        input_frame: DataFrame | None = None,
     ) -> None:
         self._spark = spark
         self._num_tasks = num_tasks
@@ -89,7 +94,9 @@ class TaskJob:
         self._place = call_site(description)
         choose_python(spark)
         given = {} if profile is None else {"profile": profile}  # PySpark 3.5 has no such argument
-        self._frame = spark.range(0, num_tasks, 1, num_tasks).mapInArrow(task, SCHEMA, barrier=barrier, **given)
+        self.fed = input_frame is not None
+        frame = spark.range(0, num_tasks, 1, num_tasks) if input_frame is None else input_frame
+        self._frame = frame.mapInArrow(task, SCHEMA, barrier=barrier, **given)
         self.rows: list[Row] = []
         self.error: Exception | None = None
         self._begun: int | None = None
@@ -133,7 +140,7 @@ class TaskJob:
         if is_connect(self._spark):
             return None
         try:
-            tasks = spark_private.tasks_of(self._spark, self._tag)
+            tasks = spark_private.tasks_of(self._spark, self._tag, fed=self.fed)
         except Exception as error:
             lost = "A host that stops answering is noticed only when Spark's timeouts end, and errors name no executor."
             spark_private.does_not_tell(self._spark, "where tasks are", lost, error)
@@ -160,7 +167,8 @@ class TaskJob:
         if is_connect(self._spark):
             return ""
         try:
-            address, stage = self._spark.sparkContext.uiWebUrl, spark_private.stage_of(self._spark, self._tag)
+            address = self._spark.sparkContext.uiWebUrl
+            stage = spark_private.stage_of(self._spark, self._tag, fed=self.fed)
             if address is None or stage is None:
                 return ""
             return f"{address}/stages/stage/?id={stage.stageId()}&attempt={stage.attemptId()}"

@@ -110,12 +110,26 @@ def decommissioned(spark: SparkSession, executors: Iterable[str]) -> set[str]:
     return {each for each in executors if scheduler.getExecutorDecommissionState(each).isDefined()}
 
 
-def stage_of(spark: SparkSession, tag: str) -> Any:
-    """Spark's record of the first stage of the newest job with a tag; None before there is one."""
+def stage_of(spark: SparkSession, tag: str, *, fed: bool = False) -> Any:
+    """Spark's record of the last stage of the newest job with a tag, the one that gives the result.
+
+    Args:
+        spark: The session.
+        tag: The job's.
+        fed: Whether jobs with that tag come before, which compute its input; the stage is then told by its barrier.
+
+    Returns:
+        None before there is one.
+    """
     context = java_context(spark)
     jobs = list(context.statusTracker().getJobIdsForTag(tag))
     store = context.statusStore()
-    return store.lastStageAttempt(store.job(max(jobs)).stageIds().apply(0)) if jobs else None
+    if not jobs:
+        return None
+    last = max(items(store.job(max(jobs)).stageIds()))
+    if fed and not items(store.operationGraphForStage(last).rootCluster().getBarrierClusters()):
+        return None
+    return store.lastStageAttempt(last)
 
 
 class Task(NamedTuple):
@@ -128,9 +142,9 @@ class Task(NamedTuple):
     host: str
 
 
-def tasks_of(spark: SparkSession, tag: str) -> list[Task]:
+def tasks_of(spark: SparkSession, tag: str, *, fed: bool = False) -> list[Task]:
     """The attempts of that stage's tasks."""
-    stage = stage_of(spark, tag)
+    stage = stage_of(spark, tag, fed=fed)
     if stage is None:
         return []
     found = items(java_context(spark).statusStore().taskList(stage.stageId(), stage.attemptId(), 1 << 20))

@@ -33,7 +33,7 @@ import psutil
 
 from spark_hvd.runner.channel.frames import REQUEST_LENGTH, recv_exactly
 from spark_hvd.runner.channel.private_sockets import BACKLOG, SocketFolder, is_ours
-from spark_hvd.scratch import sweep, temporary_directory
+from spark_hvd.scratch import local_directory, sweep, temporary_directory
 
 _PR_SET_PDEATHSIG = 1
 _WATCH_SECONDS = 1.0
@@ -47,7 +47,7 @@ _FDS = 5
 class _Rank:
     status_fd: int
     connection: socket.socket
-    temporary: str  # where it has its temporary files
+    temporary: set[str]  # where it and its task have temporary files
 
 
 @dataclass(slots=True)
@@ -130,7 +130,9 @@ class _ServerLoop:
             os.setpgid(pid, pid)
         for fd in rank_fds:
             os.close(fd)
-        self.ranks[pid] = _Rank(status_fd, connection, temporary_directory(request["env"]))
+        self.ranks[pid] = _Rank(
+            status_fd, connection, {temporary_directory(request["env"]), local_directory(request["env"])}
+        )
         _report(status_fd, {"pid": pid})
 
     def _drop(self, connection: socket.socket) -> None:
@@ -155,7 +157,8 @@ class _ServerLoop:
             rank = self.ranks.pop(ended.si_pid)
             _report(rank.status_fd, {"exitcode": os.waitstatus_to_exitcode(status)})
             os.close(rank.status_fd)
-            sweep(rank.temporary)  # a rank that was killed has not done that itself
+            for parent in rank.temporary:
+                sweep(parent)  # who was killed has not done that
 
 
 def _listens(given: socket.socket) -> bool:

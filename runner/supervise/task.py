@@ -8,9 +8,9 @@ import os
 import pickle
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,9 @@ class TaskSpec:
         generation: How often the ranks of this run were started before.
         secret: The world's, from which the keys between ranks are derived. It travels in Spark's closure only.
         mpi_token: Names the sockets over which MPI is brought up.
+        sources: Of data sets that ranks read themselves, pickled, by name.
+        schemas: Of those whose rows come to the tasks, in Arrow's format, by name and in their order.
+        folders: Of those whose rows are on this host's disk.
     """
 
     config: CommonConfig = field(repr=False)
@@ -60,6 +63,9 @@ class TaskSpec:
     generation: int = 0
     secret: bytes = field(default_factory=partial(secrets.token_bytes, 32), repr=False)
     mpi_token: str = field(default_factory=partial(secrets.token_hex, 16), repr=False)
+    sources: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    schemas: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    folders: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def mpi(self) -> str | None:
@@ -83,6 +89,7 @@ class TaskSpec:
         join_timeout: float | None = None,
         watched: bool = True,
         slot: int | None = None,
+        part: tuple[int, int] = (0, 1),
     ) -> RankJob:
         """What the supervisor of one rank is to run.
 
@@ -95,6 +102,7 @@ class TaskSpec:
             join_timeout: Seconds to join the others' world; None for ``start_timeout``.
             watched: Whether the driver hears how far the rank is.
             slot: See :class:`RankOrder`.
+            part: Which of how many parts of the rows are the rank's.
         """
         config = self.config
         # A CUDA_VISIBLE_DEVICES of the user's own is the same for all ranks, who divide it by their local rank.
@@ -111,17 +119,41 @@ class TaskSpec:
             collective_timeout=config.collective_timeout,
             watched=watched,
             slot=slot,
+            data=self._data(*part),
         )
         return RankJob(order, rank_env(self, me, address, gpus), payload, config.start_timeout, config.timeout, mpi)
 
+    def _data(self, part: int, parts: int) -> dict[str, bytes]:
+        if not self.folders:
+            return dict(self.sources)
+        from spark_hvd.data.spool import SpoolSource
 
-def run_task(spec: TaskSpec, payload: bytes) -> Iterator[pyarrow.RecordBatch]:
-    """Run this task's ranks and yield their outcomes as record batches of the result schema."""
+        rows = {name: pickle.dumps(SpoolSource(folder, part, parts)) for name, folder in self.folders.items()}
+        return {**self.sources, **rows}
+
+
+def run_task(
+    spec: TaskSpec, payload: bytes, batches: Iterator[pyarrow.RecordBatch] | None = None
+) -> Iterator[pyarrow.RecordBatch]:
+    """Run this task's ranks and yield their outcomes as record batches of the result schema.
+
+    Args:
+        spec: The run.
+        payload: The pickled call.
+        batches: The rows of the ranks, where there are any.
+    """
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()
     assert isinstance(context, BarrierTaskContext)
-    packed = _run_ranks(spec, payload, context)
+    with ExitStack() as closing:
+        if batches is not None:
+            from spark_hvd.runner.supervise.incoming import Incoming
+
+            incoming = Incoming(batches, spec.schemas)
+            closing.callback(incoming.close)
+            spec = replace(spec, folders=incoming.folders)
+        packed = _run_ranks(spec, payload, context)
     for each in packed:
         if not each.ok and isinstance(failure := each.open(), Failed) and failure.kind is FailureKind.LOST:
             # Spark would wait for the task of the lost rank until its own timeout (spark.network.timeout, two
@@ -208,7 +240,15 @@ def run_ranks(
 
         mpi = MpiPlan(layout, spec.mpi, spec.mpi_token, address, spec.config.port_range)
     jobs = [
-        spec.job(me, address, share, payload, mpi=mpi, watched=on_lines is None)
+        spec.job(
+            me,
+            address,
+            share,
+            payload,
+            mpi=mpi,
+            watched=on_lines is None,
+            part=(layout.rank_of.index(me.rank), me.size),
+        )
         for me, share in zip(mine, own, strict=True)
     ]
     return supervise_all(jobs, links, server, on_lines)

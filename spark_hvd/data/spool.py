@@ -16,10 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.data.units import UNITS, Ints, Seed, keys_of, units_of
-
-UNIT, ID = "__unit", "__id"
-"""The columns that rows have besides the user's."""
+from spark_hvd.data.units import ID, STRIDE, UNIT, UNITS, Ints, Seed, keys_of, units_of
 
 CHUNK_ROWS, CHUNK_BYTES = 1 << 18, 64 << 20
 """What is sorted at once, whichever is reached first: the memory of a writer."""
@@ -86,7 +83,9 @@ class SpoolWriter:
             os.rename(self._folder / f"{_COUNTS}.new", self._folder / _COUNTS)
 
     def fail(self, error: BaseException) -> None:
-        """Tell those who wait for the rows why these do not come."""
+        """Tell those who wait for the rows why these do not come; what came is deleted, to make room."""
+        for path in self._folder.iterdir():
+            path.unlink()
         (self._folder / f"{_FAILED}.new").write_text(f"{type(error).__name__}: {error}")
         os.rename(self._folder / f"{_FAILED}.new", self._folder / _FAILED)
 
@@ -114,6 +113,23 @@ class SpoolWriter:
 
     def _disk(self) -> _Disk:
         return _Disk(self._folder, self._written)
+
+
+def spool_table(folder: str, table: pa.Table) -> None:
+    """Write the rows of a table, which are numbered in their order, to a new folder.
+
+    Raises:
+        DataError: as :meth:`SpoolWriter.write`.
+    """
+    writer = SpoolWriter(folder, table.schema)
+    first = 0
+    for batch in table.to_batches(max_chunksize=1 << 16):
+        ids = np.arange(first, first + batch.num_rows)
+        first += batch.num_rows
+        units = (ids * STRIDE % UNITS).astype(np.int32)
+        schema = pa.schema([pa.field(UNIT, pa.int32()), pa.field(ID, pa.int64()), *batch.schema])
+        writer.write(pa.RecordBatch.from_arrays([pa.array(units), pa.array(ids), *batch.columns], schema=schema))
+    writer.close()
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,17 @@ UNITS = 4096
 STRIDE = 2531
 """From a row's unit to the next row's: odd, and the golden section of UNITS, so that few rows too are spread evenly."""
 
+UNIT, ID, SOURCE = "__unit", "__id", "__source"
+"""The columns that Spark gives tasks besides :func:`struct_of`; the last tells of which data set a row is."""
+
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Seed = tuple[int, int]
 """The user's, and the epoch's number."""
+
+
+def struct_of(source: int) -> str:
+    """The column that holds the rows of a data set."""
+    return f"__row{source}"
 
 
 def units_of(part: int, parts: int) -> range:

@@ -171,7 +171,7 @@ def test_torch_missing_on_an_executor(
 def cut_off(*partitions: int) -> Any:
     """A task for which the driver's published port leads nowhere, as behind a firewall, and which soon knows."""
 
-    def make(module: str, function: str, spec: bytes, payload: bytes) -> Any:
+    def make(module: str, function: str, spec: bytes, payload: bytes, *, fed: bool) -> Any:
         def wrapped(batches: Any) -> Any:
             import dataclasses
             import pickle

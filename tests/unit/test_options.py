@@ -22,7 +22,7 @@ DECLARED = {
     "run_elastic_local": ElasticConfig,
     "doctor": RunConfig,
 }
-NOT_OPTIONS = {"fn", "args", "kwargs", "spark", "tracker", "stdout", "stderr", "store", "seconds"}
+NOT_OPTIONS = {"fn", "args", "kwargs", "data", "spark", "tracker", "stdout", "stderr", "store", "seconds"}
 
 
 @pytest.mark.parametrize("name", DECLARED)
@@ -58,7 +58,7 @@ def test_an_unknown_option_is_named_with_the_closest(name: str, wrong: str, clos
 
 
 def test_an_option_unlike_any_is_named_with_all() -> None:
-    with pytest.raises(TypeError, match=r"'xyzzy'\. Expected one of num_proc, backend, mpi, "):
+    with pytest.raises(TypeError, match=r"'xyzzy'\. Expected one of num_proc, data, backend, mpi, "):
         spark_hvd.run_local(len, xyzzy=1)  # type: ignore[call-arg]
 
 

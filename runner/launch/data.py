@@ -1,0 +1,144 @@
+"""What ``data=`` gives the ranks of a run: which values it takes, and how each goes to the tasks."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd.data.handed import PathSource
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+
+KINDS = "a Spark DataFrame, a pandas DataFrame, an Arrow table, or the path of Parquet files"
+
+
+@dataclass(frozen=True)
+class Given:
+    """The data sets of a run, by name and by the way they take.
+
+    Attributes:
+        frames: Of Spark's: their rows are the input of the run's stage.
+        tables: In this program's memory.
+        sources: Pickled: ranks read these themselves.
+    """
+
+    frames: Mapping[str, DataFrame] = field(default_factory=dict)
+    tables: Mapping[str, pa.Table] = field(default_factory=dict)
+    sources: Mapping[str, bytes] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.frames or self.tables or self.sources)
+
+    def paths(self, function: str) -> Mapping[str, bytes]:
+        """The sources, where there is nothing else.
+
+        Raises:
+            ValueError: there is, which does not go with ranks that come and go.
+        """
+        if others := [*self.frames, *self.tables]:
+            raise ValueError(
+                f"data[{others[0]!r}] has its rows in Spark or in this program, but ranks of {function} come and go, "
+                "and rows on the disk of a lost host are lost with it: write it to Parquet and give the path"
+            )
+        return self.sources
+
+    def without_spark(self, function: str) -> Given:
+        """The same, where no frame is Spark's.
+
+        Raises:
+            ValueError: one is.
+        """
+        if self.frames:
+            raise ValueError(
+                f"data[{next(iter(self.frames))!r}] is a Spark DataFrame, but {function} runs without Spark: give "
+                "df.toArrow(), the path of its files, or use spark_hvd.run"
+            )
+        return self
+
+    @contextmanager
+    def on_disk(self) -> Iterator[Mapping[str, str]]:
+        """Folders with the rows of the tables, by name; they go afterwards.
+
+        Raises:
+            DataError: there is no room.
+        """
+        if not self.tables:
+            yield {}
+            return
+        from spark_hvd.data.spool import spool_table
+        from spark_hvd.scratch import Scratch
+
+        with Scratch("rows") as parent:
+            folders = {name: os.path.join(parent, str(at)) for at, name in enumerate(self.tables)}
+            for name, folder in folders.items():
+                spool_table(folder, self.tables[name])
+            yield folders
+
+    def in_spark(self, session: SparkSession) -> Given:
+        """The same with all tables as Spark's frames, to be fed to tasks that may run on any host."""
+        made = {name: _frame_of(session, table) for name, table in self.tables.items()}
+        return Given({**self.frames, **made}, {}, self.sources)
+
+
+def given(data: Mapping[str, Any] | None) -> Given:
+    """Sort the values of ``data=`` by the ways they take.
+
+    Raises:
+        TypeError, ValueError: a name or a value that cannot be one; nothing was started.
+    """
+    if data is None:
+        return Given()
+    if not isinstance(data, Mapping):
+        raise TypeError(f'data={type(data).__name__}: expected data sets by name, as {{"train": df}}')
+    found = Given({}, {}, {})
+    frames, tables, sources = dict(found.frames), dict(found.tables), dict(found.sources)
+    for name, value in data.items():
+        if not isinstance(name, str) or not name:
+            raise TypeError(f'data[{name!r}]: expected a name, as "train"')
+        if isinstance(value, str | os.PathLike):
+            sources[name] = pickle.dumps(PathSource(os.fspath(value)))
+        elif type(value).__module__.startswith("pyspark.sql.") and type(value).__name__ == "DataFrame":
+            frames[name] = value
+            _check_names(name, value.columns)
+        elif (table := _table_of(value)) is not None:
+            tables[name] = table
+            _check_names(name, table.column_names)
+        else:
+            raise TypeError(f"data[{name!r}] is of type {type(value).__qualname__}: expected {KINDS}")
+    return Given(frames, tables, sources)
+
+
+def _check_names(data: str, columns: list[str]) -> None:
+    if not columns:
+        raise ValueError(f"data[{data!r}] has no columns: select those that fn needs")
+    from spark_hvd.data.units import ID, UNIT  # and so numpy, which a run without data does not need
+
+    if ours := sorted({ID, UNIT} & set(columns)):
+        raise ValueError(f"data[{data!r}] has a column {ours[0]!r}, a name that rows on their way need: rename it")
+    if twice := sorted({name for name in columns if columns.count(name) > 1}):
+        raise ValueError(f"data[{data!r}] has more than one column {twice[0]!r}: rename them, or select one")
+
+
+def _table_of(value: Any) -> pa.Table | None:
+    pandas, arrow = sys.modules.get("pandas"), sys.modules.get("pyarrow")
+    if pandas is not None and isinstance(value, pandas.DataFrame):
+        import pyarrow as pa
+
+        return pa.Table.from_pandas(value, preserve_index=False)
+    return value if arrow is not None and isinstance(value, arrow.Table) else None
+
+
+def _frame_of(session: SparkSession, table: pa.Table) -> DataFrame:
+    import pyspark
+
+    if int(pyspark.__version__.partition(".")[0]) >= 4:
+        frame: DataFrame = session.createDataFrame(table)
+        return frame
+    return session.createDataFrame(table.to_pandas())

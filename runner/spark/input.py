@@ -1,0 +1,104 @@
+"""DataFrames as the input of a run's barrier stage: each task gets the rows that its ranks own, and no others."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd.data.units import ID, SOURCE, STRIDE, UNIT, UNITS, struct_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+_ROW = (1 << 33) - 1
+"""The bits of monotonically_increasing_id() that number rows; those above number partitions."""
+
+
+@dataclass(frozen=True)
+class InputRows:
+    """What tasks are given.
+
+    Attributes:
+        frame: One partition a task.
+        schemas: Of the data sets whose rows are in it, in Arrow's format, by name and in their order.
+    """
+
+    frame: DataFrame
+    schemas: Mapping[str, bytes]
+
+    @classmethod
+    def of(cls, frames: Mapping[str, DataFrame], tasks: int) -> InputRows:
+        """Make it for so many tasks."""
+        return cls(_frame_of(frames, tasks), {name: _arrow_schema(frame) for name, frame in frames.items()})
+
+
+def _arrow_schema(frame: DataFrame) -> bytes:
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    given: dict[str, Any] = {}
+    if "timezone" in inspect.signature(to_arrow_schema).parameters:  # PySpark 3.5 has no such argument
+        given["timezone"] = frame.sparkSession.conf.get("spark.sql.session.timeZone")
+    schema: bytes = to_arrow_schema(frame.schema, **given).serialize().to_pybytes()
+    return schema
+
+
+def _frame_of(frames: Mapping[str, DataFrame], tasks: int) -> DataFrame:
+    """One frame of as many partitions as tasks, each of which has all rows of its task's ranks.
+
+    Args:
+        frames: By name; their places in it tell them apart.
+        tasks: How many.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    selected = []
+    for number, frame in enumerate(frames.values()):
+        empty = [F.lit(None).cast(other.schema).alias(struct_of(i)) for i, other in enumerate(frames.values())]
+        empty[number] = F.struct(*[F.col(_quoted(name)) for name in frame.columns]).alias(struct_of(number))
+        numbered = frame.select(F.monotonically_increasing_id().alias(ID), F.lit(number).alias(SOURCE), *empty)
+        unit = f"cast(pmod(({ID} & {_ROW}L) * {STRIDE} + hash(shiftright({ID}, 33)), {UNITS}) as int)"
+        selected.append(numbered.withColumn(UNIT, F.expr(unit)))
+    together = selected[0]
+    for other in selected[1:]:
+        together = together.union(other)
+    # Spark puts a row into the partition that the hash of its key says; so keys are chosen by their hashes. A plan that
+    # names its number of partitions keeps it, whatever adaptive execution does to others.
+    keys = ", ".join(map(str, keys_of_partitions(tasks)))
+    return together.repartition(
+        tasks, F.expr(f"element_at(array({keys}), cast({UNIT} * {tasks}L div {UNITS} as int) + 1)")
+    )
+
+
+def keys_of_partitions(partitions: int) -> list[int]:
+    """For each partition an integer that Spark's hash partitioning puts there."""
+    found: dict[int, int] = {}
+    key = 0
+    while len(found) < partitions:
+        found.setdefault(spark_hash(key) % partitions, key)
+        key += 1
+    return [found[partition] for partition in range(partitions)]
+
+
+def spark_hash(value: int) -> int:
+    """What Spark's ``hash`` gives for a value of type int: 32 bits of Murmur3, seed 42."""
+    mixed = _rotated(value * 0xCC9E2D51, 15) * 0x1B873593
+    state = (_rotated(42 ^ mixed & _WORD, 13) * 5 + 0xE6546B64) & _WORD
+    state ^= 4  # the number of bytes
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        state = ((state ^ state >> shift) * factor) & _WORD
+    state ^= state >> 16
+    return state - (1 << 32) if state >> 31 else state
+
+
+_WORD = (1 << 32) - 1
+
+
+def _rotated(value: int, bits: int) -> int:
+    value &= _WORD
+    return (value << bits | value >> 32 - bits) & _WORD
+
+
+def _quoted(name: str) -> str:
+    return "`" + name.replace("`", "``") + "`"

@@ -1,0 +1,69 @@
+"""The rows that Spark gives a task: a thread writes them to the local disk while the task's ranks start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from spark_hvd.data.spool import SpoolWriter
+from spark_hvd.data.units import ID, SOURCE, UNIT, struct_of
+from spark_hvd.scratch import Scratch, local_directory
+
+
+class Incoming:
+    """See the module's description. Close it: the thread reads what belongs to Spark.
+
+    Args:
+        batches: Columns :data:`UNIT`, :data:`ID`, :data:`SOURCE`, and for each data set :func:`struct_of` it.
+        schemas: Serialized, of each data set, for those of which no row comes.
+
+    Attributes:
+        folders: Where the rows of each are going to be, by name.
+    """
+
+    def __init__(self, batches: Iterator[Any], schemas: Mapping[str, bytes]) -> None:
+        self._scratch = Scratch("rows", local_directory(os.environ))
+        self.folders = {name: os.path.join(self._scratch.path, str(at)) for at, name in enumerate(schemas)}
+        self._writers = [
+            SpoolWriter(self.folders[name], pa.ipc.read_schema(pa.py_buffer(schema)))
+            for name, schema in schemas.items()
+        ]
+        self._batches = batches
+        self._ends = False
+        self._thread = threading.Thread(target=self._run, name="spark_hvd-rows", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Delete the rows; what has not come is left to Spark."""
+        self._ends = True
+        self._thread.join()
+        self._scratch.close()
+
+    def _run(self) -> None:
+        try:
+            for batch in self._batches:
+                if self._ends:
+                    return
+                self._write(batch)
+            for writer in self._writers:
+                writer.close()
+        except BaseException as error:
+            for writer in self._writers:
+                with contextlib.suppress(OSError):
+                    writer.fail(error)
+
+    def _write(self, batch: pa.RecordBatch) -> None:
+        for number, writer in enumerate(self._writers):
+            rows = batch if len(self._writers) == 1 else batch.filter(pc.equal(batch.column(SOURCE), number))
+            struct = rows.column(struct_of(number))
+            fields = [struct.type.field(at) for at in range(struct.type.num_fields)]
+            schema = pa.schema([pa.field(UNIT, pa.int32()), pa.field(ID, pa.int64()), *fields])
+            writer.write(
+                pa.RecordBatch.from_arrays([rows.column(UNIT), rows.column(ID), *struct.flatten()], schema=schema)
+            )

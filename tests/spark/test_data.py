@@ -1,0 +1,258 @@
+"""A DataFrame's rows come to the ranks of a run: each row to one rank, whatever its partitions are like."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import pyarrow as pa
+import pytest
+from pyspark.sql import functions as F  # noqa: N812
+
+from spark_hvd.runner import RankFailedError, RunError, run
+from spark_hvd.runner.launch.data import given
+from spark_hvd.runner.spark.input import InputRows, keys_of_partitions, spark_hash
+from tests.conftest import ranks_alive, wait_until
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def table_of(name: str, seed: tuple[int, int] | None = None) -> Any:
+    """All rows of this rank, in the order of an epoch."""
+    from spark_hvd.data.handed import source_of
+    from spark_hvd.data.units import order_of
+
+    source = source_of(name)
+    rows = source.open()
+    pieces = [(unit, 0, int(rows.counts[unit])) for unit in order_of(seed).tolist() if unit in source.units]
+    return pa.concat_tables([rows.schema.empty_table(), *rows.tables(pieces, seed)])
+
+
+def ids_of(name: str, seed: tuple[int, int] | None = None) -> list[int]:
+    return [int(each) for each in table_of(name, seed).column("id").to_pylist()]
+
+
+def folder_of(name: str) -> str:
+    """Where the rows are, all of which have come."""
+    from spark_hvd.data.handed import source_of
+
+    source = source_of(name)
+    source.open()
+    return str(source.folder)
+
+
+@pytest.mark.parametrize("aqe", ["true", "false"])
+def test_every_row_comes_to_one_rank(spark: SparkSession, aqe: str) -> None:
+    with_aqe = spark.conf.get("spark.sql.adaptive.enabled")
+    spark.conf.set("spark.sql.adaptive.enabled", aqe)
+    try:
+        df = spark.range(0, 3000, 1, 5).join(spark.range(0, 9000, 3, 2), "id")  # has a shuffle of its own
+        shares = run(ids_of, ("train",), num_proc=2, data={"train": df}, spark=spark)
+    finally:
+        spark.conf.set("spark.sql.adaptive.enabled", with_aqe)
+    assert sorted(shares[0] + shares[1]) == list(range(0, 3000, 3))
+    assert min(map(len, shares)) > 450
+
+
+def test_several_ranks_of_a_task_share_its_rows(spark: SparkSession) -> None:
+    df = spark.range(0, 1000, 1, 3)
+    shares = run(ids_of, ("train", (1, 2)), num_proc=4, procs_per_task=2, data={"train": df}, spark=spark)
+    assert sorted(each for share in shares for each in share) == list(range(1000))
+    assert min(map(len, shares)) > 200
+
+
+def partitions(spark: SparkSession, sizes: list[int]) -> DataFrame:
+    """A frame whose partitions have so many rows."""
+    ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
+    parts = [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+    rows = spark.sparkContext.parallelize(parts, len(parts)).flatMap(lambda part: [(each,) for each in part])
+    return spark.createDataFrame(rows, "id long")
+
+
+@pytest.mark.parametrize("sizes", [[0, 0], [1], [0, 1, 0], [3], [0, 400, 0], [1, 1000, 2, 0]])
+def test_partitions_of_any_size(spark: SparkSession, sizes: list[int]) -> None:
+    def fn() -> tuple[list[int], list[str]]:
+        table = table_of("train")
+        return [int(each) for each in table.column("id").to_pylist()], [str(field) for field in table.schema]
+
+    (one, fields), (other, others) = run(fn, num_proc=2, data={"train": partitions(spark, sizes)}, spark=spark)
+    assert sorted(one + other) == list(range(sum(sizes)))
+    assert abs(len(one) - len(other)) <= 2 * len(sizes) + 2
+    assert fields == others == ["pyarrow.Field<id: int64>"]
+
+
+def test_several_data_sets_of_every_kind(spark: SparkSession) -> None:
+    odd = "a `quoted.name"
+    train = spark.range(0, 300).select(
+        "id",
+        F.col("id").cast("string").alias(odd),
+        F.when(F.col("id") % 2 == 0, F.array(F.col("id"))).alias("many"),
+        F.struct(F.col("id").alias("inner")).alias("pair"),
+        F.lit(None).cast("timestamp").alias("at"),
+        F.lit("1.5").cast("decimal(10,2)").alias("price"),
+    )
+    data = {
+        "train": train,
+        "val": spark.range(1000, 1050),
+        "none": train.where("id < 0"),
+        "table": pa.table({"id": [7, 8, 9]}),
+        "pandas": pa.table({"id": [5, 6]}).to_pandas(),
+        "files": Path("/data/files"),
+    }
+
+    def fn() -> tuple[Any, ...]:
+        from spark_hvd.data.handed import source_of
+
+        tables = {name: table_of(name) for name in ("train", "val", "none", "table", "pandas")}
+        with pytest.raises(KeyError, match=r"no data set 'vale'.*'train', 'val'.*Did you mean 'val'"):
+            source_of("vale")
+        schemas = {name: table.schema for name, table in tables.items()}
+        rows = [tables[name].to_pylist() for name in ("train", "val", "table", "pandas")]
+        return rows, schemas, source_of("files").url
+
+    shares = run(fn, num_proc=2, data=data, spark=spark)
+    rows, val, table, pandas = ([*a, *b] for a, b in zip(shares[0][0], shares[1][0], strict=True))
+    assert sorted(row["id"] for row in val) == list(range(1000, 1050))
+    assert sorted(row["id"] for row in table) == [7, 8, 9]
+    assert sorted(row["id"] for row in pandas) == [5, 6]
+    assert {row["id"]: tuple(row.values()) for row in rows} == {
+        i: (i, str(i), None if i % 2 else [i], {"inner": i}, None, Decimal("1.50")) for i in range(300)
+    }
+    (_, one, url), (_, other, _) = shares
+    assert one == other
+    assert one["none"] == one["train"]  # where there is no row, the types are the same
+    assert url == "/data/files"
+
+
+def test_a_run_need_not_read_its_data(spark: SparkSession) -> None:
+    df = spark.range(0, 2_000_000, 1, 2).selectExpr("id", "cast(id as string) as text")
+    assert run(lambda: 1, num_proc=2, data={"train": df}, spark=spark) == [1, 1]
+
+
+def test_a_plan_that_fails_ends_the_run_with_its_cause(spark: SparkSession) -> None:
+    @F.udf("long")
+    def fails(number: int) -> int:
+        if number == 70:
+            raise ValueError("on row seventy")
+        return number
+
+    df = spark.range(0, 100, 1, 2).select(fails("id").alias("id"))
+    with pytest.raises(RunError, match="on row seventy"):
+        run(ids_of, ("train",), num_proc=2, data={"train": df}, spark=spark)
+
+
+def test_rows_of_a_random_plan_are_the_same_when_ranks_are_started_again(spark: SparkSession, tmp_path: Path) -> None:
+    def fn(folder: str) -> bool:
+        import torch
+
+        import spark_hvd.torch as hvd
+
+        rows = pickle.dumps(table_of("train", (0, 1)).to_pydict())
+        before = Path(folder) / f"{hvd.rank()}"
+        if before.exists():
+            return before.read_bytes() == rows
+        before.write_bytes(rows)
+        hvd.allreduce(torch.ones(1))
+        if hvd.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        hvd.allreduce(torch.ones(1))
+        return False
+
+    df = spark.range(0, 500, 1, 3).withColumn("x", F.rand()).where("x < 0.7")
+    assert run(fn, (str(tmp_path),), num_proc=2, data={"train": df}, max_restarts=1, spark=spark) == [True, True]
+
+
+def test_rows_go_with_the_run(spark: SparkSession) -> None:
+    folders = run(folder_of, ("train",), num_proc=2, data={"train": spark.range(100)}, spark=spark)
+    assert len(set(folders)) == 2
+    assert not any(map(os.path.exists, folders))
+
+
+@pytest.mark.parametrize("whom", ["rank", "task"])
+def test_rows_go_with_who_is_killed(spark: SparkSession, tmp_path: Path, whom: str) -> None:
+    def fn() -> None:
+
+        import spark_hvd.torch as hvd
+
+        folder = folder_of("train")
+        (tmp_path / f"{hvd.rank()}").write_text(folder)
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        if hvd.rank() == 1:
+            os.kill(os.getpid() if whom == "rank" else holder_of(Path(folder).parent), signal.SIGKILL)
+        while True:
+            time.sleep(1)
+
+    def holder_of(folder: Path) -> int:
+        """The process that holds the folder's lock."""
+        opened = Path("/proc").glob("[0-9]*/fd/*")
+        return next(int(fd.parts[2]) for fd in opened if os.path.realpath(fd) == os.path.realpath(folder))
+
+    with pytest.raises(RunError):
+        run(fn, num_proc=2, data={"train": spark.range(100)}, spark=spark)
+    wait_until(lambda: not ranks_alive())
+    for rank in range(2):
+        folder = Path((tmp_path / f"{rank}").read_text())
+        wait_until(lambda folder=folder: not folder.exists())
+
+
+def test_a_full_disk_is_an_error_of_the_ranks_that_read(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    from spark_hvd.runner.spark import entry
+
+    real = entry.task_of
+
+    def limited(*args: Any, **more: Any) -> Any:
+        task = real(*args, **more)
+
+        def with_limit(batches: Any) -> Any:
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+            try:
+                yield from task(batches)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+        return with_limit
+
+    monkeypatch.setattr("spark_hvd.runner.launch.attempt.task_of", limited)
+    df = spark.range(0, 30_000, 1, 2).selectExpr("id", "sha2(cast(id as string), 512) as text")
+    with pytest.raises(RankFailedError, match=r"the rows of the DataFrame cannot be kept here: .*spark.local.dir"):
+        run(ids_of, ("train",), num_proc=2, data={"train": df}, spark=spark)
+
+
+def test_keys_are_hashed_as_spark_does(spark: SparkSession) -> None:
+    found = spark.range(-2000, 2000).selectExpr("cast(id as int) as key", "hash(cast(id as int)) as hash").collect()
+    assert [spark_hash(row.key) for row in found] == [row.hash for row in found]
+    assert [spark_hash(key) % 37 for key in keys_of_partitions(37)] == list(range(37))
+    frame = InputRows.of({"train": spark.range(0, 500, 1, 3)}, 7).frame
+    assert frame.rdd.getNumPartitions() == 7
+    counts = frame.select(F.spark_partition_id().alias("at"), "__unit").collect()
+    assert all(row["__unit"] * 7 // 4096 == row["at"] for row in counts)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (5, TypeError, r"data\['train'\] is of type int: expected a Spark DataFrame, a pandas"),
+        (pa.table({"__id": [1]}), ValueError, "has a column '__id'"),
+        (pa.table({}), ValueError, "has no columns"),
+        (pa.Table.from_arrays([[1], [2]], names=["x", "x"]), ValueError, "more than one column 'x'"),
+    ],
+)
+def test_values_that_are_no_data(value: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        given({"train": value})
+    with pytest.raises(TypeError, match=r"expected data sets by name, as \{\"train\": df\}"):
+        given([value])  # type: ignore[arg-type]
