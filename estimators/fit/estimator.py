@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 import torch
 from pyspark.ml import Estimator, Model
 
+from spark_hvd.data.parquet import dataset_of
 from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.data.columns import check_columns, columns_of, expression_of, session_of
 from spark_hvd.estimators.data.leases import in_use
 from spark_hvd.estimators.data.materialize import materialize
-from spark_hvd.estimators.data.parquet import dataset_of
 from spark_hvd.estimators.fit.plan import FitPlan, Settings, check_together, label_of, make_plan
 from spark_hvd.estimators.fit.ranks import train_on_ranks
 from spark_hvd.estimators.fit.trial import ROWS, batch_of_rows, first_batch, spec_for

@@ -7,7 +7,6 @@ that a slow row group holds up those behind it, of which at most ``workers + 2``
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
@@ -17,11 +16,12 @@ import numpy as np
 import torch
 
 from spark_hvd.data.readers.batches import Blocks, Layout, RowShapes, cut
+from spark_hvd.data.readers.blocks import TensorWindow
 from spark_hvd.data.readers.files import where
 from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Interval, overlaps
 from spark_hvd.data.readers.values import columns_yielded
-from spark_hvd.data.readers.windows import WINDOW_BYTES, Piece, Window, row_groups_of, runs_of, wanted_of, windows_of
+from spark_hvd.data.readers.windows import WINDOW_BYTES, Piece, row_groups_of, runs_of, wanted_of, windows_of
 from spark_hvd.estimators.petastorm.bridge import install
 from spark_hvd.estimators.petastorm.schema import decoded_spec
 from spark_hvd.store.errors import StoreError
@@ -30,7 +30,7 @@ POOLS = ("thread", "process", "dummy")
 _Result = list[tuple[np.ndarray[Any, Any], torch.dtype]] | Exception
 
 
-class PetastormReader(Reader):
+class PetastormReader(Reader[Batch]):
     """Reads a rank's shard of a data set, pass by pass.
 
     Data sets with a Unischema are decoded by its codecs, which also say what dtype and shape a column has; plain
@@ -106,11 +106,10 @@ class PetastormReader(Reader):
 
     def _window_rows(self) -> int:
         """Rows that fit in a window's memory. The first row group tells, and is read once more for it."""
-        if self._shapes.known is None:
+        if self._shapes.row_bytes is None:
             for _ in self._read([Piece(0, 0, self._spec.dataset.row_groups[0].rows)]):
                 pass
-        assert self._shapes.known is not None
-        return max(1, WINDOW_BYTES // sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._shapes.known))
+        return max(1, WINDOW_BYTES // max(1, self._shapes.row_bytes or 1))
 
     def _shuffled(
         self,
@@ -123,7 +122,7 @@ class PetastormReader(Reader):
         whole = iter(pieces)
         piece, blocks, at = next(whole), next(loaded), 0
         for count, window, places in windows:
-            filling = Window(window, (self._spec.seed, epoch, count), places)
+            filling = TensorWindow(window, (self._spec.seed, epoch, count), places)
             for i, part in enumerate(window):
                 if at == piece.rows:
                     del blocks

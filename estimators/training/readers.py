@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from spark_hvd.data.readers.arrow import ArrowReader
-from spark_hvd.data.readers.reader import Reader, ReaderSpec
+from spark_hvd.data.readers.blocks import TensorForm
+from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 
 
@@ -14,7 +15,7 @@ def reader_spec(spec: TrainSpec, objects: Objects, **fields: Any) -> ReaderSpec:
     return ReaderSpec(**{"columns": spec.columns, "store": spec.store, **spec.reader, **objects.reader, **fields})
 
 
-def open_reader(spec: ReaderSpec) -> Reader:
+def open_reader(spec: ReaderSpec) -> Reader[Batch]:
     """Open the reader of ``spec.kind``.
 
     Raises:
@@ -27,4 +28,4 @@ def open_reader(spec: ReaderSpec) -> Reader:
         from spark_hvd.estimators.petastorm.reader import PetastormReader
 
         return PetastormReader(spec)
-    return ArrowReader(spec)
+    return ArrowReader(spec, TensorForm(spec))

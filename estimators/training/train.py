@@ -65,8 +65,8 @@ class Job:
     resumed: dict[str, Any] | None
     history: History
     checkpoints: Checkpoints
-    feed: Feed
-    validation: Reader | None
+    feed: Feed[Batch]
+    validation: Reader[Batch] | None
     progress: hvd.Progress[Batch] | None = None
 
     @property

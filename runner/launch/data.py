@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.data.handed import PathSource
-
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
@@ -92,6 +90,7 @@ def given(data: Mapping[str, Any] | None) -> Given:
 
     Raises:
         TypeError, ValueError: a name or a value that cannot be one; nothing was started.
+        DataError: files that cannot be read.
     """
     if data is None:
         return Given()
@@ -103,7 +102,9 @@ def given(data: Mapping[str, Any] | None) -> Given:
         if not isinstance(name, str) or not name:
             raise TypeError(f'data[{name!r}]: expected a name, as "train"')
         if isinstance(value, str | os.PathLike):
-            sources[name] = pickle.dumps(PathSource(os.fspath(value)))
+            from spark_hvd.data.source import parquet_source  # and so pyarrow, which a run without data does not need
+
+            sources[name] = pickle.dumps(parquet_source(os.fspath(value)))
         elif type(value).__module__.startswith("pyspark.sql.") and type(value).__name__ == "DataFrame":
             frames[name] = value
             _check_names(name, value.columns)

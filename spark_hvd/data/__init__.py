@@ -1,4 +1,38 @@
 """The rows that a rank trains on, for any framework.
 
-May import store, world and its own readers; no pyspark. Doors: readers, spool.
+May import the context and what is below it, store, and its own readers; no pyspark. Doors: handed, shard, spool.
+Names are loaded when they are asked for: a Spark task that keeps rows on its disk needs no torch.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spark_hvd.data.columns import padded, ragged
+    from spark_hvd.data.handed import get_dataset_shard
+    from spark_hvd.data.loader import ShardLoader
+    from spark_hvd.data.shard import DatasetShard
+    from spark_hvd.data.torch_loader import TorchLoader
+
+_HOMES = {
+    "DatasetShard": "shard",
+    "ShardLoader": "loader",
+    "TorchLoader": "torch_loader",
+    "get_dataset_shard": "handed",
+    "padded": "columns",
+    "ragged": "columns",
+}
+
+__all__ = ["DatasetShard", "ShardLoader", "TorchLoader", "get_dataset_shard", "padded", "ragged"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"spark_hvd.data.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spark_hvd.world.words import nearest
 
+if TYPE_CHECKING:
+    from spark_hvd.data.shard import DatasetShard
+
 _handed: dict[str, bytes] = {}
-
-
-@dataclass(frozen=True)
-class PathSource:
-    """Files that ranks read themselves.
-
-    Attributes:
-        url: Where; a path or a URL.
-    """
-
-    url: str
 
 
 def hand(sources: Mapping[str, bytes]) -> None:
@@ -30,15 +21,31 @@ def hand(sources: Mapping[str, bytes]) -> None:
 
 
 def source_of(name: str) -> Any:
-    """What tells where the rows of a data set are: a :class:`~spark_hvd.data.spool.SpoolSource` or `PathSource`.
+    """What tells where the rows of a data set are: a :class:`~spark_hvd.data.spool.SpoolSource` or a ``DataSource``.
 
     Raises:
-        KeyError: there is none of that name; names those that there are.
+        DataError: there is none of that name; names those that there are.
     """
     if name in _handed:
         return pickle.loads(_handed[name])
-    there = f"This run has {', '.join(map(repr, _handed))}." if _handed else "This run was given none."
-    raise KeyError(
-        f"no data set {name!r}. {there}{nearest(name, _handed)} Data sets are named where ranks are started: "
+    from spark_hvd.data.readers.errors import DataError
+
+    there = f"this run has {', '.join(map(repr, _handed))}" if _handed else "this run was given none"
+    raise DataError(
+        f"no data set {name!r}: {there}.{nearest(name, _handed)} Data sets are named where ranks are started: "
         f"spark_hvd.run(fn, data={{{name!r}: df}})"
     )
+
+
+def get_dataset_shard(name: str = "train") -> DatasetShard:
+    """This rank's part of the data set that ``run`` was given as ``data={name: ...}``. To be called by all ranks.
+
+    Returns once the rows of a DataFrame have arrived.
+
+    Raises:
+        DataError: there is no data set of this name, or its rows do not come.
+    """
+    source = source_of(name)
+    from spark_hvd.data.shard import shard_of  # only now: pyarrow takes a rank without data 0.1 s to load
+
+    return shard_of(name, source)

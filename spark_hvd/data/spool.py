@@ -173,7 +173,11 @@ class Spool:
         self._mapped = [_mapped(str(file)) for file in files]
 
     def tables(
-        self, pieces: Iterable[Piece], seed: Seed | None, window_bytes: int = WINDOW_BYTES
+        self,
+        pieces: Iterable[Piece],
+        seed: Seed | None,
+        window_bytes: int = WINDOW_BYTES,
+        columns: Sequence[str] | None = None,
     ) -> Iterator[pa.Table]:
         """The rows of `pieces` one after the other, as many at once as fit in a window.
 
@@ -181,31 +185,33 @@ class Spool:
             pieces: In the order in which they are wanted.
             seed: Of the order inside the units; None for the order of the DataFrame.
             window_bytes: Memory of a window.
+            columns: Their names, in the order wanted; None for all.
         """
         most = max(1, window_bytes // self._row_bytes)
+        names = [*(self.schema.names if columns is None else columns), ID]
         window: list[Piece] = []
         rows = 0
         for piece in pieces:
             unit = int(self.counts[piece[0]])
             if window and rows + unit > most:
-                yield self._gather(window, seed)
+                yield self._gather(window, seed, names)
                 window, rows = [], 0
             window.append(piece)
             rows += unit
         if rows:
-            yield self._gather(window, seed)
+            yield self._gather(window, seed, names)
 
-    def _gather(self, pieces: Sequence[Piece], seed: Seed | None) -> pa.Table:
+    def _gather(self, pieces: Sequence[Piece], seed: Seed | None, names: list[str]) -> pa.Table:
         units, starts, stops = np.array(pieces, np.int64).T
         parts, places = [], []
         for number, counts in enumerate(self._counts):
             lengths = counts[units].astype(np.int64)
             rows = int(lengths.sum())
             if rows:
-                parts.append(self._part(number, units, lengths, rows))
+                parts.append(self._part(number, units, lengths, names))
                 places.append(np.repeat(np.arange(len(units), dtype=np.int16), lengths))
         if not parts:
-            return self.schema.empty_table()
+            return self.schema.empty_table().select(names[:-1])
         if len(parts) > 1:
             parts = [(pa.concat_batches([batch if at is None else batch.take(at) for batch, at in parts]), None)]
         ((batch, at),) = parts
@@ -220,15 +226,15 @@ class Spool:
         taken = batch.drop_columns([ID]).take(pa.array(order if at is None else at[order]))
         return pa.Table.from_batches([taken])
 
-    def _part(self, number: int, units: Ints, lengths: Ints, rows: int) -> tuple[pa.RecordBatch, Ints | None]:
+    def _part(self, number: int, units: Ints, lengths: Ints, names: list[str]) -> tuple[pa.RecordBatch, Ints | None]:
         """A batch of a file, and where in it the rows of `units` are; None for all of it, in the order of `units`."""
         mapped = self._mapped[number]
         if mapped is not None:
-            return mapped, _stretches(self._ends[number, units] - lengths, lengths)
+            return mapped.select(names), _stretches(self._ends[number, units] - lengths, lengths)
         places = np.cumsum(self._counts[number] > 0) - 1
         with pa.memory_map(str(self._folder / _chunk(number))) as file, pa.ipc.open_file(file) as reader:
             found = [reader.get_batch(places[unit]) for unit in units[lengths > 0]]
-        return pa.concat_batches(found), None
+        return pa.concat_batches(found).select(names), None
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from spark_hvd.context.who import (
     rocm_built,
     size,
 )
+from spark_hvd.data.handed import get_dataset_shard
 from spark_hvd.torch import elastic
 from spark_hvd.torch.move import (
     allgather,
@@ -140,6 +141,7 @@ __all__ = [
     "ddl_built",
     "elastic",
     "generation",
+    "get_dataset_shard",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -77,7 +77,7 @@ arrow = pytest.mark.parametrize("kind", ["arrow"])
 class Share:
     """A reader with the share of one rank: its epochs."""
 
-    def __init__(self, reader: Reader, sharding: Sharding, rank: int, size: int) -> None:
+    def __init__(self, reader: Reader[Batch], sharding: Sharding, rank: int, size: int) -> None:
         self.reader, self.sharding = reader, sharding
         self._mine = Position(), rank, size
 
@@ -89,7 +89,7 @@ class Share:
 
 
 def shared(
-    reader: Reader, meta: DatasetMeta, batch_size: int, *, rank: int = 0, size: int = 1, drop_last: bool = False
+    reader: Reader[Batch], meta: DatasetMeta, batch_size: int, *, rank: int = 0, size: int = 1, drop_last: bool = False
 ) -> Share:
     return Share(reader, Sharding(meta.rows, batch_size, drop_last), rank, size)
 

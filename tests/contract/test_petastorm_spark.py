@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from spark_hvd.data.parquet import dataset_of
 from spark_hvd.data.readers.dataset import DatasetMeta
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.reader import ReaderSpec
-from spark_hvd.estimators.data.parquet import dataset_of
 from spark_hvd.estimators.petastorm import bridge
 from spark_hvd.estimators.petastorm.schema import columns_of_unischema, load_unischema
 from spark_hvd.estimators.training.readers import open_reader

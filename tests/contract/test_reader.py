@@ -211,7 +211,6 @@ def test_row_groups_larger_than_a_window(kind: str, store: Store, shuffle: bool,
 
 @arrow
 def test_a_window_bounds_what_is_in_memory(kind: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    from spark_hvd.data.readers import windows
 
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most, empty = 0, torch.Tensor.new_empty
@@ -223,7 +222,7 @@ def test_a_window_bounds_what_is_in_memory(kind: str, store: Store, monkeypatch:
         most = max(most, sum(len(each) for each in alive))
         return block
 
-    monkeypatch.setattr(windows.torch.Tensor, "new_empty", counted)
+    monkeypatch.setattr(torch.Tensor, "new_empty", counted)
     meta = write(store, numbered(2000), 4, 10)
     for batch in opened(kind, meta, store, 16, shuffle=True, window_rows=100, columns=("row",)).batches(0):
         assert len(batch["row"]) == 16

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import functions as F  # noqa: N812
 
+from spark_hvd import DataError
 from spark_hvd.runner import RankFailedError, RunError, run
 from spark_hvd.runner.launch.data import given
 from spark_hvd.runner.spark.input import InputRows, keys_of_partitions, spark_hash
@@ -92,7 +94,9 @@ def test_partitions_of_any_size(spark: SparkSession, sizes: list[int]) -> None:
     assert fields == others == ["pyarrow.Field<id: int64>"]
 
 
-def test_several_data_sets_of_every_kind(spark: SparkSession) -> None:
+def test_several_data_sets_of_every_kind(spark: SparkSession, tmp_path: Path) -> None:
+    files = tmp_path / "files.parquet"
+    pq.write_table(pa.table({"id": [1]}), files)
     odd = "a `quoted.name"
     train = spark.range(0, 300).select(
         "id",
@@ -108,18 +112,18 @@ def test_several_data_sets_of_every_kind(spark: SparkSession) -> None:
         "none": train.where("id < 0"),
         "table": pa.table({"id": [7, 8, 9]}),
         "pandas": pa.table({"id": [5, 6]}).to_pandas(),
-        "files": Path("/data/files"),
+        "files": files,
     }
 
     def fn() -> tuple[Any, ...]:
         from spark_hvd.data.handed import source_of
 
         tables = {name: table_of(name) for name in ("train", "val", "none", "table", "pandas")}
-        with pytest.raises(KeyError, match=r"no data set 'vale'.*'train', 'val'.*Did you mean 'val'"):
+        with pytest.raises(DataError, match=r"no data set 'vale'.*'train', 'val'.*Did you mean 'val'"):
             source_of("vale")
         schemas = {name: table.schema for name, table in tables.items()}
         rows = [tables[name].to_pylist() for name in ("train", "val", "table", "pandas")]
-        return rows, schemas, source_of("files").url
+        return rows, schemas, source_of("files").dataset.url
 
     shares = run(fn, num_proc=2, data=data, spark=spark)
     rows, val, table, pandas = ([*a, *b] for a, b in zip(shares[0][0], shares[1][0], strict=True))
@@ -132,7 +136,64 @@ def test_several_data_sets_of_every_kind(spark: SparkSession) -> None:
     (_, one, url), (_, other, _) = shares
     assert one == other
     assert one["none"] == one["train"]  # where there is no row, the types are the same
-    assert url == "/data/files"
+    assert url == str(files)
+
+
+def test_a_shard_gives_each_row_once_an_epoch(spark: SparkSession, tmp_path: Path) -> None:
+    spark.range(0, 500, 1, 3).write.parquet(f"{tmp_path}/val")
+    train = spark.range(0, 1000, 1, 5).selectExpr("id", "id / 2.0 as half", "cast(id as string) as name")
+
+    def fn() -> Any:
+        import spark_hvd.torch as hvd
+
+        hvd.init()
+        shard, val = hvd.get_dataset_shard("train"), hvd.get_dataset_shard("val")
+        loader = shard.torch_batches(32, shuffle=True, features=["half"])
+        epochs = []
+        for _ in range(2):
+            batches = list(loader)
+            assert len(batches) == len(loader) == shard.steps(32)
+            for batch in batches:
+                assert batch["features"].tolist() == [[row / 2] for row in batch["id"].tolist()]
+                assert batch["name"] == [str(row) for row in batch["id"].tolist()]
+            epochs.append([row for batch in batches for row in batch["id"].tolist()])
+        held = [row for batch in val.numpy_batches(7) for row in batch["id"].tolist()]
+        return shard.rows, shard.schema.names, epochs, held
+
+    (rows, names, epochs, held), (_, _, others, rest) = run(
+        fn, num_proc=2, data={"train": train, "val": f"{tmp_path}/val"}, spark=spark
+    )
+    assert (rows, names) == (1000, ["id", "half", "name"])
+    for one, other in zip(epochs, others, strict=True):
+        assert sorted(one + other) == list(range(1000))
+    assert epochs[0] != epochs[1]
+    assert sorted(held + rest) == list(range(500))
+    assert sorted(epochs[0]) == sorted(epochs[1]), "a rank has the same rows in each epoch"
+
+
+def test_fewer_rows_than_ranks(spark: SparkSession) -> None:
+    def fn() -> str:
+        import spark_hvd.torch as hvd
+
+        hvd.init()
+        with pytest.raises(DataError) as caught:
+            list(hvd.get_dataset_shard("train").arrow_batches())
+        return str(caught.value)
+
+    for text in run(fn, num_proc=2, data={"train": spark.range(1)}, spark=spark):
+        assert text.startswith("data set 'train' has 1 rows for 2 ranks: expected at least one for each")
+
+
+def test_paths_that_are_no_plain_files(spark: SparkSession, tmp_path: Path) -> None:
+    (tmp_path / "delta" / "_delta_log").mkdir(parents=True)
+    spark.range(4).withColumn("half", F.col("id") % 2).write.partitionBy("half").parquet(f"{tmp_path}/parts")
+    for name, text in [
+        ("nothing", r"there is no .*: expected a Parquet file or a directory"),
+        ("delta", r"is a Delta table, .*spark.read.format\('delta'\)"),
+        ("parts", r"has columns in the names of its directories, 'half', .*spark.read.parquet"),
+    ]:
+        with pytest.raises(DataError, match=text):
+            given({"train": tmp_path / name})
 
 
 def test_a_run_need_not_read_its_data(spark: SparkSession) -> None:

@@ -146,6 +146,7 @@ def test_lists_and_tables_begin_after_a_blank_line(page: Path) -> None:
         ("spark_hvd.torch", {*ReduceOp.__members__, "HorovodInternalError", "checkpoint", "elastic"}),
         ("spark_hvd.torch.elastic", set()),
         ("spark_hvd.checkpoint", set()),
+        ("spark_hvd.data", set()),
         ("spark_hvd.estimators", set()),
         ("spark_hvd.runner", {"run", "run_local", "run_elastic", "run_elastic_local", "doctor"}),
     ],

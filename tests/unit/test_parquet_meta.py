@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from spark_hvd.data.parquet import dataset_of
 from spark_hvd.data.readers.dataset import Column, RowGroup
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.estimators.data.parquet import dataset_of
 from spark_hvd.store import Store
 
 

@@ -14,7 +14,7 @@ from spark_hvd.data.readers.reader import Batch, Reader
 from spark_hvd.data.readers.sharding import Interval, Position, Sharding
 
 
-class Numbers(Reader):
+class Numbers(Reader[Batch]):
     """A reader of the numbers of the rows, in an order that differs with the epoch as a shuffled one does."""
 
     def __init__(self, rows: int) -> None:
@@ -34,7 +34,7 @@ class Numbers(Reader):
         pass
 
 
-def feed(sharding: Sharding, rank: int, size: int, position: Position) -> Feed:
+def feed(sharding: Sharding, rank: int, size: int, position: Position) -> Feed[Batch]:
     return Feed(Numbers(sharding.rows), sharding, rank, size, position)
 
 

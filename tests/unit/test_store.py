@@ -21,8 +21,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from spark_hvd.data.parquet import dataset_of
 from spark_hvd.data.readers.files import arrow_filesystem
-from spark_hvd.estimators.data.parquet import dataset_of
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError, store_error
 from tests import stores

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import pyarrow as pa
-import torch
 
-from spark_hvd.data.readers.batches import Blocks, Layout, RowShapes, cut
 from spark_hvd.data.readers.files import Parts, RowGroups, where
-from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
+from spark_hvd.data.readers.forms import BatchT, Form, RowsT, Window
+from spark_hvd.data.readers.reader import Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Interval, overlaps
-from spark_hvd.data.readers.values import Values, columns_read, columns_yielded
-from spark_hvd.data.readers.windows import WINDOW_BYTES, Piece, Window, row_groups_of, runs_of, wanted_of, windows_of
+from spark_hvd.data.readers.values import columns_read
+from spark_hvd.data.readers.windows import WINDOW_BYTES, Piece, row_groups_of, runs_of, wanted_of, windows_of
 
 CHUNK = 16384
 """Rows that are decoded at once of a row group that is too large for a window."""
 
 _Item = TypeVar("_Item")
-_Load = Callable[[Piece], Blocks]
 
 
-class ArrowReader(Reader):
+class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
     """Reads parts of the line of rows that a data set makes in an epoch.
 
     Shuffled, two windows are in memory, one that is read and one that is consumed; in the order of the files,
@@ -41,19 +38,16 @@ class ArrowReader(Reader):
         DataError: a column is not in the data set.
     """
 
-    def __init__(self, spec: ReaderSpec) -> None:
-        self._spec = spec
-        columns = columns_yielded(spec)
-        self._layout = Layout(columns)
-        self._values = Values(spec, self._layout)
+    def __init__(self, spec: ReaderSpec, form: Form[RowsT, BatchT]) -> None:
+        self._spec, self._form = spec, form
         self._files = RowGroups(spec.store, tuple(column.name for column in columns_read(spec)))
         self._keeps = spec.cache
-        self._kept: dict[Piece, Blocks] = {}
-        self._shapes = RowShapes(self._layout)
+        self._kept: dict[Piece, RowsT] = {}
+        self._row_bytes = form.row_bytes(None, "")
         self._pools: weakref.WeakSet[ThreadPoolExecutor] = weakref.WeakSet()
         self._closed = False
 
-    def batches(self, epoch: int, share: Sequence[Interval], sizes: Sequence[int]) -> Generator[Batch, None, None]:
+    def batches(self, epoch: int, share: Sequence[Interval], sizes: Sequence[int]) -> Generator[BatchT, None, None]:
         """See base class."""
         spec = self._spec
         if self._closed:
@@ -77,7 +71,7 @@ class ArrowReader(Reader):
                 parts = self._shuffled(pool, windows, share, rows, epoch)
             else:
                 parts = self._plain(pool, [*itertools.chain.from_iterable(windows_of(pieces, rows))], rows)
-            yield from cut(parts, self._layout, sizes)
+            yield from self._form.cut(parts, sizes)
         except (CancelledError, RuntimeError) as error:  # a pool that is shut down raises either
             if not self._closed:
                 raise
@@ -93,16 +87,16 @@ class ArrowReader(Reader):
         self._files.close()
         self._kept.clear()
 
-    def _plain(self, pool: ThreadPoolExecutor, pieces: Sequence[Piece], rows: int) -> Iterator[Blocks]:
+    def _plain(self, pool: ThreadPoolExecutor, pieces: Sequence[Piece], rows: int) -> Iterator[RowsT]:
         load = self._loader(pieces, rows)
 
-        def start(piece: Piece) -> Callable[[], Blocks]:
+        def start(piece: Piece) -> Callable[[], RowsT]:
             return pool.submit(load, piece).result
 
-        for blocks in _ahead(start, pieces, self._spec.workers):
+        for rows_read in _ahead(start, pieces, self._spec.workers):
             # What is kept must not change with what the consumer does to its batches.
-            yield [block.clone() for block in blocks] if self._spec.cache else blocks
-            del blocks
+            yield self._form.kept(rows_read) if self._spec.cache else rows_read
+            del rows_read
 
     def _shuffled(
         self,
@@ -111,19 +105,19 @@ class ArrowReader(Reader):
         share: Sequence[Interval],
         rows: int,
         epoch: int,
-    ) -> Iterator[Blocks]:
+    ) -> Iterator[RowsT]:
         wanted = list(wanted_of(windows, share))
         load = self._loader([piece for at, _ in wanted for piece in windows[at]], rows)
 
-        def start(one: tuple[int, list[Interval]]) -> Callable[[], Blocks]:
+        def start(one: tuple[int, list[Interval]]) -> Callable[[], RowsT]:
             at, places = one
-            window = Window(windows[at], (self._spec.seed, epoch, at), places)
+            window = self._form.window(windows[at], (self._spec.seed, epoch, at), places)
             filling = [pool.submit(_fill, window, i, piece, load) for i, piece in enumerate(windows[at])]
             return lambda: _filled(window, filling)
 
         return _ahead(start, wanted, 1)
 
-    def _loader(self, pieces: Sequence[Piece], rows: int) -> _Load:
+    def _loader(self, pieces: Sequence[Piece], rows: int) -> Callable[[Piece], RowsT]:
         """What loads these pieces, in this order, from memory or files; ``rows`` are those of a window."""
         groups, files, chunk = self._spec.dataset.row_groups, self._files, min(rows, CHUNK)
         parts: dict[Piece, Parts] = {}
@@ -132,7 +126,7 @@ class ArrowReader(Reader):
             if group.rows > rows:  # too large to be read whole
                 parts |= dict.fromkeys(run, Parts(files, group, run[0].start, run[-1].stop, chunk))
 
-        def load(piece: Piece) -> Blocks:
+        def load(piece: Piece) -> RowsT:
             kept = self._kept.get(piece)
             if piece in parts:
                 table = parts[piece].read(piece.start, piece.stop, wanted=kept is None)
@@ -142,41 +136,32 @@ class ArrowReader(Reader):
 
         return load
 
-    def _converted(self, table: pa.Table, piece: Piece) -> Blocks:
-        at = where(self._spec.dataset.row_groups[piece.group])
-        blocks = self._values.blocks_of(table, at)
-        self._shapes.check(blocks, at)
+    def _converted(self, table: pa.Table, piece: Piece) -> RowsT:
+        rows = self._form.of(table, where(self._spec.dataset.row_groups[piece.group]))
         if self._keeps:
-            self._kept[piece] = blocks
-        return blocks
+            self._kept[piece] = rows
+        return rows
 
     def _window_rows(self, piece: Piece) -> int:
         """Rows that fit in a window's memory."""
-        if any(column.shape is None or not hasattr(torch, column.dtype) for column in self._layout.columns):
-            # Only data tell the shape. The first row of the shard is read twice for it, once in the reader's life.
-            if self._shapes.known is None:
-                group = self._spec.dataset.row_groups[piece.group]
-                first = next(self._files.stream(group, 1))
-                self._shapes.check(self._values.blocks_of(pa.Table.from_batches([first]), where(group)), where(group))
-            assert self._shapes.known is not None
-            each = sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._shapes.known)
-        else:
-            shapes = [(getattr(torch, column.dtype), column.shape) for column in self._layout.columns]
-            each = sum(dtype.itemsize * math.prod(shape or ()) for dtype, shape in shapes)
-        return max(1, WINDOW_BYTES // max(1, each))
+        if self._row_bytes is None:  # the first rows of the share are read twice for it, once in the reader's life
+            group = self._spec.dataset.row_groups[piece.group]
+            first = pa.Table.from_batches([next(self._files.stream(group, 1))])
+            self._row_bytes = self._form.row_bytes(first, where(group))
+        return max(1, WINDOW_BYTES // max(1, self._row_bytes or 1))
 
 
-def _fill(window: Window, number: int, piece: Piece, load: _Load) -> None:
+def _fill(window: Window[RowsT], number: int, piece: Piece, load: Callable[[Piece], RowsT]) -> None:
     window.put(number, load(piece))
 
 
-def _filled(window: Window, filling: list[Future[None]]) -> Blocks:
+def _filled(window: Window[RowsT], filling: list[Future[None]]) -> RowsT:
     for each in filling:
         each.result()
     return window.take()
 
 
-def _ahead(start: Callable[[_Item], Callable[[], Blocks]], plan: Iterable[_Item], ahead: int) -> Iterator[Blocks]:
+def _ahead(start: Callable[[_Item], Callable[[], RowsT]], plan: Iterable[_Item], ahead: int) -> Iterator[RowsT]:
     """The results of ``plan`` in order; while one is used, the next ``ahead`` are under way."""
     plan = iter(plan)
     waiting = deque(start(item) for item in itertools.islice(plan, ahead))

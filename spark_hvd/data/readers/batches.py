@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -100,6 +101,11 @@ class RowShapes:
         self._layout = layout
         self._lock = threading.Lock()
 
+    @property
+    def row_bytes(self) -> int | None:
+        """Memory of a row; None as long as none is known."""
+        return None if self.known is None else sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.known)
+
     def check(self, blocks: Blocks, where: str) -> None:
         """Look at the blocks of a row group; from any thread.
 
@@ -132,13 +138,14 @@ def as_batch(layout: Layout, blocks: Sequence[torch.Tensor]) -> Batch:
 
 
 def cut(parts: Iterator[Blocks], layout: Layout, sizes: Sequence[int]) -> Iterator[Batch]:
-    """Cut rows that come in parts of any length into batches of ``sizes`` rows; all but the last are of one size.
+    """Cut rows that come in parts of any length into batches of ``sizes`` rows.
 
     Batches inside a part are views of it. What is left of a part is copied, so that the memory of the part is free
     before the next one is asked for.
     """
     held: list[Blocks] = []  # `have` rows, too few for a batch
     step, have = 0, 0
+    ends = [end for _, run in itertools.groupby(range(len(sizes)), sizes.__getitem__) for end in [[*run][-1] + 1]]
     while step < len(sizes):
         blocks = next(parts)
         rows, at = len(blocks[0]), 0
@@ -152,18 +159,19 @@ def cut(parts: Iterator[Blocks], layout: Layout, sizes: Sequence[int]) -> Iterat
             held, have = [], 0
             yield as_batch(layout, first)
             step += 1
-        whole = min((rows - at) // sizes[0], len(sizes) - 1 - step)
-        if whole > 0:
-            # One call of torch cuts all of them: a slice apiece would cost twice the time.
-            slices = [block.narrow(0, at, whole * sizes[0]).split(sizes[0]) for block in blocks]  # type: ignore[no-untyped-call]
-            for each in zip(*slices, strict=True):
-                yield as_batch(layout, each)
-            del slices, each
-            step, at = step + whole, at + whole * sizes[0]
-        if step == len(sizes) - 1 and rows - at >= sizes[step]:
-            yield as_batch(layout, [block.narrow(0, at, sizes[step]) for block in blocks])
-            return
-        if at < rows:
+        for end in ends:  # steps of one size
+            whole = min((rows - at) // sizes[step], end - step) if step < end else 0
+            if whole > 0:
+                # One call of torch cuts all of them: a slice apiece would cost twice the time.
+                slices = [block.narrow(0, at, whole * sizes[step]).split(sizes[step]) for block in blocks]  # type: ignore[no-untyped-call]
+                at += whole * sizes[step]
+                for each in zip(*slices, strict=True):
+                    yield as_batch(layout, each)
+                del slices, each
+                step += whole
+            if step < end:
+                break
+        if at < rows and step < len(sizes):
             held, have = [[block[at:].clone() if at else block for block in blocks]], rows - at
         del blocks
 

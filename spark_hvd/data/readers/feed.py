@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from typing import Generic
 
-from spark_hvd.data.readers.reader import Batch, Reader
+from spark_hvd.data.readers.forms import BatchT
+from spark_hvd.data.readers.reader import Reader
 from spark_hvd.data.readers.sharding import Position, Sharding
 
 
-class Feed(Iterator[Batch]):
+class Feed(Iterator[BatchT], Generic[BatchT]):
     """Endless batches of one rank.
 
     Args:
@@ -22,11 +24,11 @@ class Feed(Iterator[Batch]):
         given: Batches given so far, those skipped included.
     """
 
-    def __init__(self, reader: Reader, sharding: Sharding, rank: int, size: int, position: Position) -> None:
+    def __init__(self, reader: Reader[BatchT], sharding: Sharding, rank: int, size: int, position: Position) -> None:
         self._reader, self.sharding = reader, sharding
         self._rank, self._size = rank, size
         self.given = 0
-        self._batches: Generator[Batch, None, None] | None = None
+        self._batches: Generator[BatchT, None, None] | None = None
         self._begin(position)
 
     @property
@@ -34,11 +36,16 @@ class Feed(Iterator[Batch]):
         """Where the next batch is."""
         return self.sharding.after(self._start, self._done, self._size) if self._done else self._start
 
+    @property
+    def left(self) -> int:
+        """Batches of this epoch that are still to come."""
+        return len(self._sizes) - self._done
+
     def skip(self, batches: int) -> None:
         """Leave batches out."""
         self.given += batches
         while batches:
-            step = min(batches, len(self._sizes) - self._done)
+            step = min(batches, self.left)
             batches -= step
             self._done += step
             if self._done == len(self._sizes):
@@ -46,7 +53,7 @@ class Feed(Iterator[Batch]):
             else:
                 self._drop()
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> BatchT:
         """The next batch.
 
         Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from spark_hvd.data.readers.dataset import DatasetMeta
 from spark_hvd.data.readers.sharding import Interval
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Batch = dict[str, "torch.Tensor"]
 """Column name -> tensor of shape (rows, *shape of the column); all of one length."""
+
+BatchT_co = TypeVar("BatchT_co", covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +59,10 @@ class ReaderSpec:
     removed_fields: tuple[str, ...] = ()
 
 
-class Reader(Protocol):
+class Reader(Protocol[BatchT_co]):
     """Reads parts of the line of rows that a data set makes in an epoch."""
 
-    def batches(self, epoch: int, share: Sequence[Interval], sizes: Sequence[int]) -> Generator[Batch, None, None]:
+    def batches(self, epoch: int, share: Sequence[Interval], sizes: Sequence[int]) -> Generator[BatchT_co, None, None]:
         """Yield batches.
 
         The iterator may be left early; closing it stops the threads.

@@ -64,7 +64,7 @@ class Sharding:
         """The rows of ``rank`` of ``size``, from ``position`` on."""
         left = self.rows - length(position.done)
         start = rank * (left // size) + min(rank, left % size)
-        return part_of(_gaps(self.rows, position.done), start, rows_of(left, rank, size))
+        return part_of(gaps_of(self.rows, position.done), start, rows_of(left, rank, size))
 
     def after(self, position: Position, batches: int, size: int) -> Position:
         """The position once each of ``size`` ranks has taken so many batches; the next epoch's after the last."""
@@ -136,7 +136,7 @@ def part_of(intervals: Iterable[Interval], start: int, rows: int) -> list[Interv
     return found
 
 
-def _gaps(rows: int, done: Iterable[Interval]) -> list[Interval]:
+def gaps_of(rows: int, done: Iterable[Interval]) -> list[Interval]:
     """What is left of ``rows`` rows."""
     found, at = [], 0
     for start, stop in (*done, (rows, rows)):

@@ -7,22 +7,16 @@ of ranks. A window at the cut between two ranks is read by both.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
-from spark_hvd.data.readers.batches import Blocks
 from spark_hvd.data.readers.sharding import overlaps
 
 WINDOW_BYTES = 64 << 20
 """Memory of a window where its number of rows is not given."""
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""For the itemsize of a dtype the integers that can hold its values; numpy has not all dtypes of torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,48 +81,18 @@ def wanted_of(
         yield number, [(start, stop) for _, start, stop in parts]
 
 
-class Window:
-    """Memory for the rows of some pieces, which several threads fill.
+def places_of(rows: int, seed: Sequence[int], wanted: Sequence[tuple[int, int]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """For each of ``rows`` rows where it goes among those that are wanted, in an order drawn; -1 for one that is not.
 
     Args:
-        pieces: Whose rows are shuffled together.
+        rows: Rows that are shuffled together.
         seed: Of the order; nothing else decides it.
         wanted: The places in that order that are kept, ascending.
     """
-
-    def __init__(self, pieces: Sequence[Piece], seed: Sequence[int], wanted: Sequence[tuple[int, int]]) -> None:
-        self._ends = np.cumsum([piece.rows for piece in pieces]).tolist()
-        self._seed, self._wanted = seed, wanted
-        self._rows = sum(stop - start for start, stop in wanted)
-        self._lock = threading.Lock()
-        self._places = np.empty(0, np.int64)
-        self._blocks: Blocks = []
-
-    def put(self, number: int, blocks: Blocks) -> None:
-        """Take in the rows of piece ``number`` of the window."""
-        with self._lock:
-            if not self._blocks:  # only now is it known which shapes the columns have
-                self._places = self._drawn()
-                self._blocks = [block.new_empty((self._rows, *block.shape[1:])) for block in blocks]
-        end = self._ends[number]
-        places = self._places[end - len(blocks[0]) : end]
-        whole = self._rows == self._ends[-1]
-        here = slice(None) if whole else np.flatnonzero(places >= 0)
-        for mine, block in zip(self._blocks, blocks, strict=True):
-            # By numpy: torch would start a team of threads in each thread that reads.
-            bits = _BITS[block.itemsize]
-            mine.view(bits).numpy()[places[here]] = block.view(bits).numpy()[here]
-
-    def take(self) -> Blocks:
-        """The shuffled rows; the window is empty then. Once all pieces are in."""
-        blocks, self._blocks = self._blocks, []
-        return blocks
-
-    def _drawn(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """For each row of the pieces where it goes among those that are kept; -1 for one that is not."""
-        order = np.random.default_rng(self._seed).permutation(self._ends[-1])
-        if self._rows == self._ends[-1]:
-            return order
-        kept = np.full(self._ends[-1], -1)
-        kept[np.concatenate([np.arange(start, stop) for start, stop in self._wanted])] = np.arange(self._rows)
-        return kept[order]
+    order = np.random.default_rng(seed).permutation(rows)
+    count = sum(stop - start for start, stop in wanted)
+    if count == rows:
+        return order
+    kept = np.full(rows, -1)
+    kept[np.concatenate([np.arange(start, stop) for start, stop in wanted])] = np.arange(count)
+    return kept[order]

@@ -1,0 +1,262 @@
+"""What the columns of a batch become: arrays or tensors where there are numbers, lists of Python's values elsewhere.
+
+======================  ===============================================  ==============================
+Spark's type            numpy                                            PyTorch
+======================  ===============================================  ==============================
+numbers, boolean        (rows,) of that type                             the same
+decimal                 (rows,) of float64                               the same
+date, timestamp         (rows,) of datetime64; timestamps in UTC         int64: days or microseconds
+                                                                         since 1970
+string, binary          (rows,) of objects                               a list of str or bytes
+array, also nested      (rows, length) of its values                     the same
+array of other values   a list of lists                                  the same
+vector of Spark ML      (rows, size) of float64                          the same
+struct                  a dict by field                                  the same
+map                     a list of dicts                                  the same
+======================  ===============================================  ==============================
+
+A null is NaN where values are floating point or decimal, NaT in numpy's dates, None in lists and objects; in integers,
+booleans, dates for PyTorch and arrays it is an error. Arrays of different lengths are one too, unless :func:`padded` or
+:func:`ragged` collates the batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from spark_hvd.data.readers.dataset import Column, listed
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.tensors import to_tensor
+
+Features = Sequence[str] | Mapping[str, Sequence[str]]
+"""Names of columns to stack as "features", or by the name of the stack."""
+
+Values = Any
+"""A numpy array, a list, or a dict of such by field."""
+
+Collate = Callable[[pa.RecordBatch], dict[str, Any]]
+_VECTOR = {"type", "size", "indices", "values"}
+
+
+def numpy_batch(batch: pa.RecordBatch, features: Features | None = None) -> dict[str, Values]:
+    """A batch as numpy arrays, which may share its memory and then cannot be written.
+
+    Args:
+        batch: Of any types.
+        features: What is stacked, see :func:`torch_batch`.
+
+    Raises:
+        DataError: nulls, arrays of different lengths, a stack of what are no numbers; the column is named.
+    """
+    stacks = _stacks(batch, features)
+    stacked = {name for names in stacks.values() for name in names}
+    found = {name: _stacked(batch, name, names) for name, names in stacks.items()}
+    return found | {name: values_of(batch.column(name), name) for name in batch.schema.names if name not in stacked}
+
+
+def torch_batch(batch: pa.RecordBatch, features: Features | None = None) -> dict[str, Any]:
+    """A batch as tensors with memory of their own.
+
+    Args:
+        batch: Of any types.
+        features: Columns of numbers, arrays and vectors that are put side by side in one tensor (rows, numbers), of the
+            dtype that holds them all: a list of names for a tensor called "features", or a dict from the names of
+            tensors to such lists. They are not in the batch by themselves then.
+
+    Raises:
+        DataError: as :func:`numpy_batch`.
+    """
+    return {name: _to_torch(values, name) for name, values in numpy_batch(batch, features).items()}
+
+
+def padded(value: float = 0, to: int | None = None, features: Features | None = None) -> Collate:
+    """A ``collate_fn`` for arrays of different lengths: tensors (rows, longest), and the lengths.
+
+    Args:
+        value: Behind the end of shorter arrays.
+        to: Length of all; longer ones are cut. None for that of the longest in the batch.
+        features: As of :func:`torch_batch`.
+
+    Returns:
+        A function of a record batch. For an array column "x" of numbers it gives "x" and "x_lengths", int64 (rows,),
+        where ``to`` has not cut; other columns are as of :func:`torch_batch`.
+    """
+
+    def collate(batch: pa.RecordBatch) -> dict[str, Any]:
+        names = _array_columns(batch)
+        found = torch_batch(batch.drop_columns(names), features) if len(names) < batch.num_columns else {}
+        for name in names:
+            values, offsets = _flat(batch.column(name), name)
+            lengths = np.diff(offsets) if to is None else np.minimum(np.diff(offsets), to)
+            wide = np.full((len(lengths), int(lengths.max(initial=0)) if to is None else to), value, values.dtype)
+            inside = np.arange(wide.shape[1]) < lengths[:, None]
+            wide[inside] = values[(offsets[:-1, None] + np.arange(wide.shape[1]))[inside]]
+            found[name], found[f"{name}_lengths"] = torch.from_numpy(wide), torch.from_numpy(lengths)
+        return found
+
+    return collate
+
+
+def ragged(features: Features | None = None) -> Collate:
+    """A ``collate_fn`` for arrays of different lengths: all values one after the other, and where each row begins.
+
+    Returns:
+        A function of a record batch. For an array column "x" of numbers it gives "x", 1-D, and "x_offsets", int64
+        (rows + 1,), as ``torch.nn.EmbeddingBag`` and nested tensors take them; other columns are as of
+        :func:`torch_batch`.
+    """
+
+    def collate(batch: pa.RecordBatch) -> dict[str, Any]:
+        names = _array_columns(batch)
+        found = torch_batch(batch.drop_columns(names), features) if len(names) < batch.num_columns else {}
+        for name in names:
+            values, offsets = _flat(batch.column(name), name)
+            found[name], found[f"{name}_offsets"] = _to_torch(values, name), torch.from_numpy(offsets)
+        return found
+
+    return collate
+
+
+def values_of(array: pa.Array, name: str) -> Values:
+    """The values of a column; see the module's description.
+
+    Args:
+        array: Of any type.
+        name: Of the column, in messages.
+
+    Raises:
+        DataError: as :func:`numpy_batch`.
+    """
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return values_of(array.dictionary_decode(), name)
+    if pa.types.is_decimal(kind):
+        array, kind = array.cast(pa.float64()), pa.float64()
+    if pa.types.is_timestamp(kind) and kind.unit != "us":
+        array, kind = array.cast(pa.timestamp("us", kind.tz)), pa.timestamp("us", kind.tz)
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+        _check_nulls(array, name)
+        return array.to_numpy(zero_copy_only=False)
+    if pa.types.is_floating(kind) or pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+        return array.to_numpy(zero_copy_only=False)
+    if pa.types.is_struct(kind):
+        if {field.name for field in kind} == _VECTOR:
+            return to_tensor(array, Column(name, "float64", None, "vector", "sparse")).numpy()
+        return {
+            field.name: values_of(values, f"{name}.{field.name}")
+            for field, values in zip(kind, array.flatten(), strict=True)
+        }
+    if _is_array(kind):
+        return _arrays(array, name)
+    if pa.types.is_map(kind):
+        return [None if row is None else dict(row) for row in array.to_pylist()]
+    if pa.types.is_nested(kind):
+        return array.to_pylist()
+    found = np.empty(len(array), object)
+    found[:] = array.to_pylist()
+    return found
+
+
+def _arrays(array: pa.Array, name: str) -> Values:
+    """Arrays of one length, of numbers or of arrays of such."""
+    leaf = array.type
+    while _is_array(leaf):
+        leaf = leaf.value_type
+    if not _is_number(leaf):
+        return array.to_pylist()
+    shape = [len(array)]
+    while _is_array(array.type):
+        _check_nulls(array, name)
+        lengths = np.unique(pa.compute.list_value_length(array).to_numpy())
+        if len(lengths) > 1:
+            raise DataError(
+                f"column {name!r} has arrays of {len(lengths)} different lengths in a batch, from {lengths[0]} to "
+                f"{lengths[-1]}: expected one. Next: give torch_batches a collate_fn, spark_hvd.data.padded() or "
+                "spark_hvd.data.ragged(), or make them alike in the DataFrame"
+            )
+        shape.append(int(lengths[0]) if len(lengths) else 0)
+        array = array.flatten()
+    return values_of(array, name).reshape(shape)
+
+
+def _is_array(kind: pa.DataType) -> bool:
+    return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    tests = pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal
+    return any(test(kind) for test in tests)
+
+
+def _check_nulls(array: pa.Array, name: str) -> None:
+    if array.null_count:
+        raise DataError(
+            f"column {name!r} has {array.null_count} null(s) in a batch of {len(array)} values of type {array.type}, "
+            f"which has no value for it. Next: fill or drop them, df.na.fill(0, [{name!r}]), or take the batch apart "
+            "in a collate_fn"
+        )
+
+
+def _array_columns(batch: pa.RecordBatch) -> list[str]:
+    """Columns of arrays of numbers, which may differ in length."""
+    return [each.name for each in batch.schema if _is_array(each.type) and _is_number(each.type.value_type)]
+
+
+def _flat(array: pa.Array, name: str) -> tuple[Values, np.ndarray[Any, np.dtype[np.int64]]]:
+    """The values of all arrays, and where each begins, with the end of the last."""
+    _check_nulls(array, name)
+    lengths = pa.compute.list_value_length(array).to_numpy().astype(np.int64)
+    return values_of(array.flatten(), name), np.concatenate([[0], np.cumsum(lengths)])
+
+
+def _stacks(batch: pa.RecordBatch, features: Features | None) -> Mapping[str, Sequence[str]]:
+    if features is None:
+        return {}
+    if isinstance(features, str):
+        raise DataError(f"features={features!r}: expected a list of names of columns, or a dict of such lists")
+    stacks = features if isinstance(features, Mapping) else {"features": features}
+    for name, columns in stacks.items():
+        missing = [column for column in columns if column not in batch.schema.names]
+        if missing or not columns:
+            raise DataError(
+                f"features: {name!r} is stacked from {listed(columns)}; expected some of {listed(batch.schema.names)}"
+            )
+    return stacks
+
+
+def _stacked(batch: pa.RecordBatch, name: str, columns: Sequence[str]) -> Values:
+    """Columns side by side, (rows, numbers)."""
+    chosen = batch.select(list(columns))
+    if len(set(chosen.schema.types)) == 1 and pa.types.is_primitive(chosen.schema.types[0]):
+        with contextlib.suppress(pa.ArrowException):  # nulls, dates: the way below knows what to do about them
+            return chosen.to_tensor().to_numpy()
+    parts = []
+    for column in columns:
+        values = values_of(chosen.column(column), column)
+        if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf":
+            raise DataError(
+                f"features: column {column!r} of {name!r} holds {chosen.schema.field(column).type}: expected numbers"
+            )
+        parts.append(values.reshape(len(values), -1))
+    return np.concatenate(parts, axis=1)
+
+
+def _to_torch(values: Values, name: str) -> Any:
+    if isinstance(values, dict):
+        return {field: _to_torch(each, f"{name}.{field}") for field, each in values.items()}
+    if isinstance(values, list) or values.dtype == object:
+        return values if isinstance(values, list) else values.tolist()
+    if values.dtype.kind == "M":
+        if np.isnat(values).any():
+            raise DataError(
+                f"column {name!r} has {int(np.isnat(values).sum())} null(s) among its dates, which no tensor can hold. "
+                f"Next: drop them, df.na.drop(subset=[{name!r}])"
+            )
+        values = values.view(np.int64)
+    return torch.from_numpy(values if values.flags.owndata and values.flags.writeable else values.copy())

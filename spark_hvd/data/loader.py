@@ -1,0 +1,144 @@
+"""The batches of a shard, an epoch at a time, in whatever form a framework takes them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, Generic, TypeVar
+
+import pyarrow as pa
+
+from spark_hvd.context import who
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.feed import Feed
+from spark_hvd.data.readers.reader import Reader
+from spark_hvd.data.readers.sharding import Position, Sharding
+from spark_hvd.data.source import Asked, DataSource
+
+T_co = TypeVar("T_co", covariant=True)
+
+VERSION = 1
+"""Of what :meth:`ShardLoader.state_dict` returns."""
+
+
+class ShardLoader(Generic[T_co]):
+    """This rank's batches. Each ``iter()`` gives the next epoch; all ranks get the same number of batches.
+
+    Leaving an epoch early is allowed; the next ``iter()`` then begins the next epoch. Several threads may share an
+    iterator: each batch goes to one of them.
+
+    Args:
+        name: Of the data set, in messages.
+        source: Where its rows are.
+        sharding: How they are shared.
+        asked: What is read.
+        convert: Makes what is given out of a record batch.
+    """
+
+    __module__ = "spark_hvd.data"
+
+    def __init__(
+        self, name: str, source: DataSource, sharding: Sharding, asked: Asked, convert: Callable[[pa.RecordBatch], T_co]
+    ) -> None:
+        self._name, self._source, self._sharding, self._asked = name, source, sharding, asked
+        self._convert = convert
+        self._next = Position()
+        self._now: _Epoch[T_co] | None = None
+        self._reader: Reader[pa.RecordBatch] | None = None
+        self._process = 0
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch that is read; of the first one, if none is yet."""
+        return self._position.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next ``iter()`` begins this epoch, from 0. Not needed where every epoch is read in turn."""
+        if epoch < 0:
+            raise ValueError(f"epoch={epoch}: expected at least 0")
+        self._next, self._now = Position(epoch), None
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, the same on all ranks."""
+        return len(self._sharding.batches(Position(self._next.epoch), who.rank(), who.size()))
+
+    def __iter__(self) -> Iterator[T_co]:
+        """The batches of an epoch; from where the loaded state was, the first time.
+
+        Raises:
+            DataError: values that do not fit, a file that vanished or changed, fewer rows than ranks.
+        """
+        rank, size = who.rank(), who.size()
+        if not self._sharding.batches(Position(), rank, size):
+            raise DataError(
+                f"data set {self._name!r} has {self._source.rows} rows for {size} ranks: expected at least one for "
+                "each. Next: use fewer ranks"
+            )
+        feed = Feed(self._opened(), self._sharding, rank, size, self._next)
+        self._next = Position(feed.position.epoch + 1)
+        self._now = _Epoch(feed, self._convert)
+        return self._now
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training stands in the data, as JSON-ready values: the same on all ranks, for any number of them.
+
+        It counts the batches that were given. Take it on all ranks after the same number of them.
+        """
+        return {"version": VERSION, "position": self._position.to_json(), **self._order()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken, with as many ranks as there are now: each row of the epoch comes once.
+
+        Raises:
+            DataError: the order of the rows is another one now.
+        """
+        now = {"version": VERSION, **self._order()}
+        differ = [f"{key}={state.get(key)!r}, now {value!r}" for key, value in now.items() if state.get(key) != value]
+        if differ:
+            raise DataError(
+                f"the state does not fit data set {self._name!r}: it was taken with {', '.join(differ)}. Expected the "
+                "same data in the same order. Next: load it with those, or begin an epoch anew by set_epoch"
+            )
+        self._next, self._now = Position.from_json(state["position"]), None
+
+    def close(self) -> None:
+        """Stop threads, give memory back. Also done when nobody holds the loader any more."""
+        reader, self._reader, self._now = self._reader, None, None
+        if reader is not None:
+            reader.close()
+
+    @property
+    def _position(self) -> Position:
+        return self._next if self._now is None else self._now.position
+
+    def _order(self) -> dict[str, Any]:
+        asked = asdict(self._asked)
+        return {"layout": self._source.layout, **{name: asked[name] for name in ("shuffle", "seed", "window_rows")}}
+
+    def _opened(self) -> Reader[pa.RecordBatch]:
+        """The reader of this process: its threads and files do not survive a fork."""
+        if self._reader is None or self._process != os.getpid():
+            self._reader, self._process = self._source.open(self._asked), os.getpid()
+        return self._reader
+
+
+class _Epoch(Iterator[T_co]):
+    def __init__(self, feed: Feed[pa.RecordBatch], convert: Callable[[pa.RecordBatch], T_co]) -> None:
+        self._feed, self._convert = feed, convert
+        self._left = feed.left
+        self._lock = threading.Lock()  # threads share the iterator: the feed counts what it gave
+
+    @property
+    def position(self) -> Position:
+        """After the last batch that was given."""
+        return self._feed.position
+
+    def __next__(self) -> T_co:
+        with self._lock:
+            if not self._left:
+                raise StopIteration
+            batch = next(self._feed)
+            self._left -= 1
+        return self._convert(batch)

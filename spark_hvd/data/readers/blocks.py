@@ -1,0 +1,98 @@
+"""Rows as blocks of tensors, as models take them: the form of the estimators' batches."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from spark_hvd.data.readers.batches import Blocks, Layout, RowShapes, cut
+from spark_hvd.data.readers.forms import Form, Window
+from spark_hvd.data.readers.reader import Batch, ReaderSpec
+from spark_hvd.data.readers.values import Values, columns_yielded
+from spark_hvd.data.readers.windows import Piece, places_of
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""For the itemsize of a dtype the integers that can hold its values; numpy has not all dtypes of torch."""
+
+
+class TensorForm(Form[Blocks, Batch]):
+    """What ``spec`` asks for, through its functions where it has some.
+
+    Raises:
+        DataError: a column is not in the data set.
+    """
+
+    def __init__(self, spec: ReaderSpec) -> None:
+        self._layout = Layout(columns_yielded(spec))
+        self._values = Values(spec, self._layout)
+        self._shapes = RowShapes(self._layout)
+
+    def of(self, table: pa.Table, where: str) -> Blocks:
+        """See base class."""
+        blocks = self._values.blocks_of(table, where)
+        self._shapes.check(blocks, where)
+        return blocks
+
+    def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
+        """See base class."""
+        columns = self._layout.columns
+        if all(column.shape is not None and hasattr(torch, column.dtype) for column in columns):
+            sizes = [int(getattr(torch, each.dtype).itemsize) for each in columns]
+            return sum(size * math.prod(each.shape or ()) for size, each in zip(sizes, columns, strict=True))
+        if self._shapes.known is None and table is not None:
+            self.of(table.slice(0, 1), where)
+        return self._shapes.row_bytes
+
+    def window(self, pieces: Sequence[Piece], seed: Sequence[int], wanted: Sequence[tuple[int, int]]) -> TensorWindow:
+        """See base class."""
+        return TensorWindow(pieces, seed, wanted)
+
+    def cut(self, parts: Iterator[Blocks], sizes: Sequence[int]) -> Iterator[Batch]:
+        """See base class."""
+        return cut(parts, self._layout, sizes)
+
+    def kept(self, rows: Blocks) -> Blocks:
+        """See base class."""
+        return [block.clone() for block in rows]
+
+
+class TensorWindow(Window[Blocks]):
+    """Memory for the rows of some pieces, which several threads fill.
+
+    Args:
+        pieces: Whose rows are shuffled together.
+        seed: Of the order; nothing else decides it.
+        wanted: The places in that order that are kept, ascending.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], seed: Sequence[int], wanted: Sequence[tuple[int, int]]) -> None:
+        self._ends = np.cumsum([piece.rows for piece in pieces]).tolist()
+        self._seed, self._wanted = seed, wanted
+        self._rows = sum(stop - start for start, stop in wanted)
+        self._lock = threading.Lock()
+        self._places = np.empty(0, np.int64)
+        self._blocks: Blocks = []
+
+    def put(self, number: int, rows: Blocks) -> None:
+        """See base class."""
+        with self._lock:
+            if not self._blocks:  # only now is it known which shapes the columns have
+                self._places = places_of(self._ends[-1], self._seed, self._wanted)
+                self._blocks = [block.new_empty((self._rows, *block.shape[1:])) for block in rows]
+        end = self._ends[number]
+        places = self._places[end - len(rows[0]) : end]
+        here = slice(None) if self._rows == self._ends[-1] else np.flatnonzero(places >= 0)
+        for mine, block in zip(self._blocks, rows, strict=True):
+            # By numpy: torch would start a team of threads in each thread that reads.
+            bits = _BITS[block.itemsize]
+            mine.view(bits).numpy()[places[here]] = block.view(bits).numpy()[here]
+
+    def take(self) -> Blocks:
+        """See base class."""
+        blocks, self._blocks = self._blocks, []
+        return blocks

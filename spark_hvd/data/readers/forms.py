@@ -1,0 +1,140 @@
+"""What rows are in memory between the file that they are read from and the batch that they are given in.
+
+As tensors where a model is to take them as they are (``TensorForm``), as Arrow where they may hold anything
+(:class:`TableForm`). A reader knows of this contract alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.windows import Piece, places_of
+
+RowsT = TypeVar("RowsT")
+BatchT = TypeVar("BatchT")
+BatchT_co = TypeVar("BatchT_co", covariant=True)
+
+
+class Window(Protocol[RowsT]):
+    """Takes in the rows of some pieces, from several threads, and gives them out in the order drawn for them."""
+
+    def put(self, number: int, rows: RowsT) -> None:
+        """Take in the rows of piece ``number``."""
+        ...
+
+    def take(self) -> RowsT:
+        """The rows that are wanted, in their order; the window is empty then. Once all pieces are in."""
+        ...
+
+
+class Form(Protocol[RowsT, BatchT_co]):
+    """See the module's description."""
+
+    def of(self, table: pa.Table, where: str) -> RowsT:
+        """The rows of a table; ``where`` names it in errors. Called by several threads.
+
+        Raises:
+            DataError: values do not fit, or differ in kind from those before.
+        """
+        ...
+
+    def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
+        """Memory of a row; None if it takes the first rows, a ``table``, to tell."""
+        ...
+
+    def window(self, pieces: Sequence[Piece], seed: Sequence[int], wanted: Sequence[tuple[int, int]]) -> Window[RowsT]:
+        """Rows of ``pieces`` in an order that only ``seed`` decides; those at the places ``wanted`` are kept."""
+        ...
+
+    def cut(self, parts: Iterator[RowsT], sizes: Sequence[int]) -> Iterator[BatchT_co]:
+        """Batches of so many rows out of parts of any length."""
+        ...
+
+    def kept(self, rows: RowsT) -> RowsT:
+        """Rows that stay as they are whatever is done to the batches cut out of ``rows``."""
+        ...
+
+
+class TableForm(Form[pa.Table, pa.RecordBatch]):
+    """Rows of any types stay in Arrow; batches are record batches, with the schema of the first row group read."""
+
+    def __init__(self) -> None:
+        self._schema: pa.Schema | None = None
+        self._lock = threading.Lock()
+
+    def of(self, table: pa.Table, where: str) -> pa.Table:
+        """See base class."""
+        table = table.replace_schema_metadata(None)
+        with self._lock:
+            self._schema = self._schema or table.schema
+        if table.schema.equals(self._schema):
+            return table
+        try:
+            return table.cast(self._schema)
+        except (pa.ArrowException, ValueError) as error:
+            raise DataError(f"{where} has other columns than a row group before: {error}") from error
+
+    def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
+        """See base class."""
+        return None if table is None else -(-table.nbytes // max(1, table.num_rows))
+
+    def window(self, pieces: Sequence[Piece], seed: Sequence[int], wanted: Sequence[tuple[int, int]]) -> TableWindow:
+        """See base class."""
+        return TableWindow(pieces, seed, wanted)
+
+    def cut(self, parts: Iterator[pa.Table], sizes: Sequence[int]) -> Iterator[pa.RecordBatch]:
+        """See base class."""
+        rest: pa.Table | None = None
+        for size in sizes:
+            held = [] if rest is None else [rest]
+            have = sum(each.num_rows for each in held)
+            while have < size:
+                held.append(next(parts))
+                have += held[-1].num_rows
+            table = held[0] if len(held) == 1 else pa.concat_tables(held)
+            rest = table.slice(size) if have > size else None
+            del held
+            batch = table.slice(0, size)
+            del table
+            yield single(batch)
+
+    def kept(self, rows: pa.Table) -> pa.Table:
+        """See base class."""
+        return rows  # nothing changes what Arrow holds
+
+
+class TableWindow(Window[pa.Table]):
+    """The window of a :class:`TableForm`: pieces are kept as they are, and rows taken out of them at the end."""
+
+    def __init__(self, pieces: Sequence[Piece], seed: Sequence[int], wanted: Sequence[tuple[int, int]]) -> None:
+        self._pieces: list[pa.Table] = [None] * len(pieces)
+        self._rows = sum(piece.rows for piece in pieces)
+        self._seed, self._wanted = seed, wanted
+
+    def put(self, number: int, rows: pa.Table) -> None:
+        """See base class."""
+        self._pieces[number] = rows
+
+    def take(self) -> pa.Table:
+        """See base class."""
+        pieces, self._pieces = self._pieces, []
+        places = places_of(self._rows, self._seed, self._wanted)
+        order = np.empty(sum(stop - start for start, stop in self._wanted), np.int64)
+        kept: Any = slice(None) if len(order) == self._rows else places >= 0
+        order[places[kept]] = np.flatnonzero(kept) if len(order) < self._rows else np.arange(self._rows)
+        # In one piece: taking rows out of many looks up the piece of each.
+        return pa.concat_tables(pieces).combine_chunks().take(order)
+
+
+def single(table: pa.Table) -> pa.RecordBatch:
+    """A table as one batch, without a copy where its columns are in one piece."""
+    batches = table.to_batches()
+    if len(batches) != 1:
+        batches = table.combine_chunks().to_batches()
+    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)

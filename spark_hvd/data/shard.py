@@ -1,0 +1,177 @@
+"""What ``fn`` sees of a data set that ``run`` was given: ``hvd.get_dataset_shard("train")``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from spark_hvd.collectives.objects import allgather_object
+from spark_hvd.context import who
+from spark_hvd.data.columns import Features, numpy_batch
+from spark_hvd.data.frame import FrameSource
+from spark_hvd.data.loader import ShardLoader
+from spark_hvd.data.readers.dataset import listed
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.sharding import Position, Sharding
+from spark_hvd.data.source import Asked, DataSource
+from spark_hvd.data.spool import SpoolSource
+
+if TYPE_CHECKING:
+    from spark_hvd.data.torch_loader import TorchLoader
+
+T = TypeVar("T")
+
+
+class DatasetShard:
+    """This rank's part of a data set. Each row of it goes to one rank in an epoch; all ranks make as many steps.
+
+    Args:
+        name: Its name in ``data=``.
+        source: Where its rows are.
+    """
+
+    __module__ = "spark_hvd.data"
+
+    def __init__(self, name: str, source: DataSource) -> None:
+        self.name, self._source = name, source
+
+    def __repr__(self) -> str:
+        return f"DatasetShard({self.name!r}, rows={self.rows}, columns={listed(self.schema.names)})"
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns."""
+        return self._source.schema
+
+    @property
+    def rows(self) -> int:
+        """Number of rows, those of all ranks together."""
+        return self._source.rows
+
+    def steps(self, batch_size: int, drop_last: bool = False) -> int:
+        """Batches of an epoch, the same on all ranks.
+
+        Args:
+            batch_size: Rows in a batch of one rank.
+            drop_last: Leave out the batch at the end that is not full.
+
+        Raises:
+            DataError: ``batch_size`` is less than 1.
+        """
+        sharding = self._sharding(batch_size, drop_last, Asked(columns=()))
+        return len(sharding.batches(Position(), who.rank(), who.size()))
+
+    def torch_batches(
+        self,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        columns: Sequence[str] | None = None,
+        features: Features | None = None,
+        collate_fn: Callable[[pa.RecordBatch], Any] | None = None,
+        drop_last: bool = False,
+        window_rows: int | None = None,
+        workers: int = 2,
+    ) -> TorchLoader[Any]:
+        """Batches for PyTorch: dicts of tensors, or what ``collate_fn`` makes of a ``pyarrow.RecordBatch``.
+
+        The loader is a ``torch.utils.data.IterableDataset`` of whole batches: iterate over it, hand it to Lightning, or
+        to ``DataLoader(loader, batch_size=None)``.
+
+        Args:
+            batch_size: Rows in a batch of one rank.
+            shuffle: Another order in each epoch, drawn from ``seed`` and the epoch's number; the number of ranks does
+                not change it.
+            seed: Of the order; the same on all ranks.
+            columns: Names of the columns to read; None for all.
+            features: Columns of numbers to stack into one tensor (rows, columns): their names, for a tensor called
+                "features", or a dict from the names of tensors to those of columns.
+            collate_fn: Makes the batch; gets a ``pyarrow.RecordBatch`` of the columns.
+            drop_last: Leave out the batch at the end that is not full.
+            window_rows: Rows that are shuffled together; None for as many as fit in 64 MiB.
+            workers: Threads that read ahead.
+
+        Raises:
+            DataError: a column is not there, or a number is out of range.
+        """
+        from spark_hvd.data.columns import torch_batch
+        from spark_hvd.data.torch_loader import TorchLoader
+
+        asked = self._asked(columns, shuffle, seed, window_rows, workers)
+        convert = collate_fn or (lambda batch: torch_batch(batch, features))
+        return TorchLoader(self.name, self._source, self._sharding(batch_size, drop_last, asked), asked, convert)
+
+    def numpy_batches(
+        self,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        columns: Sequence[str] | None = None,
+        features: Features | None = None,
+        drop_last: bool = False,
+        window_rows: int | None = None,
+        workers: int = 2,
+    ) -> ShardLoader[dict[str, np.ndarray[Any, Any] | list[Any]]]:
+        """Batches for every other framework: dicts of numpy arrays. Arguments are those of :meth:`torch_batches`."""
+        asked = self._asked(columns, shuffle, seed, window_rows, workers)
+        sharding = self._sharding(batch_size, drop_last, asked)
+        return ShardLoader(self.name, self._source, sharding, asked, lambda batch: numpy_batch(batch, features))
+
+    def arrow_batches(
+        self,
+        batch_size: int = 1024,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        columns: Sequence[str] | None = None,
+        drop_last: bool = False,
+        window_rows: int | None = None,
+        workers: int = 2,
+    ) -> ShardLoader[pa.RecordBatch]:
+        """Batches as they are read, of type ``pyarrow.RecordBatch``. Arguments are those of :meth:`torch_batches`."""
+        asked = self._asked(columns, shuffle, seed, window_rows, workers)
+        sharding = self._sharding(batch_size, drop_last, asked)
+        return ShardLoader(self.name, self._source, sharding, asked, lambda batch: batch)
+
+    def _sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
+        if batch_size < 1:
+            raise DataError(f"batch_size={batch_size}: expected at least 1")
+        return self._source.sharding(batch_size, drop_last, asked)
+
+    def _asked(
+        self, columns: Sequence[str] | None, shuffle: bool, seed: int, window_rows: int | None, workers: int
+    ) -> Asked:
+        names = self.schema.names
+        if isinstance(columns, str):
+            raise DataError(f"columns={columns!r}: expected a list of names, [{columns!r}]")
+        wanted = tuple(names if columns is None else columns)
+        missing = [name for name in wanted if name not in names]
+        if missing or not wanted:
+            raise DataError(
+                f"columns={list(wanted)!r}: expected some of those of data set {self.name!r}: {listed(names)}"
+            )
+        for argument, value in (("window_rows", window_rows), ("workers", workers)):
+            if value is not None and value < 1:
+                raise DataError(f"{argument}={value}: expected at least 1")
+        return Asked(columns=wanted, shuffle=shuffle, seed=seed, window_rows=window_rows, workers=workers)
+
+
+def shard_of(name: str, told: DataSource | SpoolSource) -> DatasetShard:
+    """The shard of what this rank was told of a data set; of a DataFrame, once all ranks have their rows.
+
+    Raises:
+        DataError: the rows do not come.
+    """
+    if not isinstance(told, SpoolSource):
+        return DatasetShard(name, told)
+    spool = told.open()
+    counts = np.zeros_like(spool.counts)
+    mine = slice(told.units.start, told.units.stop)
+    for units, found in allgather_object((mine, spool.counts[mine]), name=f"spark_hvd.rows_of.{name}"):
+        counts[units] = found
+    return DatasetShard(name, FrameSource(spool, counts))

@@ -1,0 +1,135 @@
+"""The rows of a DataFrame on the disks of several ranks: one line of an epoch, whatever their number."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spark_hvd.data.frame import FrameSource
+from spark_hvd.data.readers.feed import Feed
+from spark_hvd.data.readers.sharding import Position
+from spark_hvd.data.source import Asked
+from spark_hvd.data.spool import Spool, SpoolWriter
+from spark_hvd.data.units import ID, STRIDE, UNIT, UNITS, units_of
+
+PARTITIONS = 3
+
+
+def sources(folder: Path, rows: int, size: int) -> list[FrameSource]:
+    """What each of ``size`` ranks has of a DataFrame of three partitions, in chunks of a few rows."""
+    number = np.arange(rows)
+    ids = (number % PARTITIONS << 33) + number // PARTITIONS
+    units = (number // PARTITIONS * STRIDE + number % PARTITIONS * 977) % UNITS
+    spools = []
+    for rank in range(size):
+        mine = units_of(rank, size)
+        here = np.random.default_rng(rows).permutation(np.flatnonzero((units >= mine.start) & (units < mine.stop)))
+        place = tempfile.mkdtemp(dir=folder) + "/rows"
+        writer = SpoolWriter(place, pa.schema({"row": pa.int64(), "half": pa.float64()}), chunk_rows=7)
+        found = pa.table({UNIT: units[here].astype(np.int32), ID: ids[here], "row": here, "half": here / 2})
+        for batch in found.to_batches(max_chunksize=4):
+            writer.write(batch)
+        writer.close()
+        spools.append(Spool(place))
+    counts = np.sum([spool.counts for spool in spools], axis=0)
+    return [FrameSource(spool, counts) for spool in spools]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("frames")
+
+
+def rows_of(batch: pa.RecordBatch) -> list[int]:
+    found: list[int] = batch.column("row").to_pylist()
+    return found
+
+
+def in_line(folder: Path, size: int, asked: Asked, epoch: int, rows: int) -> list[int]:
+    """The rows of an epoch as they stand in its line, from what ``size`` ranks read."""
+    line: dict[int, int] = {}
+    for rank, source in enumerate(sources(folder, rows, size)):
+        sharding = source.sharding(7, False, asked)
+        share, sizes = (part(Position(epoch), rank, size) for part in (sharding.share, sharding.batches))
+        read = [row for batch in source.open(asked).batches(epoch, share, sizes) for row in rows_of(batch)]
+        line |= dict(zip(itertools.chain(*(range(*interval) for interval in share)), read, strict=True))
+    return [line[place] for place in range(rows)]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_order_does_not_depend_on_the_number_of_ranks(folder: Path, shuffle: bool) -> None:
+    asked = Asked(columns=("row",), shuffle=shuffle, seed=3)
+    line = in_line(folder, 1, asked, 1, 500)
+    assert sorted(line) == list(range(500))
+    assert in_line(folder, 2, asked, 1, 500) == in_line(folder, 5, asked, 1, 500) == line
+    assert (in_line(folder, 1, asked, 2, 500) == line) is not shuffle
+    assert in_line(folder, 2, Asked(columns=("row",), shuffle=shuffle, seed=4), 1, 500) != line or not shuffle
+
+
+@given(
+    rows=st.integers(1, 300),
+    batch_size=st.integers(1, 20),
+    worlds=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), min_size=1, max_size=3),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_row_comes_once_whatever_happens_to_the_ranks(
+    folder: Path, rows: int, batch_size: int, worlds: list[tuple[int, int]], shuffle: bool, drop_last: bool
+) -> None:
+    asked, position, seen = Asked(columns=("row",), shuffle=shuffle), Position(2), []
+    for size, batches in worlds:
+        feeds = list(_feeds(folder, rows, size, batch_size, drop_last, asked, position))
+        if not feeds:
+            return
+        assert len({feed.left for feed in feeds}) == 1, "ranks take equal steps"
+        for _ in range(min(batches, feeds[0].left)):
+            taken = [rows_of(next(feed)) for feed in feeds]
+            assert all(taken)
+            seen += itertools.chain(*taken)
+        (position,) = {feed.position for feed in feeds}
+        if position.epoch != 2:
+            assert len(worlds) > 1 or drop_last or sorted(seen) == list(range(rows))
+            break
+    assert len(seen) == len(set(seen))
+
+
+def _feeds(
+    folder: Path, rows: int, size: int, batch_size: int, drop_last: bool, asked: Asked, position: Position
+) -> Iterator[Feed[pa.RecordBatch]]:
+    """Of each rank; none where a rank has no row."""
+    for rank, source in enumerate(sources(folder, rows, size)):
+        sharding = source.sharding(batch_size, drop_last, asked)
+        if not sharding.batches(position, rank, size):
+            return
+        yield Feed(source.open(asked), sharding, rank, size, position)
+
+
+def test_ranks_that_differ_in_rows_take_equal_steps(folder: Path) -> None:
+    source = sources(folder, 1000, 3)[0]
+    sharding = source.sharding(10, False, Asked(columns=("row",)))
+    left = [sum(sharding.batches(Position(), rank, 3)) for rank in range(3)]
+    assert len(set(left)) > 1
+    sizes = [sharding.batches(Position(), rank, 3) for rank in range(3)]
+    assert [len(each) for each in sizes] == [-(-max(left) // 10)] * 3
+    assert max(max(each) for each in sizes) == 10
+    assert min(min(each[:-1]) for each in sizes) >= 9
+    whole = source.sharding(10, True, Asked(columns=("row",)))
+    assert [whole.batches(Position(), rank, 3) for rank in range(3)] == [[10] * (min(left) // 10)] * 3
+
+
+def test_only_the_columns_asked_for(folder: Path) -> None:
+    (source,) = sources(folder, 20, 1)
+    assert source.schema.names == ["row", "half"]
+    asked = Asked(columns=("half", "row"))
+    (batch,) = source.open(asked).batches(0, [(0, 20)], [20])
+    assert batch.schema.names == ["half", "row"]
+    assert batch.column("half").to_pylist() == [row / 2 for row in rows_of(batch)]

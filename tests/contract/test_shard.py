@@ -1,0 +1,191 @@
+"""What ``fn`` reads of a data set: each row once over all ranks, equal steps, and a state that goes on anywhere."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import spark_hvd.torch as hvd
+from spark_hvd import DataError, run_local
+from spark_hvd.data.handed import get_dataset_shard, hand
+from spark_hvd.data.loader import ShardLoader
+from spark_hvd.data.shard import DatasetShard
+from spark_hvd.data.source import ParquetSource
+from spark_hvd.store import Store
+from tests.contract.reader_data import no_thread_stays, numbered, write
+
+ROWS = 103
+
+
+def source_in(folder: Path) -> ParquetSource:
+    store = Store.create(folder)
+    return ParquetSource(write(store, numbered(ROWS), 3, 10), store)
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Iterator[DatasetShard]:
+    """That of a world of one."""
+    hvd.init()
+    hand({"train": pickle.dumps(source_in(tmp_path))})
+    with no_thread_stays():
+        yield get_dataset_shard("train")
+    hand({})
+    hvd.shutdown()
+
+
+def rows_of(batches: Any) -> list[int]:
+    return [row for batch in batches for row in batch["row"].tolist()]
+
+
+def test_what_a_shard_says(shard: DatasetShard) -> None:
+    assert shard.rows == ROWS
+    assert shard.schema == pa.schema({"row": pa.int64(), "half": pa.float32(), "other": pa.float32()})
+    assert (shard.steps(10), shard.steps(10, drop_last=True)) == (11, 10)
+    assert repr(shard) == "DatasetShard('train', rows=103, columns='row', 'half', 'other')"
+
+
+def test_batches_in_each_form(shard: DatasetShard) -> None:
+    loader = shard.torch_batches(10)
+    tensors, arrays, tables = list(loader), list(shard.numpy_batches(10)), list(shard.arrow_batches(10))
+    assert len(loader) == len(tensors) == len(arrays) == len(tables) == 11
+    for tensor, array, table in zip(tensors, arrays, tables, strict=True):
+        assert isinstance(table, pa.RecordBatch)
+        for name in ("row", "half", "other"):
+            assert tensor[name].tolist() == array[name].tolist() == table.column(name).to_pylist()
+    assert [len(batch["row"]) for batch in tensors] == [10] * 10 + [3]
+    assert rows_of(tensors) == list(range(ROWS))
+    assert list(next(iter(shard.torch_batches(10, columns=["other", "row"])))) == ["other", "row"]
+    sums = list(shard.torch_batches(10, collate_fn=lambda batch: pa.compute.sum(batch.column("row")).as_py()))
+    assert sum(sums) == sum(range(ROWS))
+    stacked = next(iter(shard.torch_batches(10, features=["half", "other"])))
+    assert torch.equal(stacked["features"], torch.stack([tensors[0]["half"], tensors[0]["other"]], 1))
+
+
+def test_each_iteration_is_the_next_epoch(shard: DatasetShard) -> None:
+    loader = shard.torch_batches(10, shuffle=True, seed=3, window_rows=20)
+    epochs = [rows_of(loader) for _ in range(3)]
+    assert all(sorted(epoch) == list(range(ROWS)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert loader.epoch == 3
+    loader.set_epoch(1)
+    assert rows_of(loader) == epochs[1]
+    next(iter(loader))  # left early: the next epoch is another one, whole
+    assert sorted(rows_of(loader)) == list(range(ROWS))
+    again = shard.torch_batches(10, shuffle=True, seed=3, window_rows=20)
+    assert rows_of(again) == epochs[0]
+
+
+def test_threads_share_an_iterator(shard: DatasetShard) -> None:
+    batches = iter(shard.torch_batches(2))
+    seen: list[list[int]] = [[], []]
+    threads = [threading.Thread(target=lambda mine=mine: mine.extend(rows_of(batches))) for mine in seen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen[0] + seen[1]) == list(range(ROWS))
+
+
+@pytest.mark.parametrize("make", [DatasetShard.torch_batches, DatasetShard.numpy_batches, DatasetShard.arrow_batches])
+def test_two_iterators_side_by_side(shard: DatasetShard, make: Callable[..., ShardLoader[Any]]) -> None:
+    loader = make(shard, 10)
+    pairs = list(zip(loader, loader, strict=True))
+    assert [(len(a["row"]), len(b["row"])) for a, b in pairs] == [(10, 10)] * 10 + [(3, 3)]
+
+
+def test_data_loaders(shard: DatasetShard) -> None:
+    loader = shard.torch_batches(10)
+    assert rows_of(DataLoader(loader, batch_size=None)) == list(range(ROWS))
+    assert rows_of(DataLoader(loader, batch_size=None, num_workers=2)) == list(range(ROWS))
+
+
+def test_the_state_goes_on_where_it_was_taken(shard: DatasetShard) -> None:
+    asked: dict[str, Any] = {"shuffle": True, "seed": 3, "window_rows": 20}
+    loader = shard.torch_batches(10, **asked)
+    whole = [rows_of(loader), rows_of(loader)]
+    for epoch, taken in ((0, 0), (0, 4), (1, 10), (1, 11)):
+        loader = shard.torch_batches(10, **asked)
+        loader.set_epoch(epoch)
+        batches = iter(loader)
+        first = rows_of(next(batches) for _ in range(taken))
+        state = loader.state_dict()
+        other = shard.torch_batches(10, **asked)
+        other.load_state_dict(state)
+        assert other.state_dict() == state
+        if taken < 11:
+            assert first + rows_of(other) == whole[epoch]
+        assert sorted(rows_of(other)) == list(range(ROWS))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"seed": 4}, "seed=3, now 4"),
+        ({"shuffle": False}, "shuffle=True, now False"),
+        ({"window_rows": 30}, "window_rows=20, now 30"),
+    ],
+)
+def test_a_state_of_another_order_is_refused(shard: DatasetShard, change: dict[str, Any], text: str) -> None:
+    asked: dict[str, Any] = {"shuffle": True, "seed": 3, "window_rows": 20}
+    state = shard.torch_batches(10, **asked).state_dict()
+    with pytest.raises(DataError, match=f"the state does not fit data set 'train': .*{text}.*set_epoch"):
+        shard.torch_batches(10, **{**asked, **change}).load_state_dict(state)
+
+
+def test_what_is_asked_for_wrongly(shard: DatasetShard) -> None:
+    for call, text in [
+        (lambda: get_dataset_shard("test"), "no data set 'test': this run has 'train'. Data sets are named"),
+        (lambda: shard.torch_batches(0), "batch_size=0: expected at least 1"),
+        (lambda: shard.torch_batches(1, workers=0), "workers=0: expected at least 1"),
+        (lambda: shard.numpy_batches(1, columns=["row", "nope"]), "of data set 'train': 'row', 'half', 'other'"),
+        (lambda: shard.arrow_batches(columns="row"), r"columns='row': expected a list of names, \['row'\]"),
+    ]:
+        with pytest.raises(DataError, match=text):
+            call()
+    hand({})
+    with pytest.raises(
+        DataError, match=r"no data set 'train': this run was given none. .*run\(fn, data={'train': df}\)"
+    ):
+        get_dataset_shard("train")
+
+
+def some_batches(source: ParquetSource, state: dict[str, Any] | None, batches: int) -> tuple[list[int], dict[str, Any]]:
+    hand({"train": pickle.dumps(source)})
+    loader = get_dataset_shard("train").torch_batches(7, shuffle=True, window_rows=25)
+    if state is not None:
+        loader.load_state_dict(state)
+    found = rows_of(batch for _, batch in zip(range(batches), loader, strict=False))
+    return found, loader.state_dict()
+
+
+def test_ranks_come_and_go_in_an_epoch(tmp_path: Path) -> None:
+    source, state, seen = source_in(tmp_path), None, []
+    for size, batches in ((2, 3), (3, 1), (1, 100)):
+        values = run_local(some_batches, (source, state, batches), num_proc=size, verbose=0)
+        seen += [row for found, _ in values for row in found]
+        states = [after for _, after in values]
+        assert all(each == states[0] for each in states)
+        state = states[0]
+    assert sorted(seen) == list(range(ROWS))
+
+
+def too_few(source: ParquetSource) -> str:
+    hand({"train": pickle.dumps(source)})
+    with pytest.raises(DataError) as caught:
+        list(get_dataset_shard("train").torch_batches(1))
+    return str(caught.value)
+
+
+def test_more_ranks_than_rows(tmp_path: Path) -> None:
+    store = Store.create(tmp_path)
+    source = ParquetSource(write(store, numbered(2)), store)
+    for text in run_local(too_few, (source,), num_proc=3, verbose=0):
+        assert text.startswith("data set 'train' has 2 rows for 3 ranks: expected at least one for each. Next: ")
