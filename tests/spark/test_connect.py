@@ -191,3 +191,17 @@ def test_a_lost_executor_is_survived(connect: SparkSession) -> None:
         return hvd.rank(), hvd.generation()
 
     assert run(train, num_proc=2, spark=connect, max_restarts=1, verbose=0) == [(0, 1), (1, 1)]
+
+
+def test_rows_of_a_frame_come_to_the_ranks(connect: SparkSession) -> None:
+    def rows() -> list[int]:
+        from spark_hvd.data.handed import source_of
+
+        source = source_of("train")
+        spool = source.open()
+        tables = spool.tables([(unit, 0, int(spool.counts[unit])) for unit in source.units], None)
+        return [each for table in tables for each in table.column("id").to_pylist()]
+
+    some, others = run(rows, num_proc=2, spark=connect, data={"train": connect.range(0, 1000, 1, 3)}, verbose=0)
+    assert sorted(some + others) == list(range(1000))
+    assert min(len(some), len(others)) > 400

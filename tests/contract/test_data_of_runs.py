@@ -1,0 +1,62 @@
+"""What ranks without Spark are handed: tables of this program's, and the paths of files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pyarrow as pa
+import pytest
+
+from spark_hvd.runner import run_elastic, run_elastic_local, run_local
+from spark_hvd.runner.launch import data
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+TABLE = pa.table({"id": range(500), "name": [f"row {i}" for i in range(500)]})
+
+
+def read(name: str) -> tuple[str, list[dict[str, Any]]]:
+    from spark_hvd.data.handed import source_of
+
+    source = source_of(name)
+    rows = source.open()
+    pieces = [(unit, 0, int(rows.counts[unit])) for unit in source.units]
+    return source.folder, [row for table in rows.tables(pieces, None) for row in table.to_pylist()]
+
+
+@pytest.mark.parametrize("value", [TABLE, TABLE.to_pandas()], ids=["arrow", "pandas"])
+def test_ranks_share_the_rows_of_a_table(value: Any) -> None:
+    (folder, some), (same, others) = run_local(read, ("train",), num_proc=2, data={"train": value})
+    assert sorted(some + others, key=lambda row: row["id"]) == TABLE.to_pylist()
+    assert abs(len(some) - len(others)) < 8
+    assert folder == same
+    assert not os.path.exists(folder)
+
+
+@pytest.mark.parametrize("launch", [run_local, run_elastic_local])
+def test_paths_go_to_the_ranks(launch: Any) -> None:
+    def fn() -> Any:
+        from spark_hvd.data.handed import source_of
+
+        return [source_of(name) for name in ("train", "val")]
+
+    sources = [data.PathSource("s3://bucket/train"), data.PathSource("/data/val")]
+    assert launch(fn, num_proc=2, data={"train": "s3://bucket/train", "val": Path("/data/val")}) == [sources] * 2
+
+
+def test_a_run_without_data_says_how_to_give_it() -> None:
+    def fn() -> None:
+        with pytest.raises(KeyError, match=r"no data set 'train'\. This run was given none.*run\(fn, data="):
+            read("train")
+
+    run_local(fn, num_proc=1)
+
+
+@pytest.mark.parametrize("launch", [run_elastic, run_elastic_local])
+def test_elastic_ranks_read_files_only(launch: Any) -> None:
+    with pytest.raises(ValueError, match=r"data\['train'\] has its rows in Spark or in this program, .* give the path"):
+        launch(read, data={"train": TABLE})
