@@ -172,6 +172,10 @@ def shard_of(name: str, told: DataSource | SpoolSource) -> DatasetShard:
     spool = told.open()
     counts = np.zeros_like(spool.counts)
     mine = slice(told.units.start, told.units.stop)
-    for units, found in allgather_object((mine, spool.counts[mine]), name=f"spark_hvd.rows_of.{name}"):
+    all_ranks = allgather_object(
+        (mine, spool.counts[mine], told.part, spool.window_rows), name=f"spark_hvd.rows_of.{name}"
+    )
+    for units, found, _, _ in all_ranks:
         counts[units] = found
-    return DatasetShard(name, FrameSource(spool, counts))
+    parts, windows = tuple(part for _, _, part, _ in all_ranks), (rows for *_, rows in all_ranks)
+    return DatasetShard(name, FrameSource(spool, counts, parts, min(windows)))
