@@ -54,7 +54,7 @@ def numpy_batch(batch: pa.RecordBatch, features: Features | None = None) -> dict
     Raises:
         DataError: nulls, arrays of different lengths, a stack of what are no numbers; the column is named.
     """
-    stacks = _stacks(batch, features)
+    stacks = stacks_of(batch, features)
     stacked = {name for names in stacks.values() for name in names}
     found = {name: _stacked(batch, name, names) for name, names in stacks.items()}
     return found | {name: values_of(batch.column(name), name) for name in batch.schema.names if name not in stacked}
@@ -163,6 +163,15 @@ def values_of(array: pa.Array, name: str) -> Values:
     return found
 
 
+def is_array_like(kind: pa.DataType) -> bool:
+    """Whether values of this type become an array, with a row for each."""
+    while _is_array(kind):
+        kind = kind.value_type
+    if pa.types.is_struct(kind):
+        return {field.name for field in kind} == _VECTOR
+    return _is_number(kind) or pa.types.is_date(kind) or bool(pa.types.is_timestamp(kind))
+
+
 def _arrays(array: pa.Array, name: str) -> Values:
     """Arrays of one length, of numbers or of arrays of such."""
     leaf = array.type
@@ -176,7 +185,7 @@ def _arrays(array: pa.Array, name: str) -> Values:
         lengths = np.unique(pa.compute.list_value_length(array).to_numpy())
         if len(lengths) > 1:
             raise DataError(
-                f"column {name!r} has arrays of {len(lengths)} different lengths in a batch, from {lengths[0]} to "
+                f"column {name!r} has arrays of {len(lengths)} different lengths, from {lengths[0]} to "
                 f"{lengths[-1]}: expected one. Next: give torch_batches a collate_fn, spark_hvd.data.padded() or "
                 "spark_hvd.data.ragged(), or make them alike in the DataFrame"
             )
@@ -197,7 +206,7 @@ def _is_number(kind: pa.DataType) -> bool:
 def _check_nulls(array: pa.Array, name: str) -> None:
     if array.null_count:
         raise DataError(
-            f"column {name!r} has {array.null_count} null(s) in a batch of {len(array)} values of type {array.type}, "
+            f"column {name!r} has {array.null_count} null(s) among {len(array)} values of type {array.type}, "
             f"which has no value for it. Next: fill or drop them, df.na.fill(0, [{name!r}]), or take the batch apart "
             "in a collate_fn"
         )
@@ -215,7 +224,12 @@ def _flat(array: pa.Array, name: str) -> tuple[Values, np.ndarray[Any, np.dtype[
     return values_of(array.flatten(), name), np.concatenate([[0], np.cumsum(lengths)])
 
 
-def _stacks(batch: pa.RecordBatch, features: Features | None) -> Mapping[str, Sequence[str]]:
+def stacks_of(batch: pa.RecordBatch, features: Features | None) -> Mapping[str, Sequence[str]]:
+    """By the name of each stack the columns that it is made of.
+
+    Raises:
+        DataError: a column is not in the batch.
+    """
     if features is None:
         return {}
     if isinstance(features, str):

@@ -13,6 +13,7 @@ import pyarrow as pa
 from spark_hvd.context import who
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.feed import Feed
+from spark_hvd.data.readers.forms import Form
 from spark_hvd.data.readers.reader import Reader
 from spark_hvd.data.readers.sharding import Position, Sharding
 from spark_hvd.data.source import Asked, DataSource
@@ -34,19 +35,26 @@ class ShardLoader(Generic[T_co]):
         source: Where its rows are.
         sharding: How they are shared.
         asked: What is read.
-        convert: Makes what is given out of a record batch.
+        form: Makes the form that rows are read into.
+        collate: Makes what is given out of a batch of that form.
     """
 
     __module__ = "spark_hvd.data"
 
     def __init__(
-        self, name: str, source: DataSource, sharding: Sharding, asked: Asked, convert: Callable[[pa.RecordBatch], T_co]
+        self,
+        name: str,
+        source: DataSource,
+        sharding: Sharding,
+        asked: Asked,
+        form: Callable[[], Form[pa.Table, Any]],
+        collate: Callable[[Any], T_co] = lambda batch: batch,
     ) -> None:
         self._name, self._source, self._sharding, self._asked = name, source, sharding, asked
-        self._convert = convert
+        self._form, self._collate = form, collate
         self._next = Position()
         self._now: _Epoch[T_co] | None = None
-        self._reader: Reader[pa.RecordBatch] | None = None
+        self._reader: Reader[Any] | None = None
         self._process = 0
 
     @property
@@ -78,7 +86,7 @@ class ShardLoader(Generic[T_co]):
             )
         feed = Feed(self._opened(), self._sharding, rank, size, self._next)
         self._next = Position(feed.position.epoch + 1)
-        self._now = _Epoch(feed, self._convert)
+        self._now = _Epoch(feed, self._collate)
         return self._now
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,16 +125,16 @@ class ShardLoader(Generic[T_co]):
         asked = asdict(self._asked)
         return {"layout": self._source.layout, **{name: asked[name] for name in ("shuffle", "seed", "window_rows")}}
 
-    def _opened(self) -> Reader[pa.RecordBatch]:
+    def _opened(self) -> Reader[Any]:
         """The reader of this process: its threads and files do not survive a fork."""
         if self._reader is None or self._process != os.getpid():
-            self._reader, self._process = self._source.open(self._asked), os.getpid()
+            self._reader, self._process = self._source.open(self._asked, self._form()), os.getpid()
         return self._reader
 
 
 class _Epoch(Iterator[T_co]):
-    def __init__(self, feed: Feed[pa.RecordBatch], convert: Callable[[pa.RecordBatch], T_co]) -> None:
-        self._feed, self._convert = feed, convert
+    def __init__(self, feed: Feed[Any], collate: Callable[[Any], T_co]) -> None:
+        self._feed, self._collate = feed, collate
         self._left = feed.left
         self._lock = threading.Lock()  # threads share the iterator: the feed counts what it gave
 
@@ -141,4 +149,4 @@ class _Epoch(Iterator[T_co]):
                 raise StopIteration
             batch = next(self._feed)
             self._left -= 1
-        return self._convert(batch)
+        return self._collate(batch)

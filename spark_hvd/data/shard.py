@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -10,11 +11,13 @@ import pyarrow as pa
 
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.context import who
-from spark_hvd.data.columns import Features, numpy_batch
+from spark_hvd.data.column_form import ColumnForm
+from spark_hvd.data.columns import Features, numpy_batch, torch_batch
 from spark_hvd.data.frame import FrameSource
 from spark_hvd.data.loader import ShardLoader
 from spark_hvd.data.readers.dataset import listed
 from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position, Sharding
 from spark_hvd.data.source import Asked, DataSource
 from spark_hvd.data.spool import SpoolSource
@@ -98,12 +101,16 @@ class DatasetShard:
         Raises:
             DataError: a column is not there, or a number is out of range.
         """
-        from spark_hvd.data.columns import torch_batch
+        import torch
+
         from spark_hvd.data.torch_loader import TorchLoader
 
         asked = self._asked(columns, shuffle, seed, window_rows, workers)
-        convert = collate_fn or (lambda batch: torch_batch(batch, features))
-        return TorchLoader(self.name, self._source, self._sharding(batch_size, drop_last, asked), asked, convert)
+        sharding = self._sharding(batch_size, drop_last, asked)
+        if collate_fn is not None:
+            return TorchLoader(self.name, self._source, sharding, asked, TableForm, collate_fn)
+        form = partial(ColumnForm, torch_batch, features, torch.cat)
+        return TorchLoader(self.name, self._source, sharding, asked, form)
 
     def numpy_batches(
         self,
@@ -120,7 +127,8 @@ class DatasetShard:
         """Batches for every other framework: dicts of numpy arrays. Arguments are those of :meth:`torch_batches`."""
         asked = self._asked(columns, shuffle, seed, window_rows, workers)
         sharding = self._sharding(batch_size, drop_last, asked)
-        return ShardLoader(self.name, self._source, sharding, asked, lambda batch: numpy_batch(batch, features))
+        form = partial(ColumnForm, numpy_batch, features, np.concatenate)
+        return ShardLoader(self.name, self._source, sharding, asked, form)
 
     def arrow_batches(
         self,
@@ -136,7 +144,7 @@ class DatasetShard:
         """Batches as they are read, of type ``pyarrow.RecordBatch``. Arguments are those of :meth:`torch_batches`."""
         asked = self._asked(columns, shuffle, seed, window_rows, workers)
         sharding = self._sharding(batch_size, drop_last, asked)
-        return ShardLoader(self.name, self._source, sharding, asked, lambda batch: batch)
+        return ShardLoader(self.name, self._source, sharding, asked, TableForm)
 
     def _sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
         if batch_size < 1:
@@ -172,10 +180,6 @@ def shard_of(name: str, told: DataSource | SpoolSource) -> DatasetShard:
     spool = told.open()
     counts = np.zeros_like(spool.counts)
     mine = slice(told.units.start, told.units.stop)
-    all_ranks = allgather_object(
-        (mine, spool.counts[mine], told.part, spool.window_rows), name=f"spark_hvd.rows_of.{name}"
-    )
-    for units, found, _, _ in all_ranks:
+    for units, found in allgather_object((mine, spool.counts[mine]), name=f"spark_hvd.rows_of.{name}"):
         counts[units] = found
-    parts, windows = tuple(part for _, _, part, _ in all_ranks), (rows for *_, rows in all_ranks)
-    return DatasetShard(name, FrameSource(spool, counts, parts, min(windows)))
+    return DatasetShard(name, FrameSource(spool, counts))

@@ -14,7 +14,7 @@ from spark_hvd.data.readers.arrow import ArrowReader
 from spark_hvd.data.readers.dataset import DatasetMeta, listed
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.files import arrow_filesystem
-from spark_hvd.data.readers.forms import TableForm
+from spark_hvd.data.readers.forms import BatchT, Form
 from spark_hvd.data.readers.reader import Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Sharding
 from spark_hvd.store import Store
@@ -61,8 +61,8 @@ class DataSource(Protocol):
         """How the rows of an epoch are shared."""
         ...
 
-    def open(self, asked: Asked) -> Reader[pa.RecordBatch]:
-        """A reader of the rows that this rank can be given."""
+    def open(self, asked: Asked, form: Form[pa.Table, BatchT]) -> Reader[BatchT]:
+        """A reader of the rows that this rank can be given, which gives them in a form."""
         ...
 
 
@@ -99,7 +99,7 @@ class ParquetSource(DataSource):
         """See base class."""
         return Sharding(self.rows, batch_size, drop_last)
 
-    def open(self, asked: Asked) -> Reader[pa.RecordBatch]:
+    def open(self, asked: Asked, form: Form[pa.Table, BatchT]) -> Reader[BatchT]:
         """See base class."""
         spec = ReaderSpec(
             dataset=self.dataset,
@@ -110,7 +110,7 @@ class ParquetSource(DataSource):
             window_rows=asked.window_rows,
             workers=asked.workers,
         )
-        return ArrowReader(spec, TableForm())
+        return ArrowReader(spec, form)
 
 
 def parquet_source(url: str) -> ParquetSource:

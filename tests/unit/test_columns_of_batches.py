@@ -113,11 +113,11 @@ def test_by_value(name: str) -> None:
 @pytest.mark.parametrize(
     ("array", "text"),
     [
-        (pa.array([1, None]), r"column 'x' has 1 null\(s\) in a batch of 2 values of type int64.*Next: fill or drop"),
+        (pa.array([1, None]), r"column 'x' has 1 null\(s\) among 2 values of type int64.*Next: fill or drop"),
         (pa.array([True, None]), r"column 'x' has 1 null\(s\)"),
-        (pa.array([[1], None]), r"column 'x' has 1 null\(s\) in a batch of 2 values of type list"),
+        (pa.array([[1], None]), r"column 'x' has 1 null\(s\) among 2 values of type list"),
         (pa.array([{"a": 1}, None]), r"column 'x.a' has 1 null\(s\)"),
-        (pa.array([[1], [1, 2], []]), r"column 'x' has arrays of 3 different lengths in a batch, from 0 to 2.*padded"),
+        (pa.array([[1], [1, 2], []]), r"column 'x' has arrays of 3 different lengths, from 0 to 2.*padded"),
     ],
 )
 def test_what_no_array_can_hold(array: pa.Array, text: str) -> None:

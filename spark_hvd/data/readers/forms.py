@@ -61,8 +61,8 @@ class Form(Protocol[RowsT, BatchT_co]):
         ...
 
 
-class TableForm(Form[pa.Table, pa.RecordBatch]):
-    """Rows of any types stay in Arrow; batches are record batches, with the schema of the first row group read."""
+class TablesForm(Form[pa.Table, BatchT]):
+    """Rows of any types stay in Arrow, with the schema of the first row group read; a subclass cuts batches."""
 
     def __init__(self) -> None:
         self._schema: pa.Schema | None = None
@@ -88,25 +88,19 @@ class TableForm(Form[pa.Table, pa.RecordBatch]):
         """See base class."""
         return TableWindow(pieces, seed, wanted)
 
-    def cut(self, parts: Iterator[pa.Table], sizes: Sequence[int]) -> Iterator[pa.RecordBatch]:
-        """See base class."""
-        rest: pa.Table | None = None
-        for size in sizes:
-            held = [] if rest is None else [rest]
-            have = sum(each.num_rows for each in held)
-            while have < size:
-                held.append(next(parts))
-                have += held[-1].num_rows
-            table = held[0] if len(held) == 1 else pa.concat_tables(held)
-            rest = table.slice(size) if have > size else None
-            del held
-            batch = table.slice(0, size)
-            del table
-            yield single(batch)
-
     def kept(self, rows: pa.Table) -> pa.Table:
         """See base class."""
         return rows  # nothing changes what Arrow holds
+
+
+class TableForm(TablesForm[pa.RecordBatch]):
+    """Batches are record batches."""
+
+    def cut(self, parts: Iterator[pa.Table], sizes: Sequence[int]) -> Iterator[pa.RecordBatch]:
+        """See base class."""
+        for pieces in pieces_of(parts, sizes):
+            tables = [table.slice(start, stop - start) for table, start, stop in pieces]
+            yield single(tables[0] if len(tables) == 1 else pa.concat_tables(tables))
 
 
 class TableWindow(Window[pa.Table]):
@@ -130,6 +124,23 @@ class TableWindow(Window[pa.Table]):
         order[places[kept]] = np.flatnonzero(kept) if len(order) < self._rows else np.arange(self._rows)
         # In one piece: taking rows out of many looks up the piece of each.
         return pa.concat_tables(pieces).combine_chunks().take(order)
+
+
+def pieces_of(parts: Iterator[RowsT], sizes: Sequence[int]) -> Iterator[list[tuple[RowsT, int, int]]]:
+    """Which rows of which parts make batches of so many rows: (part, the first row, the one after the last)."""
+    part: Any = ()
+    at = 0
+    for size in sizes:
+        pieces: list[tuple[RowsT, int, int]] = []
+        while size:
+            while at == len(part):
+                part = None  # its memory is free before the next is asked for
+                part, at = next(parts), 0
+            stop = min(len(part), at + size)
+            pieces.append((part, at, stop))
+            size, at = size - (stop - at), stop
+        yield pieces
+        del pieces
 
 
 def single(table: pa.Table) -> pa.RecordBatch:
