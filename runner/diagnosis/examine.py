@@ -215,8 +215,8 @@ class _Examination:
         assigned = [Assigned(task.partition, task.key, task.name, task.gpus) for task in ways.tasks]
         self._add("GPUs", lambda: check_gpus(facts, hosts, assigned, config.backend, config.gpus_per_proc))
         if ways.tasks:
-            if not facts.connect:
-                self._add("executor to driver", lambda: check_driver_ways(ways.driver, ways.tasks, ways.silent))
+            way = partial(check_driver_ways, ways.driver, ways.tasks, ways.silent, connect=facts.connect)
+            self._add("executor to driver", way)
             self._add("rank to rank", lambda: check_rank_ways(ways.tasks, self._ports))
             ahead = {t.name: t.driver.ahead for t in ways.tasks if t.driver is not None and t.driver.error is None}
             self._add("clock", lambda: check_clocks(ahead))

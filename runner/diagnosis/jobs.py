@@ -178,16 +178,17 @@ def try_network(
     """Let the tasks of one barrier stage connect to the driver and to each other, and the driver to their executors."""
     ways, token = Ways(), secrets.token_bytes(TOKEN_BYTES)
     with contextlib.ExitStack() as closing:
-        if not on_spark.is_connect(spark):
+        bind = None
+        try:
             public, bind = on_spark.driver_hosts(spark)
-            try:
-                server = EchoServer(on_spark.address_of(bind), ports, token)
-                closing.callback(server.close)
-                ways.driver = public, server.port
-            except OSError as failed:
-                problem = f"the driver cannot listen on {bind}: {failed.strerror or failed}"
-                remedy = "--conf spark.driver.bindAddress=0.0.0.0"
-                ways.problems.append(warning("executor to driver", problem, remedy))
+            server = EchoServer(on_spark.address_of(bind), ports, token)
+            closing.callback(server.close)
+            ways.driver = public, server.port
+        except OSError as failed:
+            where = "" if bind is None else f" on {bind}"
+            problem = f"the driver cannot listen{where}: {failed.strerror or failed}"
+            remedy = "" if on_spark.is_connect(spark) else "--conf spark.driver.bindAddress=0.0.0.0"
+            ways.problems.append(warning("executor to driver", problem, remedy))
         name = f"spark_hvd-doctor-{uuid.uuid4().hex[:12]}"
         plan = pickle.dumps(NetworkPlan(ways.driver, ports, tuple(interfaces), token))
         task = task_of("diagnosis.network", "run_network_task", plan, b"")

@@ -16,7 +16,7 @@ _SLOW = 3.0
 
 
 def check_driver_ways(
-    driver: tuple[str, int] | None, tasks: Sequence[TaskNetwork], silent: Collection[str]
+    driver: tuple[str, int] | None, tasks: Sequence[TaskNetwork], silent: Collection[str], *, connect: bool = False
 ) -> Iterator[Finding]:
     """Whether executors reach the driver, and the driver them.
 
@@ -24,13 +24,17 @@ def check_driver_ways(
         driver: Where the driver listened; None where it could not, or has no address.
         tasks: What the tasks found.
         silent: Hosts whose executors do not answer the driver.
+        connect: Whether the driver is a client of Spark Connect, whose address is that of its way to the server.
     """
+    setting = "--conf spark.driver.host=<an address that executors reach>"
+    if connect:
+        setting = "# or run this program on a host that executors reach, such as one of the cluster"
     if driver is None:
         yield warning(
             "executor to driver",
             "the driver has no address for executors: ranks meet among themselves, and their output stays in the "
             "executors' logs",
-            "--conf spark.driver.bindAddress=0.0.0.0 --conf spark.driver.host=<an address that executors reach>",
+            setting if connect else f"--conf spark.driver.bindAddress=0.0.0.0 {setting}",
         )
         return
     failed = {task.name: task.driver.error for task in tasks if task.driver is not None and task.driver.error}
@@ -39,8 +43,7 @@ def check_driver_ways(
             "executor to driver",
             f"{'; '.join(f'{name}: {error}' for name, error in failed.items())} (to {driver[0]}:{driver[1]}). Runs "
             "work, but start ten seconds later, and the ranks' output stays in the executors' logs",
-            f'run(..., ports="30000-30100")   # and open these ports of {driver[0]} for the executors\n'
-            "--conf spark.driver.host=<an address that executors reach>",
+            f'run(..., ports="30000-30100")   # and open these ports of {driver[0]} for the executors\n{setting}',
         )
     else:
         slowest = max((task.driver.rtt for task in tasks if task.driver is not None), default=0.0)

@@ -92,7 +92,9 @@ def check_slots(facts: SparkFacts) -> Iterator[Finding]:
     there, asked = facts.slots, facts.asked
     kind = "local mode: all ranks share this machine" if facts.local else f"master {facts.master}"
     if there is None:
-        yield ok("slots", f"Spark Connect cannot say how many tasks can run at once ({kind})")
+        found = f"Spark Connect cannot say how many tasks can run at once ({kind})"
+        remedy = "run(..., num_proc=4)   # it has to be said, and doctor(num_proc=4) tries that many"
+        yield ok("slots", found) if asked else warning("slots", f"{found}; one was tried", remedy)
     elif there == 0 or (asked is not None and asked > there):
         yield error(
             "slots",

@@ -99,8 +99,8 @@ def run_elastic(
     Raises:
         ValueError, TypeError: an argument is wrong; nothing was started.
         UnpicklableError: fn or an argument cannot be pickled. Nothing was started.
-        ClusterError: the application cannot run this (Spark Connect, speculation, too few slots, a driver that
-            executors do not reach).
+        ClusterError: the application cannot run this (speculation, too few slots, a driver that executors do not
+            reach).
         StartTimeoutError: fewer than `min_num_proc` tasks started in `start_timeout`.
         TooFewRanksError: fewer than `min_num_proc` ranks were left for `elastic_timeout`.
         ResetLimitError: more failures than `reset_limit`.

@@ -128,8 +128,8 @@ def run_agent(
                     raise DriverUnreachableError(
                         f"SPARK_HVD_UNREACHABLE: host {host} cannot reach the driver at {common.hub.host}:"
                         f"{common.hub.port}, where elastic runs are decided. Set spark.driver.host to an address of "
-                        "the driver that executors reach, open its ports (ports=), or use spark_hvd.run, which needs "
-                        "no such connection.:END"
+                        "the driver that executors reach (a client of Spark Connect has to run where they reach it), "
+                        "open its ports (ports=), or use spark_hvd.run, which needs no such connection.:END"
                     )
                 link.hello(number, task=task)
                 agent = Agent(link, server, job, spec.value_limit, executor)

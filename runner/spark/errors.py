@@ -16,6 +16,7 @@ _UNREACHABLE = re.compile(r"SPARK_HVD_UNREACHABLE: (.*?):END", re.DOTALL)
 _CRASHED = re.compile(r"Python worker exited unexpectedly|Python worker failed to connect back")
 _CANCELLED = re.compile(r"Job \d+ cancelled[^\n]*|\[SPARK_JOB_CANCELLED\][^\n]*")
 _TOO_LARGE = re.compile(r"(Total size of serialized results.*?maxResultSize[^\n]*)")
+_MESSAGE = re.compile(r"message larger than max \([^)]*\)")
 
 _INSTALL = (
     "Install spark_hvd (with pyarrow and pyzmq) for that Python on every executor, or point PYSPARK_PYTHON at one that "
@@ -59,6 +60,11 @@ def translate(error: Exception, size: int, placement: Placement | None = None) -
         return ResultTooLargeError(
             f"the values that fn returned are too large to collect: {match[1]}. Return less (save the model from rank "
             "0 and return its path), or raise spark.driver.maxResultSize."
+        )
+    if match := _MESSAGE.search(text):
+        return ClusterError(
+            f"fn and its arguments are too large for Spark Connect: {match[0]} bytes. Let ranks read what is large "
+            "from a place that they reach, and give fn its path."
         )
     if match := _LOST.search(text):
         executor = _EXECUTOR.search(text)

@@ -179,6 +179,8 @@ class TaskJob:
 
     def attempts(self) -> list[TaskAttempt]:
         """The attempts of tasks that Spark has started, and whether each runs; empty where it cannot be asked."""
+        if is_connect(self._spark):
+            return []
         try:
             found = spark_private.tasks_of(self._spark, self._tag)
             leaving = spark_private.decommissioned(self._spark, {task.executor for task in found})

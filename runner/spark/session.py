@@ -154,12 +154,6 @@ def check_elastic_possible(spark: SparkSession) -> None:
     Raises:
         ClusterError: it cannot run at all.
     """
-    if is_connect(spark):
-        raise ClusterError(
-            "an elastic run is decided on the driver, which executors must reach: with Spark Connect this program is "
-            "none. Run it as a classic application (spark-submit, or SparkSession.builder.master(...)), or use "
-            "spark_hvd.run(..., max_restarts=...)"
-        )
     if conf(spark, "spark.speculation") == "true":
         raise ClusterError(
             "spark.speculation=true: Spark would start a second copy of tasks that run for long, which all ranks do. "

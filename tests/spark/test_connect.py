@@ -11,16 +11,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import psutil
 import pytest
+import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.runner import ClusterError, RankFailedError, StartTimeoutError, run
+from spark_hvd.estimators import TorchModel
+from spark_hvd.runner import ClusterError, Level, RankFailedError, StartTimeoutError, doctor, run, run_elastic
 from spark_hvd.runner.launch import attempt as attempt_module
 from tests.conftest import LOCAL_CLUSTER, SHORT_LIVED, ranks_alive, wait_until
+from tests.daemons import end, listens
+from tests.doctor_cases import of
+from tests.spark import estimator_support
 from tests.spark.test_driver import cut_off
 
 if TYPE_CHECKING:
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(180)]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(estimator_support)
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +55,7 @@ def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         "spark.connect.grpc.binding.address": "127.0.0.1",
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
+        "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",  # and not 15 s after an executor was lost
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.shuffle.partitions": "2",
@@ -58,29 +65,28 @@ def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     conf = [word for key, value in settings.items() for word in ("--conf", f"{key}={value}")]
     server = "org.apache.spark.sql.connect.service.SparkConnectServer"
     log = tmp_path_factory.mktemp("connect") / "server.log"
-    with log.open("w") as output:
+    command = ["setpriv", "--pdeathsig", "KILL", str(home / "bin" / "spark-submit"), "--master", LOCAL_CLUSTER]
+    with log.open("wb") as output:
         process = subprocess.Popen(
-            [str(home / "bin" / "spark-submit"), "--master", LOCAL_CLUSTER, "--class", server, *conf, "spark-internal"],
+            [*command, "--class", server, *conf, "spark-internal"],
             env={**os.environ, "SPARK_HOME": str(home)},
             stdout=output,
             stderr=subprocess.STDOUT,
         )
 
-    def listens() -> bool:
+    def ready() -> bool:
         assert process.poll() is None, log.read_text()[-4000:]
-        with socket.socket() as client:
-            return client.connect_ex(("127.0.0.1", port)) == 0
+        return listens("127.0.0.1", port)
 
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")  # PySpark sets it, for good
-            wait_until(listens, 90)
+            wait_until(ready, 90)
             session = SparkSession.builder.remote(f"sc://127.0.0.1:{port}").create()
             yield session
             session.stop()
     finally:
-        process.terminate()
-        process.wait(30)
+        end(process)
 
 
 class Stream(io.StringIO):
@@ -205,3 +211,50 @@ def test_rows_of_a_frame_come_to_the_ranks(connect: SparkSession) -> None:
     some, others = run(rows, num_proc=2, spark=connect, data={"train": connect.range(0, 1000, 1, 3)}, verbose=0)
     assert sorted(some + others) == list(range(1000))
     assert min(len(some), len(others)) > 400
+
+
+def test_an_elastic_run_goes_on_without_an_executor_and_then_with_another(connect: SparkSession) -> None:
+    def train() -> tuple[int, int]:
+        state = hvd.elastic.ObjectState(step=0)
+
+        @hvd.elastic.run
+        def go(state: Any) -> tuple[int, int]:
+            while hvd.size() < 2 or hvd.generation() == 0:
+                hvd.allreduce(torch.ones(1), name="x")
+                state.step += 1
+                state.commit()
+                if (hvd.rank(), hvd.generation(), state.step) == (1, 0, 3):
+                    psutil.Process(int(psutil.Process().cmdline()[-2])).kill()
+                    time.sleep(60)
+                time.sleep(0.05)
+            return hvd.rank(), hvd.size()
+
+        return go(state)
+
+    values = run_elastic(train, num_proc=2, min_num_proc=1, spark=connect, verbose=0)
+    assert values == [(0, 2), (1, 2)]
+
+
+def test_an_argument_that_is_too_large_for_a_message(connect: SparkSession) -> None:
+    with pytest.raises(
+        ClusterError, match=r"too large for Spark Connect: message larger than max \(14\d+ vs\. 13\d+\)"
+    ):
+        run(len, (os.urandom(140_000_000),), num_proc=2, spark=connect, verbose=0)
+
+
+def test_an_estimator_fits_and_its_model_transforms_and_is_saved(connect: SparkSession, tmp_path: Path) -> None:
+    frame = estimator_support.frame(connect, partitions=2)
+    model = estimator_support.estimator(store=str(tmp_path / "store")).fit(frame)
+    assert [row["epoch"] for row in model.getHistory()] == [1, 2]
+    predictions = model.transform(frame).orderBy("row").toPandas()["prediction"]
+    model.write().save(str(tmp_path / "model"))
+    again = TorchModel.load(str(tmp_path / "model")).transform(frame).orderBy("row").toPandas()["prediction"]
+    assert list(predictions) == list(again)
+
+
+def test_the_doctor(connect: SparkSession) -> None:
+    report = doctor(connect, num_proc=2, seconds=0.2)
+    assert report.ok
+    assert "all tasks reach 127.0.0.1:" in of("executor to driver", report.findings).found
+    assert of("executor to driver", report.findings).level is Level.OK
+    assert of("all-reduce", report.findings).found.startswith("2 ranks: ")

@@ -115,6 +115,7 @@ def test_a_driver_out_of_reach_is_a_warning_with_remedies() -> None:
     assert "a: TimeoutError: x (to 10.0.0.9:4000)" in finding.found
     assert "spark.driver.host" in finding.remedy
     assert of("executor to driver", check_driver_ways(None, [], ())).level is Level.WARNING
+    assert "spark.driver" not in of("executor to driver", check_driver_ways(None, [], (), connect=True)).remedy
     assert of("executor to driver", check_driver_ways(DRIVER, [task(0)], ())).level is Level.OK
 
 

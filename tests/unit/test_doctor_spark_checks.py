@@ -50,6 +50,8 @@ def test_slots_held_by_others() -> None:
 
 def test_connect_cannot_say() -> None:
     assert "cannot say" in of("slots", check_spark(application(slots=None, connect=True))).found
+    finding = of("slots", check_spark(application(slots=None, connect=True, asked=None)))
+    assert (finding.level, "num_proc=4" in finding.remedy) == (Level.WARNING, True)
 
 
 def test_dynamic_allocation() -> None:
