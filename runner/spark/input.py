@@ -31,7 +31,20 @@ class InputRows:
     @classmethod
     def of(cls, frames: Mapping[str, DataFrame], tasks: int) -> InputRows:
         """Make it for so many tasks."""
+        frames = {name: _with_lists(frame) for name, frame in frames.items()}
         return cls(_frame_of(frames, tasks), {name: _arrow_schema(frame) for name, frame in frames.items()})
+
+
+def _with_lists(frame: DataFrame) -> DataFrame:
+    """The same with lists of numbers for vectors of Spark ML, which Arrow would show as what these are made of."""
+    vectors = [field.name for field in frame.schema.fields if type(field.dataType).__name__ == "VectorUDT"]
+    if not vectors:
+        return frame
+    from pyspark.ml.functions import vector_to_array
+    from pyspark.sql import functions as F  # noqa: N812
+
+    columns = {name: F.col(_quoted(name)) for name in vectors}  # vector_to_array fails on null
+    return frame.withColumns({name: F.when(its.isNotNull(), vector_to_array(its)) for name, its in columns.items()})
 
 
 def _arrow_schema(frame: DataFrame) -> bytes:

@@ -100,7 +100,7 @@ class SpoolWriter:
         counts = np.bincount(units, minlength=UNITS).astype(np.int32)
         path = self._folder / _chunk(len(self._counts))
         packed = self._written >= self._plain_bytes
-        options = pa.ipc.IpcWriteOptions(compression="lz4" if packed else None)
+        options = pa.ipc.IpcWriteOptions(compression="lz4" if packed else None, use_threads=False)
         with self._disk():
             with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema, options=options) as writer:
                 at = 0
@@ -232,7 +232,9 @@ class Spool:
         if mapped is not None:
             return mapped.select(names), _stretches(self._ends[number, units] - lengths, lengths)
         places = np.cumsum(self._counts[number] > 0) - 1
-        with pa.memory_map(str(self._folder / _chunk(number))) as file, pa.ipc.open_file(file) as reader:
+        one_by_one = pa.ipc.IpcReadOptions(use_threads=False)  # threads for each small batch take four times as long
+        path = str(self._folder / _chunk(number))
+        with pa.memory_map(path) as file, pa.ipc.open_file(file, options=one_by_one) as reader:
             found = [reader.get_batch(places[unit]) for unit in units[lengths > 0]]
         return pa.concat_batches(found).select(names), None
 

@@ -15,7 +15,9 @@ import cloudpickle
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import StructType
 
 from spark_hvd import DataError
 from spark_hvd.runner import RankFailedError, RunError, run
@@ -194,6 +196,13 @@ def test_paths_that_are_no_plain_files(spark: SparkSession, tmp_path: Path) -> N
     ]:
         with pytest.raises(DataError, match=text):
             given({"train": tmp_path / name})
+
+
+def test_vectors_of_spark_ml_come_as_lists(spark: SparkSession) -> None:
+    vectors = [Vectors.dense([1.0, 2.0]), Vectors.sparse(2, [1], [3.0]), None]
+    df = spark.createDataFrame(list(enumerate(vectors)), StructType().add("id", "long").add("v", VectorUDT()))
+    (rows,) = run(lambda: table_of("train").to_pydict(), num_proc=1, data={"train": df}, spark=spark)
+    assert dict(zip(rows["id"], rows["v"], strict=True)) == {0: [1.0, 2.0], 1: [0.0, 3.0], 2: None}
 
 
 def test_a_run_need_not_read_its_data(spark: SparkSession) -> None:
