@@ -15,8 +15,8 @@ from spark_hvd.data.readers.forms import BatchT, Form
 from spark_hvd.data.readers.reader import Reader
 from spark_hvd.data.readers.sharding import Interval, Position, Sharding, gaps_of, length, overlaps, steps_of
 from spark_hvd.data.source import Asked, DataSource
-from spark_hvd.data.spool import Piece, Spool
-from spark_hvd.data.units import Ints, Seed, order_of, units_of
+from spark_hvd.data.spool import Spool
+from spark_hvd.data.units import Ints, Piece, Seed, mixing, order_of, stretches, units_of, windows_of
 
 T = TypeVar("T")
 
@@ -28,10 +28,14 @@ class FrameSource(DataSource):
     Attributes:
         spool: Where its rows lie.
         counts: Rows of each unit, those of all ranks.
+        parts: Which part of the units each rank owns: ranks are numbered by host, and tasks are not.
+        window_rows: Rows that are shuffled together unless something else is asked for.
     """
 
     spool: Spool
     counts: Ints
+    parts: tuple[int, ...]
+    window_rows: int
 
     @property
     def schema(self) -> pa.Schema:
@@ -51,11 +55,19 @@ class FrameSource(DataSource):
     def sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
         """See base class."""
         seed = asked.seed if asked.shuffle else None
-        return UnitSharding(self.rows, batch_size, drop_last, counts=self.counts, seed=seed)
+        return UnitSharding(
+            self.rows,
+            batch_size,
+            drop_last,
+            counts=self.counts,
+            seed=seed,
+            parts=self.parts,
+            window_rows=asked.window_rows or self.window_rows,
+        )
 
     def open(self, asked: Asked, form: Form[pa.Table, BatchT]) -> Reader[BatchT]:
         """See base class."""
-        return SpoolReader(self.spool, self.counts, asked, form)
+        return SpoolReader(self.spool, self.counts, asked, form, asked.window_rows or self.window_rows)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,10 +77,14 @@ class UnitSharding(Sharding):
     Attributes:
         counts: Rows of each unit.
         seed: Of the order of the units; None for ascending.
+        parts: See :class:`FrameSource`.
+        window_rows: Rows that a rank shuffles together.
     """
 
     counts: Ints
     seed: int | None
+    parts: tuple[int, ...]
+    window_rows: int
     _known: dict[tuple[Position, int], list[list[Interval]]] = field(default_factory=dict, repr=False)
 
     def batches(self, position: Position, rank: int, size: int) -> list[int]:
@@ -91,6 +107,22 @@ class UnitSharding(Sharding):
         """See base class."""
         return self._shares(position, size)[rank]
 
+    def taken(self, position: Position, rank: int, size: int, rows: int) -> list[Interval]:
+        """See base class."""
+        seed = seed_of(self.seed, position.epoch)
+        found: list[Interval] = []
+        for number, window in enumerate(windows_of(_pieces(self.share(position, rank, size)), self.window_rows)):
+            if not rows:
+                break
+            whole = [(start, stop) for _, start, stop in window]
+            if (there := length(whole)) > rows:
+                starts, stops = np.array(whole).T
+                places = stretches(starts, stops - starts)[mixing(window, seed, number)[:rows]]
+                return [*found, *_runs(np.sort(places))]
+            found += whole
+            rows -= there
+        return found
+
     def _shares(self, position: Position, size: int) -> list[list[Interval]]:
         """What is left for each rank."""
         if (position, size) not in self._known:
@@ -101,7 +133,7 @@ class UnitSharding(Sharding):
             left = list(gaps_of(self.rows, position.done))
             shares = []
             for rank in range(size):
-                units = units_of(rank, size)
+                units = units_of(self.parts[rank], size)
                 mine = np.flatnonzero((order >= units.start) & (order < units.stop))
                 shares.append(list(_common(zip(starts[mine].tolist(), stops[mine].tolist(), strict=True), left)))
             self._known[position, size] = shares
@@ -111,8 +143,11 @@ class UnitSharding(Sharding):
 class SpoolReader(Reader[BatchT]):
     """Reads units, one window ahead of the consumer. Bounded by two windows of memory; files are mapped."""
 
-    def __init__(self, spool: Spool, counts: Ints, asked: Asked, form: Form[pa.Table, BatchT]) -> None:
+    def __init__(
+        self, spool: Spool, counts: Ints, asked: Asked, form: Form[pa.Table, BatchT], window_rows: int
+    ) -> None:
         self._spool, self._counts, self._asked, self._form = spool, counts, asked, form
+        self._window_rows = window_rows
 
     def batches(self, epoch: int, share: Sequence[Interval], sizes: Sequence[int]) -> Generator[BatchT, None, None]:
         """See base class."""
@@ -124,7 +159,7 @@ class SpoolReader(Reader[BatchT]):
             (int(order[at]), start, stop) for at, start, stop in overlaps(self._counts[order].tolist(), share)
         )
         with ThreadPoolExecutor(1, "spark_hvd-reader") as pool:
-            tables = self._spool.tables(pieces, seed, columns=self._asked.columns)
+            tables = self._spool.tables(pieces, seed, self._window_rows, self._asked.columns)
             yield from self._form.cut(_ahead(pool, tables), sizes)
 
     def close(self) -> None:
@@ -134,6 +169,18 @@ class SpoolReader(Reader[BatchT]):
 def seed_of(seed: int | None, epoch: int) -> Seed | None:
     """Of an epoch's order; None where all have the same."""
     return None if seed is None else (seed, epoch)
+
+
+def _pieces(share: Iterable[Interval]) -> Iterator[Piece]:
+    """The parts of units in a share of the line, by their places in it."""
+    return ((0, start, stop) for start, stop in share)
+
+
+def _runs(places: Ints) -> list[Interval]:
+    """Ascending places, as intervals."""
+    cuts = np.flatnonzero(np.diff(places) > 1)
+    starts, stops = places[[0, *(cuts + 1)]], places[[*cuts, -1]] + 1
+    return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
 def _ahead(pool: ThreadPoolExecutor, items: Iterator[T]) -> Iterator[T]:

@@ -95,7 +95,7 @@ class DatasetShard:
                 "features", or a dict from the names of tensors to those of columns.
             collate_fn: Makes the batch; gets a ``pyarrow.RecordBatch`` of the columns.
             drop_last: Leave out the batch at the end that is not full.
-            window_rows: Rows that are shuffled together; None for as many as fit in 64 MiB.
+            window_rows: Rows that are shuffled together; None for those in 64 MiB, of a DataFrame in 16 MiB.
             workers: Threads that read ahead.
 
         Raises:
@@ -180,6 +180,10 @@ def shard_of(name: str, told: DataSource | SpoolSource) -> DatasetShard:
     spool = told.open()
     counts = np.zeros_like(spool.counts)
     mine = slice(told.units.start, told.units.stop)
-    for units, found in allgather_object((mine, spool.counts[mine]), name=f"spark_hvd.rows_of.{name}"):
+    all_ranks = allgather_object(
+        (mine, spool.counts[mine], told.part, spool.window_rows), name=f"spark_hvd.rows_of.{name}"
+    )
+    for units, found, _, _ in all_ranks:
         counts[units] = found
-    return DatasetShard(name, FrameSource(spool, counts))
+    parts, windows = tuple(part for _, _, part, _ in all_ranks), (rows for *_, rows in all_ranks)
+    return DatasetShard(name, FrameSource(spool, counts, parts, min(windows)))

@@ -28,7 +28,7 @@ class Asked:
         columns: Names, in the order of the batch.
         shuffle: Another order in each epoch.
         seed: Of that order.
-        window_rows: Rows that are shuffled together; None for as many as fit in 64 MiB.
+        window_rows: Rows that are shuffled together; None for those in 64 MiB, of a DataFrame in 16 MiB.
         workers: Threads that read ahead.
     """
 

@@ -16,7 +16,20 @@ import numpy as np
 import pyarrow as pa
 
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.data.units import ID, STRIDE, UNIT, UNITS, Ints, Seed, keys_of, units_of
+from spark_hvd.data.units import (
+    ID,
+    STRIDE,
+    UNIT,
+    UNITS,
+    Ints,
+    Piece,
+    Seed,
+    keys_of,
+    mixing,
+    stretches,
+    units_of,
+    windows_of,
+)
 
 CHUNK_ROWS, CHUNK_BYTES = 1 << 18, 64 << 20
 """What is sorted at once, whichever is reached first: the memory of a writer."""
@@ -24,13 +37,10 @@ CHUNK_ROWS, CHUNK_BYTES = 1 << 18, 64 << 20
 PLAIN_BYTES = 4 << 30
 """Files beyond are compressed, and in one record batch a unit, so that reading some units reads little else."""
 
-WINDOW_BYTES = 64 << 20
-"""Rows that are gathered at once: the memory of a reader."""
+WINDOW_BYTES = 16 << 20
+"""Rows that are gathered at once. They are copied twice, and a reader is one window ahead: it takes four times that."""
 
 _COUNTS, _SCHEMA, _FAILED = "counts.npy", "schema.arrow", "failed"
-
-Piece = tuple[int, int, int]
-"""A unit, and which of its rows: the first and the one after the last, in the unit's order."""
 
 
 class SpoolWriter:
@@ -160,6 +170,7 @@ class Spool:
     Attributes:
         schema: Of the user's columns.
         counts: Rows of each unit.
+        window_rows: Those that fit in :data:`WINDOW_BYTES`.
     """
 
     def __init__(self, folder: str) -> None:
@@ -169,49 +180,37 @@ class Spool:
         self._ends = np.cumsum(self._counts, axis=1, dtype=np.int64)
         self.schema = pa.ipc.read_schema(pa.py_buffer((self._folder / _SCHEMA).read_bytes()))
         files = [self._folder / _chunk(number) for number in range(len(self._counts))]
-        self._row_bytes = max(1, sum(file.stat().st_size for file in files) // max(1, int(self.counts.sum())))
+        row_bytes = sum(file.stat().st_size for file in files) // max(1, int(self.counts.sum()))
+        self.window_rows = max(1, WINDOW_BYTES // max(1, row_bytes))
         self._mapped = [_mapped(str(file)) for file in files]
 
     def tables(
         self,
         pieces: Iterable[Piece],
         seed: Seed | None,
-        window_bytes: int = WINDOW_BYTES,
+        window_rows: int | None = None,
         columns: Sequence[str] | None = None,
     ) -> Iterator[pa.Table]:
-        """The rows of `pieces` one after the other, as many at once as fit in a window.
+        """The rows of `pieces`, a window of them at once, in which those of all units are mixed.
 
         Args:
             pieces: In the order in which they are wanted.
-            seed: Of the order inside the units; None for the order of the DataFrame.
-            window_bytes: Memory of a window.
+            seed: Of the order; None for one unit after the other, and the order of the DataFrame in each.
+            window_rows: Rows of a window; None for :attr:`window_rows`.
             columns: Their names, in the order wanted; None for all.
         """
-        most = max(1, window_bytes // self._row_bytes)
         names = [*(self.schema.names if columns is None else columns), ID]
-        window: list[Piece] = []
-        rows = 0
-        for piece in pieces:
-            unit = int(self.counts[piece[0]])
-            if window and rows + unit > most:
-                yield self._gather(window, seed, names)
-                window, rows = [], 0
-            window.append(piece)
-            rows += unit
-        if rows:
-            yield self._gather(window, seed, names)
+        for number, window in enumerate(windows_of(pieces, window_rows or self.window_rows)):
+            yield self._gather(window, seed, number, names)
 
-    def _gather(self, pieces: Sequence[Piece], seed: Seed | None, names: list[str]) -> pa.Table:
+    def _gather(self, pieces: Sequence[Piece], seed: Seed | None, number: int, names: list[str]) -> pa.Table:
         units, starts, stops = np.array(pieces, np.int64).T
         parts, places = [], []
-        for number, counts in enumerate(self._counts):
+        for chunk, counts in enumerate(self._counts):
             lengths = counts[units].astype(np.int64)
-            rows = int(lengths.sum())
-            if rows:
-                parts.append(self._part(number, units, lengths, names))
+            if lengths.any():
+                parts.append(self._part(chunk, units, lengths, names))
                 places.append(np.repeat(np.arange(len(units), dtype=np.int16), lengths))
-        if not parts:
-            return self.schema.empty_table().select(names[:-1])
         if len(parts) > 1:
             parts = [(pa.concat_batches([batch if at is None else batch.take(at) for batch, at in parts]), None)]
         ((batch, at),) = parts
@@ -222,7 +221,8 @@ class Spool:
         lengths = self.counts[units]
         if int((stops - starts).sum()) < len(order):  # some pieces are not whole units
             begins = np.cumsum(lengths) - lengths
-            order = order[_stretches(begins + starts, stops - starts)]
+            order = order[stretches(begins + starts, stops - starts)]
+        order = order[mixing(pieces, seed, number)]
         taken = batch.drop_columns([ID]).take(pa.array(order if at is None else at[order]))
         return pa.Table.from_batches([taken])
 
@@ -230,7 +230,7 @@ class Spool:
         """A batch of a file, and where in it the rows of `units` are; None for all of it, in the order of `units`."""
         mapped = self._mapped[number]
         if mapped is not None:
-            return mapped.select(names), _stretches(self._ends[number, units] - lengths, lengths)
+            return mapped.select(names), stretches(self._ends[number, units] - lengths, lengths)
         places = np.cumsum(self._counts[number] > 0) - 1
         one_by_one = pa.ipc.IpcReadOptions(use_threads=False)  # threads for each small batch take four times as long
         path = str(self._folder / _chunk(number))
@@ -282,10 +282,3 @@ def _mapped(path: str) -> pa.RecordBatch | None:
     """The one batch of a file, mapped; None where the file has a batch a unit."""
     with pa.memory_map(path) as file, pa.ipc.open_file(file) as reader:
         return reader.get_batch(0) if reader.num_record_batches == 1 else None
-
-
-def _stretches(starts: Ints, lengths: Ints) -> Ints:
-    """The numbers of all stretches, one after the other."""
-    ends = np.cumsum(lengths)
-    found: Ints = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
-    return found

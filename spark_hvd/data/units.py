@@ -6,6 +6,7 @@ of its own. So neither the order in which rows arrive nor the number of ranks de
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ UNIT, ID, SOURCE = "__unit", "__id", "__source"
 """The columns that Spark gives tasks besides :func:`struct_of`; the last tells of which data set a row is."""
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+Piece = tuple[int, int, int]
+"""A unit, and which of its rows: the first and the one after the last, in the unit's order."""
+
 Seed = tuple[int, int]
 """The user's, and the epoch's number."""
 
@@ -47,3 +51,47 @@ def keys_of(ids: Ints, seed: Seed | None) -> Ints | np.ndarray[Any, np.dtype[np.
         keys *= np.uint64(factor)
     keys ^= keys >> np.uint64(31)
     return keys
+
+
+def windows_of(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
+    """Pieces, in their order, as many together as have at most ``rows`` rows; a longer piece is alone."""
+    window: list[Piece] = []
+    room = rows
+    for piece in pieces:
+        _, start, stop = piece
+        if window and stop - start > room:
+            yield window
+            window, room = [], rows
+        if start < stop:
+            window.append(piece)
+            room -= stop - start
+    if window:
+        yield window
+
+
+def mixing(pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
+    """In which order a rank takes the rows of a window, by their numbers when its pieces are laid end to end.
+
+    The rows of a unit come in their order, and those of all units among each other. Only lengths decide it, so that
+    every rank knows how far another is in its units.
+
+    Args:
+        pieces: Of the window.
+        seed: None for one after the other.
+        number: Of the window.
+    """
+    lengths = [stop - start for _, start, stop in pieces]
+    if seed is None:
+        return np.arange(sum(lengths))
+    whose = np.repeat(np.arange(len(pieces), dtype=np.int16), lengths)
+    np.random.default_rng((*seed, number)).shuffle(whose)
+    order: Ints = np.empty(len(whose), np.int64)
+    order[np.argsort(whose, kind="stable")] = np.arange(len(whose))
+    return order
+
+
+def stretches(starts: Ints, lengths: Ints) -> Ints:
+    """The numbers of all stretches, one after the other."""
+    ends = np.cumsum(lengths)
+    found: Ints = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+    return found

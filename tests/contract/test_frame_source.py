@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position
 from spark_hvd.data.source import Asked
-from spark_hvd.data.spool import Spool, SpoolWriter
+from spark_hvd.data.spool import Spool, SpoolWriter, spool_table
 from spark_hvd.data.units import ID, STRIDE, UNIT, UNITS, units_of
 
 PARTITIONS = 3
@@ -30,8 +31,9 @@ def sources(folder: Path, rows: int, size: int) -> list[FrameSource]:
     ids = (number % PARTITIONS << 33) + number // PARTITIONS
     units = (number // PARTITIONS * STRIDE + number % PARTITIONS * 977) % UNITS
     spools = []
-    for rank in range(size):
-        mine = units_of(rank, size)
+    parts = tuple(reversed(range(size)))  # ranks are numbered by host, and tasks are not
+    for part in parts:
+        mine = units_of(part, size)
         here = np.random.default_rng(rows).permutation(np.flatnonzero((units >= mine.start) & (units < mine.stop)))
         place = tempfile.mkdtemp(dir=folder) + "/rows"
         writer = SpoolWriter(place, pa.schema({"row": pa.int64(), "half": pa.float64()}), chunk_rows=7)
@@ -41,7 +43,7 @@ def sources(folder: Path, rows: int, size: int) -> list[FrameSource]:
         writer.close()
         spools.append(Spool(place))
     counts = np.sum([spool.counts for spool in spools], axis=0)
-    return [FrameSource(spool, counts) for spool in spools]
+    return [FrameSource(spool, counts, parts, window_rows=50) for spool in spools]
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +57,17 @@ def rows_of(batch: pa.RecordBatch) -> list[int]:
 
 
 def in_line(folder: Path, size: int, asked: Asked, epoch: int, rows: int) -> list[int]:
-    """The rows of an epoch as they stand in its line, from what ``size`` ranks read."""
+    """The rows of an epoch as they stand in its line, from what ``size`` ranks read and tell of each other."""
     line: dict[int, int] = {}
     for rank, source in enumerate(sources(folder, rows, size)):
         sharding = source.sharding(7, False, asked)
         share, sizes = (part(Position(epoch), rank, size) for part in (sharding.share, sharding.batches))
-        read = [row for batch in source.open(asked, TableForm()).batches(epoch, share, sizes) for row in rows_of(batch)]
-        line |= dict(zip(itertools.chain(*(range(*interval) for interval in share)), read, strict=True))
+        batches = source.open(asked, TableForm()).batches(epoch, share, sizes)
+        before: set[int] = set()
+        for number, row in enumerate(row for batch in batches for row in rows_of(batch)):
+            taken = {place for one in sharding.taken(Position(epoch), rank, size, number + 1) for place in range(*one)}
+            (place,) = taken - before
+            line[place], before = row, taken
     return [line[place] for place in range(rows)]
 
 
@@ -73,6 +79,20 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(folder: Path, shuffle:
     assert in_line(folder, 2, asked, 1, 500) == in_line(folder, 5, asked, 1, 500) == line
     assert (in_line(folder, 1, asked, 2, 500) == line) is not shuffle
     assert in_line(folder, 2, Asked(columns=("row",), shuffle=shuffle, seed=4), 1, 500) != line or not shuffle
+
+
+def test_rows_that_share_a_batch_do_not_in_the_next_epoch(tmp_path: Path) -> None:
+    spool_table(str(tmp_path / "rows"), pa.table({"row": np.arange(40 * UNITS)}))  # units of about a batch
+    spool = Spool(str(tmp_path / "rows"))
+    source = FrameSource(spool, spool.counts, (0,), spool.window_rows)
+    asked = Asked(columns=("row",), shuffle=True)
+    batches = [
+        list(source.open(asked, TableForm()).batches(epoch, [(0, source.rows)], [40] * (source.rows // 40)))
+        for epoch in range(2)
+    ]
+    later = {row: at for at, batch in enumerate(batches[1]) for row in rows_of(batch)}
+    together = [max(Counter(later[row] for row in rows_of(batch)).values()) for batch in batches[0]]
+    assert max(together) <= 5
 
 
 @given(

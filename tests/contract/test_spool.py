@@ -15,7 +15,7 @@ import pytest
 
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.spool import Spool, SpoolSource, SpoolWriter
-from spark_hvd.data.units import UNITS, keys_of, order_of, units_of
+from spark_hvd.data.units import UNITS, keys_of, mixing, order_of, units_of, windows_of
 
 SCHEMA = pa.schema([("x", pa.float32()), ("name", pa.string()), ("many", pa.list_(pa.int64()))])
 ROWS = 5000
@@ -57,16 +57,19 @@ def ids_in(spool: Spool, pieces: list[tuple[int, int, int]], seed: tuple[int, in
     return ids.tolist()
 
 
-def expected(units: list[int], seed: tuple[int, int] | None) -> list[int]:
+def expected(pieces: list[tuple[int, int, int]], seed: tuple[int, int] | None, window: int) -> list[int]:
     ids = np.arange(ROWS)
     line: list[int] = []
-    for unit in units:
-        own = ids[ids * 7 % UNITS == unit]
-        line += own[np.argsort(keys_of(own, seed))].tolist()
+    for number, window_pieces in enumerate(windows_of(pieces, window)):
+        rows: list[int] = []
+        for unit, start, stop in window_pieces:
+            own = ids[ids * 7 % UNITS == unit]
+            rows += own[np.argsort(keys_of(own, seed))].tolist()[start:stop]
+        line += np.array(rows)[mixing(window_pieces, seed, number)].tolist()
     return line
 
 
-@pytest.mark.parametrize("window", [1, 20_000, 1 << 30])
+@pytest.mark.parametrize("window", [1, 300, 1 << 30])
 @pytest.mark.parametrize("seed", [None, (3, 4)])
 def test_the_line_of_an_epoch_depends_on_nothing_but_the_seed(
     spool: Spool, seed: tuple[int, int] | None, window: int
@@ -74,15 +77,14 @@ def test_the_line_of_an_epoch_depends_on_nothing_but_the_seed(
     own = [unit for unit in order_of(seed).tolist() if unit in units_of(1, 3)]
     own = own[:300] if window == 1 else own
     whole = [(unit, 0, int(spool.counts[unit])) for unit in own]
-    assert ids_in(spool, whole, seed, window) == expected(own, seed)
+    assert ids_in(spool, whole, seed, window) == expected(whole, seed, window)
 
 
 def test_parts_of_units_are_those_of_their_order(spool: Spool) -> None:
     seed = (0, 7)
     pieces = [(unit, 1, int(spool.counts[unit])) for unit in (5, 4000, 903, 6) if spool.counts[unit]]
     pieces.append((0, 0, 1))
-    line = [each for unit, start, stop in pieces for each in expected([unit], seed)[start:stop]]
-    assert ids_in(spool, pieces, seed, 1 << 20) == line
+    assert ids_in(spool, pieces, seed, 1 << 20) == expected(pieces, seed, 1 << 20)
 
 
 def test_every_row_is_counted_once(spool: Spool) -> None:

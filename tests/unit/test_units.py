@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_hvd.data.units import STRIDE, UNITS, keys_of, order_of, units_of
+from spark_hvd.data.units import STRIDE, UNITS, keys_of, mixing, order_of, units_of, windows_of
 
 SEEDS = st.tuples(st.integers(0, 1 << 32), st.integers(0, 1000))
 
@@ -47,3 +47,25 @@ def test_a_shuffled_order_is_not_that_of_ids_nor_that_of_another_epoch() -> None
     assert orders[0] == ids.tolist()
     assert len(set(map(tuple, orders))) == 4
     assert abs(np.corrcoef(ids, orders[1])[0, 1]) < 0.15
+
+
+Pieces = list[tuple[int, int, int]]
+PIECES = st.lists(st.tuples(st.integers(0, UNITS - 1), st.integers(0, 5), st.integers(5, 50)), max_size=40)
+
+
+@given(PIECES, st.integers(1, 100))
+def test_windows_hold_every_piece_and_no_more_rows_than_asked_for(pieces: Pieces, rows: int) -> None:
+    windows = list(windows_of(pieces, rows))
+    assert [piece for window in windows for piece in window] == [piece for piece in pieces if piece[1] < piece[2]]
+    assert all(len(window) == 1 or sum(stop - start for _, start, stop in window) <= rows for window in windows)
+
+
+@given(PIECES, SEEDS)
+def test_a_window_mixes_units_and_keeps_the_order_in_each(pieces: Pieces, seed: tuple[int, int]) -> None:
+    order = mixing(pieces, seed, 3).tolist()
+    lengths = [stop - start for _, start, stop in pieces]
+    assert sorted(order) == list(range(sum(lengths)))
+    places = np.argsort(order)
+    ends = np.cumsum(lengths)
+    assert all((np.diff(places[end - length : end]) > 0).all() for end, length in zip(ends, lengths, strict=True))
+    assert mixing(pieces, None, 3).tolist() == list(range(sum(lengths)))

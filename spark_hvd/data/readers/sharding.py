@@ -73,8 +73,12 @@ class Sharding:
         taken = list(position.done)
         for rank in range(size):
             rows = sum(self.batches(position, rank, size)[:batches])
-            taken += part_of(self.share(position, rank, size), 0, rows)
+            taken += self.taken(position, rank, size, rows)
         return Position(position.epoch, _joined(taken))
+
+    def taken(self, position: Position, rank: int, size: int, rows: int) -> list[Interval]:
+        """The first so many rows that ``rank`` of ``size`` takes, from ``position`` on."""
+        return part_of(self.share(position, rank, size), 0, rows)
 
 
 def rows_of(rows: int, rank: int, size: int) -> int:
