@@ -9,10 +9,11 @@ from typing import Any
 
 import cloudpickle
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from spark_hvd import DataError
 from spark_hvd.runner import run_elastic, run_elastic_local, run_local
-from spark_hvd.runner.launch import data
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -38,19 +39,21 @@ def test_ranks_share_the_rows_of_a_table(value: Any) -> None:
 
 
 @pytest.mark.parametrize("launch", [run_local, run_elastic_local])
-def test_paths_go_to_the_ranks(launch: Any) -> None:
+def test_paths_go_to_the_ranks(launch: Any, tmp_path: Path) -> None:
     def fn() -> Any:
         from spark_hvd.data.handed import source_of
 
-        return [source_of(name) for name in ("train", "val")]
+        return [source_of(name).rows for name in ("train", "val")]
 
-    sources = [data.PathSource("s3://bucket/train"), data.PathSource("/data/val")]
-    assert launch(fn, num_proc=2, data={"train": "s3://bucket/train", "val": Path("/data/val")}) == [sources] * 2
+    for name, rows in (("train", 500), ("val", 100)):
+        pq.write_table(TABLE.slice(0, rows), tmp_path / f"{name}.parquet")
+    paths = {"train": str(tmp_path / "train.parquet"), "val": tmp_path / "val.parquet"}
+    assert launch(fn, num_proc=2, data=paths) == [[500, 100]] * 2
 
 
 def test_a_run_without_data_says_how_to_give_it() -> None:
     def fn() -> None:
-        with pytest.raises(KeyError, match=r"no data set 'train'\. This run was given none.*run\(fn, data="):
+        with pytest.raises(DataError, match=r"no data set 'train': this run was given none.*run\(fn, data="):
             read("train")
 
     run_local(fn, num_proc=1)
