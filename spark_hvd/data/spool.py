@@ -106,7 +106,7 @@ class SpoolWriter:
         table = table.drop_columns([UNIT])
         order = np.argsort(table.column(ID).to_numpy(), kind="stable")  # quick, as ids arrive in ascending runs
         order = order[np.argsort(units[order], kind="stable")]  # quick, as 16 bits are sorted by radix
-        (batch,) = table.take(order).combine_chunks().to_batches()
+        batch = _joined(table.take(order).to_batches())
         counts = np.bincount(units, minlength=UNITS).astype(np.int32)
         path = self._folder / _chunk(len(self._counts))
         packed = self._written >= self._plain_bytes
@@ -212,7 +212,7 @@ class Spool:
                 parts.append(self._part(chunk, units, lengths, names))
                 places.append(np.repeat(np.arange(len(units), dtype=np.int16), lengths))
         if len(parts) > 1:
-            parts = [(pa.concat_batches([batch if at is None else batch.take(at) for batch, at in parts]), None)]
+            parts = [(_joined([batch if at is None else batch.take(at) for batch, at in parts]), None)]
         ((batch, at),) = parts
         ids = batch.column(ID).to_numpy()
         place = np.concatenate(places)
@@ -236,7 +236,7 @@ class Spool:
         path = str(self._folder / _chunk(number))
         with pa.memory_map(path) as file, pa.ipc.open_file(file, options=one_by_one) as reader:
             found = [reader.get_batch(places[unit]) for unit in units[lengths > 0]]
-        return pa.concat_batches(found).select(names), None
+        return _joined(found).select(names), None
 
 
 @dataclass(frozen=True)
@@ -272,6 +272,12 @@ class SpoolSource:
                 raise DataError(f"{folder}: the rows that the Spark task kept here are gone: the task has ended.")
             time.sleep(0.01)
         return Spool(self.folder)
+
+
+def _joined(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    """Their rows in one batch; PyArrow 18 has no concat_batches."""
+    (batch,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    return batch
 
 
 def _chunk(number: int) -> str:
