@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -18,7 +19,7 @@ from spark_hvd import DataError, run_local
 from spark_hvd.data.handed import get_dataset_shard, hand
 from spark_hvd.data.loader import ShardLoader
 from spark_hvd.data.shard import DatasetShard
-from spark_hvd.data.source import ParquetSource
+from spark_hvd.data.source import ParquetSource, parquet_source
 from spark_hvd.store import Store
 from tests.contract.reader_data import no_thread_stays, numbered, write
 
@@ -67,6 +68,34 @@ def test_batches_in_each_form(shard: DatasetShard) -> None:
     assert sum(sums) == sum(range(ROWS))
     stacked = next(iter(shard.torch_batches(10, features=["half", "other"])))
     assert torch.equal(stacked["features"], torch.stack([tensors[0]["half"], tensors[0]["other"]], 1))
+
+
+def test_columns_of_every_kind_together(tmp_path: Path) -> None:
+    rows = range(30)
+    table = pa.table(
+        {
+            "row": rows,
+            "text": [str(row) for row in rows],
+            "pair": [[row, -row] for row in rows],
+            "tags": [["x"] * (row % 3) for row in rows],
+            "inner": [{"half": row / 2, "name": str(row)} for row in rows],
+        }
+    )
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=8)
+    hvd.init()
+    hand({"train": pickle.dumps(parquet_source(str(tmp_path)))})
+    loader = get_dataset_shard("train").torch_batches(5, shuffle=True, features={"wide": ["row", "pair"]})
+    seen = []
+    for batch in loader:
+        assert list(batch) == ["wide", "text", "tags", "inner"]
+        found = batch["wide"][:, 0].tolist()
+        assert batch["wide"].tolist() == [[row, row, -row] for row in found]
+        assert batch["text"] == batch["inner"]["name"] == [str(row) for row in found]
+        assert batch["tags"] == [["x"] * (row % 3) for row in found]
+        assert batch["inner"]["half"].tolist() == [row / 2 for row in found]
+        seen += found
+    assert sorted(seen) == list(rows)
+    assert seen != list(rows)
 
 
 def test_each_iteration_is_the_next_epoch(shard: DatasetShard) -> None:

@@ -42,7 +42,7 @@ def program(page: Path) -> str:
 PROGRAMS = {page.stem: code for page in PAGES if (code := program(page))}
 TOGETHER = [
     ["README", "index", "migrating-from-horovodrunner", "networks", "run", "quickstart", "tracking", "doctor"],
-    ["data", "estimators", "migrating-from-torchdistributor"],
+    ["data", "estimators", "migrating-from-torchdistributor", "run-data"],
     ["checkpoints", "collectives", "ddp", "migrating-from-horovod", "progress", "timeline", "tuning"],
 ]
 """Pages that run one after another in a process: most of their time would be the start of Spark and of torch."""
