@@ -21,7 +21,7 @@ from spark_hvd.data.readers.files import where
 from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Interval, overlaps
 from spark_hvd.data.readers.values import columns_yielded
-from spark_hvd.data.readers.windows import WINDOW_BYTES, Piece, row_groups_of, runs_of, wanted_of, windows_of
+from spark_hvd.data.readers.windows import WINDOW_BYTES, Piece, even_rows, row_groups_of, runs_of, wanted_of, windows_of
 from spark_hvd.estimators.petastorm.bridge import install
 from spark_hvd.estimators.petastorm.schema import decoded_spec
 from spark_hvd.store.errors import StoreError
@@ -109,7 +109,8 @@ class PetastormReader(Reader[Batch]):
         if self._shapes.row_bytes is None:
             for _ in self._read([Piece(0, 0, self._spec.dataset.row_groups[0].rows)]):
                 pass
-        return max(1, WINDOW_BYTES // max(1, self._shapes.row_bytes or 1))
+        most = max(1, WINDOW_BYTES // max(1, self._shapes.row_bytes or 1))
+        return even_rows(self._spec.dataset.rows, most)
 
     def _shuffled(
         self,

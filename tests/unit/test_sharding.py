@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_hvd.data.readers.sharding import batch_rows, overlaps, rows_of, steps_of
-from spark_hvd.data.readers.windows import Piece, row_groups_of, runs_of, windows_of
+from spark_hvd.data.readers.windows import Piece, even_rows, row_groups_of, runs_of, windows_of
 
 groups = st.lists(st.integers(1, 50), min_size=1, max_size=30)
 
@@ -42,6 +42,16 @@ def test_overlaps_are_the_rows_of_the_intervals(lengths: list[int], ends: list[i
     line = [(number, row) for number, length in enumerate(lengths) for row in range(length)]
     found = [(number, row) for number, start, stop in overlaps(lengths, intervals) for row in range(start, stop)]
     assert found == [place for start, stop in intervals for place in line[start:stop]]
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6))
+def test_windows_are_even_and_a_power_of_two_in_number(rows: int, most: int) -> None:
+    each = even_rows(rows, most)
+    windows = -(-rows // each)
+    assert 1 <= each <= most
+    assert windows <= 2 * -(-rows // most)
+    assert each * (1 << (windows - 1).bit_length()) >= rows
+    assert even_rows(800, 300) == 200
 
 
 def test_runs_are_pieces_without_a_gap() -> None:

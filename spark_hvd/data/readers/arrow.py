@@ -16,7 +16,7 @@ from spark_hvd.data.readers.forms import BatchT, Form, RowsT, Window
 from spark_hvd.data.readers.reader import Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Interval, overlaps
 from spark_hvd.data.readers.values import columns_read
-from spark_hvd.data.readers.windows import WINDOW_BYTES, Piece, row_groups_of, runs_of, wanted_of, windows_of
+from spark_hvd.data.readers.windows import WINDOW_BYTES, Piece, even_rows, row_groups_of, runs_of, wanted_of, windows_of
 
 CHUNK = 16384
 """Rows that are decoded at once of a row group that is too large for a window."""
@@ -148,7 +148,8 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
             group = self._spec.dataset.row_groups[piece.group]
             first = pa.Table.from_batches([next(self._files.stream(group, 1))])
             self._row_bytes = self._form.row_bytes(first, where(group))
-        return max(1, WINDOW_BYTES // max(1, self._row_bytes or 1))
+        most = max(1, WINDOW_BYTES // max(1, self._row_bytes or 1))
+        return even_rows(self._spec.dataset.rows, most)
 
 
 def _fill(window: Window[RowsT], number: int, piece: Piece, load: Callable[[Piece], RowsT]) -> None:

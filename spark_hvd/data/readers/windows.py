@@ -81,6 +81,15 @@ def wanted_of(
         yield number, [(start, stop) for _, start, stop in parts]
 
 
+def even_rows(rows: int, most: int) -> int:
+    """Rows of a window, ``most`` at most, so that the number of windows is a power of two.
+
+    The borders between 2, 4 or 8 ranks are then borders of windows too, and no window is read by two of them.
+    """
+    windows = 1 << (-(-rows // most) - 1).bit_length()
+    return -(-rows // windows)
+
+
 def places_of(rows: int, seed: Sequence[int], wanted: Sequence[tuple[int, int]]) -> np.ndarray[Any, np.dtype[np.int64]]:
     """For each of ``rows`` rows where it goes among those that are wanted, in an order drawn; -1 for one that is not.
 
