@@ -162,15 +162,15 @@ def _memory(rows: int) -> None:
 def _peak(data: str, shuffle: bool) -> None:
     """Print the peak memory of this process before and after two passes."""
     meta = DatasetMeta.from_json(json.loads(data))
-    before = resident()
+    before = _resident()
     read = _ours(meta, batch_size=1000, shuffle=shuffle, window_rows=WINDOW)
     for number in range(2):
         assert read(number) == meta.rows
-    print(before, resident())
+    print(before, _resident())
 
 
-def resident() -> float:
-    """Peak resident memory of this process in MiB; of its own life, not of the process that started it."""
+def _resident() -> float:
+    """Peak _resident memory of this process in MiB; of its own life, not of the process that started it."""
     with open("/proc/self/status") as status:
         line = next(line for line in status if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1024
