@@ -111,10 +111,10 @@ def test_forms(world: Ranks) -> None:
     def fn() -> None:
         numel = LEAST // 4
         seen = spy()
-        parts = [sample(hvd.rank(), numel // 64, torch.float32).view(-1, 16) for _ in range(70)]
+        parts = [sample(hvd.rank(), numel // 16, torch.float32).view(-1, 16) for _ in range(70)]
         handles = [hvd.allreduce_async(part, name=f"part.{k}", op=hvd.Sum) for k, part in enumerate(parts)]
         for handle in reversed(handles):
-            assert close(handle.wait().reshape(-1), expected(numel // 64, torch.float32, hvd.Sum))
+            assert close(handle.wait().reshape(-1), expected(numel // 16, torch.float32, hvd.Sum))
         assert seen, "fused, they are large enough"
         group = [sample(hvd.rank(), numel, torch.float64), torch.ones(0, dtype=torch.float64)]
         assert close(hvd.grouped_allreduce_(group)[0], expected(numel, torch.float64, hvd.Average))

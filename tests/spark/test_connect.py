@@ -69,7 +69,7 @@ def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--class", server, *conf, "spark-internal"],
-            env={**os.environ, "SPARK_HOME": str(home)},
+            env={**os.environ, "SPARK_HOME": str(home), "TMPDIR": str(log.parent)},  # other tests look at theirs
             stdout=output,
             stderr=subprocess.STDOUT,
         )

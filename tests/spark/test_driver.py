@@ -270,6 +270,9 @@ def test_ctrl_c_stops_every_rank_and_the_session_stays_usable(tmp_path: Path) ->
             lines.append(line.strip())
             if lines.count("[0] started") + lines.count("[1] started") == ranks:
                 break
+        # While ranks start, the driver asks Spark about them, and Python loses an exception that a signal handler
+        # raises in a finalizer, such as that of what Py4J returned.
+        time.sleep(1)
         os.kill(process.pid, signal.SIGINT)
     assert process.wait(30) == -signal.SIGINT, errors.read_text()
     assert "interrupted, ranks alive: 0" in lines
