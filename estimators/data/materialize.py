@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import posixpath
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
@@ -18,10 +17,11 @@ from pyspark.sql.types import BooleanType, IntegralType
 
 from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.measure import Measured
 from spark_hvd.estimators.data import reuse
 from spark_hvd.estimators.data.columns import check_columns, expression_of, quoted
 from spark_hvd.estimators.data.leases import delete_unused
-from spark_hvd.estimators.data.writing import TRAIN, VALIDATION, WriteReport, WriteTask, ragged
+from spark_hvd.estimators.data.writing import TRAIN, VALIDATION, WriteReport, WriteTask
 from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.runner.spark.names import job_named
 from spark_hvd.runner.spark.session import choose_python
@@ -74,7 +74,7 @@ def materialize(
         raise StoreError(
             f"cannot write data to {store.url}: Spark tasks do not see it. Use a path that all hosts share"
         )
-    _check_validation(df, validation)
+    check_validation(df, validation)
     groups = num_proc * partitions_per_process
     key = reuse.key_of(reuse.fingerprint(df), (tuple(columns), validation, seed, groups))
     delete_unused(store)
@@ -89,7 +89,13 @@ def materialize(
     return train, held
 
 
-def _check_validation(df: DataFrame, validation: float | str | None) -> None:
+def check_validation(df: DataFrame, validation: float | str | None) -> None:
+    """Make sure that ``validation`` is a share of the rows or a column that marks them, see :func:`materialize`.
+
+    Raises:
+        ValueError: it is not between 0 and 1.
+        DataError: it is no such column.
+    """
     if isinstance(validation, str):
         check_columns(df.schema, [validation], "validation")
         kind = df.schema[validation].dataType
@@ -132,8 +138,7 @@ def _write(
         with job_named(job, f"spark_hvd: {who} writes its data to {posixpath.dirname(directories[TRAIN])}"):
             rows = job.collect()
         reports = [WriteReport.from_bytes(bytes(row["report"])) for row in rows]
-        _check(reports, task)
-        manifest = _manifest(reports, task)
+        manifest = _manifest(reports, task, _checked(reports, task))
     except BaseException:
         for directory in directories.values():
             _delete_quietly(store, posixpath.dirname(directory))
@@ -158,24 +163,20 @@ def _writer(task: WriteTask) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa
     return write
 
 
-def _check(reports: Sequence[WriteReport], task: WriteTask) -> None:
-    """Raise what the tasks found wrong, taken together, or the error of a task."""
+def _checked(reports: Sequence[WriteReport], task: WriteTask) -> Measured:
+    """What the tasks measured, taken together; raise what they found wrong, or the error of a task."""
     for report in reports:
         if report.error:
             raise {"DataError": DataError, "StoreError": StoreError}.get(report.kind, EstimatorError)(report.error)
-    rows = sum(report.rows for report in reports)
-    for name, count in _sum(report.nulls for report in reports).items():
-        raise DataError(
-            f"column {name!r} has {count} null(s) in {rows} rows: fill them or drop these rows before fit, for "
-            f"example df.na.drop(subset=[{name!r}])"
-        )
-    for name, count in _sum(report.inner_nulls for report in reports).items():
-        raise DataError(
-            f"column {name!r} has {count} null(s) inside its lists: fill them or drop these rows before fit"
-        )
+    measured = Measured.together(report.measured for report in reports)
+    measured.check()
+    rows = measured.rows
     if not rows:
         raise DataError("the DataFrame has no rows: expected at least one. Check filters and joins that lead to it")
-    written = _sum({file["split"]: sum(file["groups"])} for report in reports for file in report.files)
+    written: Counter[str] = Counter()
+    for report in reports:
+        for file in report.files:
+            written[file["split"]] += sum(file["groups"])
     for split, purpose in ((TRAIN, "training"), (VALIDATION, "validation")):
         if split in task.directories and not written[split]:
             asked = repr(task.marked_by or task.validation)
@@ -185,10 +186,11 @@ def _check(reports: Sequence[WriteReport], task: WriteTask) -> None:
                 else "Take another share, more rows or another seed"
             )
             raise DataError(f"no rows for {purpose}: validation={asked} leaves none of {rows}. {remedy}")
+    return measured
 
 
-def _manifest(reports: Sequence[WriteReport], task: WriteTask) -> dict[str, Any]:
-    columns = tuple(_measured(column, reports) for column in task.columns)
+def _manifest(reports: Sequence[WriteReport], task: WriteTask, measured: Measured) -> dict[str, Any]:
+    columns = measured.of(task.columns)
     manifest: dict[str, Any] = {"sizes": {}, TRAIN: None, VALIDATION: None}
     files = sorted((file for report in reports for file in report.files), key=lambda file: str(file["name"]))
     for split, directory in task.directories.items():
@@ -212,21 +214,6 @@ def _manifest(reports: Sequence[WriteReport], task: WriteTask) -> dict[str, Any]
         manifest["sizes"].update(sizes)
         manifest[split] = meta.to_json()
     return manifest
-
-
-def _measured(column: Column, reports: Sequence[WriteReport]) -> Column:
-    """``column`` with the shape that all tasks found."""
-    shapes = sorted({report.shapes[column.name] for report in reports if column.name in report.shapes})
-    if len(shapes) > 1:
-        raise DataError(ragged(column.name, shapes[0], shapes[1]))
-    return replace(column, shape=shapes[0]) if shapes else column
-
-
-def _sum(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for count in counts:
-        total.update(count)
-    return total
 
 
 def _delete_quietly(store: Store, path: str) -> None:

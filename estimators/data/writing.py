@@ -1,8 +1,7 @@
 """Writing one partition of a DataFrame: Arrow batches in, at most two Parquet files and one report out.
 
-Runs in Spark's Python workers, so it imports neither pyspark nor torch. Rows are checked here, where they pass by once:
-nulls are counted, the shapes of lists and vectors measured. An error that is the user's goes into the report and not
-up through Spark, which would retry it and bury its text.
+Runs in Spark's Python workers, so it imports neither pyspark nor torch. Rows are measured here, where they pass by
+once. An error that is the user's goes into the report and not up through Spark, which would retry it and bury its text.
 
 How large a row group gets cannot follow from the number of rows, which nobody knows yet. Each holds a fixed share of
 what its file holds already, so a file of any size has enough of them to share out, and a large one not too many.
@@ -13,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ import pyarrow.parquet as pq
 
 from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.measure import Measured
 from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
@@ -61,33 +61,27 @@ class WriteReport:
     """What a task did. Turns into JSON and back.
 
     Attributes:
-        rows: That it read.
-        nulls: Column name -> rows where it is null.
-        inner_nulls: Column name -> nulls inside its lists.
-        shapes: Column name -> shape of its values; binary columns have none.
+        measured: Of the rows that it read.
         files: One dict a file: split, name, bytes, and groups: the rows of each row group.
         error: Text of the error that ended it, "" if none did.
         kind: Name of the error's class.
     """
 
-    rows: int = 0
-    nulls: dict[str, int] = field(default_factory=dict)
-    inner_nulls: dict[str, int] = field(default_factory=dict)
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    measured: Measured = field(default_factory=Measured)
     files: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
     kind: str = ""
 
     def to_bytes(self) -> bytes:
         """As JSON."""
-        return json.dumps({name: getattr(self, name) for name in self.__slots__}).encode()
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> WriteReport:
         """The inverse of :meth:`to_bytes`."""
-        report = cls(**json.loads(data))
-        report.shapes = {name: tuple(shape) for name, shape in report.shapes.items()}
-        return report
+        told = json.loads(data)
+        shapes = {name: tuple(shape) for name, shape in told["measured"].pop("shapes").items()}
+        return cls(**{**told, "measured": Measured(shapes=shapes, **told["measured"])})
 
 
 def write_partition(
@@ -123,21 +117,24 @@ def write_partition(
         ]
     except (DataError, EstimatorError, StoreError) as error:
         report.error, report.kind = str(error), type(error).__name__
-    if report.rows or report.error:
+    if report.measured.rows or report.error:
         yield pa.RecordBatch.from_arrays([pa.array([report.to_bytes()], pa.binary())], ["report"])
 
 
 def _write_batch(
     task: WriteTask, batch: pa.RecordBatch, files: dict[str, _File], random: np.random.Generator, report: WriteReport
 ) -> None:
-    report.rows += batch.num_rows
+    measured = report.measured
+    measured.rows += batch.num_rows
     drawn = None if task.validation is None else pa.array(random.random(batch.num_rows) < task.validation)
     if task.marked_by:
         drawn = batch.column(len(task.columns))
-        _count(report.nulls, task.marked_by, drawn)
-    arrays = [convert(batch.column(number), column, report) for number, column in enumerate(task.columns)]
-    if report.nulls or report.inner_nulls:
+        measured.count(task.marked_by, drawn)
+    for number, column in enumerate(task.columns):
+        measured.add(column, batch.column(number))
+    if measured.has_nulls:
         return  # nothing more is written, but the count shall be complete
+    arrays = [convert(batch.column(number), column) for number, column in enumerate(task.columns)]
     table = pa.Table.from_arrays(arrays, schema=schema_of(task.columns))
     if drawn is None:
         files[TRAIN].add(table)
@@ -212,38 +209,24 @@ def _list(kind: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field("element", kind, nullable=False))
 
 
-def convert(array: pa.Array, column: Column, report: WriteReport) -> pa.Array:
-    """One column of a batch as it goes into the file. Counts nulls and notes the shape in ``report``.
-
-    Raises:
-        DataError: lists or vectors of different lengths.
-    """
-    if _count(report.nulls, column.name, array):
-        return array
+def convert(array: pa.Array, column: Column) -> pa.Array:
+    """One column of a batch, which was measured and is not empty, as it goes into the file."""
     if column.dtype == "object":
         return array.cast(pa.binary())
-    if column.encoding == "sparse":
-        return _convert_sparse(array, column, report)
     kind = _type_of(column)
+    if column.encoding == "sparse":
+        return _convert_sparse(array, kind)
     if column.shape == ():
-        report.shapes[column.name] = ()
         return array if array.type == kind else array.cast(kind)
     rows, values = len(array), array
-    shape: list[int] = []
     while pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
-        shape.append(_one_length(pc.list_value_length(values), column.name))
         values = values.flatten()
-        if _count(report.inner_nulls, column.name, values):
-            return array
-    _agree(tuple(shape), column, report)
     offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * (len(values) // rows))
     return pa.ListArray.from_arrays(offsets, values.cast(kind.value_type), type=kind)
 
 
-def _convert_sparse(array: pa.Array, column: Column, report: WriteReport) -> pa.Array:
-    kind = _type_of(column)
+def _convert_sparse(array: pa.Array, kind: pa.DataType) -> pa.Array:
     sizes, indices, values = (array.field(array.type.get_field_index(name)) for name in ("size", "indices", "values"))
-    _agree((_one_length(sizes, column.name),), column, report)
     lists = [
         pa.ListArray.from_arrays(
             part.offsets, part.values.cast(kind.field(name).type.value_type), kind.field(name).type
@@ -251,34 +234,3 @@ def _convert_sparse(array: pa.Array, column: Column, report: WriteReport) -> pa.
         for part, name in ((indices, "indices"), (values, "values"))
     ]
     return pa.StructArray.from_arrays([sizes.cast(pa.int32()), *lists], fields=list(kind))
-
-
-def _count(nulls: dict[str, int], name: str, array: pa.Array) -> int:
-    if array.null_count:
-        nulls[name] = nulls.get(name, 0) + array.null_count
-    return int(array.null_count)
-
-
-def _one_length(lengths: pa.Array, name: str) -> int:
-    """The one length of all lists at one depth below the rows."""
-    extremes = pc.min_max(lengths)
-    low, high = extremes["min"].as_py() or 0, extremes["max"].as_py() or 0
-    if low != high:
-        raise DataError(ragged(name, (low,), (high,)))
-    return int(low)
-
-
-def _agree(shape: tuple[int, ...], column: Column, report: WriteReport) -> None:
-    known = report.shapes.setdefault(column.name, shape)
-    if known != shape:
-        raise DataError(ragged(column.name, known, shape))
-
-
-def ragged(name: str, one: tuple[int, ...], other: tuple[int, ...]) -> str:
-    """The text of the error for values of two shapes."""
-    flat = len(one) == len(other) == 1
-    values = f"of length {one[0]} and of {other[0]}" if flat else f"of shape {one} and of {other}"
-    return (
-        f"column {name!r} has lists or vectors {values}: expected one length for all rows. "
-        "Pad or cut them to one length before fit."
-    )

@@ -58,10 +58,16 @@ class SparkBackend(Backend):
         config = RunConfig.of({**self._options, "num_proc": self._num_proc})
         return tasks_of(active_session(self._spark), config)[0] * config.procs_per_task
 
-    def run(self, fn: Callable[..., R], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list[R]:
-        """See base class. Waits for other trainings that this process has under way."""
+    def run(
+        self,
+        fn: Callable[..., R],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        data: Mapping[str, Any] | None = None,
+    ) -> list[R]:
+        """See base class. Waits for other trainings that this process has under way; ``data`` is that of the run."""
         with _turn:
-            return run(fn, args, kwargs, self._num_proc, spark=self._spark, **self._options)
+            return run(fn, args, kwargs, self._num_proc, spark=self._spark, data=data, **self._options)
 
 
 class LocalBackend(Backend):

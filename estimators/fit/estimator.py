@@ -18,8 +18,9 @@ from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.data.columns import check_columns, columns_of, expression_of, session_of
 from spark_hvd.estimators.data.leases import in_use
 from spark_hvd.estimators.data.materialize import materialize
-from spark_hvd.estimators.fit.plan import FitPlan, Settings, check_together, label_of, make_plan
+from spark_hvd.estimators.fit.plan import FitPlan, Settings, check_together, label_of, make_plan, store_missing
 from spark_hvd.estimators.fit.ranks import train_on_ranks
+from spark_hvd.estimators.fit.rows import feeds, rows_for_ranks
 from spark_hvd.estimators.fit.trial import ROWS, batch_of_rows, first_batch, spec_for
 from spark_hvd.estimators.params.persistence import SavedParams
 from spark_hvd.estimators.params.tables import MODEL_SETTINGS
@@ -117,13 +118,20 @@ class SparkEstimator(SavedParams, Estimator[M]):
         columns = _checked_columns(plan, dataset)
         spec = self._tried(plan, batch_of_rows(plan, _some_rows(dataset, columns, plan.name), columns), columns)
         num_proc = plan.backend.num_processes()
+        validation, seed = plan.settings["validation"] or None, plan.settings["random_seed"] or 0
+        if feeds(plan):
+            rows = rows_for_ranks(dataset, columns, validation, seed)
+            spec = replace(spec, train=rows.train, validation=rows.validation)
+            return self._trained(plan, spec, num_proc, rows.data)
+        if plan.spec.returns_state:
+            raise ValueError(store_missing("this reader reads files"))
         train_data, val_data = materialize(
             dataset,
             columns,
             plan.store,
             num_proc=num_proc,
-            validation=plan.settings["validation"] or None,
-            seed=plan.settings["random_seed"] or 0,
+            validation=validation,
+            seed=seed,
             partitions_per_process=plan.settings["partitions_per_process"],
             who=plan.name,
         )
@@ -141,8 +149,8 @@ class SparkEstimator(SavedParams, Estimator[M]):
         self._try(plan, spec, batch)
         return spec
 
-    def _trained(self, plan: FitPlan, spec: TrainSpec, num_proc: int) -> M:
-        state, history = train_on_ranks(plan, spec, num_proc, self._framework)
+    def _trained(self, plan: FitPlan, spec: TrainSpec, num_proc: int, data: Mapping[str, Any] | None = None) -> M:
+        state, history = train_on_ranks(plan, spec, num_proc, self._framework, data)
         return self._model(plan, spec, state, history)
 
     # -- what a subclass adds

@@ -60,7 +60,7 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
         label: Tells the fit from others of the estimator.
 
     Raises:
-        ValueError: there is no store, and executors may be on several hosts.
+        ValueError: a run to go on with has no store, and executors may be on several hosts.
         StoreError: ranks would not see the store.
     """
     weight = [settings["sample_weight_col"]] if settings["sample_weight_col"] else []
@@ -73,6 +73,9 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
         tracker=settings["tracker"],
     )
     store, seed = _store(settings), settings["random_seed"]
+    alone = settings["store"] is None and not isinstance(backend, LocalBackend) and not is_local(active_session(None))
+    if alone and settings["run_id"] is not None:
+        raise ValueError(store_missing(f"run_id={settings['run_id']!r} goes on from checkpoints"))
     spec: dict[str, Any] = {
         **_fields_of(TrainSpec, settings),
         "label": label,
@@ -84,6 +87,7 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
         "store": store,
         "run_id": settings["run_id"] or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}",
         "val_batch_size": settings["val_batch_size"] or settings["batch_size"],
+        "returns_state": alone,
         "seed": random.SystemRandom().randrange(2**31) if seed is None else seed,
         "reshape_labels": settings["label_shapes"] is None,
         "reader": {
@@ -105,6 +109,14 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
         store=store,
         objects=Objects(**objects),
         spec=TrainSpec(**spec),
+    )
+
+
+def store_missing(reason: str) -> str:
+    """The text of the error that executors on several hosts are without a place that all of them reach."""
+    return (
+        f"store is missing: {reason}, and executors on several hosts need a place for it that all of them reach, such "
+        "as store=Store.create('s3://bucket/folder') or a shared file system"
     )
 
 
@@ -147,15 +159,10 @@ def check_together(name: str, settings: Settings, required: Mapping[str, str]) -
 def _store(settings: Settings) -> Store:
     if settings["store"] is not None:
         store: Store = settings["store"]
-    elif isinstance(settings["backend"], LocalBackend) or is_local(active_session(None)):
+    else:
         if not _temporary:  # one folder for all fits of this process that name no store; it goes with the process
             _temporary.append(Scratch("fits"))
         store = Store.create(_temporary[0].path)
-    else:
-        raise ValueError(
-            "store is missing: executors on several hosts need a place that all of them reach, such as "
-            "store=Store.create('s3://bucket/folder') or a shared file system"
-        )
     if not store.is_shared:
         raise StoreError(f"store={store.url}: ranks are other processes and see nothing of it. Use a shared path")
     return store

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.estimators.errors import EstimatorError
+from spark_hvd.estimators.fit.backend import SparkBackend
 from spark_hvd.estimators.fit.plan import FitPlan
-from spark_hvd.estimators.training.checkpoint import BEST, LAST, Checkpoints, check_fits
+from spark_hvd.estimators.training.checkpoint import Checkpoints, check_fits
 from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.packing import pack
+from spark_hvd.estimators.training.rows import layout_of, too_few
 from spark_hvd.estimators.training.spec import TrainSpec
-from spark_hvd.estimators.training.train import Framework, check_order, train
+from spark_hvd.estimators.training.train import Framework, check_order, order_of, train
 from spark_hvd.runner.outcome.errors import ExecutorLostError, RankFailedError
 from spark_hvd.runner.outcome.payload import renamed
 from spark_hvd.store.errors import StoreError
 
 
 def train_on_ranks(
-    plan: FitPlan, spec: TrainSpec, num_proc: int, framework: Framework
+    plan: FitPlan, spec: TrainSpec, num_proc: int, framework: Framework, rows: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], History]:
     """The checkpoint of the trained model, and the history.
+
+    Args:
+        plan: Of the fit.
+        spec: What ranks are told.
+        num_proc: Number of ranks.
+        framework: Of the model.
+        rows: The run's ``data``, where ranks are handed their rows.
 
     Raises:
         DataError: there are fewer rows than ranks.
@@ -29,11 +39,8 @@ def train_on_ranks(
         RunError: ranks failed.
     """
     for what, data in (("training", spec.train), ("validation", spec.validation)):
-        if data is not None and data.rows < num_proc:
-            raise DataError(
-                f"{data.rows} rows for {what} and num_proc={num_proc}: expected at least one row for each rank. "
-                "Use fewer ranks or more rows"
-            )
+        if rows is None and data is not None and data.rows < num_proc:
+            raise DataError(too_few(data.rows, what, num_proc))
     checkpoints = Checkpoints(plan.store, spec.run_id)
     spec = replace(spec, resume=plan.settings["run_id"] is not None and checkpoints.exists())
     plan.store.check_writable()
@@ -43,23 +50,30 @@ def train_on_ranks(
         check_fits(state, plan.objects.model, spec.run_id)
         if plan.settings["random_seed"] is None:  # else the order of rows would be another
             spec = replace(spec, seed=state["seed"])
-        check_order(state, spec)
+        if rows is None:  # else ranks do it, once they know the rows
+            check_order(state, order_of(spec, spec.train.rows, layout_of(spec.train)), spec.run_id)
         history = History(state["history"])
     if len(history) < spec.epochs:
         try:
-            values = plan.backend.run(
-                renamed(train, plan.name), (spec, pack(plan.objects, "the parameters"), framework)
-            )
+            job = renamed(train, plan.name), (spec, pack(plan.objects, "the parameters"), framework)
+            if rows is None:
+                values = plan.backend.run(*job)
+            else:
+                assert isinstance(plan.backend, SparkBackend)
+                values = plan.backend.run(*job, data=rows)
         except RankFailedError as error:
             if isinstance(error.__cause__, DataError | EstimatorError | StoreError):
                 raise type(error.__cause__)(str(error.__cause__)) from error
             raise
         except ExecutorLostError as error:
+            if spec.returns_state:
+                raise
             raise ExecutorLostError(
                 f"{error} The last checkpoint, if there was one, is kept: fit again with "
                 f"run_id={spec.run_id!r} to go on from it."
             ) from error
         assert values[0] is not None
-        history = values[0]
-    best = plan.settings["restore_best_weights"] and checkpoints.exists(BEST)
-    return checkpoints.load(BEST if best else LAST), history
+        history, returned = values[0]
+        if returned is not None:
+            return returned, history
+    return checkpoints.trained(spec.restore_best_weights), history

@@ -77,7 +77,7 @@ class ValidationLoader:
         self._job = job
 
     def __len__(self) -> int:
-        return self._job.spec.validation_steps(hvd.size())
+        return self._job.validation_steps
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self._job.validation_batches():

@@ -31,8 +31,8 @@ _WHERE = rows(
         "store",
         None,
         c.store,
-        "A Store, or its path or URL: where data and checkpoints lie. Every executor must reach it. By default a "
-        "temporary folder, on one machine.",
+        "A Store, or its path or URL, for data and checkpoints. Every executor must reach it. By default data go "
+        "straight to the ranks, and checkpoints to a temporary folder.",
     ),
     ("run_id", None, c.text, "Name of the run. If the store has a checkpoint of that name, the run goes on from it."),
     ("max_restarts", 0, c.whole(0), "Restarts from the last checkpoint after an executor is lost or a rank is killed."),

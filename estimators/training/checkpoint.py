@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from spark_hvd.checkpoint.format import read, read_by_rank_0, write
+from spark_hvd.checkpoint.format import Found, read, read_by_rank_0, write
 from spark_hvd.store import Store
 from spark_hvd.store.errors import CheckpointError
 
@@ -43,11 +43,21 @@ class Checkpoints:
             StoreError: it cannot be read.
             CheckpointError: it is damaged, or a newer version wrote it.
         """
-        path = self.store.checkpoint_path(self.run_id, name)
-        otherwise = f"Delete it to train run_id={self.run_id!r} from the start, or give another run_id"
-        state = read_by_rank_0(lambda: read(self.store, path, otherwise))
+        state = read_by_rank_0(lambda: self._read(name))
         assert state is not None
         return state
+
+    def trained(self, best: bool) -> dict[str, Any]:
+        """Read the one of the trained model: the best where that is wanted and there is one. Not together with others.
+
+        Raises:
+            StoreError, CheckpointError: as :meth:`load`.
+        """
+        return self._read(BEST if best and self.exists(BEST) else LAST).state
+
+    def _read(self, name: str) -> Found:
+        otherwise = f"Delete it to train run_id={self.run_id!r} from the start, or give another run_id"
+        return read(self.store, self.store.checkpoint_path(self.run_id, name), otherwise)
 
 
 def check_fits(state: Mapping[str, Any], model: torch.nn.Module, run_id: str) -> None:

@@ -33,6 +33,8 @@ class TrainSpec:
         reshape_labels: Give labels the shape of outputs.
         reader: Fields of ReaderSpec; the same for training and validation but for ``workers``.
         resume: Whether the run has a checkpoint to go on from.
+        returns_state: Driver and ranks share no place for checkpoints: rank 0 keeps them on its host, and returns the
+            one of the trained model.
         trainer: What LightningEstimator gives to the Trainer.
     """
 
@@ -70,13 +72,9 @@ class TrainSpec:
     val_reader_num_workers: int = 2
     checkpoint_every: int | None = None
     resume: bool = False
+    returns_state: bool = False
+    restore_best_weights: bool = False
     trainer: Mapping[str, Any] = field(default_factory=dict)
-
-    def validation_steps(self, size: int) -> int:
-        """Batches of a validation on each of ``size`` ranks."""
-        assert self.validation is not None
-        steps = steps_of(self.validation.rows, size, self.val_batch_size)
-        return min(steps, self.validation_steps_per_epoch or steps)
 
     def epoch_steps(self, size: int) -> int:
         """Batches of an epoch on each of ``size`` ranks."""

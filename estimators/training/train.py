@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -14,13 +13,16 @@ import torch
 import spark_hvd.torch as hvd
 from spark_hvd.checkpoint.format import on_rank_0
 from spark_hvd.data.readers.feed import Feed
-from spark_hvd.data.readers.reader import Batch, Reader
-from spark_hvd.data.readers.sharding import Position, Sharding
+from spark_hvd.data.readers.reader import Batch
+from spark_hvd.data.readers.sharding import Position
 from spark_hvd.estimators.errors import NotFiniteLossError
 from spark_hvd.estimators.training.checkpoint import BEST, LAST, Checkpoints, check_fits
 from spark_hvd.estimators.training.history import History, monitored
-from spark_hvd.estimators.training.readers import open_reader, reader_spec
+from spark_hvd.estimators.training.readers import reader_spec
+from spark_hvd.estimators.training.rows import Rows, rows_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
+from spark_hvd.scratch import Scratch
+from spark_hvd.store import Store
 from spark_hvd.store.errors import CheckpointError
 from spark_hvd.world.activity import activity
 from spark_hvd.world.words import count
@@ -55,7 +57,8 @@ class Job:
         objects: The model and the code around it, this rank's own; weights are those of the checkpoint when resuming.
         resumed: The checkpoint to resume from.
         history: Rows of the epochs done.
-        validation: Reads this rank's shard of the validation data.
+        rows: To train on; ``feed`` gives them.
+        validation: Rows to validate on.
         progress: The loop over this epoch's batches, for displays.
     """
 
@@ -65,14 +68,21 @@ class Job:
     resumed: dict[str, Any] | None
     history: History
     checkpoints: Checkpoints
+    rows: Rows
     feed: Feed[Batch]
-    validation: Reader[Batch] | None
+    validation: Rows | None
     progress: hvd.Progress[Batch] | None = None
 
     @property
     def steps(self) -> int:
         """Batches of an epoch, the same on every rank."""
-        return self.spec.epoch_steps(hvd.size())
+        return self.spec.train_steps_per_epoch or self.rows.steps
+
+    @property
+    def validation_steps(self) -> int:
+        """Batches of a validation, the same on every rank."""
+        assert self.validation is not None
+        return min(self.validation.steps, self.spec.validation_steps_per_epoch or self.validation.steps)
 
     @property
     def partial_epoch(self) -> dict[str, Any] | None:
@@ -92,14 +102,10 @@ class Job:
 
     def validation_batches(self) -> Iterator[Batch]:
         """The batches of one validation."""
-        spec, mine = self.spec, (Position(), hvd.rank(), hvd.size())
         assert self.validation is not None
-        assert spec.validation is not None
-        sharding = Sharding(spec.validation.rows, spec.val_batch_size)
-        batches: Iterator[Batch] = self.validation.batches(0, sharding.share(*mine), sharding.batches(*mine))
-        batches = itertools.islice(batches, spec.validation_steps_per_epoch)
-        where: dict[str, Any] = {"epoch": len(self.history), "epochs": spec.epochs, "stage": "validation"}
-        return iter(hvd.progress(batches, total=self.spec.validation_steps(hvd.size()), **where))
+        batches = itertools.islice(self.validation.first_epoch(), self.validation_steps)
+        where: dict[str, Any] = {"epoch": len(self.history), "epochs": self.spec.epochs, "stage": "validation"}
+        return iter(hvd.progress(batches, total=self.validation_steps, **where))
 
     def seed(self, epoch: int, done: int = 0) -> None:
         """Set torch's seed for an epoch, or its rest after ``done`` batches: another on each rank.
@@ -142,7 +148,7 @@ class Job:
             "size": hvd.size(),
             "seed": self.spec.seed,
             "position": self.feed.position.to_json(),
-            "order": order_of(self.spec),
+            "order": order_of(self.spec, self.rows.sharding.rows, self.rows.layout),
         }
         if partial_epoch is None:
             key = monitored(self.history[-1], self.spec.monitor)
@@ -162,8 +168,20 @@ class Job:
             )
 
 
-def train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> History | None:
-    """Run on every rank: train, and return the history on rank 0."""
+def train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> tuple[History, dict[str, Any] | None] | None:
+    """Run on every rank: train, and return the history on rank 0, with the checkpoint if it ``returns_state``."""
+    with ExitStack() as cleanup:
+        if spec.returns_state:
+            spec = replace(spec, store=Store.create(cleanup.enter_context(Scratch("fit"))))
+        history = _train(spec, packed, framework)
+        if hvd.rank() != 0:
+            return None
+        if not spec.returns_state:
+            return history, None
+        return history, Checkpoints(spec.store, spec.run_id).trained(spec.restore_best_weights)
+
+
+def _train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> History:
     from spark_hvd.estimators.training.packing import unpack
 
     hvd.init()
@@ -180,25 +198,23 @@ def train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> Histor
     history = History(resumed["history"]) if resumed else History()
     with ExitStack() as cleanup:
         reader = reader_spec(spec, objects, dataset=spec.train, shuffle=spec.shuffle, seed=spec.seed)
-        feed = Feed(
-            cleanup.enter_context(closing(open_reader(reader))),
-            Sharding(spec.train.rows, spec.batch_size, spec.drop_last),
-            hvd.rank(),
-            hvd.size(),
-            _position(spec, resumed),
-        )
-        val_reader = None
+        rows = rows_of("training", reader, spec.batch_size, spec.drop_last)
+        cleanup.enter_context(closing(rows.reader))
+        order = order_of(spec, rows.sharding.rows, rows.layout)
+        if resumed is not None:
+            check_order(resumed, order, spec.run_id)
+        feed = Feed(rows.reader, rows.sharding, hvd.rank(), hvd.size(), _position(order, resumed))
+        validation = None
         if spec.validation is not None:
-            validation = replace(reader, dataset=spec.validation, shuffle=False, workers=spec.val_reader_num_workers)
-            val_reader = cleanup.enter_context(closing(open_reader(validation)))
-        job = Job(spec, objects, device, resumed, history, checkpoints, feed, val_reader)
-        history = framework.fit(job)
-    return history if hvd.rank() == 0 else None
+            reader = replace(reader, dataset=spec.validation, shuffle=False, workers=spec.val_reader_num_workers)
+            validation = rows_of("validation", reader, spec.val_batch_size)
+            cleanup.enter_context(closing(validation.reader))
+        job = Job(spec, objects, device, resumed, history, checkpoints, rows, feed, validation)
+        return framework.fit(job)
 
 
-def order_of(spec: TrainSpec) -> dict[str, Any]:
-    """On what the order of the rows in an epoch depends."""
-    layout = zlib.crc32(repr([group.rows for group in spec.train.row_groups]).encode())
+def order_of(spec: TrainSpec, rows: int, layout: int) -> dict[str, Any]:
+    """On what the order of so many rows in an epoch depends; see :class:`Rows`."""
     return {
         "random_seed": spec.seed,
         "batch_size": spec.batch_size,
@@ -206,36 +222,35 @@ def order_of(spec: TrainSpec) -> dict[str, Any]:
         "shuffle_buffer_size": spec.reader.get("window_rows"),
         "drop_last": spec.drop_last,
         "inmemory_cache_all": bool(spec.reader.get("cache")),
-        "the rows": spec.train.rows,
+        "the rows": rows,
         "the row groups": layout,
         "the way of shuffling": 2,
     }
 
 
-def check_order(state: Mapping[str, Any], spec: TrainSpec) -> None:
+def check_order(state: Mapping[str, Any], order: Mapping[str, Any], run_id: str) -> None:
     """Make sure that an epoch that was cut off can go on with the rows that it has left.
 
     Raises:
         CheckpointError: they come in another order now.
     """
-    order = order_of(spec)
     differ = [name for name, value in order.items() if state["order"].get(name) != value]
     if state[_PARTIAL_EPOCH] is not None and differ:
         name = differ[0]
         numbers = "" if name.startswith("the ") else f", {name}={state['order'][name]!r} then and {order[name]!r} now"
         raise CheckpointError(
-            f"run_id={spec.run_id!r} was cut off within epoch {len(state['history']) + 1}, and its rows would come in "
+            f"run_id={run_id!r} was cut off within epoch {len(state['history']) + 1}, and its rows would come in "
             f"another order now: {name} changed{numbers}. Fit the same data with the parameters of then (num_proc too, "
             "which decides on the row groups; min_num_proc allows fewer ranks), or give another run_id"
         )
 
 
-def _position(spec: TrainSpec, resumed: dict[str, Any] | None) -> Position:
+def _position(order: Mapping[str, Any], resumed: dict[str, Any] | None) -> Position:
     """Where to go on: at the place of the checkpoint, or at the next pass if the order of rows is another now."""
     if resumed is None:
         return Position()
     position = Position.from_json(resumed["position"])
-    if not position.done or resumed["order"] == order_of(spec):
+    if not position.done or resumed["order"] == order:
         return position
     return Position(position.epoch + 1)
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
+    from spark_hvd.runner.spark.input import Split
+
 KINDS = "a Spark DataFrame, a pandas DataFrame, an Arrow table, or the path of Parquet files"
 
 
@@ -27,7 +29,7 @@ class Given:
         sources: Pickled: ranks read these themselves.
     """
 
-    frames: Mapping[str, DataFrame] = field(default_factory=dict)
+    frames: Mapping[str, DataFrame | Split] = field(default_factory=dict)
     tables: Mapping[str, pa.Table] = field(default_factory=dict)
     sources: Mapping[str, bytes] = field(default_factory=dict)
 
@@ -108,6 +110,8 @@ def given(data: Mapping[str, Any] | None) -> Given:
         elif type(value).__module__.startswith("pyspark.sql.") and type(value).__name__ == "DataFrame":
             frames[name] = value
             _check_names(name, value.columns)
+        elif (split := sys.modules.get("spark_hvd.runner.spark.input")) is not None and isinstance(value, split.Split):
+            frames[name] = value
         elif (table := _table_of(value)) is not None:
             tables[name] = table
             _check_names(name, table.column_names)

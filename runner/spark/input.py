@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_hvd.data.units import ID, SOURCE, STRIDE, UNIT, UNITS, struct_of
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql.types import StructType
 
 _ROW = (1 << 33) - 1
 """The bits of monotonically_increasing_id() that number rows; those above number partitions."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A DataFrame that is computed once, and whose rows are two data sets.
+
+    Attributes:
+        frame: All rows.
+        columns: Those that ranks are given.
+        other: Name of the second data set.
+        is_other: Whether a row is of that one; never null.
+    """
+
+    frame: DataFrame
+    columns: Sequence[str]
+    other: str
+    is_other: Column
 
 
 @dataclass(frozen=True)
@@ -22,17 +40,31 @@ class InputRows:
 
     Attributes:
         frame: One partition a task.
-        schemas: Of the data sets whose rows are in it, in Arrow's format, by name and in their order.
+        schemas: Of the data sets whose rows are in it, by name and in their order: the number of the column in which
+            they lie, see :func:`~spark_hvd.data.units.struct_of`, and the schema in Arrow's format.
     """
 
     frame: DataFrame
-    schemas: Mapping[str, bytes]
+    schemas: Mapping[str, tuple[int, bytes]]
 
     @classmethod
-    def of(cls, frames: Mapping[str, DataFrame], tasks: int) -> InputRows:
+    def of(cls, frames: Mapping[str, DataFrame | Split], tasks: int) -> InputRows:
         """Make it for so many tasks."""
-        frames = {name: _with_lists(frame) for name, frame in frames.items()}
-        return cls(_frame_of(frames, tasks), {name: _arrow_schema(frame) for name, frame in frames.items()})
+        from pyspark.sql import functions as F  # noqa: N812
+
+        shaped: list[tuple[DataFrame, Sequence[str], Column]] = []
+        schemas: dict[str, tuple[int, bytes]] = {}
+        for name, value in frames.items():
+            frame = _with_lists(value.frame if isinstance(value, Split) else value)
+            columns, first = frame.columns, len(schemas)
+            source, names = F.lit(first), [name]
+            if isinstance(value, Split):
+                columns = list(value.columns)
+                source, names = F.when(value.is_other, first + 1).otherwise(first), [name, value.other]
+            schema = _arrow_schema(_schema_of(frame, columns), frame.sparkSession)
+            schemas |= dict.fromkeys(names, (len(shaped), schema))
+            shaped.append((frame, columns, source))
+        return cls(_frame_of(shaped, tasks), schemas)
 
 
 def _with_lists(frame: DataFrame) -> DataFrame:
@@ -47,30 +79,38 @@ def _with_lists(frame: DataFrame) -> DataFrame:
     return frame.withColumns({name: F.when(its.isNotNull(), vector_to_array(its)) for name, its in columns.items()})
 
 
-def _arrow_schema(frame: DataFrame) -> bytes:
+def _schema_of(frame: DataFrame, columns: Sequence[str]) -> StructType:
+    from pyspark.sql.types import StructType
+
+    return StructType([frame.schema[name] for name in columns])
+
+
+def _arrow_schema(schema: StructType, session: SparkSession) -> bytes:
     from pyspark.sql.pandas.types import to_arrow_schema
 
     given: dict[str, Any] = {}
     if "timezone" in inspect.signature(to_arrow_schema).parameters:  # PySpark 3.5 has no such argument
-        given["timezone"] = frame.sparkSession.conf.get("spark.sql.session.timeZone")
-    schema: bytes = to_arrow_schema(frame.schema, **given).serialize().to_pybytes()
-    return schema
+        given["timezone"] = session.conf.get("spark.sql.session.timeZone")
+    serialized: bytes = to_arrow_schema(schema, **given).serialize().to_pybytes()
+    return serialized
 
 
-def _frame_of(frames: Mapping[str, DataFrame], tasks: int) -> DataFrame:
+def _frame_of(frames: Sequence[tuple[DataFrame, Sequence[str], Column]], tasks: int) -> DataFrame:
     """One frame of as many partitions as tasks, each of which has all rows of its task's ranks.
 
     Args:
-        frames: By name; their places in it tell them apart.
+        frames: Their columns that are given, and the number of a row's data set.
         tasks: How many.
     """
     from pyspark.sql import functions as F  # noqa: N812
 
     selected = []
-    for number, frame in enumerate(frames.values()):
-        empty = [F.lit(None).cast(other.schema).alias(struct_of(i)) for i, other in enumerate(frames.values())]
-        empty[number] = F.struct(*[F.col(_quoted(name)) for name in frame.columns]).alias(struct_of(number))
-        numbered = frame.select(F.monotonically_increasing_id().alias(ID), F.lit(number).alias(SOURCE), *empty)
+    structs = [F.struct(*[F.col(_quoted(name)) for name in columns]) for _, columns, _ in frames]
+    kinds = [_schema_of(frame, columns) for frame, columns, _ in frames]
+    for number, (frame, _, source) in enumerate(frames):
+        rows = [F.lit(None).cast(kind).alias(struct_of(at)) for at, kind in enumerate(kinds)]
+        rows[number] = structs[number].alias(struct_of(number))
+        numbered = frame.select(F.monotonically_increasing_id().alias(ID), source.alias(SOURCE), *rows)
         unit = f"cast(pmod(({ID} & {_ROW}L) * {STRIDE} + hash(shiftright({ID}, 33)), {UNITS}) as int)"
         selected.append(numbered.withColumn(UNIT, F.expr(unit)))
     together = selected[0]

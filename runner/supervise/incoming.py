@@ -21,19 +21,20 @@ class Incoming:
 
     Args:
         batches: Columns :data:`UNIT`, :data:`ID`, :data:`SOURCE`, and for each data set :func:`struct_of` it.
-        schemas: Serialized, of each data set, for those of which no row comes.
+        schemas: Of each data set the number of its column, and its schema for those of which no row comes.
 
     Attributes:
         folders: Where the rows of each are going to be, by name.
     """
 
-    def __init__(self, batches: Iterator[Any], schemas: Mapping[str, bytes]) -> None:
+    def __init__(self, batches: Iterator[Any], schemas: Mapping[str, tuple[int, bytes]]) -> None:
         self._scratch = Scratch("rows", local_directory(os.environ))
         self.folders = {name: os.path.join(self._scratch.path, str(at)) for at, name in enumerate(schemas)}
         self._writers = [
             SpoolWriter(self.folders[name], pa.ipc.read_schema(pa.py_buffer(schema)))
-            for name, schema in schemas.items()
+            for name, (_, schema) in schemas.items()
         ]
+        self._structs = [struct_of(number) for number, _ in schemas.values()]
         self._batches = batches
         self._ends = False
         self._thread = threading.Thread(target=self._run, name="spark_hvd-rows", daemon=True)
@@ -61,7 +62,7 @@ class Incoming:
     def _write(self, batch: pa.RecordBatch) -> None:
         for number, writer in enumerate(self._writers):
             rows = batch if len(self._writers) == 1 else batch.filter(pc.equal(batch.column(SOURCE), number))
-            struct = rows.column(struct_of(number))
+            struct = rows.column(self._structs[number])
             fields = [struct.type.field(at) for at in range(struct.type.num_fields)]
             schema = pa.schema([pa.field(UNIT, pa.int32()), pa.field(ID, pa.int64()), *fields])
             writer.write(

@@ -51,7 +51,7 @@ class TaskSpec:
         secret: The world's, from which the keys between ranks are derived. It travels in Spark's closure only.
         mpi_token: Names the sockets over which MPI is brought up.
         sources: Of data sets that ranks read themselves, pickled, by name.
-        schemas: Of those whose rows come to the tasks, in Arrow's format, by name and in their order.
+        schemas: Of those whose rows come to the tasks, see :class:`~spark_hvd.runner.spark.input.InputRows`.
         folders: Of those whose rows are on this host's disk.
     """
 
@@ -64,7 +64,7 @@ class TaskSpec:
     secret: bytes = field(default_factory=partial(secrets.token_bytes, 32), repr=False)
     mpi_token: str = field(default_factory=partial(secrets.token_hex, 16), repr=False)
     sources: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    schemas: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    schemas: Mapping[str, tuple[int, bytes]] = field(default_factory=dict, repr=False)
     folders: Mapping[str, str] = field(default_factory=dict)
 
     @property

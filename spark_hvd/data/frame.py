@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -65,7 +65,7 @@ class FrameSource(DataSource):
             window_rows=asked.window_rows or self.window_rows,
         )
 
-    def open(self, asked: Asked, form: Form[pa.Table, BatchT]) -> Reader[BatchT]:
+    def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
         """See base class."""
         return SpoolReader(self.spool, self.counts, asked, form, asked.window_rows or self.window_rows)
 
@@ -143,9 +143,7 @@ class UnitSharding(Sharding):
 class SpoolReader(Reader[BatchT]):
     """Reads units, one window ahead of the consumer. Bounded by two windows of memory; files are mapped."""
 
-    def __init__(
-        self, spool: Spool, counts: Ints, asked: Asked, form: Form[pa.Table, BatchT], window_rows: int
-    ) -> None:
+    def __init__(self, spool: Spool, counts: Ints, asked: Asked, form: Form[Any, BatchT], window_rows: int) -> None:
         self._spool, self._counts, self._asked, self._form = spool, counts, asked, form
         self._window_rows = window_rows
 
@@ -160,7 +158,8 @@ class SpoolReader(Reader[BatchT]):
         )
         with ThreadPoolExecutor(1, "spark_hvd-reader") as pool:
             tables = self._spool.tables(pieces, seed, self._window_rows, self._asked.columns)
-            yield from self._form.cut(_ahead(pool, tables), sizes)
+            rows = (self._form.of(table, "the DataFrame") for table in tables)
+            yield from self._form.cut(_ahead(pool, rows), sizes)
 
     def close(self) -> None:
         """See base class."""

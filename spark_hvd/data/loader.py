@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
-import pyarrow as pa
-
 from spark_hvd.context import who
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.feed import Feed
@@ -47,7 +45,7 @@ class ShardLoader(Generic[T_co]):
         source: DataSource,
         sharding: Sharding,
         asked: Asked,
-        form: Callable[[], Form[pa.Table, Any]],
+        form: Callable[[], Form[Any, Any]],
         collate: Callable[[Any], T_co] = lambda batch: batch,
     ) -> None:
         self._name, self._source, self._sharding, self._asked = name, source, sharding, asked

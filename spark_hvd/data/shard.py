@@ -175,8 +175,17 @@ def shard_of(name: str, told: DataSource | SpoolSource) -> DatasetShard:
     Raises:
         DataError: the rows do not come.
     """
+    return DatasetShard(name, source_here(name, told))
+
+
+def source_here(name: str, told: DataSource | SpoolSource) -> DataSource:
+    """What this rank reads of what it was told of a data set. To be called by all ranks.
+
+    Raises:
+        DataError: the rows of a DataFrame do not come.
+    """
     if not isinstance(told, SpoolSource):
-        return DatasetShard(name, told)
+        return told
     spool = told.open()
     counts = np.zeros_like(spool.counts)
     mine = slice(told.units.start, told.units.stop)
@@ -186,4 +195,4 @@ def shard_of(name: str, told: DataSource | SpoolSource) -> DatasetShard:
     for units, found, _, _ in all_ranks:
         counts[units] = found
     parts, windows = tuple(part for _, _, part, _ in all_ranks), (rows for *_, rows in all_ranks)
-    return DatasetShard(name, FrameSource(spool, counts, parts, min(windows)))
+    return FrameSource(spool, counts, parts, min(windows))

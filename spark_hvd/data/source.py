@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -61,7 +61,7 @@ class DataSource(Protocol):
         """How the rows of an epoch are shared."""
         ...
 
-    def open(self, asked: Asked, form: Form[pa.Table, BatchT]) -> Reader[BatchT]:
+    def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
         """A reader of the rows that this rank can be given, which gives them in a form."""
         ...
 
@@ -99,7 +99,7 @@ class ParquetSource(DataSource):
         """See base class."""
         return Sharding(self.rows, batch_size, drop_last)
 
-    def open(self, asked: Asked, form: Form[pa.Table, BatchT]) -> Reader[BatchT]:
+    def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
         """See base class."""
         spec = ReaderSpec(
             dataset=self.dataset,

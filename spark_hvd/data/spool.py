@@ -203,6 +203,16 @@ class Spool:
         for number, window in enumerate(windows_of(pieces, window_rows or self.window_rows)):
             yield self._gather(window, seed, number, names)
 
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """All rows that the task has, in no order; of files that are not compressed without reading them."""
+        for number, mapped in enumerate(self._mapped):
+            if mapped is not None:
+                yield mapped.select(columns)
+                continue
+            with pa.memory_map(str(self._folder / _chunk(number))) as file, pa.ipc.open_file(file) as reader:
+                for at in range(reader.num_record_batches):
+                    yield reader.get_batch(at).select(columns)
+
     def _gather(self, pieces: Sequence[Piece], seed: Seed | None, number: int, names: list[str]) -> pa.Table:
         units, starts, stops = np.array(pieces, np.int64).T
         parts, places = [], []

@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from spark_hvd.estimators import LocalBackend, TorchEstimator
+from spark_hvd.estimators import LocalBackend, Store, TorchEstimator
+from spark_hvd.scratch import Scratch
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 ROWS = 240
+_stores: list[Scratch] = []
 
 
 class Watched(LocalBackend):
@@ -57,7 +59,7 @@ def linear(outputs: int = 1) -> nn.Module:
 
 
 def estimator(model: nn.Module | None = None, **changed: Any) -> TorchEstimator:
-    """An estimator of `value` from `features`, two ranks, quiet, in the order of the rows."""
+    """An estimator of `value` from `features`, two ranks, quiet, not shuffled."""
     model = linear() if model is None else model
     settings: dict[str, Any] = {
         "model": model,
@@ -73,6 +75,13 @@ def estimator(model: nn.Module | None = None, **changed: Any) -> TorchEstimator:
         "verbose": 0,
     }
     return TorchEstimator(**{**settings, **changed})
+
+
+def ordered(model: nn.Module | None = None, **changed: Any) -> TorchEstimator:
+    """The same, with a store: files keep the order of the rows, which the reference depends on."""
+    if not _stores:
+        _stores.append(Scratch("fits"))
+    return estimator(model, **{"store": Store.create(_stores[0].path), **changed})
 
 
 def reference(

@@ -42,10 +42,30 @@ def _tests_travel_by_value() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("_tests_travel_by_value")
+def test_without_a_store_the_trained_model_comes_back_by_itself(cluster: SparkSession, tmp_path: Path) -> None:
+    killer = KillsItsExecutor(str(tmp_path / "killed"))
+    made = estimator(
+        epochs=4, validation="held", monitor="val_loss", restore_best_weights=True, callbacks=[killer], max_restarts=1
+    )
+    fitted = made.fit(frame(cluster, partitions=3))
+    history = fitted.getHistory()
+    assert [(row["epoch"], row["restarts"]) for row in history] == [(epoch, 1) for epoch in range(1, 5)], (
+        "from the start"
+    )
+    assert history[-1]["loss"] < history[0]["loss"]
+    losses = [
+        row["loss"] for row in fitted.transform(frame(cluster)).selectExpr("pow(prediction - value, 2) loss").collect()
+    ]
+    assert sum(losses) / len(losses) < 2 * history[-1]["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("_tests_travel_by_value")
 def test_after_a_lost_executor_the_run_goes_on(cluster: SparkSession, tmp_path: Path) -> None:
     df = frame(cluster)
-    with pytest.raises(ValueError, match="store is missing: executors on several hosts"):
-        estimator().fit(df)
+    with pytest.raises(ValueError, match="store is missing: run_id='lost' goes on from checkpoints"):
+        estimator(run_id="lost").fit(df)
     made = estimator(
         store=Store.create(tmp_path / "store"),
         run_id="lost",

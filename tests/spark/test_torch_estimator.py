@@ -13,7 +13,8 @@ from torch.nn import functional
 
 import spark_hvd.torch as hvd
 from spark_hvd.estimators import LocalBackend, Store, TorchEstimator
-from tests.spark.estimator_support import ROWS, Watched, estimator, frame, linear, means, numbers, reference, same
+from tests.spark.estimator_support import ROWS, Watched, frame, linear, means, numbers, reference, same
+from tests.spark.estimator_support import ordered as estimator
 
 if TYPE_CHECKING:
     from pathlib import Path

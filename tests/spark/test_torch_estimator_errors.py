@@ -15,7 +15,7 @@ from torch.nn import functional
 from spark_hvd.estimators import DataError, LocalBackend, ModelError, Store, TorchEstimator, TorchModel
 from spark_hvd.estimators.fit.plan import label_of
 from spark_hvd.estimators.torch.trial import try_transform
-from tests.spark.estimator_support import estimator, frame, linear
+from tests.spark.estimator_support import estimator, frame, linear, ordered
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -211,19 +211,21 @@ def test_fewer_rows_than_ranks(df: DataFrame) -> None:
         estimator().fit(df.limit(1))
 
 
+@pytest.mark.parametrize("made", [estimator, ordered])
 @pytest.mark.parametrize("column", ["features", "value"])
-def test_nulls_are_counted(spark: SparkSession, column: str) -> None:
+def test_nulls_are_counted(spark: SparkSession, column: str, made: Callable[[], TorchEstimator]) -> None:
     holes = frame(spark).withColumn(column, F.when(F.col("row") % 100 != 99, F.col(column)))
     with pytest.raises(DataError, match=rf"column '{column}' has 2 null\(s\) in 240 rows.*na\.drop"):
-        estimator().fit(holes)
+        made().fit(holes)
 
 
-def test_arrays_of_two_lengths(spark: SparkSession) -> None:
+@pytest.mark.parametrize("made", [estimator, ordered])
+def test_arrays_of_two_lengths(spark: SparkSession, made: Callable[[], TorchEstimator]) -> None:
     ragged = frame(spark).withColumn(
         "features", F.when(F.col("row") == 200, F.array(F.lit(1.0))).otherwise(F.col("features"))
     )
     with pytest.raises(DataError, match=r"'features'.*(3.*1|1.*3)"):
-        estimator().fit(ragged)
+        made().fit(ragged)
 
 
 def test_one_huge_partition_is_shared_by_all_ranks(spark: SparkSession) -> None:

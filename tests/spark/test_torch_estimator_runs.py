@@ -25,7 +25,7 @@ from spark_hvd.estimators import (
     TrainState,
 )
 from spark_hvd.runner import RankFailedError
-from tests.spark.estimator_support import estimator, frame, linear, same
+from tests.spark.estimator_support import estimator, frame, linear, ordered, same
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -259,5 +259,6 @@ def test_a_store_that_vanishes_is_written_anew(df: DataFrame, tmp_path: Path) ->
 
 
 def test_rows_that_leave_no_validation(spark: SparkSession) -> None:
-    with pytest.raises(DataError, match="no rows for validation"):
-        estimator(validation="held").fit(frame(spark).where("not held"))
+    for made in (estimator, ordered):
+        with pytest.raises(DataError, match="no rows for validation"):
+            made(validation="held").fit(frame(spark).where("not held"))

@@ -1,0 +1,74 @@
+"""Rows that go from a DataFrame's partitions to the ranks of a fit, and are written nowhere but on their disks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
+
+from spark_hvd.data.readers.dataset import Column, DatasetMeta
+from spark_hvd.estimators.data.columns import expression_of, quoted
+from spark_hvd.estimators.data.materialize import check_validation
+from spark_hvd.estimators.fit.backend import SparkBackend
+from spark_hvd.estimators.fit.plan import FitPlan
+from spark_hvd.runner.spark.input import Split
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+_HELD = "__held"
+
+
+@dataclass(frozen=True)
+class RowsForRanks:
+    """What a fit gives its run.
+
+    Attributes:
+        data: Of the run.
+        train: The columns of the rows to train on; how many there are is known to ranks alone.
+        validation: Those of the rows to validate on, if there are such.
+    """
+
+    data: Mapping[str, Any]
+    train: DatasetMeta
+    validation: DatasetMeta | None
+
+
+def feeds(plan: FitPlan) -> bool:
+    """Whether ranks are handed their rows: no store is asked for, and nothing that reads files again."""
+    settings = plan.settings
+    return (
+        settings["store"] is None
+        and isinstance(plan.backend, SparkBackend)
+        and settings["reader"] in (None, "arrow")
+        and not settings["inmemory_cache_all"]
+    )
+
+
+def rows_for_ranks(df: DataFrame, columns: Sequence[Column], validation: float | str | None, seed: int) -> RowsForRanks:
+    """The rows of a DataFrame, computed once for training and validation.
+
+    Args:
+        df: The data.
+        columns: Those that models see.
+        validation: As of :func:`spark_hvd.estimators.data.materialize.materialize`.
+        seed: Of the draw.
+
+    Raises:
+        ValueError, DataError: ``validation`` is none.
+    """
+    check_validation(df, validation)
+    meta = DatasetMeta("the DataFrame", tuple(columns), ())
+    sources = [expression_of(column) for column in columns]
+    if validation is None:
+        return RowsForRanks({"training": df.select(sources)}, meta, None)
+    held = F.rand(seed) < validation
+    if isinstance(validation, str):
+        mark = F.col(quoted(validation))
+        wrong = f"column {validation!r} has a null: fill it or drop these rows before fit"
+        held = F.when(mark.isNull(), F.raise_error(F.lit(wrong)).cast("boolean")).otherwise(mark.cast("bigint") > 0)
+    names = [column.name for column in columns]
+    split = Split(df.select([*sources, held.alias(_HELD)]), names, "validation", F.col(_HELD))
+    return RowsForRanks({"training": split}, meta, meta)

@@ -1,0 +1,107 @@
+"""What a rank reads of the data to train on or to validate on: files of a data set, or its shard of a DataFrame."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import spark_hvd.torch as hvd
+from spark_hvd.data.frame import FrameSource
+from spark_hvd.data.handed import source_of
+from spark_hvd.data.readers.blocks import TensorForm
+from spark_hvd.data.readers.dataset import Column, DatasetMeta
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.measure import Measured
+from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
+from spark_hvd.data.readers.sharding import Position, Sharding
+from spark_hvd.data.shard import source_here
+from spark_hvd.data.source import Asked
+from spark_hvd.data.spool import Spool
+from spark_hvd.estimators.training.readers import open_reader
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of an epoch.
+
+    Attributes:
+        reader: Gives them; to be closed.
+        sharding: How ranks share them.
+        layout: A number that differs where their order does, for the same seed and epoch.
+    """
+
+    reader: Reader[Batch]
+    sharding: Sharding
+    layout: int
+
+    @property
+    def steps(self) -> int:
+        """Batches of an epoch, the same on all ranks."""
+        return len(self.sharding.batches(Position(), hvd.rank(), hvd.size()))
+
+    def first_epoch(self) -> Iterator[Batch]:
+        """This rank's batches of epoch 0."""
+        place = Position(), hvd.rank(), hvd.size()
+        return self.reader.batches(0, self.sharding.share(*place), self.sharding.batches(*place))
+
+
+def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = False) -> Rows:
+    """Open the rows of a data set.
+
+    Args:
+        name: Of the DataFrame in the run's ``data``, where ``spec.dataset`` has no files. All ranks are to call this.
+        spec: What is read.
+        batch_size: Rows in a batch.
+        drop_last: Leave out the batch at the end that is not full.
+
+    Raises:
+        DataError: as the readers do; of a DataFrame also nulls, lists of two lengths, and fewer rows than ranks.
+    """
+    if spec.dataset.row_groups:
+        return Rows(open_reader(spec), Sharding(spec.dataset.rows, batch_size, drop_last), layout_of(spec.dataset))
+    told = source_of(name)
+    source = source_here(name, told)
+    assert isinstance(source, FrameSource)
+    # Ranks of one task have one folder, and measure the same.
+    found = hvd.allgather_object((told.folder, _measured(source.spool, spec.dataset.columns)), name=f"{name}.measured")
+    measured = Measured.together(dict(found).values())
+    measured.check()
+    if source.rows < hvd.size():
+        raise DataError(too_few(source.rows, name, hvd.size()))
+    spec = replace(spec, dataset=replace(spec.dataset, columns=measured.of(spec.dataset.columns)))
+    asked = Asked(
+        columns=spec.columns,
+        shuffle=spec.shuffle,
+        seed=spec.seed,
+        window_rows=spec.window_rows,
+        workers=spec.workers,
+    )
+    return Rows(source.open(asked, TensorForm(spec)), source.sharding(batch_size, drop_last, asked), source.layout)
+
+
+def _measured(spool: Spool, columns: Sequence[Column]) -> Measured:
+    measured = Measured()
+    for batch in spool.batches([column.name for column in columns]):
+        measured.rows += batch.num_rows
+        for number, column in enumerate(columns):
+            measured.add(column, batch.column(number))
+    return measured
+
+
+def too_few(rows: int, what: str, num_proc: int) -> str:
+    """The text of the error that a data set has fewer rows than ranks."""
+    if not rows:
+        return (
+            f"there are no rows for {what}: expected at least one for each rank. Check filters and joins that lead to "
+            "the DataFrame, and what validation= leaves of it"
+        )
+    return (
+        f"{rows} rows for {what} and num_proc={num_proc}: expected at least one row for each rank. Use fewer ranks or "
+        "more rows"
+    )
+
+
+def layout_of(dataset: DatasetMeta) -> int:
+    """See :attr:`Rows.layout`."""
+    return zlib.crc32(repr([group.rows for group in dataset.row_groups]).encode())

@@ -1,0 +1,129 @@
+"""What must hold of all rows before a model sees the first: no nulls, and lists of one length."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from spark_hvd.data.readers.dataset import Column
+from spark_hvd.data.readers.errors import DataError
+
+
+@dataclass(slots=True)
+class Measured:
+    """What some rows have shown of their columns.
+
+    Attributes:
+        rows: How many.
+        nulls: Column name -> rows where it is null.
+        inner_nulls: Column name -> nulls inside its lists.
+        shapes: Column name -> shape of its values; binary columns have none.
+    """
+
+    rows: int = 0
+    nulls: dict[str, int] = field(default_factory=dict)
+    inner_nulls: dict[str, int] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def add(self, column: Column, array: pa.Array) -> None:
+        """Take in a column of some rows, which ``rows`` does not count yet.
+
+        Raises:
+            DataError: lists or vectors of different lengths.
+        """
+        if self.count(column.name, array) or column.dtype == "object" or not len(array):
+            return
+        if column.encoding == "sparse":
+            self._agree(column.name, (_one_length(array.field(array.type.get_field_index("size")), column.name),))
+            return
+        values, shape = array, []
+        while pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+            shape.append(_one_length(pc.list_value_length(values), column.name))
+            values = values.flatten()
+            if _count(self.inner_nulls, column.name, values):
+                return
+        self._agree(column.name, tuple(shape))
+
+    def count(self, name: str, array: pa.Array) -> int:
+        """Take in the nulls of a column, and return how many these are."""
+        return _count(self.nulls, name, array)
+
+    @property
+    def has_nulls(self) -> bool:
+        """Whether a null was found."""
+        return bool(self.nulls or self.inner_nulls)
+
+    @classmethod
+    def together(cls, parts: Iterable[Measured]) -> Measured:
+        """What several have measured.
+
+        Raises:
+            DataError: of lists or vectors of different lengths.
+        """
+        parts = list(parts)
+        whole = cls(sum(part.rows for part in parts), _sum(part.nulls for part in parts))
+        whole.inner_nulls = _sum(part.inner_nulls for part in parts)
+        for part in parts:
+            for name, shape in part.shapes.items():
+                whole._agree(name, shape)
+        return whole
+
+    def check(self) -> None:
+        """Make sure that there were no nulls.
+
+        Raises:
+            DataError: there were; it says how many.
+        """
+        for name, count in self.nulls.items():
+            raise DataError(
+                f"column {name!r} has {count} null(s) in {self.rows} rows: fill them or drop these rows before fit, "
+                f"for example df.na.drop(subset=[{name!r}])"
+            )
+        for name, count in self.inner_nulls.items():
+            raise DataError(
+                f"column {name!r} has {count} null(s) inside its lists: fill them or drop these rows before fit"
+            )
+
+    def of(self, columns: Sequence[Column]) -> tuple[Column, ...]:
+        """``columns`` with the shapes that were found."""
+        return tuple(replace(each, shape=self.shapes.get(each.name, each.shape)) for each in columns)
+
+    def _agree(self, name: str, shape: tuple[int, ...]) -> None:
+        known = self.shapes.setdefault(name, shape)
+        if known != shape:
+            raise DataError(_ragged(name, known, shape))
+
+
+def _count(nulls: dict[str, int], name: str, array: pa.Array) -> int:
+    if array.null_count:
+        nulls[name] = nulls.get(name, 0) + array.null_count
+    return int(array.null_count)
+
+
+def _one_length(lengths: pa.Array, name: str) -> int:
+    """The one length of all lists at one depth below the rows."""
+    extremes = pc.min_max(lengths)
+    low, high = extremes["min"].as_py() or 0, extremes["max"].as_py() or 0
+    if low != high:
+        raise DataError(_ragged(name, (low,), (high,)))
+    return int(low)
+
+
+def _ragged(name: str, one: tuple[int, ...], other: tuple[int, ...]) -> str:
+    flat = len(one) == len(other) == 1
+    values = f"of length {one[0]} and of {other[0]}" if flat else f"of shape {one} and of {other}"
+    return (
+        f"column {name!r} has lists or vectors {values}: expected one length for all rows. "
+        "Pad or cut them to one length before fit."
+    )
+
+
+def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for count in counts:
+        total.update(count)
+    return dict(total)

@@ -1,0 +1,93 @@
+"""A fit without a store: partitions go to ranks as they are, and nothing is written but on the ranks' hosts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from pyspark.sql import functions as F  # noqa: N812
+from torch import nn
+
+import spark_hvd.torch as hvd
+from spark_hvd.estimators.fit import plan
+from spark_hvd.runner import RunError
+from tests.spark.estimator_support import estimator
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+ROWS = 1000
+
+
+class Recorder(nn.Module):
+    """Writes down which rows it is trained on and which it is only shown, a file a rank."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = str(folder)
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if hvd.is_initialized():
+            kind = "train" if self.training else "validation"
+            with open(Path(self.folder) / f"{kind}-{hvd.rank()}", "a") as file:
+                file.write(" ".join(str(int(row)) for row in rows.flatten()) + "\n")
+        return self.linear(rows.view(-1, 1) / ROWS)
+
+
+def seen(folder: Path, kind: str) -> Counter[int]:
+    """How often each row was seen on any rank."""
+    return Counter(int(row) for path in folder.glob(f"{kind}-*") for row in path.read_text().split())
+
+
+def steps(folder: Path, kind: str) -> list[int]:
+    """Batches of each rank."""
+    return [len(path.read_text().splitlines()) for path in sorted(folder.glob(f"{kind}-*"))]
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    """Most rows in one partition, some without any."""
+    rows = spark.range(0, ROWS, 1, 8).withColumn("key", F.when(F.col("id") < 900, 1).otherwise(F.col("id")))
+    spread = rows.repartition(6, "key")
+    return spread.select(F.col("id").cast("float").alias("x"), (F.col("id") * 0.5).alias("value"), "id").cache()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_row_once_an_epoch(df: DataFrame, tmp_path: Path, shuffle: bool) -> None:
+    fitted = estimator(Recorder(tmp_path), feature_cols=["x"], shuffle=shuffle, batch_size=50, epochs=2).fit(df)
+    assert seen(tmp_path, "train") == dict.fromkeys(range(ROWS), 2)
+    one, other = steps(tmp_path, "train")
+    assert one == other == 2 * 10
+    assert len(fitted.getHistory()) == 2
+
+
+@pytest.mark.parametrize("validation", ["held", 0.25])
+def test_rows_for_validation_are_others(df: DataFrame, tmp_path: Path, validation: str | float) -> None:
+    held = df.withColumn("held", F.col("id") % 5 == 0)
+    estimator(Recorder(tmp_path), feature_cols=["x"], validation=validation, epochs=2).fit(held)
+    trained, validated = seen(tmp_path, "train"), seen(tmp_path, "validation")
+    assert not trained.keys() & validated.keys()
+    assert trained | validated == dict.fromkeys(range(ROWS), 2)
+    if validation == "held":
+        assert validated.keys() == set(range(0, ROWS, 5))
+    else:
+        assert 150 < len(validated) < 350
+
+
+def test_a_mark_that_is_null(df: DataFrame, tmp_path: Path) -> None:
+    held = df.withColumn("held", F.when(F.col("id") != 77, F.col("id") % 5 == 0))
+    with pytest.raises(RunError, match="column 'held' has a null: fill it or drop these rows before fit"):
+        estimator(Recorder(tmp_path), feature_cols=["x"], validation="held").fit(held)
+
+
+def test_no_rows_are_written_where_checkpoints_are(df: DataFrame, tmp_path: Path) -> None:
+    estimator(Recorder(tmp_path), feature_cols=["x"], run_id="first").fit(df)
+    (folder,) = plan._temporary  # of all fits of this process
+    before = set(Path(folder.path).rglob("*.parquet"))
+    estimator(Recorder(tmp_path), feature_cols=["x"], run_id="second").fit(df)
+    assert set(Path(folder.path).rglob("*.parquet")) == before
+    assert [path for path in Path(folder.path).rglob("*.ckpt") if "second" in str(path)]
