@@ -17,7 +17,7 @@ from pyspark.sql.types import BooleanType, IntegralType
 
 from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.data.readers.measure import Measured
+from spark_hvd.data.readers.measure import ColumnFindings
 from spark_hvd.estimators.data import reuse
 from spark_hvd.estimators.data.columns import check_columns, expression_of, quoted
 from spark_hvd.estimators.data.leases import delete_unused
@@ -163,12 +163,12 @@ def _writer(task: WriteTask) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa
     return write
 
 
-def _checked(reports: Sequence[WriteReport], task: WriteTask) -> Measured:
+def _checked(reports: Sequence[WriteReport], task: WriteTask) -> ColumnFindings:
     """What the tasks measured, taken together; raise what they found wrong, or the error of a task."""
     for report in reports:
         if report.error:
             raise {"DataError": DataError, "StoreError": StoreError}.get(report.kind, EstimatorError)(report.error)
-    measured = Measured.together(report.measured for report in reports)
+    measured = ColumnFindings.together(report.measured for report in reports)
     measured.check()
     rows = measured.rows
     if not rows:
@@ -189,7 +189,7 @@ def _checked(reports: Sequence[WriteReport], task: WriteTask) -> Measured:
     return measured
 
 
-def _manifest(reports: Sequence[WriteReport], task: WriteTask, measured: Measured) -> dict[str, Any]:
+def _manifest(reports: Sequence[WriteReport], task: WriteTask, measured: ColumnFindings) -> dict[str, Any]:
     columns = measured.of(task.columns)
     manifest: dict[str, Any] = {"sizes": {}, TRAIN: None, VALIDATION: None}
     files = sorted((file for report in reports for file in report.files), key=lambda file: str(file["name"]))

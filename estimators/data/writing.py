@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.data.readers.measure import Measured
+from spark_hvd.data.readers.measure import ColumnFindings
 from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
@@ -67,7 +67,7 @@ class WriteReport:
         kind: Name of the error's class.
     """
 
-    measured: Measured = field(default_factory=Measured)
+    measured: ColumnFindings = field(default_factory=ColumnFindings)
     files: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
     kind: str = ""
@@ -81,7 +81,7 @@ class WriteReport:
         """The inverse of :meth:`to_bytes`."""
         told = json.loads(data)
         shapes = {name: tuple(shape) for name, shape in told["measured"].pop("shapes").items()}
-        return cls(**{**told, "measured": Measured(shapes=shapes, **told["measured"])})
+        return cls(**{**told, "measured": ColumnFindings(shapes=shapes, **told["measured"])})
 
 
 def write_partition(

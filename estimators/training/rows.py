@@ -12,7 +12,7 @@ from spark_hvd.data.handed import source_of
 from spark_hvd.data.readers.blocks import TensorForm
 from spark_hvd.data.readers.dataset import Column, DatasetMeta
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.data.readers.measure import Measured
+from spark_hvd.data.readers.measure import ColumnFindings
 from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Position, Sharding
 from spark_hvd.data.shard import source_here
@@ -65,7 +65,7 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
     assert isinstance(source, FrameSource)
     # Ranks of one task have one folder, and measure the same.
     found = hvd.allgather_object((told.folder, _measured(source.spool, spec.dataset.columns)), name=f"{name}.measured")
-    measured = Measured.together(dict(found).values())
+    measured = ColumnFindings.together(dict(found).values())
     measured.check()
     if source.rows < hvd.size():
         raise DataError(too_few(source.rows, name, hvd.size()))
@@ -80,8 +80,8 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
     return Rows(source.open(asked, TensorForm(spec)), source.sharding(batch_size, drop_last, asked), source.layout)
 
 
-def _measured(spool: Spool, columns: Sequence[Column]) -> Measured:
-    measured = Measured()
+def _measured(spool: Spool, columns: Sequence[Column]) -> ColumnFindings:
+    measured = ColumnFindings()
     for batch in spool.batches([column.name for column in columns]):
         measured.rows += batch.num_rows
         for number, column in enumerate(columns):

@@ -242,9 +242,12 @@ def test_an_argument_that_is_too_large_for_a_message(connect: SparkSession) -> N
         run(len, (os.urandom(140_000_000),), num_proc=2, spark=connect, verbose=0)
 
 
-def test_an_estimator_fits_and_its_model_transforms_and_is_saved(connect: SparkSession, tmp_path: Path) -> None:
+@pytest.mark.parametrize("store", ["store", None])
+def test_an_estimator_fits_and_its_model_transforms_and_is_saved(
+    connect: SparkSession, tmp_path: Path, store: str | None
+) -> None:
     frame = estimator_support.frame(connect, partitions=2)
-    model = estimator_support.estimator(store=str(tmp_path / "store")).fit(frame)
+    model = estimator_support.estimator(store=store and str(tmp_path / store), validation="held").fit(frame)
     assert [row["epoch"] for row in model.getHistory()] == [1, 2]
     predictions = model.transform(frame).orderBy("row").toPandas()["prediction"]
     model.write().save(str(tmp_path / "model"))

@@ -14,7 +14,7 @@ from spark_hvd.data.readers.errors import DataError
 
 
 @dataclass(slots=True)
-class Measured:
+class ColumnFindings:
     """What some rows have shown of their columns.
 
     Attributes:
@@ -58,7 +58,7 @@ class Measured:
         return bool(self.nulls or self.inner_nulls)
 
     @classmethod
-    def together(cls, parts: Iterable[Measured]) -> Measured:
+    def together(cls, parts: Iterable[ColumnFindings]) -> ColumnFindings:
         """What several have measured.
 
         Raises:
