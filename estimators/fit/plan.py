@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import threading
 import time
 import uuid
@@ -72,10 +73,11 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
         min_num_proc=settings["min_num_proc"],
         tracker=settings["tracker"],
     )
-    store, seed = _store(settings), settings["random_seed"]
+    seed = settings["random_seed"]
     alone = settings["store"] is None and not isinstance(backend, LocalBackend) and not is_local(active_session(None))
     if alone and settings["run_id"] is not None:
         raise ValueError(store_missing(f"run_id={settings['run_id']!r} goes on from checkpoints"))
+    store = _store(settings["store"], alone)
     spec: dict[str, Any] = {
         **_fields_of(TrainSpec, settings),
         "label": label,
@@ -156,10 +158,10 @@ def check_together(name: str, settings: Settings, required: Mapping[str, str]) -
         raise ValueError("tracker and backend are given: give it to the backend, SparkBackend(tracker=...)")
 
 
-def _store(settings: Settings) -> Store:
-    if settings["store"] is not None:
-        store: Store = settings["store"]
-    else:
+def _store(store: Store | None, alone: bool) -> Store:
+    if alone:  # nothing is written to it: ranks have their own
+        return Store.create(tempfile.gettempdir())
+    if store is None:
         if not _temporary:  # one folder for all fits of this process that name no store; it goes with the process
             _temporary.append(Scratch("fits"))
         store = Store.create(_temporary[0].path)
