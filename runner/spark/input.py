@@ -7,14 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.data.units import ID, SOURCE, STRIDE, UNIT, UNITS, struct_of
+from spark_hvd.data.units import ID, ROW, SOURCE, STRIDE, UNIT, UNITS, struct_of
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
     from pyspark.sql.types import StructType
-
-_ROW = (1 << 33) - 1
-"""The bits of monotonically_increasing_id() that number rows; those above number partitions."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ def _frame_of(frames: Sequence[tuple[DataFrame, Sequence[str], Column]], tasks: 
         rows = [F.lit(None).cast(kind).alias(struct_of(at)) for at, kind in enumerate(kinds)]
         rows[number] = structs[number].alias(struct_of(number))
         numbered = frame.select(F.monotonically_increasing_id().alias(ID), source.alias(SOURCE), *rows)
-        unit = f"cast(pmod(({ID} & {_ROW}L) * {STRIDE} + hash(shiftright({ID}, 33)), {UNITS}) as int)"
+        unit = f"cast(pmod(({ID} & {ROW}L) * {STRIDE} + hash(shiftright({ID}, 33)), {UNITS}) as int)"
         selected.append(numbered.withColumn(UNIT, F.expr(unit)))
     together = selected[0]
     for other in selected[1:]:

@@ -273,4 +273,4 @@ def _to_torch(values: Values, name: str) -> Any:
                 f"Next: drop them, df.na.drop(subset=[{name!r}])"
             )
         values = values.view(np.int64)
-    return torch.from_numpy(values if values.flags.owndata and values.flags.writeable else values.copy())
+    return torch.from_numpy(values if values.flags.writeable else values.copy())  # what is Arrow's cannot be written

@@ -24,8 +24,8 @@ from spark_hvd.data.units import (
     Ints,
     Piece,
     Seed,
-    keys_of,
     mixing,
+    order_in_units,
     stretches,
     units_of,
     windows_of,
@@ -225,9 +225,7 @@ class Spool:
             parts = [(_joined([batch if at is None else batch.take(at) for batch, at in parts]), None)]
         ((batch, at),) = parts
         ids = batch.column(ID).to_numpy()
-        place = np.concatenate(places)
-        order = np.argsort(keys_of(ids if at is None else ids[at], seed))
-        order = order[np.argsort(place[order], kind="stable")]
+        order = order_in_units(np.concatenate(places), ids if at is None else ids[at], seed)
         lengths = self.counts[units]
         if int((stops - starts).sum()) < len(order):  # some pieces are not whole units
             begins = np.cumsum(lengths) - lengths

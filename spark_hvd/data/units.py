@@ -18,6 +18,9 @@ STRIDE = 2531
 UNIT, ID, SOURCE = "__unit", "__id", "__source"
 """The columns that Spark gives tasks besides :func:`struct_of`; the last tells of which data set a row is."""
 
+ROW = (1 << 33) - 1
+"""The bits of monotonically_increasing_id() that number rows; those above number partitions."""
+
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Piece = tuple[int, int, int]
 """A unit, and which of its rows: the first and the one after the last, in the unit's order."""
@@ -53,6 +56,33 @@ def keys_of(ids: Ints, seed: Seed | None) -> Ints | np.ndarray[Any, np.dtype[np.
     return keys
 
 
+def order_in_units(places: np.ndarray[Any, np.dtype[np.int16]], ids: Ints, seed: Seed | None) -> Ints:
+    """Which rows are first, second ...: by the places of their units, and in each unit by :func:`keys_of`.
+
+    One number a row holds its place, as much of its key as there is room for, and its own number: sorting numbers takes
+    a third of the time of finding in which order they would be sorted.
+    """
+    keys = keys_of(ids, seed).view(np.uint64)
+    if seed is None:  # numbers of partitions move next to those of rows in them, which are shorter than their 33 bits
+        within = keys & np.uint64(ROW)
+        keys = keys >> np.uint64(33) << np.uint64(_bits(within)) | within
+    here = _bits(np.arange(len(ids))[-1:])
+    above = 64 - _bits(places)
+    cut = max(0, _bits(keys) + here - above)
+    found = places.astype(np.uint64) << np.uint64(above) if above < 64 else np.zeros(len(ids), np.uint64)
+    found |= keys >> np.uint64(cut) << np.uint64(here)
+    found |= np.arange(len(ids), dtype=np.uint64)
+    found.sort()
+    if cut and ((found[1:] ^ found[:-1]) >> np.uint64(here) == 0).any():  # what was cut off decides
+        return np.lexsort((keys, places))
+    order: Ints = (found & np.uint64((1 << here) - 1)).view(np.int64)
+    return order
+
+
+def _bits(numbers: np.ndarray[Any, Any]) -> int:
+    return int(numbers.max(initial=0)).bit_length()
+
+
 def windows_of(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
     """Pieces, in their order, as many together as have at most ``rows`` rows; a longer piece is alone."""
     window: list[Piece] = []
@@ -83,10 +113,19 @@ def mixing(pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
     lengths = [stop - start for _, start, stop in pieces]
     if seed is None:
         return np.arange(sum(lengths))
-    whose = np.repeat(np.arange(len(pieces), dtype=np.int16), lengths)
-    np.random.default_rng((*seed, number)).shuffle(whose)
+    # Each row draws a number, whose lowest bits then say of which piece it is: sorting them mixes the pieces.
+    whose = np.repeat(np.arange(len(pieces), dtype=np.uint32), lengths)
+    piece = (1 << _bits(whose[-1:])) - 1
+    dtype = np.dtype(np.uint32 if (piece + 1) * len(whose) < 1 << 32 else np.uint64)
+    most = np.iinfo(dtype).max
+    drawn = np.random.default_rng((*seed, number)).integers(most, size=len(whose), dtype=dtype, endpoint=True)
+    drawn &= dtype.type(most - piece)
+    drawn |= whose
+    drawn.sort()
     order: Ints = np.empty(len(whose), np.int64)
-    order[np.argsort(whose, kind="stable")] = np.arange(len(whose))
+    order[np.argsort((drawn & dtype.type(piece)).astype(np.min_scalar_type(piece)), kind="stable")] = np.arange(
+        len(whose)
+    )
     return order
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from spark_hvd.data.units import STRIDE, UNITS, keys_of, mixing, order_of, units_of, windows_of
+from spark_hvd.data.units import STRIDE, UNITS, keys_of, mixing, order_in_units, order_of, units_of, windows_of
 
 SEEDS = st.tuples(st.integers(0, 1 << 32), st.integers(0, 1000))
 
@@ -47,6 +47,18 @@ def test_a_shuffled_order_is_not_that_of_ids_nor_that_of_another_epoch() -> None
     assert orders[0] == ids.tolist()
     assert len(set(map(tuple, orders))) == 4
     assert abs(np.corrcoef(ids, orders[1])[0, 1]) < 0.15
+
+
+IDS = st.lists(st.integers(0, 1 << 40) | st.integers(0, (1 << 63) - 1) | st.integers(0, 99), unique=True, max_size=200)
+
+
+@example([(1 << 62) + 2, 1 << 62, (1 << 33) - 1], 2, None)  # keys that differ in bits for which there is no room
+@given(IDS, st.integers(1, 5) | st.integers(1, 1 << 14), st.none() | SEEDS)
+def test_rows_stand_by_unit_and_key_however_long_keys_are(
+    ids: list[int], units: int, seed: tuple[int, int] | None
+) -> None:
+    rows, places = np.array(ids, np.int64), (np.array(ids, np.int64) % units).astype(np.int16)
+    assert order_in_units(places, rows, seed).tolist() == np.lexsort((keys_of(rows, seed), places)).tolist()
 
 
 Pieces = list[tuple[int, int, int]]
