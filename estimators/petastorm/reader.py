@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from spark_hvd.data.readers.batches import Blocks, Layout, RowShapes, cut
-from spark_hvd.data.readers.blocks import TensorWindow
+from spark_hvd.data.readers.blocks import RowWindow
 from spark_hvd.data.readers.files import where
 from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Interval, overlaps
@@ -123,7 +123,7 @@ class PetastormReader(Reader[Batch]):
         whole = iter(pieces)
         piece, blocks, at = next(whole), next(loaded), 0
         for count, window, places in windows:
-            filling = TensorWindow(window, (self._spec.seed, epoch, count), places)
+            filling = RowWindow(window, (self._spec.seed, epoch, count), places)
             for i, part in enumerate(window):
                 if at == piece.rows:
                     del blocks

@@ -1,19 +1,43 @@
-"""Batches as dicts of columns: what becomes arrays is converted a window at a time and cut, all else by the batch."""
+"""Batches as dicts of columns: what becomes arrays is converted as it is read and cut, all else by the batch."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
-from spark_hvd.data.columns import Features, is_array_like, stacks_of
-from spark_hvd.data.readers.forms import TablesForm, pieces_of, single
+from spark_hvd.data.columns import Features, check_shape, is_array_like, stacks_of
+from spark_hvd.data.readers.blocks import RowWindow
+from spark_hvd.data.readers.forms import Form, TableForm, TableWindow, Window, pieces_of, single
+from spark_hvd.data.readers.windows import Piece
 
 Columns = dict[str, Any]
 
 
-class ColumnForm(TablesForm[Columns]):
+@dataclass(frozen=True)
+class Part:
+    """Rows that were read together.
+
+    Attributes:
+        rows: Number of rows.
+        names: Of what is in a batch, in order.
+        arrays: Of all rows.
+        others: Columns that are no arrays.
+    """
+
+    rows: int
+    names: Sequence[str]
+    arrays: Columns
+    others: pa.Table
+
+    def __len__(self) -> int:
+        return self.rows
+
+
+class ColumnForm(Form[Part, Columns]):
     """Batches as numpy arrays or tensors.
 
     Args:
@@ -28,46 +52,71 @@ class ColumnForm(TablesForm[Columns]):
         features: Features | None,
         concatenate: Callable[[list[Any]], Any],
     ) -> None:
-        super().__init__()
+        self._tables = TableForm()
+        self._shapes: dict[str, Sequence[int]] = {}
         self._convert, self._features, self._concatenate = convert, features, concatenate
 
-    def cut(self, parts: Iterator[pa.Table], sizes: Sequence[int]) -> Iterator[Columns]:
+    def of(self, table: pa.Table, where: str) -> Part:
         """See base class."""
-        for pieces in pieces_of(map(self._part, parts), sizes):
+        batch = single(self._tables.of(table, where))
+        stacks = stacks_of(batch, self._features)
+        stacked = {name for names in stacks.values() for name in names}
+        early = [each.name for each in batch.schema if each.name in stacked or is_array_like(each.type)]
+        arrays = self._convert(batch.select(early), self._features) if early else {}
+        for name, array in arrays.items():
+            check_shape(name, array.shape[1:], self._shapes.setdefault(name, array.shape[1:]), where)
+        return Part(
+            rows=batch.num_rows,
+            names=[*stacks, *(name for name in batch.schema.names if name not in stacked)],
+            arrays=arrays,
+            others=pa.Table.from_batches([batch.select([name for name in batch.schema.names if name not in early])]),
+        )
+
+    def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
+        """See base class."""
+        return self._tables.row_bytes(table, where)
+
+    def window(self, pieces: Sequence[Piece], seed: Sequence[int], wanted: Sequence[tuple[int, int]]) -> _PartWindow:
+        """See base class."""
+        return _PartWindow(pieces, seed, wanted)
+
+    def cut(self, parts: Iterator[Part], sizes: Sequence[int]) -> Iterator[Columns]:
+        """See base class."""
+        for pieces in pieces_of(parts, sizes):
             first = pieces[0][0]
             found: Columns = {}
             for name in first.arrays:
                 arrays = [part.arrays[name][start:stop] for part, start, stop in pieces]
                 found[name] = arrays[0] if len(arrays) == 1 else self._concatenate(arrays)
             if first.others.num_columns:
-                others = [
-                    pa.Table.from_batches([part.others.slice(start, stop - start)]) for part, start, stop in pieces
-                ]
+                others = [part.others.slice(start, stop - start) for part, start, stop in pieces]
                 found |= self._convert(single(pa.concat_tables(others)), None)
                 found = {name: found[name] for name in first.names}
             yield found
 
-    def _part(self, table: pa.Table) -> _Part:
-        return _Part(single(table), self._convert, self._features)
+    def kept(self, rows: Part) -> Part:
+        """See base class."""
+        return copy.deepcopy(rows)
 
 
-class _Part:
-    """Rows that were read together.
+class _PartWindow(Window[Part]):
+    """The window of a :class:`ColumnForm`."""
 
-    Attributes:
-        names: Of what is in a batch, in order.
-        arrays: Of all rows.
-        others: Columns that are no arrays.
-    """
+    def __init__(self, pieces: Sequence[Piece], seed: Sequence[int], wanted: Sequence[tuple[int, int]]) -> None:
+        self._arrays, self._others = RowWindow(pieces, seed, wanted), TableWindow(pieces, seed, wanted)
+        self._rows = sum(stop - start for start, stop in wanted)
 
-    def __init__(self, batch: pa.RecordBatch, convert: Callable[..., Columns], features: Features | None) -> None:
-        stacks = stacks_of(batch, features)
-        stacked = {name for names in stacks.values() for name in names}
-        early = [each.name for each in batch.schema if each.name in stacked or is_array_like(each.type)]
-        self._rows: int = batch.num_rows
-        self.names = [*stacks, *(name for name in batch.schema.names if name not in stacked)]
-        self.arrays = convert(batch.select(early), features) if early else {}
-        self.others = batch.select([name for name in batch.schema.names if name not in early])
+    def put(self, number: int, rows: Part) -> None:
+        """See base class."""
+        self._like = rows
+        if rows.arrays:
+            self._arrays.put(number, list(rows.arrays.values()))
+        if rows.others.num_columns:
+            self._others.put(number, rows.others)
 
-    def __len__(self) -> int:
-        return self._rows
+    def take(self) -> Part:
+        """See base class."""
+        like = self._like
+        arrays = dict(zip(like.arrays, self._arrays.take(), strict=True))
+        others = self._others.take() if like.others.num_columns else like.others
+        return Part(self._rows, like.names, arrays, others)

@@ -172,6 +172,24 @@ def is_array_like(kind: pa.DataType) -> bool:
     return _is_number(kind) or pa.types.is_date(kind) or bool(pa.types.is_timestamp(kind))
 
 
+_ONE_LENGTH = (
+    "expected one. Next: give torch_batches a collate_fn, spark_hvd.data.padded() or spark_hvd.data.ragged(), or make "
+    "them alike in the DataFrame"
+)
+
+
+def check_shape(name: str, shape: Sequence[int], before: Sequence[int], where: str) -> None:
+    """Rows must be as those that were read before.
+
+    Raises:
+        DataError: they are not.
+    """
+    if shape != before:
+        raise DataError(
+            f"column {name!r} has arrays of shape {tuple(shape)} in {where}, and {tuple(before)} before: {_ONE_LENGTH}"
+        )
+
+
 def _arrays(array: pa.Array, name: str) -> Values:
     """Arrays of one length, of numbers or of arrays of such."""
     leaf = array.type
@@ -186,8 +204,7 @@ def _arrays(array: pa.Array, name: str) -> Values:
         if len(lengths) > 1:
             raise DataError(
                 f"column {name!r} has arrays of {len(lengths)} different lengths, from {lengths[0]} to "
-                f"{lengths[-1]}: expected one. Next: give torch_batches a collate_fn, spark_hvd.data.padded() or "
-                "spark_hvd.data.ragged(), or make them alike in the DataFrame"
+                f"{lengths[-1]}: {_ONE_LENGTH}"
             )
         shape.append(int(lengths[0]) if len(lengths) else 0)
         array = array.flatten()

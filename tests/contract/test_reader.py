@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from spark_hvd.data.readers import blocks
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.sharding import batch_rows, steps_of
 from spark_hvd.store import Store
@@ -211,18 +212,17 @@ def test_row_groups_larger_than_a_window(kind: str, store: Store, shuffle: bool,
 
 @arrow
 def test_a_window_bounds_what_is_in_memory(kind: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
-    most, empty = 0, torch.Tensor.new_empty
+    most, empty = 0, blocks._empty
 
-    def counted(self: torch.Tensor, *args: Any) -> torch.Tensor:
+    def counted(like: torch.Tensor, rows: int) -> Any:
         nonlocal most
-        block = empty(self, *args)
+        block = empty(like, rows)
         alive.add(block)
         most = max(most, sum(len(each) for each in alive))
         return block
 
-    monkeypatch.setattr(torch.Tensor, "new_empty", counted)
+    monkeypatch.setattr(blocks, "_empty", counted)
     meta = write(store, numbered(2000), 4, 10)
     for batch in opened(kind, meta, store, 16, shuffle=True, window_rows=100, columns=("row",)).batches(0):
         assert len(batch["row"]) == 16

@@ -98,6 +98,16 @@ def test_columns_of_every_kind_together(tmp_path: Path) -> None:
     assert seen != list(rows)
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_arrays_that_differ_between_row_groups(tmp_path: Path, shuffle: bool) -> None:
+    table = pa.table({"many": [[row] * (1 + row // 8) for row in range(16)]})
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=8)
+    hvd.init()
+    hand({"train": pickle.dumps(parquet_source(str(tmp_path)))})
+    with pytest.raises(DataError, match=r"column 'many' has arrays of shape \(.,\) in .*row group .*before.*padded"):
+        list(get_dataset_shard("train").numpy_batches(8, shuffle=shuffle, workers=1))
+
+
 def test_each_iteration_is_the_next_epoch(shard: DatasetShard) -> None:
     loader = shard.torch_batches(10, shuffle=True, seed=3, window_rows=20)
     epochs = [rows_of(loader) for _ in range(3)]
