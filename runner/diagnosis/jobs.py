@@ -196,7 +196,10 @@ def try_network(
         job = TaskJob(spark, tasks, task, description, name, resources.profile)
         if not _ended(job, _NETWORK_SECONDS):
             problem = f"{tasks} tasks did not start together, or did not end, in {_NETWORK_SECONDS:.0f} s"
-            remedy = "See the Stages page of the Spark UI: other jobs may hold the slots"
+            remedy = (
+                "See the Stages page of the Spark UI: other jobs may hold the slots, or tasks of this one hang because "
+                "executors, which also fetch what a job needs from each other, cannot reach each other"
+            )
             ways.problems.append(error("rank to rank", problem, remedy))
         elif job.error is not None:
             ways.problems.append(explain_job_failure("rank to rank", str(job.error)))

@@ -138,6 +138,10 @@ def make_cluster(net: Hosts, folder: Path, cores: int = 1, **settings: str) -> I
                 "spark.executor.memory": "768m",
                 # Else stop() waits two minutes for a cleaner that asks an executor which a test has cut off.
                 "spark.cleaner.referenceTracking.blocking": "false",
+                # An executor fetches a job's closure from the driver or from another that has it. Where a test has
+                # blocked the way to that one, Spark tries the next after two minutes, three times.
+                "spark.shuffle.io.connectionTimeout": "3s",
+                "spark.shuffle.io.maxRetries": "0",
                 **DRIVER_PORTS,
                 **settings,
             },
