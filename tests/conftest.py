@@ -26,6 +26,7 @@ SHORT_LIVED = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 """For a JVM that lives for minutes: most of its time is its compiler's otherwise. Halves what it uses."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("KERAS_BACKEND", "torch")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
 os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # here, since multiprocessing's fork server keeps its first environment

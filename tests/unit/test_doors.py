@@ -15,6 +15,8 @@ DOORS = (
     "spark_hvd",
     "spark_hvd.checkpoint",
     "spark_hvd.estimators",
+    "spark_hvd.keras",
+    "spark_hvd.keras.callbacks",
     "spark_hvd.runner",
     "spark_hvd.store",
     "spark_hvd.testing",
@@ -38,11 +40,17 @@ SHARED = {
 """Classes that every framework's face hands on, and none of them owns."""
 
 
+def opened(door: str) -> Any:
+    if door.startswith("spark_hvd.keras"):
+        pytest.importorskip("keras")
+    return importlib.import_module(door)
+
+
 def listed(path: str) -> Any:
     if path.startswith("spark_hvd.estimators.Lightning"):
         pytest.importorskip("lightning")
     door, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(door), name)
+    return getattr(opened(door), name)
 
 
 @pytest.mark.parametrize("path", LISTED)
@@ -58,8 +66,8 @@ def test_a_class_is_called_by_a_path_of_its_door(path: str) -> None:
 @pytest.mark.parametrize("door", DOORS)
 def test_no_module_stands_where_a_name_is_public(door: str) -> None:
     """Importing a submodule binds its name in the package, over what is there."""
-    module = importlib.import_module(door)
+    module = opened(door)
     inside = {found.name for found in pkgutil.iter_modules(getattr(module, "__path__", []))}
     public = {path.removeprefix(f"{door}.") for path in LISTED if path.startswith(f"{door}.")}
-    face = {"elastic"} if door == "spark_hvd.torch" else set()
+    face = {"spark_hvd.torch": {"elastic"}, "spark_hvd.keras": {"callbacks"}}.get(door, set())
     assert inside & (public | set(getattr(module, "__all__", []))) == face

@@ -1,0 +1,73 @@
+"""What Keras computes with, and its variables as torch tensors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from spark_hvd.torch.sync import broadcast_parameters
+
+BACKENDS = ("torch",)
+
+
+def require_backend() -> str:
+    """The name of Keras' backend, one of those that work here.
+
+    Raises:
+        ImportError: Keras cannot be imported, or computes with something else.
+    """
+    if "keras" not in sys.modules and "KERAS_BACKEND" in os.environ:
+        _require_supported(os.environ["KERAS_BACKEND"])  # which may not be installed
+    try:
+        import keras
+    except ImportError as error:
+        if "KERAS_BACKEND" in os.environ or error.name == "keras":
+            raise
+        raise ImportError(
+            f"keras cannot be imported with its default backend ({error}). Set KERAS_BACKEND=torch before keras is "
+            "imported.",
+            name=error.name,
+        ) from error
+    return _require_supported(keras.config.backend())
+
+
+def _require_supported(name: str) -> str:
+    if name not in BACKENDS:
+        raise ImportError(
+            f"KERAS_BACKEND={name}: spark_hvd.keras works with {' and '.join(BACKENDS)}. Set KERAS_BACKEND="
+            f"{BACKENDS[0]} before keras is imported."
+        )
+    return name
+
+
+def name_of(place: int, variable: Any) -> str:
+    """What ranks call a variable among themselves; its path counts the layers that a process has made before."""
+    return f"{place}.{variable.name}"
+
+
+def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
+    """Overwrite variables with those of one rank, in place.
+
+    Args:
+        variables: Keras variables, in the same order on every rank: ``model.weights``, ``model.optimizer.variables``.
+        root_rank: Whose values everyone gets.
+
+    Raises:
+        NotInitializedError: Before init().
+        ValueError: `root_rank` is no rank.
+        MismatchError: A variable's name, dtype or shape differs between ranks. Raised on every rank; nothing has
+            changed.
+        CollectiveError: A peer or the network failed.
+    """
+    named = [(name_of(place, variable), tensor_of(variable)) for place, variable in enumerate(variables)]
+    broadcast_parameters(named, root_rank)
+
+
+def tensor_of(variable: Any) -> torch.Tensor:
+    """A variable's own memory."""
+    tensor: torch.Tensor = variable.value.detach()
+    return tensor

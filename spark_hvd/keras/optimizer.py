@@ -1,0 +1,160 @@
+"""DistributedOptimizer: a Keras optimizer whose gradients are reduced over all ranks before each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from spark_hvd.collectives.compression import Compression
+from spark_hvd.collectives.process_set import ProcessSet, global_process_set
+from spark_hvd.keras.exchange import GradientExchange, overwritten
+from spark_hvd.torch.optimizer.arguments import check_passes
+from spark_hvd.torch.optimizer.flat import GradientCompressor
+from spark_hvd.transport.communicator import ReduceOp
+
+
+class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc] # Any
+    """What DistributedOptimizer adds to the methods of the optimizer it is given."""
+
+    _exchange: GradientExchange
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave the gradients of a variable on their rank.
+
+        Raises:
+            RuntimeError: Gradients have been reduced already.
+        """
+        if self._exchange.reducer is not None:
+            raise RuntimeError(
+                "register_local_var() was called after the first step: call it before training, on every rank."
+            )
+        self._exchange.local.add(id(var))
+
+    def scale_loss(self, loss: Any) -> Any:
+        """See keras.Optimizer.scale_loss."""
+        if self.built and not self.gradient_accumulation_steps:  # so that the coming backward is reduced while it runs
+            self._exchange.open(self._trainable_variables, overlapping=True)
+        return super().scale_loss(loss)
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """See keras.Optimizer.apply."""
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        if self.gradient_accumulation_steps:
+            # A gradient that is left out here may be there on another rank.
+            grads = [
+                keras.ops.zeros_like(variable) if gradient is None else gradient
+                for gradient, variable in zip(grads, variables, strict=True)
+            ]
+            self._exchange.given = [each for each in variables if not overwritten(each)]
+        elif len(grads) == len(variables):  # else Keras says what is wrong
+            reducer = self._exchange.open(self._trainable_variables or variables, overlapping=True)
+            grads = self._exchange.reduce(reducer, grads, variables)
+        super().apply(grads, trainable_variables)
+        if self._exchange.reducer is not None and not self.gradient_accumulation_steps:
+            self._exchange.reducer.stepped()
+
+    def _clip_gradients(self, grads: Sequence[Any]) -> Any:
+        # Keras calls this in the steps that update variables, with the mean of what was accumulated until then.
+        if self.gradient_accumulation_steps:
+            reducer = self._exchange.open(self._trainable_variables, overlapping=False)
+            grads = self._exchange.reduce(reducer, grads, self._exchange.given)
+            reducer.stepped()
+        return super()._clip_gradients(grads)
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: GradientCompressor = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Make `optimizer` reduce gradients over all ranks, to be called on every rank; nothing is exchanged before a step.
+
+    The same object is returned, now of a class of the same name and module: models are saved, and can be loaded, as if
+    it were not distributed. Ranks meet in the steps that update variables, before gradients are clipped: where
+    gradients are accumulated, in one of so many. On the torch backend gradients are reduced while backward goes on.
+
+    Under a policy of mixed_float16 the optimizer is put into a LossScaleOptimizer, and that one returned: it skips a
+    step on all ranks if one has a gradient that is not finite. There each batch's gradients are reduced.
+
+    Args:
+        optimizer: Any optimizer of Keras.
+        name: Accepted for Horovod's sake; not needed.
+        device_dense: Accepted for Horovod's sake; not needed.
+        device_sparse: Accepted for Horovod's sake; not needed.
+        compression: `Compression.none`, `.fp16`, `.bf16` or an object with `compress` and `decompress`, which gets a
+            one-dimensional bucket of gradients.
+        sparse_as_dense: Reduce sparse gradients as dense ones. On the torch backend all of them are dense.
+        gradient_predivide_factor: With Average, gradients are divided by it before the sum and by size / factor after.
+        op: `Average` or `Sum`.
+        backward_passes_per_step: Batches whose gradients are accumulated before a step: the optimizer's
+            `gradient_accumulation_steps`, and part of a saved model as such.
+        average_aggregated_gradients: Whether accumulated gradients are averaged over these batches, and not summed.
+        num_groups: Deprecated: use `groups`.
+        groups: A number of groups, or lists of variables, each of which is reduced in one piece.
+        process_set: The ranks to reduce over; on other ranks the optimizer stays a local one.
+        scale_local_gradients: With Average, divide the gradients of local variables by the number of ranks.
+
+    Returns:
+        `optimizer`, or a LossScaleOptimizer around it.
+
+    Raises:
+        ValueError: An argument does not fit, as its message says.
+        TypeError: `optimizer` is no optimizer of Keras.
+    """
+    if isinstance(optimizer, DistributedKerasOptimizer):
+        raise ValueError("optimizer is already a DistributedOptimizer: wrap it once")
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(f"optimizer={optimizer!r}: expected an optimizer of Keras, such as keras.optimizers.Adam()")
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise ValueError(f"op={op!r}: DistributedOptimizer of Keras can reduce gradients with Average or Sum")
+    if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
+        raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average, got op={op!r}")
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if isinstance(inner, DistributedKerasOptimizer):
+        raise ValueError(OUTSIDE)
+    check_passes(backward_passes_per_step)
+    if backward_passes_per_step > 1:
+        if inner.gradient_accumulation_steps or inner.built:
+            raise ValueError(
+                f"backward_passes_per_step={backward_passes_per_step}: the optimizer accumulates gradients already "
+                f"(gradient_accumulation_steps={inner.gradient_accumulation_steps}) or has been built; set one of the "
+                "two, on a new optimizer."
+            )
+        inner.gradient_accumulation_steps = backward_passes_per_step
+    if inner is optimizer and keras.config.dtype_policy().name == "mixed_float16":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    exchange = GradientExchange(
+        op,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        groups if groups is not None else num_groups or None,
+        process_set,
+        1.0 if average_aggregated_gradients else float(backward_passes_per_step),
+        scale_local_gradients,
+    )
+    base = type(optimizer)
+    namespace = {"__doc__": base.__doc__, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    optimizer.__class__ = type(base.__name__, (DistributedKerasOptimizer, base), namespace)
+    optimizer._exchange = exchange
+    return optimizer
+
+
+OUTSIDE = (
+    "a LossScaleOptimizer was put around a DistributedOptimizer, so a rank whose gradients are not finite would skip a "
+    "step and leave the others waiting. Wrap the other way round: "
+    "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))."
+)

@@ -1,0 +1,246 @@
+"""What ranks do with Keras on the torch backend, and compare; Keras is imported in the ranks only."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROWS, FEATURES = 32, 6
+Case = Callable[[int, int], None]
+
+
+def _keras() -> tuple[Any, Any]:
+    os.environ["KERAS_BACKEND"] = "torch"
+    import keras
+
+    import spark_hvd.keras as hvd
+
+    return keras, hvd
+
+
+def _data(rows: int = ROWS) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    generator = np.random.default_rng(7)
+    x = generator.normal(size=(rows, FEATURES)).astype("float32")
+    return x, (x @ generator.normal(size=(FEATURES, 1))).astype("float32")
+
+
+def _model(keras: Any, seed: int) -> Any:
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [keras.layers.Input((FEATURES,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)]
+    )
+
+
+def _fit(keras: Any, model: Any, optimizer: Any, x: Any, y: Any, batch: int, callbacks: Any = (), **how: Any) -> Any:
+    model.compile(optimizer, "mse", metrics=["mae"])
+    return model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0, callbacks=list(callbacks), **how)
+
+
+def _optimizers(keras: Any) -> dict[str, Any]:
+    make = keras.optimizers
+    return {
+        "momentum": lambda: make.SGD(0.05, momentum=0.9),
+        "adam with decay": lambda: make.AdamW(0.01, weight_decay=0.01),
+        "clipped": lambda: make.SGD(0.1, global_clipnorm=0.05),
+        "accumulating": lambda: make.Adam(0.01, gradient_accumulation_steps=2, clipnorm=0.01),
+        "scaled": lambda: make.LossScaleOptimizer(make.Adam(0.01)),
+        "averaged weights": lambda: make.SGD(0.1, use_ema=True, ema_momentum=0.5),
+    }
+
+
+def _mine(rank: int, size: int, each: int) -> list[int]:
+    """Rows of this rank, so that the ranks' batches joined are the batches of one that reads in order."""
+    return [row for row in range(ROWS) if row // each % size == rank]
+
+
+def training_equals_that_of_one_rank_on_the_joined_batch(rank: int, size: int) -> None:
+    keras, hvd = _keras()
+    x, y = _data()
+    for name, make in _optimizers(keras).items():
+        alone = _model(keras, 3)
+        _fit(keras, alone, make(), x, y, 4 * size)
+        model, optimizer = _model(keras, 3 + rank), make()
+        assert hvd.DistributedOptimizer(optimizer) is optimizer
+        mine = _mine(rank, size, 4)
+        start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        _fit(keras, model, optimizer, x[mine], y[mine], 4, [start])
+        weights = [np.asarray(weight) for weight in model.get_weights()]
+        for found, wanted in zip(weights, alone.get_weights(), strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-5, err_msg=name)
+        for other in hvd.allgather_object(weights):
+            assert all(np.array_equal(one, two) for one, two in zip(weights, other, strict=True)), name
+
+
+def gradients_are_reduced_on_update_steps_only(rank: int, size: int) -> None:
+    keras, hvd = _keras()
+    from spark_hvd.world.activity import activity
+
+    x, y = _data()
+    model = _model(keras, 3)
+    before = activity.optimizer_steps
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), backward_passes_per_step=4)
+    _fit(keras, model, optimizer, x, y, 4)
+    assert activity.optimizer_steps - before == 2 * ROWS // 4 // 4
+
+
+def sums_of_batches_are_those_of_horovod(rank: int, size: int) -> None:
+    """backward_passes_per_step sums batches unless they are to be averaged, op=Sum sums ranks."""
+    keras, hvd = _keras()
+    x, y = _data()
+    changes = []
+    for options in ({}, {"average_aggregated_gradients": True}, {"op": hvd.Sum}):
+        model = _model(keras, 3)
+        start = model.get_weights()
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.001), backward_passes_per_step=2, **options)
+        model.compile(optimizer, "mse")
+        for _ in range(2):
+            model.train_on_batch(x, y)
+        changes.append([new - old for new, old in zip(model.get_weights(), start, strict=True)])
+    for summed, averaged, of_ranks in zip(*changes, strict=True):
+        np.testing.assert_allclose(summed, 2 * averaged, rtol=1e-3, atol=1e-7)
+        np.testing.assert_allclose(of_ranks, size * summed, rtol=1e-3, atol=1e-7)
+
+
+def a_saved_model_loads_without_us(rank: int, size: int) -> None:
+    keras, hvd = _keras()
+    x, y = _data()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, make in _optimizers(keras).items():
+            model = _model(keras, 3)
+            optimizer = make()
+            wanted = type(optimizer)
+            optimizer = hvd.DistributedOptimizer(optimizer)
+            _fit(keras, model, optimizer, x, y, 16)
+            path = Path(folder, "model.keras")
+            model.save(path)
+            loaded = keras.models.load_model(path)
+            assert type(loaded.optimizer) is wanted, name
+            assert int(loaded.optimizer.iterations) == int(optimizer.iterations) > 0
+            for one, two in zip(loaded.optimizer.variables, optimizer.variables, strict=True):
+                np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
+
+
+def a_layer_that_one_rank_does_not_use(rank: int, size: int) -> None:
+    """Its gradient is None on one rank, and None on all of them in the end."""
+    keras, hvd = _keras()
+    import torch
+
+    for steps in (None, 2):
+        layers = [keras.layers.Dense(1, use_bias=False) for _ in range(3)]
+        keras.utils.set_random_seed(3)
+        for layer in layers:
+            layer.build((None, FEATURES))
+        variables = [layer.kernel for layer in layers]
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5, gradient_accumulation_steps=steps))
+        start = [np.array(variable) for variable in variables]
+        used = layers[: 2 if rank == 0 else 1]
+        for _ in range(4):
+            for variable in variables:
+                variable.value.grad = None
+            loss = sum(layer(torch.ones(2, FEATURES)).mean() for layer in used)
+            loss.backward()
+            with torch.no_grad():
+                optimizer.apply([variable.value.grad for variable in variables], variables)
+        wanted = [0.5 * 4 / (steps or 1) * share for share in (1.0, 1 / size, 0.0)]
+        for variable, old, change in zip(variables, start, wanted, strict=True):
+            np.testing.assert_allclose(old - np.array(variable), np.full_like(old, change), rtol=1e-4, atol=1e-6)
+
+
+def local_variables_stay_local(rank: int, size: int) -> None:
+    keras, hvd = _keras()
+    for options, local_change in (({}, (rank + 1) / size), ({"scale_local_gradients": False}, rank + 1.0)):
+        shared, local = keras.Variable(np.zeros(3, "float32")), keras.Variable(np.zeros(3, "float32"))
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **options)
+        optimizer.register_local_var(local)
+        gradient = keras.ops.full((3,), rank + 1.0)
+        optimizer.apply([gradient, gradient], [shared, local])
+        np.testing.assert_allclose(np.array(shared), -(size + 1) / 2)
+        np.testing.assert_allclose(np.array(local), -local_change)
+
+
+def metrics_are_the_mean_of_all_ranks(rank: int, size: int) -> None:
+    keras, hvd = _keras()
+    x, y = _data()
+    seen = []
+    after = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(dict(logs)))
+    model = _model(keras, 3 + rank)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    mine = _mine(rank, size, 4)
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        local := keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(dict(logs))),
+        hvd.callbacks.MetricAverageCallback(),
+        after,
+    ]
+    assert local is not after
+    history = _fit(keras, model, optimizer, x[mine], y[mine], 4, callbacks, validation_data=(x[mine], y[mine]))
+    assert [*seen[0]] == ["loss", "mae", "val_loss", "val_mae"]
+    everybody = hvd.allgather_object(seen)
+    for name in seen[0]:
+        assert len({ranks[0][name] for ranks in everybody}) == size
+        np.testing.assert_allclose(seen[1][name], np.mean([ranks[0][name] for ranks in everybody]))
+        assert [seen[1][name], seen[3][name]] == history.history[name]
+
+
+def a_rank_with_inf_leaves_nobody_waiting(rank: int, size: int) -> None:
+    """mixed_float16: the LossScaleOptimizer stands outside, and all ranks skip the step."""
+    keras, hvd = _keras()
+    x, y = _data()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        for steps in (None, 2):
+            model = _model(keras, 3)
+            plain = keras.optimizers.SGD(0.001, gradient_accumulation_steps=steps)
+            optimizer = hvd.DistributedOptimizer(plain)
+            assert isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+            bad = x.copy()
+            if rank == size - 1:
+                bad[1] = np.inf
+            model.compile(optimizer, "mse")
+            assert model.optimizer is optimizer
+            for batch in (x, bad, x, x):
+                model.train_on_batch(batch, y)
+            assert (int(plain._iterations), float(optimizer.dynamic_scale)) == (
+                2,
+                2.0**13,
+            )  # the first scale is too large
+            weights = model.get_weights()
+            assert all(np.isfinite(weight).all() for weight in weights)
+            for other in hvd.allgather_object(weights):
+                assert all(np.array_equal(one, two) for one, two in zip(weights, other, strict=True))
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def wrong_ways_round(rank: int, size: int) -> None:
+    keras, hvd = _keras()
+    x, y = _data()
+
+    def refused(error: type[Exception], words: str, call: Any) -> None:
+        with pytest.raises(error, match=words):
+            call()
+
+    wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    refused(ValueError, "wrap it once", lambda: hvd.DistributedOptimizer(wrapped))
+    refused(TypeError, "expected an optimizer of Keras", lambda: hvd.DistributedOptimizer("sgd"))
+    refused(ValueError, "Average or Sum", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), op=hvd.Adasum))
+    accumulating = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2)
+    refused(
+        ValueError,
+        "accumulates gradients already",
+        lambda: hvd.DistributedOptimizer(accumulating, backward_passes_per_step=2),
+    )
+    outside = keras.optimizers.LossScaleOptimizer(wrapped)
+    refused(ValueError, "Wrap the other way round", lambda: hvd.DistributedOptimizer(outside))
+    start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model = _model(keras, 3)
+    refused(ValueError, "Wrap the other way round", lambda: _fit(keras, model, outside, x, y, 16, [start]))
+    model.compile(wrapped, "mse", jit_compile=True)
+    start.set_model(model)
+    assert model.jit_compile is False
