@@ -65,9 +65,10 @@ def spec_for(plan: FitPlan, batch: Batch, columns: Sequence[Column]) -> TrainSpe
     def tensors(names: Sequence[str], what: str) -> tuple[TensorSpec, ...]:
         shapes = settings[f"{what}_shapes"] or [None] * len(names)
         dtypes = settings[f"{what}_dtypes"] or [None] * len(names)
+        stacks = what == "input" and settings["stack_features"]
         return tuple(
             # What a decoder or transformation_fn makes of a column is known from the batch.
-            TensorSpec(_as_in(batch[name], known.get(name) or Column(name, "object")), dtype, shape)
+            TensorSpec(_as_in(batch[name], known.get(name) or Column(name, "object")), dtype, shape, stacks)
             for name, shape, dtype in zip(names, shapes, dtypes, strict=True)
         )
 

@@ -17,6 +17,7 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.data.readers.reader import Batch
+from spark_hvd.estimators.training.inputs import argument_names, tensors_of
 from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.training.train import Job
 from spark_hvd.store.errors import CheckpointError
@@ -44,8 +45,15 @@ def be_quiet() -> None:
 
 
 def batch_dict(spec: TrainSpec, batch: Batch) -> Batch:
-    """What a step gets: each feature and label in the shape and dtype asked for, and the weight, by column name."""
-    tensors = {tensor.column.name: tensor.of(batch[tensor.column.name]) for tensor in (*spec.inputs, *spec.labels)}
+    """What a step gets: each feature and label in the shape and dtype asked for, and the weight, by column name.
+
+    Features that are stacked are one tensor, "features".
+    """
+    tensors = {
+        name: tensor
+        for specs in (spec.inputs, spec.labels)
+        for name, tensor in zip(argument_names(specs), tensors_of(specs, batch), strict=True)
+    }
     if spec.sample_weight_col:
         tensors[spec.sample_weight_col] = batch[spec.sample_weight_col]
     return tensors

@@ -14,6 +14,7 @@ _MODEL = rows(
     "Model and columns",
     ("model", None, c.instance("a torch.nn.Module", "forward", "parameters"), "The model to train; it is not changed."),
     ("feature_cols", None, c.names, "Columns that the model gets, one for each argument."),
+    ("stack_features", False, c.flag, "Give the model all feature_cols side by side as one argument (rows, numbers)."),
     ("label_cols", None, c.names, "Columns that outputs are compared with, one for each output."),
     ("sample_weight_col", None, c.text, "Column of numbers that the loss of each row is multiplied by."),
     ("input_shapes", None, c.shapes, "Shape of each input with -1 for the rows, such as `[[-1, 1, 28, 28]]`."),

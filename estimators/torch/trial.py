@@ -17,7 +17,7 @@ from spark_hvd.estimators.fit.trial import describe, failed
 from spark_hvd.estimators.torch.learning_rate import make_optimizer, make_scheduler
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.torch.objective import Metrics, Objective
-from spark_hvd.estimators.training.inputs import outputs_of, tensors_of
+from spark_hvd.estimators.training.inputs import argument_names, outputs_of, tensors_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 
 _log = logging.getLogger(__name__)
@@ -36,9 +36,8 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
         inputs, labels = tensors_of(spec.inputs, batch), tensors_of(spec.labels, batch)
     except ValueError as error:
         raise ModelError(f"{error}. Change input_shapes or label_shapes") from error
-    given = [
-        f"{s.column.name}: {describe(t)}" for s, t in zip((*spec.inputs, *spec.labels), (*inputs, *labels), strict=True)
-    ]
+    names = [*argument_names(spec.inputs), *argument_names(spec.labels)]
+    given = [f"{name}: {describe(tensor)}" for name, tensor in zip(names, (*inputs, *labels), strict=True)]
     outputs = _step("model(*inputs)", given, lambda: outputs_of(model(*inputs)))
     given.append(f"outputs: {'; '.join(map(describe, outputs))}")
     column = spec.sample_weight_col

@@ -18,11 +18,13 @@ class TensorSpec:
         column: Where it comes from.
         dtype: Name of the torch dtype it is given in; None for the column's own.
         shape: Shape of a whole batch with one -1, such as (-1, 1, 28, 28); None for (rows, *column.shape).
+        stacked: Whether the model gets all inputs side by side as one argument; the same for each of them.
     """
 
     column: Column
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
+    stacked: bool = False
 
     def of(self, tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
         """The column's ``tensor`` (rows, *shape) as the model gets it, on ``device``.
@@ -47,8 +49,20 @@ class TensorSpec:
 def tensors_of(
     specs: Sequence[TensorSpec], batch: Mapping[str, torch.Tensor], device: torch.device | str = "cpu"
 ) -> list[torch.Tensor]:
-    """The tensors of a batch that ``specs`` ask for, in their order."""
-    return [spec.of(batch[spec.column.name], device) for spec in specs]
+    """The tensors of a batch that ``specs`` ask for, in their order; one where they are stacked."""
+    return stacked(specs, [spec.of(batch[spec.column.name], device) for spec in specs])
+
+
+def stacked(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One tensor (rows, numbers) of all where ``specs`` say so, of the dtype that holds them; else ``tensors``."""
+    if not specs or not specs[0].stacked:
+        return list(tensors)
+    return [torch.cat([each.flatten(1) if each.dim() > 1 else each.unsqueeze(1) for each in tensors], 1)]
+
+
+def argument_names(specs: Sequence[TensorSpec]) -> list[str]:
+    """What the tensors of :func:`tensors_of` are called in messages and in Lightning's batches."""
+    return ["features"] if specs and specs[0].stacked else [spec.column.name for spec in specs]
 
 
 def outputs_of(result: object) -> list[torch.Tensor]:

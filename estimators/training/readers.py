@@ -6,6 +6,7 @@ from typing import Any
 
 from spark_hvd.data.readers.arrow import ArrowReader
 from spark_hvd.data.readers.blocks import TensorForm
+from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 
@@ -19,12 +20,18 @@ def open_reader(spec: ReaderSpec) -> Reader[Batch]:
     """Open the reader of ``spec.kind``.
 
     Raises:
-        DataError: a column is missing, or the Arrow reader is asked for a data set with a Unischema.
+        DataError: a column is missing, or Petastorm's reader is asked for one that is in no file.
     """
     for name in spec.columns:
         if name not in {field[0] for field in spec.edit_fields}:
             spec.dataset.column(name)
     if spec.kind == "petastorm" or (spec.kind is None and spec.dataset.unischema):
+        partitions = spec.dataset.partitions
+        if partitions is not None and (outside := [name for name in spec.columns if name in partitions.column_names]):
+            raise DataError(
+                f"column {outside[0]!r} is in no file of {spec.dataset.url}, but in the names of its directories or in "
+                "its log, where Petastorm does not look: use reader='arrow', or leave the column out"
+            )
         from spark_hvd.estimators.petastorm.reader import PetastormReader
 
         return PetastormReader(spec)

@@ -14,7 +14,7 @@ from spark_hvd.data.readers.errors import DataError
 from spark_hvd.estimators.data.columns import check_columns, columns_of, quoted
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.head import Head
-from spark_hvd.estimators.training.inputs import TensorSpec
+from spark_hvd.estimators.training.inputs import TensorSpec, stacked
 from spark_hvd.estimators.training.packing import PackedModule, unpack
 from spark_hvd.estimators.transform.outputs import Shape
 from spark_hvd.estimators.transform.predict import run
@@ -52,7 +52,12 @@ class ModelMeta:
         """The inverse of :meth:`to_json`."""
         return cls(
             tuple(
-                TensorSpec(Column.from_json(i["column"]), i["dtype"], None if i["shape"] is None else tuple(i["shape"]))
+                TensorSpec(
+                    Column.from_json(i["column"]),
+                    i["dtype"],
+                    None if i["shape"] is None else tuple(i["shape"]),
+                    i.get("stacked", False),  # models that were saved before there were such have none
+                )
                 for i in data["inputs"]
             ),
             tuple(map(Column.from_json, data["labels"])),
@@ -138,7 +143,7 @@ def probed_shapes(
         if shape is not None
     ]
     try:
-        outputs = run(unpack(packed).eval(), zeros)
+        outputs = run(unpack(packed).eval(), stacked(specs, zeros))
     except Exception as error:
         took = ", ".join(
             f"{spec.column.name!r}: {zero.dtype} {tuple(zero.shape)}" for spec, zero in zip(specs, zeros, strict=True)

@@ -20,7 +20,7 @@ from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.tensors import to_tensor
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.head import Head
-from spark_hvd.estimators.training.inputs import TensorSpec, outputs_of
+from spark_hvd.estimators.training.inputs import TensorSpec, outputs_of, stacked
 from spark_hvd.estimators.training.packing import PackedModule, unpack
 from spark_hvd.estimators.transform.outputs import Output, Shape, to_arrow
 from spark_hvd.runner.rank.gpus import ordinal_of
@@ -85,7 +85,8 @@ def predictions(job: Prediction, batches: Iterator[pa.Array]) -> Iterator[pa.Arr
         parts = []
         for at in range(0, len(batch), job.batch_size):
             pieces = (column[at : at + job.batch_size] for column in columns)
-            parts.append(run(model, [spec.of(each, device) for spec, each in zip(job.inputs, pieces, strict=True)]))
+            inputs = [spec.of(each, device) for spec, each in zip(job.inputs, pieces, strict=True)]
+            parts.append(run(model, stacked(job.inputs, inputs)))
         outputs = [torch.cat(each) for each in zip(*parts, strict=True)]
         if not parts:
             outputs = [torch.empty(0, *shape) for shape in job.shapes]

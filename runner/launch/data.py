@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
     from spark_hvd.runner.spark.input import Split
 
-KINDS = "a Spark DataFrame, a pandas DataFrame, an Arrow table, or the path of Parquet files"
+KINDS = (
+    "a Spark DataFrame, a pandas DataFrame, an Arrow table, a table of deltalake or pyiceberg, or the path of Parquet "
+    "files or of such a table"
+)
+_TABLES = {"deltalake": "DeltaTable", "pyiceberg.table": "Table"}
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,10 @@ def given(data: Mapping[str, Any] | None) -> Given:
     for name, value in data.items():
         if not isinstance(name, str) or not name:
             raise TypeError(f'data[{name!r}]: expected a name, as "train"')
-        if isinstance(value, str | os.PathLike):
+        if isinstance(value, str | os.PathLike) or _is_table(value):
             from spark_hvd.data.source import parquet_source  # and so pyarrow, which a run without data does not need
 
-            sources[name] = pickle.dumps(parquet_source(os.fspath(value)))
+            sources[name] = pickle.dumps(parquet_source(value))
         elif type(value).__module__.startswith("pyspark.sql.") and type(value).__name__ == "DataFrame":
             frames[name] = value
             _check_names(name, value.columns)
@@ -129,6 +133,11 @@ def _check_names(data: str, columns: list[str]) -> None:
         raise ValueError(f"data[{data!r}] has a column {ours[0]!r}, a name that rows on their way need: rename it")
     if twice := sorted({name for name in columns if columns.count(name) > 1}):
         raise ValueError(f"data[{data!r}] has more than one column {twice[0]!r}: rename them, or select one")
+
+
+def _is_table(value: Any) -> bool:
+    """Whether it is a table whose files ranks can read; nothing is imported for it."""
+    return any(isinstance(value, getattr(sys.modules.get(name), kind, ())) for name, kind in _TABLES.items())
 
 
 def _table_of(value: Any) -> pa.Table | None:

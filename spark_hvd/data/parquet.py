@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup, listed
+from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.data.readers.files import arrow_filesystem
+from spark_hvd.data.readers.files import arrow_filesystem, gone, plain_schema
+from spark_hvd.data.tables import TableFiles, files_of
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError, explaining
 
@@ -25,7 +26,6 @@ class _Footer:
     file: str
     schema: pa.Schema
     rows: tuple[int, ...]
-    bytes: int
 
 
 def dataset_of(store: Store, path: str, columns: Sequence[str] | None = None) -> DatasetMeta:
@@ -33,8 +33,9 @@ def dataset_of(store: Store, path: str, columns: Sequence[str] | None = None) ->
 
     Args:
         store: Opens the files; ``path`` may lie anywhere in its file system.
-        path: A file or a directory, complete. Directories below it are searched too. Files and directories whose
-            names start with "_" or "." are left out.
+        path: A file, a directory, or a Delta or Iceberg table, complete. Directories below a directory are searched
+            too, and columns in their names ("day=2") are columns of the data set. Files and directories whose names
+            start with "_" or "." are left out.
         columns: Names of the columns wanted; None for all.
 
     Returns:
@@ -43,58 +44,51 @@ def dataset_of(store: Store, path: str, columns: Sequence[str] | None = None) ->
 
     Raises:
         DataError: no Parquet files, a file that is none, files of different schemas, no rows, a column that is
-            missing or only in the names of directories.
+            missing, a table whose files are not what it means.
         StoreError: the store cannot be read.
     """
-    path = path.rstrip("/")
-    files = _find(store, path)
+    return dataset_in(store, files_of(store, path.rstrip("/")), columns)
+
+
+def dataset_in(store: Store, table: TableFiles, columns: Sequence[str] | None = None) -> DatasetMeta:
+    """The same of files that are listed already.
+
+    Raises:
+        DataError, StoreError: as :func:`dataset_of`.
+    """
     with ThreadPoolExecutor(_THREADS) as pool:
-        footers = list(pool.map(lambda file: _footer(store, file, files[file]), files))
-    first = footers[0]
-    for footer in footers[1:]:
-        if _types(footer) != _types(first):
-            raise DataError(_difference(first, footer))
-    fields = tuple(_column(field) for field in first.schema)
+        footers = list(pool.map(lambda file: _footer(store, file, table.version), table.sizes))
     groups = tuple(RowGroup(f.file, i, rows) for f in footers for i, rows in enumerate(f.rows) if rows)
     if not groups:
-        raise DataError(f"{path} has no rows: {len(files)} Parquet file(s), all empty")
-    meta = DatasetMeta(path, fields, groups, sum(footer.bytes for footer in footers), _has_unischema(store, path))
-    if columns is None:
-        return meta
-    partitions = {part.split("=")[0] for file in files for part in file[len(path) :].split("/") if "=" in part}
-    for name in columns:
-        if name in partitions and name not in first.schema.names:
-            raise DataError(
-                f"column {name!r} is in the names of directories below {path} and not in the files, where it is not "
-                "read from: write the data again without partitionBy, or leave the column out"
-            )
-    return replace(meta, columns=tuple(meta.column(name) for name in dict.fromkeys(columns)))
+        raise DataError(f"{table.version or table.url} has no rows: {len(footers)} Parquet file(s), all empty")
+    partitions = table.partitions
+    if partitions is not None:
+        partitions = partitions.take([number for number, footer in enumerate(footers) if any(footer.rows)])
+    outside = [] if partitions is None else list(partitions.schema)
+    names = {field.name for field in outside}
+    fields = [field for field in _fields(table, footers, columns) if field.name not in names]
+    meta = DatasetMeta(
+        url=table.url,
+        columns=tuple(map(_column, [*fields, *outside])),
+        row_groups=groups,
+        bytes=sum(table.sizes.values()),
+        unischema=not table.version and _has_unischema(store, table.url),
+        version=table.version,
+        partitions=partitions,
+    )
+    return meta if columns is None else replace(meta, columns=tuple(map(meta.column, dict.fromkeys(columns))))
 
 
-def _find(store: Store, path: str) -> dict[str, int]:
-    """Paths and sizes of the Parquet files, sorted by path."""
-    inner = store.inner_path(path).rstrip("/")
-    with explaining("list", path):
-        found = store.filesystem.find(inner, detail=True)
-    sizes = {name[len(inner) :]: int(info["size"]) for name, info in sorted(found.items())}
-    files = {path + rest: size for rest, size in sizes.items() if not any(map(_hidden, rest.split("/")))}
-    if not files:
-        if not store.exists(path):
-            raise DataError(f"there is no {path}: expected a Parquet file or a directory of such files")
-        others = f" (found {listed(name.strip('/') for name in sizes)})" if sizes else ""
-        raise DataError(f"no Parquet files in {path}{others}: expected at least one, not starting with '_' or '.'")
-    return files
-
-
-def _hidden(name: str) -> bool:
-    return name.startswith(".") or (name.startswith("_") and "=" not in name)  # _a=1 is a partition
-
-
-def _footer(store: Store, file: str, size: int) -> _Footer:
-    parquet = _open(store, file)
+def _footer(store: Store, file: str, version: str) -> _Footer:
+    try:
+        parquet = _open(store, file)
+    except StoreError as error:
+        if version and isinstance(error.__cause__, FileNotFoundError):
+            raise gone(file, version) from error
+        raise
     metadata = parquet.metadata
     rows = tuple(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))
-    return _Footer(file, parquet.schema_arrow, rows, size)
+    return _Footer(file, plain_schema(parquet.schema_arrow), rows)
 
 
 def _open(store: Store, file: str) -> pq.ParquetFile:
@@ -114,13 +108,48 @@ def _open(store: Store, file: str) -> pq.ParquetFile:
         raise
 
 
+def _fields(table: TableFiles, footers: Sequence[_Footer], wanted: Sequence[str] | None) -> list[pa.Field]:
+    """The columns that all files have alike: those of a table, or else all that are in the first file."""
+    first = footers[0]
+    if table.columns is None:
+        for footer in footers[1:]:
+            if _types(footer) != _types(first):
+                raise DataError(_difference(first, footer))
+        return list(first.schema)
+    for footer in footers:
+        for name in table.columns:
+            if wanted is None or name in wanted:
+                _check_column(table, name, first, footer)
+    return [first.schema.field(name) for name in table.columns if name in first.schema.names]
+
+
+def _check_column(table: TableFiles, name: str, first: _Footer, footer: _Footer) -> None:
+    """That a file of a table has a column as the table means it.
+
+    Raises:
+        DataError: it has not.
+    """
+    at = footer.schema.get_field_index(name)
+    expected = (table.columns or {})[name]
+    # Files that were there before the table was, which it took in, have no IDs.
+    number = None if at < 0 else (footer.schema.field(at).metadata or {}).get(b"PARQUET:field_id")
+    if at < 0 or (expected is not None and number is not None and int(number) != expected):
+        raise DataError(
+            f"{footer.file} has no column {name!r}, which {table.version} has: it was added or renamed after the file "
+            "was written. Next: rewrite the files of the table, leave the column out of a DataFrame and give that, or "
+            "give the table as the DataFrame that Spark reads"
+        )
+    if footer.schema.field(at).type != first.schema.field(name).type:
+        raise DataError(_difference(first, footer, [name]))
+
+
 def _types(footer: _Footer) -> list[tuple[str, pa.DataType]]:
     return [(field.name, field.type) for field in footer.schema]
 
 
-def _difference(first: _Footer, other: _Footer) -> str:
+def _difference(first: _Footer, other: _Footer, names: Sequence[str] | None = None) -> str:
     one, two = (dict(_types(footer)) for footer in (first, other))
-    changed = [name for name in {**one, **two} if one.get(name) != two.get(name)]
+    changed = [name for name in names or {**one, **two} if one.get(name) != two.get(name)]
     name = changed[0] if changed else first.schema.names[0]
     here, there = (str(types.get(name, "missing")) for types in (one, two))
     what = (

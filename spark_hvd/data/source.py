@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,14 +10,14 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark_hvd.data.parquet import dataset_of
+from spark_hvd.data.parquet import dataset_in, dataset_of
 from spark_hvd.data.readers.arrow import ArrowReader
-from spark_hvd.data.readers.dataset import DatasetMeta, listed
-from spark_hvd.data.readers.errors import DataError
-from spark_hvd.data.readers.files import arrow_filesystem
+from spark_hvd.data.readers.dataset import DatasetMeta
+from spark_hvd.data.readers.files import arrow_filesystem, plain_schema, told
 from spark_hvd.data.readers.forms import BatchT, Form
 from spark_hvd.data.readers.reader import Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Sharding
+from spark_hvd.data.tables import files_of_table
 from spark_hvd.store import Store
 
 
@@ -80,10 +81,18 @@ class ParquetSource(DataSource):
 
     @property
     def schema(self) -> pa.Schema:
-        """See base class. That of the first file."""
-        first = self.store.inner_path(self.dataset.row_groups[0].file)
-        found = pq.read_schema(first, filesystem=arrow_filesystem(self.store))
-        return pa.schema([found.field(column.name) for column in self.dataset.columns])
+        """See base class. That of the first file, with the columns that are in none.
+
+        Raises:
+            DataError: the file is gone.
+        """
+        first = self.dataset.row_groups[0]
+        with told(first, self.dataset.version):
+            found = pq.read_schema(self.store.inner_path(first.file), filesystem=arrow_filesystem(self.store))
+        fields = {field.name: field for field in plain_schema(found)}
+        if self.dataset.partitions is not None:
+            fields |= {field.name: field for field in self.dataset.partitions.schema}
+        return pa.schema([fields[column.name] for column in self.dataset.columns])
 
     @property
     def rows(self) -> int:
@@ -113,28 +122,20 @@ class ParquetSource(DataSource):
         return ArrowReader(spec, form)
 
 
-def parquet_source(url: str) -> ParquetSource:
-    """The Parquet files that a path or URL names: a file, or a directory of files with one schema.
+def parquet_source(given: Any) -> ParquetSource:
+    """The Parquet files that make up what is given, as they are now.
+
+    Args:
+        given: The path or URL of a file, of a directory of files with one schema, of a Delta or an Iceberg table; or a
+            ``deltalake.DeltaTable``, of the version that it is at, or a ``pyiceberg.table.Table``.
 
     Raises:
-        DataError: there are none, they differ, have no rows, or are parts of what is more than files.
+        DataError: there are none, they differ, have no rows, or are not what the table means.
         StoreError: they cannot be reached.
     """
-    store = Store.create(url)
-    spark = None
-    if store.exists(store.join("_delta_log")):
-        spark = "a Delta table", f"spark.read.format('delta').load({url!r})"
-    elif store.exists(store.join("metadata", "version-hint.text")):
-        spark = "an Iceberg table", f"spark.read.format('iceberg').load({url!r})"
-    if spark is not None:
-        raise DataError(
-            f"{url} is {spark[0]}, some of whose files are no part of it any more. Next: give the DataFrame, {spark[1]}"
-        )
-    dataset = dataset_of(store, store.url)
-    folders = {part for group in dataset.row_groups for part in group.file[len(store.url) :].split("/")[:-1]}
-    if partitions := sorted({folder.partition("=")[0] for folder in folders if "=" in folder}):
-        raise DataError(
-            f"{url} has columns in the names of its directories, {listed(partitions)}, which are not in the files. "
-            f"Next: give the DataFrame, spark.read.parquet({url!r})"
-        )
-    return ParquetSource(dataset, store)
+    if isinstance(given, str | os.PathLike):
+        store = Store.create(given)
+        return ParquetSource(dataset_of(store, store.url), store)
+    files = files_of_table(given)
+    store = Store.create(files.url)
+    return ParquetSource(dataset_in(store, files), store)

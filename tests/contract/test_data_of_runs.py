@@ -51,6 +51,30 @@ def test_paths_go_to_the_ranks(launch: Any, tmp_path: Path) -> None:
     assert launch(fn, num_proc=2, data=paths) == [[500, 100]] * 2
 
 
+def test_tables_go_to_the_ranks_at_one_version(tmp_path: Path) -> None:
+    deltalake = pytest.importorskip("deltalake")
+
+    def fn() -> list[list[tuple[int, str]]]:
+        import spark_hvd.torch as hvd
+
+        hvd.init()
+        shards = [hvd.get_dataset_shard(name) for name in ("old", "new")]
+        return [
+            [(row["id"], row["part"]) for batch in shard.arrow_batches(100, shuffle=True) for row in batch.to_pylist()]
+            for shard in shards
+        ]
+
+    folder = tmp_path / "table"
+    parts = pa.array([f"{i % 3}/3" for i in range(500)])
+    deltalake.write_deltalake(folder, TABLE.append_column("part", parts), partition_by=["part"])
+    deltalake.DeltaTable(folder).delete("id >= 100")
+    (old, new), (others, rest) = run_local(
+        fn, num_proc=2, data={"old": deltalake.DeltaTable(folder, version=0), "new": folder}
+    )
+    assert sorted(old + others) == [(i, f"{i % 3}/3") for i in range(500)]
+    assert sorted(new + rest) == [(i, f"{i % 3}/3") for i in range(100)]
+
+
 def test_a_run_without_data_says_how_to_give_it() -> None:
     def fn() -> None:
         with pytest.raises(DataError, match=r"no data set 'train': this run was given none.*run\(fn, data="):

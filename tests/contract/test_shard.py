@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,50 @@ def test_arrays_that_differ_between_row_groups(tmp_path: Path, shuffle: bool) ->
     hand({"train": pickle.dumps(parquet_source(str(tmp_path)))})
     with pytest.raises(DataError, match=r"column 'many' has arrays of shape \(.,\) in .*row group .*before.*padded"):
         list(get_dataset_shard("train").numpy_batches(8, shuffle=shuffle, workers=1))
+
+
+@pytest.mark.parametrize("window_rows", [None, 7], ids=["whole row groups", "parts of row groups"])
+def test_columns_that_are_in_no_file(tmp_path: Path, window_rows: int | None) -> None:
+    for day in (1, 2):
+        (tmp_path / f"day={day}").mkdir()
+        pq.write_table(numbered(40).slice(20 * (day - 1), 20), tmp_path / f"day={day}" / "rows.parquet")
+    hvd.init()
+    hand({"train": pickle.dumps(parquet_source(tmp_path))})
+    shard = get_dataset_shard("train")
+    assert shard.schema.names == ["row", "half", "other", "day"]
+    for shuffle in (False, True):
+        loader = shard.arrow_batches(8, columns=["other", "day", "row"], shuffle=shuffle, window_rows=window_rows)
+        rows = [row for batch in loader for row in batch.to_pylist()]
+        assert sorted(rows, key=lambda row: row["row"]) == [
+            {"other": -row, "day": 1 + row // 20, "row": row} for row in range(40)
+        ]
+        assert list(rows[0]) == ["other", "day", "row"]
+        days = [day for batch in shard.torch_batches(8, columns=["day"], shuffle=shuffle) for day in batch["day"]]
+        assert (len(days), sum(days)) == (40, 60)
+    stacked = next(iter(shard.torch_batches(40, features=["row", "day"])))["features"]
+    assert stacked.tolist() == [[row, 1 + row // 20] for row in range(40)]
+    hand({})
+    hvd.shutdown()
+
+
+def test_a_table_vacuumed_while_it_is_read(tmp_path: Path) -> None:
+    source = source_in(tmp_path)
+    source = replace(source, dataset=replace(source.dataset, version="version 3 of the Delta table /t"))
+    hvd.init()
+    hand({"train": pickle.dumps(source)})
+    loader = get_dataset_shard("train").torch_batches(10)
+    next(iter(loader))
+    for file in source.dataset.files[1:]:
+        Path(file).unlink()
+    loader.close()
+    loader.set_epoch(0)
+    with pytest.raises(
+        DataError, match=r"part-00001.parquet, row group 0: .* part of version 3 of the Delta table /t: "
+    ):
+        list(loader)
+    loader.close()
+    hand({})
+    hvd.shutdown()
 
 
 def test_each_iteration_is_the_next_epoch(shard: DatasetShard) -> None:

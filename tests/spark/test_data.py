@@ -186,16 +186,22 @@ def test_fewer_rows_than_ranks(spark: SparkSession) -> None:
         assert text.startswith("data set 'train' has 1 rows for 2 ranks: expected at least one for each")
 
 
-def test_paths_that_are_no_plain_files(spark: SparkSession, tmp_path: Path) -> None:
-    (tmp_path / "delta" / "_delta_log").mkdir(parents=True)
-    spark.range(4).withColumn("half", F.col("id") % 2).write.partitionBy("half").parquet(f"{tmp_path}/parts")
-    for name, text in [
-        ("nothing", r"there is no .*: expected a Parquet file or a directory"),
-        ("delta", r"is a Delta table, .*spark.read.format\('delta'\)"),
-        ("parts", r"has columns in the names of its directories, 'half', .*spark.read.parquet"),
-    ]:
-        with pytest.raises(DataError, match=text):
-            given({"train": tmp_path / name})
+def test_directories_of_partitions_are_columns(spark: SparkSession, tmp_path: Path) -> None:
+    df = spark.range(40).withColumn("half", F.col("id") % 2).withColumn("name", F.concat(F.lit("a/b="), F.col("half")))
+    df.write.partitionBy("half", "name").parquet(f"{tmp_path}/parts")
+
+    def fn() -> list[dict[str, Any]]:
+        import spark_hvd.torch as hvd
+
+        hvd.init()
+        return [row for batch in hvd.get_dataset_shard("train").arrow_batches() for row in batch.to_pylist()]
+
+    (rows,) = run(fn, num_proc=1, data={"train": tmp_path / "parts"}, spark=spark)
+    assert sorted(rows, key=lambda row: row["id"]) == [
+        {"id": number, "half": number % 2, "name": f"a/b={number % 2}"} for number in range(40)
+    ]
+    with pytest.raises(DataError, match=r"there is no .*: expected a Parquet file or a directory"):
+        given({"train": tmp_path / "nothing"})
 
 
 def test_vectors_of_spark_ml_come_as_lists(spark: SparkSession) -> None:

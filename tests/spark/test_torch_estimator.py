@@ -219,6 +219,22 @@ def test_several_inputs_and_outputs(df: DataFrame) -> None:
     assert row["late__output"] == round(late.item())  # as an int, like the label
 
 
+def test_stacked_features_are_one_argument(df: DataFrame, tmp_path: Path) -> None:
+    columns = [df["features"][i].alias(f"f{i}") for i in (0, 1, 2)]
+    split = df.select("row", "value", *columns[:2], df["features"].alias("all"), columns[2])
+    fitted = estimator(feature_cols=["f0", "f1", "f2"], stack_features=True).fit(split)
+    same(fitted.getModel(), reference(mse))
+    fitted.save(str(tmp_path / "model"))
+    with torch.no_grad():
+        expected = fitted.getModel()(FEATURES)[:, 0].tolist()
+    for model in (fitted, type(fitted).load(str(tmp_path / "model"))):
+        found = [row[0] for row in model.transform(split).orderBy("row").select("value__output").collect()]
+        assert found == pytest.approx(expected, rel=1e-5)
+    torch.manual_seed(7)
+    wider = estimator(nn.Linear(4, 1), feature_cols=["all", "f0"], stack_features=True).fit(split)
+    assert wider.getModel().weight.shape == (1, 4)
+
+
 def test_class_numbers_as_double_become_integers(df: DataFrame) -> None:
     fitted = estimator(
         linear(2),

@@ -40,7 +40,7 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
 
     def __init__(self, spec: ReaderSpec, form: Form[RowsT, BatchT]) -> None:
         self._spec, self._form = spec, form
-        self._files = RowGroups(spec.store, tuple(column.name for column in columns_read(spec)))
+        self._files = RowGroups(spec.store, spec.dataset, tuple(column.name for column in columns_read(spec)))
         self._keeps = spec.cache
         self._kept: dict[Piece, RowsT] = {}
         self._row_bytes = form.row_bytes(None, "")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from spark_hvd.data.readers.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +52,16 @@ class RowGroup:
 
 @dataclass(frozen=True, slots=True)
 class DatasetMeta:
-    """A data set that lies in Parquet. Plain data: pickles, turns into JSON and back.
+    """A data set that lies in Parquet. Plain data: pickles; one that we wrote turns into JSON and back.
 
     Attributes:
         url: The directory of the files; names the data set in messages.
-        columns: In the order of the files.
+        columns: In the order of the files, those of ``partitions`` behind them.
         row_groups: All of them, in the order of file names and row group numbers. None is empty.
         bytes: Compressed size of the files.
         unischema: Whether the data set carries a Petastorm Unischema, so that only Petastorm can decode it.
+        version: Which version of which table it is, for messages; "" for files that are no table's.
+        partitions: Columns that are in no file, each with one value for a file: a row for each of :attr:`files`.
     """
 
     url: str
@@ -64,6 +69,13 @@ class DatasetMeta:
     row_groups: tuple[RowGroup, ...]
     bytes: int = 0
     unischema: bool = False
+    version: str = ""
+    partitions: pa.Table | None = field(default=None, hash=False)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Paths of the files, in the order of the row groups."""
+        return tuple(dict.fromkeys(group.file for group in self.row_groups))
 
     @property
     def rows(self) -> int:
@@ -82,8 +94,8 @@ class DatasetMeta:
         raise DataError(f"column {name!r} is not in {self.url}, which has {listed(c.name for c in self.columns)}")
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-ready dicts and lists; a file name that repeats is written once."""
-        files = list(dict.fromkeys(group.file for group in self.row_groups))
+        """As JSON-ready dicts and lists; a file name that repeats is written once. Versions and partitions are not."""
+        files = list(self.files)
         number = {file: i for i, file in enumerate(files)}
         return {
             "url": self.url,

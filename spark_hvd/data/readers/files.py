@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
-from spark_hvd.data.readers.dataset import RowGroup, listed
+from spark_hvd.data.readers.dataset import DatasetMeta, RowGroup, listed
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.store import Store
 from spark_hvd.store.paths import OBJECT_STORES, protocol_of
@@ -36,6 +36,33 @@ class _Exact(pyarrow.fs.FSSpecHandler):  # type: ignore[misc]
         return pyarrow.PythonFile(self.fs.open(path, mode="rb", cache_type="none"), mode="r")
 
 
+def plain_schema(schema: pa.Schema) -> pa.Schema:
+    """A file's schema as rows of it are given: one type for all ways in which programs lay out text, bytes and lists.
+
+    Files of one table have different ones, and Arrow's functions do not take them all.
+    """
+    return pa.schema([field.with_type(_plain(field.type)) for field in schema])
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    types = pa.types
+    if types.is_string_view(kind) or types.is_large_string(kind):
+        return pa.string()
+    if types.is_binary_view(kind) or types.is_large_binary(kind):
+        return pa.binary()
+    if types.is_list(kind) or types.is_large_list(kind):
+        return pa.list_(_plain_field(kind.value_field))
+    if types.is_fixed_size_list(kind):
+        return pa.list_(_plain_field(kind.value_field), kind.list_size)
+    if types.is_map(kind):
+        return pa.map_(_plain_field(kind.key_field), _plain_field(kind.item_field))
+    return pa.struct(list(map(_plain_field, kind))) if types.is_struct(kind) else kind
+
+
+def _plain_field(field: pa.Field) -> pa.Field:
+    return field.with_type(_plain(field.type))
+
+
 KEPT_OPEN = 16
 """Files that stay open for the next row group."""
 
@@ -43,10 +70,16 @@ KEPT_OPEN = 16
 class RowGroups:
     """Reads row groups. Each thread uses a file alone: Arrow's reader of one file is not made for several."""
 
-    def __init__(self, store: Store, columns: tuple[str, ...]) -> None:
+    def __init__(self, store: Store, dataset: DatasetMeta, columns: tuple[str, ...]) -> None:
         self._filesystem = arrow_filesystem(store)
         self._inner_path = store.inner_path
+        self._version = dataset.version
         self._columns = list(columns)
+        partitions = dataset.partitions
+        outside = {} if partitions is None else dict(zip(partitions.column_names, partitions.columns, strict=True))
+        self._added = {name: outside[name] for name in columns if name in outside}
+        self._number = {file: number for number, file in enumerate(dataset.files)} if self._added else {}
+        self._stored = [name for name in columns if name not in self._added]
         # Reading ahead of the columns saves round trips of a network, and costs a copy on a disk.
         self._pre_buffer = not isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
         self._lock = threading.Lock()
@@ -58,11 +91,10 @@ class RowGroups:
         Raises:
             DataError: the file vanished, changed or is damaged.
         """
-        with _told(group), self._opened(group) as file:
+        with told(group, self._version), self._opened(group) as file:
             _check_rows(file, group)
-            table = file.read_row_group(group.index, columns=self._columns, use_threads=False)
-        if table.column_names != self._columns:  # the order is the file's
-            table = table.select(self._columns)
+            table = file.read_row_group(group.index, columns=self._stored, use_threads=False)
+        table = self._complete(table, group)
         return table if stop - start == table.num_rows else table.slice(start, stop - start)
 
     def stream(self, group: RowGroup, chunk: int) -> Generator[pa.RecordBatch, None, None]:
@@ -71,10 +103,11 @@ class RowGroups:
         Raises:
             DataError: as :meth:`read`.
         """
-        with _told(group), self._opened(group) as file:
+        with told(group, self._version), self._opened(group) as file:
             _check_rows(file, group)
             # With threads for the columns: the parts of a row group are read one after the other.
-            yield from file.iter_batches(chunk, row_groups=[group.index], columns=self._columns, use_threads=True)
+            for batch in file.iter_batches(chunk, row_groups=[group.index], columns=self._stored, use_threads=True):
+                yield self._complete(batch, group)
 
     def close(self) -> None:
         """Close the files that are open and unused."""
@@ -83,6 +116,15 @@ class RowGroups:
             self._idle.clear()
         for file in files:
             file.close()
+
+    def _complete(self, rows: Any, group: RowGroup) -> Any:
+        """A table or batch of a file in plain types, with the columns that are in none, in the order asked for."""
+        schema = plain_schema(rows.schema)
+        if schema != rows.schema:
+            rows = rows.cast(schema)
+        for name, values in self._added.items():
+            rows = rows.append_column(name, pa.repeat(values[self._number[group.file]], rows.num_rows))
+        return rows if rows.schema.names == self._columns else rows.select(self._columns)
 
     @contextlib.contextmanager
     def _opened(self, group: RowGroup) -> Any:
@@ -107,7 +149,7 @@ class RowGroups:
         inner = self._inner_path(group.file)
         file = pq.ParquetFile(inner, filesystem=self._filesystem, pre_buffer=self._pre_buffer)
         names = set(file.schema_arrow.names)
-        missing = [name for name in self._columns if name not in names]
+        missing = [name for name in self._stored if name not in names]
         if missing:
             file.close()
             raise DataError(
@@ -169,16 +211,26 @@ _FAILED = -1
 
 
 @contextlib.contextmanager
-def _told(group: RowGroup) -> Iterator[None]:
-    """Whatever goes wrong becomes a DataError that names the row group."""
+def told(group: RowGroup, version: str = "") -> Iterator[None]:
+    """Whatever goes wrong becomes a DataError that names the row group, and the ``version`` of the table."""
     try:
         yield
     except (DataError, GeneratorExit):
         raise
     except FileNotFoundError as error:
-        raise DataError(f"{where(group)}: the file is gone since its rows were counted; call fit again") from error
+        raise gone(where(group), version) from error
     except Exception as error:  # file systems of fsspec raise what they like
         raise DataError(f"cannot read {where(group)}: {type(error).__name__}: {error}") from error
+
+
+def gone(what: str, version: str) -> DataError:
+    """The error of a file that was there when the files were listed, of this ``version`` of a table if it is one's."""
+    if not version:
+        return DataError(f"{what}: the file is gone since its rows were counted; call fit again")
+    return DataError(
+        f"{what}: the file is gone, but part of {version}: the table was vacuumed, or its snapshots expired. Next: "
+        "start again, which reads the newest version, and let old files stay for longer than a run takes"
+    )
 
 
 def _check_rows(file: Any, group: RowGroup) -> None:

@@ -237,6 +237,19 @@ def test_shapes_and_dtypes(df: DataFrame, estimator: Callable[..., LightningEsti
     ).fit(df)
 
 
+def test_stacked_features(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
+    class Stacked(Net):
+        def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            assert {name: t.shape[1:] for name, t in batch.items()} == {"features": (4,), "y": ()}
+            return super().loss(batch)
+
+    split = df.select("y", *(df["features"][i].alias(f"f{i}") for i in range(4)))
+    model = estimator(
+        model=Stacked(), task="regression", feature_cols=[f"f{i}" for i in range(4)], stack_features=True, epochs=1
+    ).fit(split)
+    assert model.transform(split).where("prediction is null").count() == 0
+
+
 def test_columns_of_transform_are_named(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
     named = {"output_cols": ["out"], "prediction_col": "value", "raw_prediction_col": "", "probability_col": ""}
     model = estimator(model=net(), task="regression", epochs=1, **named).fit(df)

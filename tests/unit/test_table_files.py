@@ -1,0 +1,304 @@
+"""Which files make up a table: real Delta and Iceberg tables, directories, and what of them is refused."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from zmq.utils import z85
+
+from spark_hvd.data.parquet import dataset_of
+from spark_hvd.data.readers.dataset import DatasetMeta
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.forms import TableForm
+from spark_hvd.data.source import Asked, parquet_source
+from spark_hvd.store import Store
+
+ROWS = pa.table({"x": [1, 2, 3, 4], "name": ["a", "b", "c", "d"], "day": ["1", "1", "2", None]})
+
+
+def meta_of(path: Path) -> DatasetMeta:
+    return dataset_of(Store.create(path), str(path))
+
+
+def names_of(meta: DatasetMeta) -> list[str]:
+    return [column.name for column in meta.columns]
+
+
+# -- Delta Lake
+
+
+@pytest.fixture
+def delta(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a Delta table, or another version of it, and returns its folder."""
+    deltalake = pytest.importorskip("deltalake")
+
+    def write(table: pa.Table = ROWS, **options: Any) -> Path:
+        deltalake.write_deltalake(tmp_path / "t", table, **options)
+        return tmp_path / "t"
+
+    return write
+
+
+def test_a_delta_table_is_what_its_log_says(delta: Callable[..., Path]) -> None:
+    folder = delta()
+    delta(ROWS.slice(0, 1), mode="overwrite")
+    delta(ROWS.slice(2), mode="append")
+    assert len(list(folder.glob("*.parquet"))) == 3
+    meta = meta_of(folder)
+    assert (meta.rows, len(meta.files), names_of(meta)) == (3, 2, ["x", "name", "day"])
+    assert meta.version == f"version 2 of the Delta table {folder}"
+    assert meta.url == str(folder)
+    assert list(meta.files) == sorted(meta.files)
+    assert set(meta.files) <= {str(file) for file in folder.glob("*.parquet")}
+    assert meta.bytes == sum(Path(file).stat().st_size for file in meta.files)
+
+
+def test_files_of_one_table_lay_out_text_and_lists_as_their_writers_do(delta: Callable[..., Path]) -> None:
+    from deltalake import DeltaTable
+
+    kinds = pa.schema({"x": pa.int64(), "s": pa.large_string(), "l": pa.list_(pa.string()), "b": pa.binary()})
+    rows = {"x": [1, 2], "s": ["a", "b"], "l": [["a"], ["b"]], "b": [b"a", b"b"]}
+    folder = delta(pa.table(rows, kinds))
+    DeltaTable(folder).delete("x = 1")  # writes the rest anew, as views
+    delta(pa.table(rows, kinds), mode="append")
+    files = meta_of(folder).files
+    assert len({str(pq.read_schema(file)) for file in files}) == 2
+    source = parquet_source(folder)
+    assert source.schema.types == [pa.int64(), pa.string(), pa.list_(pa.string()), pa.binary()]
+    for shuffle in (False, True):
+        reader = source.open(Asked(columns=("x", "s", "l", "b"), shuffle=shuffle), TableForm())
+        (batch,) = reader.batches(0, [(0, 3)], [3])
+        reader.close()
+        found = sorted(batch.to_pylist(), key=lambda row: row["x"])
+        assert found == [{"x": x, "s": "?ab"[x], "l": ["?ab"[x]], "b": b"?ab"[x : x + 1]} for x in (1, 2, 2)]
+
+
+def test_a_delta_table_object_keeps_its_version(delta: Callable[..., Path]) -> None:
+    from deltalake import DeltaTable
+
+    folder = delta()
+    delta(ROWS.slice(0, 1), mode="overwrite")
+    source = parquet_source(DeltaTable(folder, version=0))
+    assert (source.rows, source.dataset.version) == (4, f"version 0 of the Delta table {folder}")
+    assert parquet_source(folder).rows == 1
+
+
+def test_partitions_of_a_delta_table_are_columns(delta: Callable[..., Path]) -> None:
+    odd = ["a/b=c", "d e%", None]
+    days = [datetime.date(2024, 1, 31)] * 2 + [None]
+    table = pa.table({"x": [1, 2, 3], "odd": odd, "day": days})
+    folder = delta(table, partition_by=["odd", "day"])
+    meta = meta_of(folder)
+    assert names_of(meta) == ["x", "odd", "day"]
+    assert meta.partitions is not None
+    rows = dict(zip(meta.files, meta.partitions.to_pylist(), strict=True))
+    assert all(Path(file).is_file() for file in rows)
+    found = {pq.ParquetFile(file).read(["x"])["x"][0].as_py(): row for file, row in rows.items()}
+    assert found == {x: {"odd": odd[x - 1], "day": days[x - 1]} for x in (1, 2, 3)}
+    assert parquet_source(folder).schema.field("day").type == pa.date32()
+    chosen = dataset_of(Store.create(folder), str(folder), ["day", "x"])
+    assert names_of(chosen) == ["day", "x"]
+
+
+def test_an_old_file_without_a_column_is_named(delta: Callable[..., Path]) -> None:
+    folder = delta(ROWS.select(["x"]))
+    old = next(folder.glob("*.parquet"))
+    delta(ROWS.select(["x", "name"]), mode="append", schema_mode="merge")
+    text = rf"{old} has no column 'name', which version 1 of the Delta table .*/t has: it was added .* Next: rewrite"
+    with pytest.raises(DataError, match=text):
+        meta_of(folder)
+    assert dataset_of(Store.create(folder), str(folder), ["x"]).rows == 8
+
+
+def test_a_vacuumed_version_is_named(delta: Callable[..., Path]) -> None:
+    from deltalake import DeltaTable
+
+    folder = delta()
+    early = parquet_source(folder)
+    delta(ROWS.slice(0, 1), mode="overwrite")
+    old = DeltaTable(folder, version=0)
+    assert DeltaTable(folder).vacuum(retention_hours=0, dry_run=False, enforce_retention_duration=False)
+    text = rf"{early.dataset.files[0]}.*: the file is gone, but part of version 0 of the Delta table .*vacuumed.* Next:"
+    with pytest.raises(DataError, match=text):
+        parquet_source(old)
+    with pytest.raises(DataError, match=text):
+        _ = early.schema
+
+
+def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the actions of the first commit."""
+    log = folder / "_delta_log" / f"{0:020}.json"
+    actions = [json.loads(line) for line in log.read_text().splitlines()]
+    for action in actions:
+        change(action)
+    log.write_text("".join(f"{json.dumps(action)}\n" for action in actions))
+
+
+def test_deletion_vectors_are_refused_by_name(delta: Callable[..., Path]) -> None:
+    def enable(action: dict[str, Any]) -> None:
+        if "protocol" in action:
+            features = ["deletionVectors"]
+            action["protocol"] = {
+                "minReaderVersion": 3,
+                "minWriterVersion": 7,
+                "readerFeatures": features,
+                "writerFeatures": features,
+            }
+
+    def mark(action: dict[str, Any]) -> None:
+        if "add" in action:  # rows 0 and 2, as a roaring bitmap in the log itself
+            bitmap = struct.pack("<IQIIIHHIHH", 1681511377, 1, 0, 12346, 1, 0, 1, 16, 0, 2)
+            inline = {"storageType": "i", "pathOrInlineDv": z85.encode(bitmap).decode()}
+            action["add"]["deletionVector"] = {**inline, "sizeInBytes": len(bitmap), "cardinality": 2}
+
+    folder = delta()
+    edited(folder, enable)
+    assert meta_of(folder).rows == 4, "the feature is on, and no row is marked"
+    edited(folder, mark)
+    with pytest.raises(DataError, match=r"version 0 of the Delta table .* has deletion vectors: .* Next: REORG TABLE"):
+        meta_of(folder)
+
+
+def test_column_mapping_is_refused_by_name(delta: Callable[..., Path]) -> None:
+    def mapped(action: dict[str, Any]) -> None:
+        if "protocol" in action:
+            action["protocol"] = {"minReaderVersion": 2, "minWriterVersion": 5}
+        if "metaData" in action:
+            action["metaData"]["configuration"]["delta.columnMapping.mode"] = "name"
+            schema = json.loads(action["metaData"]["schemaString"])
+            for number, each in enumerate(schema["fields"]):
+                each["metadata"] = {"delta.columnMapping.id": number, "delta.columnMapping.physicalName": each["name"]}
+            action["metaData"]["schemaString"] = json.dumps(schema)
+
+    folder = delta()
+    edited(folder, mapped)
+    with pytest.raises(DataError, match=r"version 0 of the Delta table .* has column mapping .*='name'.* Next: write"):
+        meta_of(folder)
+
+
+def test_a_log_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deltalake")
+    (tmp_path / "_delta_log").mkdir()
+    text = rf"the Delta table {tmp_path}.* Next: .*give the DataFrame that Spark reads"
+    with pytest.raises(DataError, match=f"cannot list the files of {text}"):
+        meta_of(tmp_path)
+    monkeypatch.setitem(sys.modules, "deltalake", None)
+    with pytest.raises(DataError, match=rf"which files make up {text.replace('Next: ', r'Next: pip install .*delta')}"):
+        meta_of(tmp_path)
+
+
+# -- Iceberg
+
+
+@pytest.fixture
+def iceberg(tmp_path: Path) -> Any:
+    """A table of two files and three columns."""
+    catalogs = pytest.importorskip("pyiceberg.catalog.sql")
+    folder = tmp_path / "warehouse"
+    catalog = catalogs.SqlCatalog("c", uri=f"sqlite:///{tmp_path}/catalog.db", warehouse=f"file://{folder}")
+    catalog.create_namespace("db")
+    table = catalog.create_table("db.t", ROWS.schema)
+    table.append(ROWS)
+    table.append(ROWS.slice(0, 1))
+    yield table
+    catalog.close()
+
+
+def test_an_iceberg_table_is_its_current_snapshot(iceberg: Any) -> None:
+    source = parquet_source(iceberg)
+    assert (source.rows, source.schema.names, len(source.dataset.files)) == (5, ROWS.schema.names, 2)
+    assert source.dataset.version.startswith(
+        f"snapshot {iceberg.current_snapshot().snapshot_id} of the Iceberg table /"
+    )
+    assert all(Path(file).is_file() for file in source.dataset.files)
+    iceberg.delete("x == 1")
+    assert parquet_source(iceberg).rows == 3
+    assert parquet_source(iceberg.metadata_location).rows == 3
+
+
+def test_an_iceberg_table_in_a_folder(iceberg: Any) -> None:
+    folder = Path(iceberg.location().removeprefix("file://"))
+    with pytest.raises(DataError, match=r"is an Iceberg table of a catalog, which alone knows .* Next: give the table"):
+        parquet_source(folder)
+    hint = Path(iceberg.metadata_location).name.removesuffix(".metadata.json")
+    (folder / "metadata" / "version-hint.text").write_text(hint)
+    assert parquet_source(folder).rows == 5
+
+
+def test_columns_of_iceberg_that_files_have_by_another_name_or_not(iceberg: Any) -> None:
+    with iceberg.update_schema() as update:
+        update.rename_column("x", "y")
+    with pytest.raises(DataError, match=r"\.parquet has no column 'y', which snapshot .* has: it was added or renamed"):
+        parquet_source(iceberg)
+    with iceberg.update_schema() as update:
+        update.delete_column("y")
+    assert parquet_source(iceberg).schema.names == ["name", "day"]
+    with iceberg.update_schema() as update:  # another column, though the files have one of its name
+        update.add_column("x", iceberg.schemas()[0].find_type("x"))
+    with pytest.raises(DataError, match=r"\.parquet has no column 'x', which snapshot"):
+        parquet_source(iceberg)
+
+
+def test_delete_files_of_iceberg_are_refused_by_name(iceberg: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyiceberg writes none: a scan that names one is what there is of them."""
+    (task, *_) = iceberg.scan().plan_files()
+    marked = SimpleNamespace(file=task.file, delete_files={task.file})
+    monkeypatch.setattr("pyiceberg.table.DataScan.plan_files", lambda scan: [marked])
+    with pytest.raises(DataError, match=r"^snapshot \d+ of the Iceberg table .* has delete files: rows of .*\.parquet"):
+        parquet_source(iceberg)
+
+
+# -- directories
+
+
+def put(path: Path, table: pa.Table = ROWS) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path)
+
+
+@pytest.mark.parametrize(
+    ("names", "values"),
+    [
+        (["2", "10"], pa.array([10, 2], pa.int32())),
+        (["2", "__HIVE_DEFAULT_PARTITION__"], pa.array([2, None], pa.int32())),
+        (["3000000000", "1"], pa.array([1, 3000000000], pa.int64())),
+        (["1", "1.5"], pa.array([1.5, 1.0])),
+        (["2024-01-31", "2023-12-01"], pa.array([datetime.date(2023, 12, 1), datetime.date(2024, 1, 31)])),
+        (["a%2Fb", "7"], pa.array(["7", "a/b"])),
+        (["__HIVE_DEFAULT_PARTITION__"], pa.array([None], pa.string())),
+    ],
+)
+def test_names_of_directories_are_columns_of_the_type_that_all_have(
+    tmp_path: Path, names: list[str], values: pa.Array
+) -> None:
+    for name in names:
+        put(tmp_path / f"kind={name}/file.parquet", ROWS.select(["x"]))
+    meta = meta_of(tmp_path)
+    assert meta.partitions is not None
+    assert meta.partitions.column("kind").combine_chunks() == values
+    assert names_of(meta) == ["x", "kind"]
+
+
+def test_a_column_in_files_and_names_is_that_of_the_names(tmp_path: Path) -> None:
+    put(tmp_path / "day=7/file.parquet")
+    put(tmp_path / "day=8/empty.parquet", ROWS.slice(0, 0))
+    source = parquet_source(tmp_path)
+    assert source.schema == pa.schema({"x": pa.int64(), "name": pa.string(), "day": pa.int32()})
+    assert source.dataset.partitions == pa.table({"day": pa.array([7], pa.int32())})
+
+
+def test_directories_that_name_different_columns(tmp_path: Path) -> None:
+    put(tmp_path / "day=7/file.parquet")
+    put(tmp_path / "month=7/file.parquet")
+    with pytest.raises(DataError, match=r"month=7/file.parquet name 'month', those of .*day=7/file.parquet 'day'"):
+        meta_of(tmp_path)
