@@ -20,7 +20,7 @@ import click
 import spark_hvd
 from spark_hvd.runner.cli import session as cli_session
 from spark_hvd.runner.cli.horovodrun import refused_options, tuning_env, tuning_options
-from spark_hvd.runner.cli.options import check_taken, is_elastic, listed, pairs, run_options, variables
+from spark_hvd.runner.cli.options import check_taken, data_sets, is_elastic, listed, pairs, run_options, variables
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.options import options_of
@@ -106,6 +106,10 @@ def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_js
     help="A variable of the ranks. Every user of this machine sees a VALUE given here, in ps; without one it is "
     "that of this program.",
 )  # fmt: skip
+@click.option(
+    "--data", multiple=True, callback=data_sets, metavar="NAME=PATH",
+    help="Parquet, Delta or Iceberg that ranks read in place: hvd.get_dataset_shard(NAME) in the script.",
+)  # fmt: skip
 @click.option("--py-files", callback=listed, metavar="A,B", help=".py and .zip files that the script imports from.")
 @click.option("--verbose", is_flag=True, help="Log what spark_hvd does.")
 @click.option("--quiet", is_flag=True, help="Do not show what the ranks print.")
@@ -119,6 +123,7 @@ def run(
     conf: dict[str, str],
     controller: str | None,
     env: dict[str, str],
+    data: dict[str, str],
     py_files: list[str],
     verbose: bool,
     quiet: bool,
@@ -141,6 +146,7 @@ def run(
     env = {**tuning_env(options), **env}
     given = {name: value for name, value in options.items() if value not in (None, []) and name in _OPTIONS}
     given = {"backend": controller, **given, "env": env, "verbose": 0 if quiet else 1}
+    given |= {"data": data} if data else {}
     _check_multiple(given.get("num_proc"), given.get("procs_per_task"))
     with _ending_well():
         if master is None and not cli_session.is_submitted():

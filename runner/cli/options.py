@@ -36,6 +36,19 @@ def pairs(context: click.Context, parameter: click.Parameter, values: Sequence[s
     return {name: text for name, _, text in (value.partition("=") for value in values)}
 
 
+def data_sets(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """A click callback: the paths of NAME=PATH; each name once."""
+    wrong = [value for value in values if not all(value.partition("="))]
+    if wrong:
+        raise click.BadParameter(f"{wrong[0]!r}: expected NAME=PATH, such as train=s3://bucket/train")
+    names = [value.partition("=")[0] for value in values]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise click.BadParameter(
+            f"{twice[0]!r} is given twice: expected one path for a name; a folder holds many files"
+        )
+    return pairs(context, parameter, values)
+
+
 def variables(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
     """A click callback: those of NAME=VALUE, or of NAME alone, which this program's environment knows."""
     unset = [value for value in values if "=" not in value and value not in os.environ]

@@ -9,6 +9,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from spark_hvd.runner import cli
@@ -85,6 +87,24 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     assert (process.returncode, err) == (130, "spark-hvd: interrupted; all ranks were stopped\n")
     ranks = [Path("/proc", path.read_text()) for path in tmp_path.glob("pid-*")]
     wait_until(lambda: not any(rank.exists() for rank in ranks), 10)
+
+
+@pytest.mark.parametrize("elastic", [[], ["--min-np", "1"]])
+def test_data_of_a_path(tmp_path: Path, elastic: list[str]) -> None:
+    pq.write_table(pa.table({"row": range(10)}), tmp_path / "rows.parquet")
+    (tmp_path / "read.py").write_text(
+        "import spark_hvd.torch as hvd\n"
+        "for batch in hvd.get_dataset_shard('train').numpy_batches(5):\n"
+        "    print(batch['row'].sum())\n"
+    )
+    code, out, err = finish(
+        [*PROGRAM, "run", "-np", "2", *elastic, "--data", "train=rows.parquet", "read.py"], tmp_path
+    )
+    assert (code, sorted(out.splitlines())) == (0, ["[0] 10", "[1] 35"]), err
+    code, _, err = finish([*PROGRAM, "run", "-np", "2", *elastic, "--data", "train=none.parquet", "read.py"], tmp_path)
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("spark-hvd: there is no "), err
+    assert "none.parquet: expected a Parquet file or a directory of such files" in err
 
 
 @pytest.mark.slow

@@ -90,13 +90,14 @@ def test_a_module(calls: list[dict[str, Any]], arguments: list[str]) -> None:
 def test_options_reach_the_run(calls: list[dict[str, Any]], script: str) -> None:
     done = invoke(
         "run", "--num-proc", "4", "--procs-per-task", "2", "--mpi", "--mpi-library", "mpich", "--network-interfaces",
-        "eth0, 10.0.0.0/8", "--start-timeout", "30", "--max-restarts", "3", "--quiet", script,
+        "eth0, 10.0.0.0/8", "--start-timeout", "30", "--max-restarts", "3", "--quiet", "--data", "train=a=b", "--data",
+        "val=s3://b/c", script,
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     del calls[0]["args"]
     assert calls[0] == {
         "num_proc": 4, "backend": "mpi", "mpi": "mpich", "interfaces": ["eth0", "10.0.0.0/8"], "start_timeout": 30.0,
-        "max_restarts": 3, "env": {}, "verbose": 0,
+        "max_restarts": 3, "env": {}, "verbose": 0, "data": {"train": "a=b", "val": "s3://b/c"},
     }  # fmt: skip
 
 
@@ -181,6 +182,9 @@ def test_options_without_a_place_here_say_why(names: tuple[str, ...], script: st
         (["run", "-np", "2", "--max-np", "3", "--ports", "1-2", "SCRIPT"], "--ports is for a Spark cluster"),
         (["run", "-np", "2", "--max-np", "3", "--max-restarts", "1", "SCRIPT"], "--max-num-proc is for elastic runs"),
         (["run", "-np", "2", "--env", "NONE_SUCH", "SCRIPT"], "'NONE_SUCH': expected NAME=VALUE, or the name of a"),
+        (["run", "-np", "2", "--data", "/tmp/x", "SCRIPT"], "'/tmp/x': expected NAME=PATH, such as train=s3://"),
+        (["run", "-np", "2", "--data", "train=", "SCRIPT"], "'train=': expected NAME=PATH"),
+        (["run", "-np", "2", "--data", "a=x", "--data", "a=y", "SCRIPT"], "'a' is given twice: expected one path for"),
         (["run", "-np", "2", "nowhere.py"], "nowhere.py: No such file or directory. Expected a Python script"),
         (["run", "-np", "2", "python"], "Expected a Python script"),
         (["run", "-np", "2"], "Missing argument 'SCRIPT'"),
