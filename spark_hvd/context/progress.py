@@ -40,6 +40,7 @@ class Progress(Generic[T]):
         epochs: int | None,
         samples: int | None,
         metrics: Mapping[str, Metric],
+        initial: int = 0,
     ) -> None:
         self._items = items
         self._steps = steps
@@ -47,7 +48,7 @@ class Progress(Generic[T]):
         self._epoch, self._epochs = epoch, epochs
         self._samples_each = samples
         self._metrics: dict[str, Metric] = {}
-        self.done = 0
+        self.done = initial
         before = activity.progress
         # Totals go on from loop to loop, so that whoever watches can take differences.
         self._totals = _Totals(activity.optimizer_steps) if before is None else before.close()
@@ -182,6 +183,7 @@ def progress(
     work: Iterable[T] | int | None = None,
     *,
     total: int | None = None,
+    initial: int = 0,
     epoch: int | None = None,
     epochs: int | None = None,
     batch_size: int | None = None,
@@ -197,6 +199,7 @@ def progress(
     Args:
         work: What to go through, such as a DataLoader, or the number of steps; None where that is not known.
         total: Number of steps, where `work` has no length.
+        initial: Steps of the total that were done before, where a run goes on in the middle.
         epoch: Number of this epoch, from 0.
         epochs: How many there are to be.
         batch_size: Samples of each step on this rank. None: the length of the first tensor or array in a batch.
@@ -221,10 +224,20 @@ def progress(
         items = work
         if total is None and isinstance(work, Sized):
             total = _length(work)
-    for name, number in (("total", total), ("epoch", epoch), ("epochs", epochs), ("batch_size", batch_size)):
+    for name, number in (
+        ("total", total),
+        ("initial", initial),
+        ("epoch", epoch),
+        ("epochs", epochs),
+        ("batch_size", batch_size),
+    ):
         if number is not None and number < 0:
             raise ValueError(f"{name}={number}: expected a number from 0.")
-    return Progress(items, total, stage=stage, epoch=epoch, epochs=epochs, samples=batch_size, metrics=metrics)
+    if total is not None and initial > total:
+        raise ValueError(f"initial={initial}, total={total}: expected at most the total, which counts them too.")
+    return Progress(
+        items, total, stage=stage, epoch=epoch, epochs=epochs, samples=batch_size, metrics=metrics, initial=initial
+    )
 
 
 def _length(work: Sized) -> int | None:

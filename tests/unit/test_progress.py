@@ -64,6 +64,15 @@ def test_steps_that_the_program_counts_itself() -> None:
     assert len(loop) == 2
 
 
+def test_a_run_that_goes_on_in_the_middle() -> None:
+    loop = progress(range(18), total=30, initial=12)
+    assert facts(loop)["step"] == 12
+    for _ in loop:
+        pass
+    found = facts(loop)
+    assert (found["step"], found["steps"], found["total_steps"]) == (30, 30, 18), "steps of this process alone"
+
+
 def test_totals_go_on_from_loop_to_loop_and_nested_loops_count_once() -> None:
     for epoch in progress(range(2)):
         for _ in progress([torch.zeros(4)] * 3, epoch=epoch):
@@ -121,6 +130,7 @@ def test_a_metric_that_cannot_be_read_is_left_out() -> None:
         (lambda: progress(3, total=4), ValueError, r"progress\(3, total=4\): two numbers"),
         (lambda: progress(-1), ValueError, "total=-1: expected a number from 0"),
         (lambda: progress(epoch=-2), ValueError, "epoch=-2"),
+        (lambda: progress(3, initial=4), ValueError, "initial=4, total=3: expected at most the total"),
         (lambda: progress(3.5), TypeError, "expected something to go through"),
         (
             lambda: progress(3).report(loss=torch.zeros(2)),
