@@ -1,6 +1,6 @@
 """The face for Keras 3: ``import spark_hvd.keras as hvd``.
 
-May import every other room of spark_hvd. Doors: itself, callbacks.
+May import every other room of spark_hvd. Doors: itself, callbacks, elastic.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ from spark_hvd.transport.communicator import ReduceOp
 
 require_backend()  # before anything of ours asks Keras for more
 
-from spark_hvd.keras import callbacks  # noqa: E402
+from spark_hvd.keras import callbacks, elastic  # noqa: E402
+from spark_hvd.keras.loading import load_model  # noqa: E402
 from spark_hvd.keras.optimizer import DistributedOptimizer  # noqa: E402
+from spark_hvd.keras.values import allgather, allreduce, broadcast, reducescatter  # noqa: E402
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -59,7 +61,10 @@ __all__ = [
     "Product",
     "Sum",
     "add_process_set",
+    "allgather",
     "allgather_object",
+    "allreduce",
+    "broadcast",
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
@@ -68,6 +73,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "generation",
     "global_process_set",
     "gloo_built",
@@ -75,6 +81,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "load_model",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -83,6 +90,7 @@ __all__ = [
     "nccl_built",
     "progress",
     "rank",
+    "reducescatter",
     "remove_process_set",
     "rocm_built",
     "shutdown",

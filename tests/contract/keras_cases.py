@@ -244,3 +244,105 @@ def wrong_ways_round(rank: int, size: int) -> None:
     model.compile(wrapped, "mse", jit_compile=True)
     start.set_model(model)
     assert model.jit_compile is False
+
+
+def rates_and_momentum(rank: int, size: int) -> None:
+    """A warm-up to the scaled rate, then steps down; what momentum has gathered goes with the rate."""
+    keras, hvd = _keras()
+    x, y = _data(16)
+    model = _model(keras, 3)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.4, momentum=0.5)), "mse")
+    rates = []
+    call = hvd.callbacks
+    callbacks = [
+        call.LearningRateWarmupCallback(0.4, warmup_epochs=2, verbose=1),
+        call.LearningRateScheduleCallback(0.4, 0.1, start_epoch=2, end_epoch=4),
+        call.LearningRateScheduleCallback(0.4, lambda epoch: 0.5, start_epoch=4),
+        keras.callbacks.LambdaCallback(
+            on_train_batch_begin=lambda batch, logs: rates.append(float(np.array(model.optimizer.learning_rate)))
+        ),
+    ]
+    history = model.fit(x, y, batch_size=8, epochs=5, verbose=0, callbacks=callbacks)
+    share = 1 / size
+    warm = [0.4 * (share + (1 - share) * done) for done in (0.25, 0.5, 0.75, 1.0)]
+    np.testing.assert_allclose(rates, [*warm, 0.4, 0.4, 0.04, 0.04, 0.2, 0.2], rtol=1e-5)
+    np.testing.assert_allclose(history.history["lr"], [warm[1], 0.4, 0.4, 0.04, 0.2], rtol=1e-5)
+
+    # The same arithmetic as momentum * new / old in the one batch of the change.
+    for make in (keras.optimizers.SGD, keras.optimizers.RMSprop):
+        optimizer = make(0.2, momentum=0.5)
+        model = _model(keras, 3)
+        model.compile(optimizer, "mse")
+        model.train_on_batch(x, y)
+        gathered = [np.array(each) for each in getattr(optimizer, "momentums", None) or optimizer._momentums]
+        change = call.LearningRateScheduleCallback(0.1, lambda epoch: 0.5)
+        change.set_model(model)
+        change.on_train_begin()
+        change.on_epoch_begin(0)
+        change.on_train_batch_begin(0)
+        assert float(np.array(optimizer.learning_rate)) == np.float32(0.05)
+        for old, new in zip(gathered, getattr(optimizer, "momentums", None) or optimizer._momentums, strict=True):
+            np.testing.assert_allclose(np.array(new), old / 4, rtol=1e-5)
+
+
+def a_model_is_loaded_with_its_optimizer(rank: int, size: int) -> None:
+    keras, hvd = _keras()
+    x, y = _data()
+
+    class Slow(keras.optimizers.SGD):  # type: ignore[misc, name-defined]
+        pass
+
+    model = _model(keras, 3)
+    optimizer = hvd.DistributedOptimizer(Slow(0.01, momentum=0.9))
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, "best.keras"))
+        best = hvd.callbacks.BestModelCheckpoint("loss", filepath=path)
+        _fit(keras, model, optimizer, x, y, 16, [best])
+        loaded = hvd.load_model(path, custom_optimizers=[Slow])
+        with pytest.raises(ValueError, match="legacy_opts"):
+            hvd.load_model(path, legacy_opts=True)
+    assert isinstance(loaded.optimizer, Slow)
+    mine = _mine(rank, size, 16)
+    for each in (model, loaded):
+        each.fit(x[mine], y[mine], batch_size=16, shuffle=False, verbose=0)
+    for one, two in zip(model.get_weights(), loaded.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, two)
+    with pytest.raises(ValueError, match="where to save"):
+        hvd.callbacks.BestModelCheckpoint().on_train_begin()
+
+
+def values_of_all_ranks(rank: int, size: int) -> None:
+    keras, hvd = _keras()
+    assert hvd.allreduce(rank + 1.0) == (size + 1) / 2
+    assert hvd.allreduce(keras.ops.array([rank]), op=hvd.Max).tolist() == [size - 1]
+    assert hvd.allgather(np.full((rank + 1, 2), rank)).tolist() == [[r, r] for r in range(size) for _ in range(r + 1)]
+    variable = keras.Variable(np.full(3, rank, "float32"))
+    assert hvd.broadcast(variable, size - 1).tolist() == [size - 1.0] * 3
+    assert hvd.reducescatter(np.arange(2 * size), op=hvd.Sum).tolist() == [2 * rank * size, (2 * rank + 1) * size]
+
+
+def the_driver_sees_how_far_fit_is(rank: int, size: int) -> None:
+    keras, hvd = _keras()
+    import time
+
+    from spark_hvd.world.activity import activity
+
+    x, y = _data()
+    seen: list[dict[str, Any]] = []
+
+    def look(batch: int, logs: Any) -> None:
+        seen.append(activity.progress.facts(time.monotonic()))
+
+    model = _model(keras, 3)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    callbacks = [hvd.callbacks.ProgressCallback(16), keras.callbacks.LambdaCallback(on_train_batch_end=look)]
+    history = _fit(keras, model, optimizer, x, y, 16, callbacks, validation_data=(x, y))
+    assert [(facts["epoch"], facts["epochs"], facts["step"]) for facts in seen] == [
+        (0, 2, 1),
+        (0, 2, 2),
+        (1, 2, 1),
+        (1, 2, 2),
+    ]
+    last = activity.progress.facts(time.monotonic())
+    assert last["samples"] - seen[0]["samples"] == 16 * 3
+    assert last["metrics"] == {name: values[-1] for name, values in history.history.items()}

@@ -5,14 +5,21 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
+import cloudpickle
+import numpy as np
 import pytest
 
 from tests.contract import keras_cases
 from tests.contract.optimizer_ranks import Ranks
+from tests.elastic_ranks import elastic_job
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="needs keras")
 
@@ -33,6 +40,68 @@ def two() -> Iterator[Ranks]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_two_ranks(two: Ranks, case: keras_cases.Case) -> None:
     two.run(case)
+
+
+def train(victim: int | None) -> dict[str, Any]:
+    """Blocks of rows that do not depend on the number of ranks; `victim` dies once, in the middle of an epoch."""
+    os.environ["KERAS_BACKEND"] = "torch"
+    import keras
+
+    import spark_hvd.keras as hvd
+
+    process, call = os.getpid(), hvd.elastic
+    keras.utils.set_random_seed(hvd.rank())
+    layers = [keras.layers.Input((3,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)), "mse")
+    state = call.KerasState(model, epoch=0, batch=0)
+    x = np.random.default_rng(1).normal(size=(48, 3)).astype("float32")
+
+    def die(batch: int, logs: Any) -> None:
+        if victim == hvd.rank() and hvd.generation() == 0 and (state.epoch, state.batch) == (1, 4):
+            os.kill(process, signal.SIGKILL)
+
+    @call.run
+    def fit(state: Any) -> None:
+        while state.epoch < 3:
+            rows = x[8 * state.batch :].reshape(-1, hvd.size(), 8 // hvd.size(), 3)[:, hvd.rank()].reshape(-1, 3)
+            model.fit(
+                rows,
+                rows.sum(axis=1),
+                batch_size=8 // hvd.size(),
+                initial_epoch=state.epoch,
+                epochs=state.epoch + 1,
+                shuffle=False,
+                verbose=0,
+                callbacks=[
+                    keras.callbacks.LambdaCallback(on_train_batch_begin=die),
+                    call.UpdateBatchStateCallback(state),
+                    call.UpdateEpochStateCallback(state),
+                    call.CommitStateCallback(state, batches_per_commit=2),
+                ],
+            )
+
+    fit(state)
+    return {
+        "weights": [weight.tobytes() for weight in model.get_weights()],
+        "place": (state.epoch, state.batch),
+        "steps": int(np.array(model.optimizer.iterations)),
+    }
+
+
+def test_a_lost_rank_is_replaced_without_a_trace() -> None:
+    with elastic_job(train, None, count=2) as job:
+        job.form(job.ranks)
+        expected = job.finish(job.ranks)
+    assert expected[0]["steps"] == 3 * 6
+    with elastic_job(train, 1, count=2) as job:
+        fresh = job.start()
+        job.form(job.ranks[:2])
+        job.ranks[1].await_end()
+        members = [job.ranks[0], *fresh]
+        job.form(members)
+        results = job.finish(members)
+    assert results == expected == [expected[0]] * 2
 
 
 def test_another_backend_is_refused_by_name() -> None:

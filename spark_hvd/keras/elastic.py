@@ -1,0 +1,166 @@
+"""The face of elastic training with Keras: ``hvd.elastic``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from spark_hvd.elastic.run import run
+from spark_hvd.elastic.state import ObjectState, State
+from spark_hvd.keras.backend import name_of, tensor_of
+from spark_hvd.torch.elastic import TorchState
+from spark_hvd.torch.handlers import StateDictHandler, get_handler_registry
+from spark_hvd.world.errors import HostsUpdatedInterrupt
+
+
+class _VariablesHandler(StateDictHandler):
+    """Handles what has Keras variables, by their places."""
+
+    copies = True
+
+    def _variables(self) -> list[Any]:
+        raise NotImplementedError
+
+    def state(self) -> Any:
+        return {name_of(place, variable): tensor_of(variable) for place, variable in enumerate(self._variables())}
+
+    def load(self, state: Any) -> None:
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
+
+    def misfit(self, skeleton: Any) -> str | None:
+        mine = self.state()
+        for name in sorted(mine.keys() | skeleton.keys()):
+            ours, theirs = (
+                f"{each.dtype} of shape {tuple(each.shape)}" if each is not None else "missing"
+                for each in (mine.get(name), skeleton.get(name))
+            )
+            if ours != theirs:
+                return f"{name!r} is {ours} here, and {theirs} there"
+        return None
+
+
+class _KerasModelHandler(_VariablesHandler):
+    """Handles the weights of a model; seeds and metrics are each rank's own."""
+
+    def _variables(self) -> list[Any]:
+        weights: list[Any] = self.value.weights
+        return weights
+
+
+class _KerasOptimizerHandler(_VariablesHandler):
+    """Handles the variables of an optimizer that is built."""
+
+    def _variables(self) -> list[Any]:
+        variables: list[Any] = self.value.variables
+        return variables
+
+
+get_handler_registry()[:0] = [
+    (keras.Model, _KerasModelHandler),
+    (keras.optimizers.Optimizer, _KerasOptimizerHandler),
+]
+
+
+class KerasState(TorchState):
+    """The state of a Keras training: the weights of a model, the variables of its optimizer, and plain objects.
+
+    Args:
+        model: A model that is built and compiled.
+        optimizer: Its optimizer; None: the one that it was compiled with.
+        **kwargs: See :class:`spark_hvd.elastic.state.ObjectState`; `epoch=0` and `batch=0` are what the callbacks set.
+
+    Raises:
+        ValueError: The model has no variables yet.
+    """
+
+    __module__ = "spark_hvd.keras.elastic"
+
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if not model.built:
+            raise ValueError(
+                f"model={model.name!r} has no variables yet, so there is no state to keep: give it an Input, or call "
+                "it on a batch, before KerasState is made."
+            )
+        optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        super().__init__(model=model, optimizer=optimizer, **kwargs)
+
+
+class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # Any
+    """Commit the state every few batches, and after each epoch; the last of the callbacks.
+
+    Args:
+        state: Of the elastic function.
+        batches_per_commit: How many batches; what was trained since is trained again after a failure.
+    """
+
+    def __init__(self, state: State, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        if batches_per_commit < 1:
+            raise ValueError(f"batches_per_commit={batches_per_commit}: expected a number from 1.")
+        self.state, self.batches_per_commit = state, batches_per_commit
+        self._batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """See keras.callbacks.Callback."""
+        self._batches += 1
+        if self._batches % self.batches_per_commit == 0:
+            self.state.commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """See keras.callbacks.Callback."""
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # Any
+    """Keep in `state.batch` how many batches of the epoch are done, 0 between epochs.
+
+    After a restore `fit` begins with the rest of the epoch, if the data that it is given begin with batch
+    `state.batch` then; the callback counts on from there.
+
+    Args:
+        state: Of the elastic function, made with `batch=0`.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """See keras.callbacks.Callback."""
+        self.state.batch += 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """See keras.callbacks.Callback."""
+        self.state.batch = 0
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # Any
+    """Keep in `state.epoch` how many epochs are done: ``fit(..., initial_epoch=state.epoch, epochs=epochs)``.
+
+    Args:
+        state: Of the elastic function, made with `epoch=0`.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """See keras.callbacks.Callback."""
+        self.state.epoch += 1
+
+
+__all__ = [
+    "CommitStateCallback",
+    "HostsUpdatedInterrupt",
+    "KerasState",
+    "ObjectState",
+    "State",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]
