@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from spark_hvd.data.columns import Features, check_shape, is_array_like, stacks_of
+from spark_hvd.data.packed import PackedRows
 from spark_hvd.data.readers.blocks import RowWindow
 from spark_hvd.data.readers.forms import Form, TableForm, TableWindow, Window, pieces_of, single
 from spark_hvd.data.readers.windows import Piece
@@ -48,7 +49,7 @@ class ColumnForm(Form[Part, Columns]):
 
     def __init__(
         self,
-        convert: Callable[[pa.RecordBatch, Features | None], Columns],
+        convert: Callable[[pa.RecordBatch | PackedRows, Features | None], Columns],
         features: Features | None,
         concatenate: Callable[[list[Any]], Any],
     ) -> None:
@@ -58,7 +59,10 @@ class ColumnForm(Form[Part, Columns]):
 
     def of(self, table: pa.Table, where: str) -> Part:
         """See base class."""
-        batch = single(self._tables.of(table, where))
+        return self.of_batch(single(self._tables.of(table, where)), where)
+
+    def of_batch(self, batch: pa.RecordBatch | PackedRows, where: str) -> Part:
+        """The same of what is in one piece."""
         stacks = stacks_of(batch, self._features)
         stacked = {name for names in stacks.values() for name in names}
         early = [each.name for each in batch.schema if each.name in stacked or is_array_like(each.type)]
@@ -69,7 +73,7 @@ class ColumnForm(Form[Part, Columns]):
             rows=batch.num_rows,
             names=[*stacks, *(name for name in batch.schema.names if name not in stacked)],
             arrays=arrays,
-            others=pa.Table.from_batches([batch.select([name for name in batch.schema.names if name not in early])]),
+            others=_table(batch.select([name for name in batch.schema.names if name not in early])),
         )
 
     def row_bytes(self, table: pa.Table | None, where: str) -> int | None:
@@ -97,6 +101,10 @@ class ColumnForm(Form[Part, Columns]):
     def kept(self, rows: Part) -> Part:
         """See base class."""
         return copy.deepcopy(rows)
+
+
+def _table(batch: pa.RecordBatch | PackedRows) -> pa.Table:
+    return pa.Table.from_batches([batch.batch() if isinstance(batch, PackedRows) else batch])
 
 
 class _PartWindow(Window[Part]):

@@ -30,6 +30,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from spark_hvd.data.packed import PackedRows
 from spark_hvd.data.readers.dataset import Column, listed
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.tensors import to_tensor
@@ -44,7 +45,7 @@ Collate = Callable[[pa.RecordBatch], dict[str, Any]]
 _VECTOR = {"type", "size", "indices", "values"}
 
 
-def numpy_batch(batch: pa.RecordBatch, features: Features | None = None) -> dict[str, Values]:
+def numpy_batch(batch: pa.RecordBatch | PackedRows, features: Features | None = None) -> dict[str, Values]:
     """A batch as numpy arrays, which may share its memory and then cannot be written.
 
     Args:
@@ -57,10 +58,16 @@ def numpy_batch(batch: pa.RecordBatch, features: Features | None = None) -> dict
     stacks = stacks_of(batch, features)
     stacked = {name for names in stacks.values() for name in names}
     found = {name: _stacked(batch, name, names) for name, names in stacks.items()}
-    return found | {name: values_of(batch.column(name), name) for name in batch.schema.names if name not in stacked}
+    return found | {name: _values(batch, name) for name in batch.schema.names if name not in stacked}
 
 
-def torch_batch(batch: pa.RecordBatch, features: Features | None = None) -> dict[str, Any]:
+def _values(batch: pa.RecordBatch | PackedRows, name: str) -> Values:
+    if isinstance(batch, PackedRows) and (numbers := batch.numbers([name])) is not None:
+        return numbers[:, 0]
+    return values_of(batch.column(name), name)
+
+
+def torch_batch(batch: pa.RecordBatch | PackedRows, features: Features | None = None) -> dict[str, Any]:
     """A batch as tensors with memory of their own.
 
     Args:
@@ -241,7 +248,7 @@ def _flat(array: pa.Array, name: str) -> tuple[Values, np.ndarray[Any, np.dtype[
     return values_of(array.flatten(), name), np.concatenate([[0], np.cumsum(lengths)])
 
 
-def stacks_of(batch: pa.RecordBatch, features: Features | None) -> Mapping[str, Sequence[str]]:
+def stacks_of(batch: pa.RecordBatch | PackedRows, features: Features | None) -> Mapping[str, Sequence[str]]:
     """By the name of each stack the columns that it is made of.
 
     Raises:
@@ -261,15 +268,21 @@ def stacks_of(batch: pa.RecordBatch, features: Features | None) -> Mapping[str, 
     return stacks
 
 
-def _stacked(batch: pa.RecordBatch, name: str, columns: Sequence[str]) -> Values:
+def _stacked(batch: pa.RecordBatch | PackedRows, name: str, columns: Sequence[str]) -> Values:
     """Columns side by side, (rows, numbers)."""
+    if isinstance(batch, PackedRows) and (numbers := batch.numbers(columns)) is not None:
+        return numbers
     chosen = batch.select(list(columns))
-    if len(set(chosen.schema.types)) == 1 and pa.types.is_primitive(chosen.schema.types[0]):
+    if (
+        not isinstance(chosen, PackedRows)
+        and len(set(chosen.schema.types)) == 1
+        and pa.types.is_primitive(chosen.schema.types[0])
+    ):
         with contextlib.suppress(pa.ArrowException):  # nulls, dates: the way below knows what to do about them
             return chosen.to_tensor().to_numpy()
     parts = []
     for column in columns:
-        values = values_of(chosen.column(column), column)
+        values = _values(chosen, column)
         if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf":
             raise DataError(
                 f"features: column {column!r} of {name!r} holds {chosen.schema.field(column).type}: expected numbers"

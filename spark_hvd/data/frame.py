@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
+from spark_hvd.data.column_form import ColumnForm
+from spark_hvd.data.packed import PackedRows
 from spark_hvd.data.readers.forms import BatchT, Form
 from spark_hvd.data.readers.reader import Reader
 from spark_hvd.data.readers.sharding import Interval, Position, Sharding, gaps_of, length, overlaps, steps_of
@@ -157,12 +159,17 @@ class SpoolReader(Reader[BatchT]):
             (int(order[at]), start, stop) for at, start, stop in overlaps(self._counts[order].tolist(), share)
         )
         with ThreadPoolExecutor(1, "spark_hvd-reader") as pool:
-            tables = self._spool.tables(pieces, seed, self._window_rows, self._asked.columns)
-            rows = (self._form.of(table, "the DataFrame") for table in tables)
+            windows = self._spool.windows(pieces, seed, self._window_rows, self._asked.columns)
+            rows = (self._rows(window, "the DataFrame") for window in windows)
             yield from self._form.cut(_ahead(pool, rows), sizes)
 
     def close(self) -> None:
         """See base class."""
+
+    def _rows(self, window: PackedRows, where: str) -> Any:
+        if isinstance(self._form, ColumnForm):
+            return self._form.of_batch(window, where)
+        return self._form.of(pa.Table.from_batches([window.batch()]), where)
 
 
 def seed_of(seed: int | None, epoch: int) -> Seed | None:

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from spark_hvd.data.packed import PackedRows, Rows, ordered, pack, taken, unpack
 from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.forms import single
 from spark_hvd.data.units import (
     ID,
     STRIDE,
@@ -39,6 +41,9 @@ PLAIN_BYTES = 4 << 30
 
 WINDOW_BYTES = 16 << 20
 """Rows that are gathered at once. They are copied twice, and a reader is one window ahead: it takes four times that."""
+
+_SLICE = 1 << 16
+"""Rows that are taken apart at once where all are looked at."""
 
 _COUNTS, _SCHEMA, _FAILED = "counts.npy", "schema.arrow", "failed"
 
@@ -106,10 +111,11 @@ class SpoolWriter:
         table = table.drop_columns([UNIT])
         order = np.argsort(table.column(ID).to_numpy(), kind="stable")  # quick, as ids arrive in ascending runs
         order = order[np.argsort(units[order], kind="stable")]  # quick, as 16 bits are sorted by radix
-        batch = _joined(table.take(order).to_batches())
+        packed = self._written >= self._plain_bytes
+        batch = single(table)
+        batch = batch.take(order) if packed else ordered(pack(batch, ID), order)
         counts = np.bincount(units, minlength=UNITS).astype(np.int32)
         path = self._folder / _chunk(len(self._counts))
-        packed = self._written >= self._plain_bytes
         options = pa.ipc.IpcWriteOptions(compression="lz4" if packed else None, use_threads=False)
         with self._disk():
             with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema, options=options) as writer:
@@ -184,13 +190,13 @@ class Spool:
         self.window_rows = max(1, WINDOW_BYTES // max(1, row_bytes))
         self._mapped = [_mapped(str(file)) for file in files]
 
-    def tables(
+    def windows(
         self,
         pieces: Iterable[Piece],
         seed: Seed | None,
         window_rows: int | None = None,
         columns: Sequence[str] | None = None,
-    ) -> Iterator[pa.Table]:
+    ) -> Iterator[PackedRows]:
         """The rows of `pieces`, a window of them at once, in which those of all units are mixed.
 
         Args:
@@ -199,52 +205,55 @@ class Spool:
             window_rows: Rows of a window; None for :attr:`window_rows`.
             columns: Their names, in the order wanted; None for all.
         """
-        names = [*(self.schema.names if columns is None else columns), ID]
+        names = self.schema.names if columns is None else columns
+        schema = pa.schema([self.schema.field(name) for name in names])
         for number, window in enumerate(windows_of(pieces, window_rows or self.window_rows)):
-            yield self._gather(window, seed, number, names)
+            yield self._gather(window, seed, number, schema)
+
+    def tables(self, *args: Any) -> Iterator[pa.Table]:
+        """:meth:`windows` as Arrow has them."""
+        return (pa.Table.from_batches([window.batch()]) for window in self.windows(*args))
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """All rows that the task has, in no order; of files that are not compressed without reading them."""
+        """All rows that the task has, in no order, some at once."""
+        schema = pa.schema([self.schema.field(name) for name in columns])
         for number, mapped in enumerate(self._mapped):
             if mapped is not None:
-                yield mapped.select(columns)
+                for start in range(0, mapped.num_rows, _SLICE):
+                    yield unpack(mapped.slice(start, _SLICE), None, schema)
                 continue
             with pa.memory_map(str(self._folder / _chunk(number))) as file, pa.ipc.open_file(file) as reader:
                 for at in range(reader.num_record_batches):
                     yield reader.get_batch(at).select(columns)
 
-    def _gather(self, pieces: Sequence[Piece], seed: Seed | None, number: int, names: list[str]) -> pa.Table:
+    def _gather(self, pieces: Sequence[Piece], seed: Seed | None, number: int, schema: pa.Schema) -> PackedRows:
         units, starts, stops = np.array(pieces, np.int64).T
         parts, places = [], []
         for chunk, counts in enumerate(self._counts):
             lengths = counts[units].astype(np.int64)
             if lengths.any():
-                parts.append(self._part(chunk, units, lengths, names))
+                parts.append(self._part(chunk, units, lengths))
                 places.append(np.repeat(np.arange(len(units), dtype=np.int16), lengths))
-        if len(parts) > 1:
-            parts = [(_joined([batch if at is None else batch.take(at) for batch, at in parts]), None)]
-        ((batch, at),) = parts
-        ids = batch.column(ID).to_numpy()
-        order = order_in_units(np.concatenate(places), ids if at is None else ids[at], seed)
+        columns = [batch.column(ID).to_numpy() for batch, _ in parts]
+        ids = [column if at is None else column[at] for column, (_, at) in zip(columns, parts, strict=True)]
+        order = order_in_units(np.concatenate(places), np.concatenate(ids), seed)
         lengths = self.counts[units]
         if int((stops - starts).sum()) < len(order):  # some pieces are not whole units
             begins = np.cumsum(lengths) - lengths
             order = order[stretches(begins + starts, stops - starts)]
-        order = order[mixing(pieces, seed, number)]
-        taken = batch.drop_columns([ID]).take(pa.array(order if at is None else at[order]))
-        return pa.Table.from_batches([taken])
+        return taken(parts, order[mixing(pieces, seed, number)], schema)
 
-    def _part(self, number: int, units: Ints, lengths: Ints, names: list[str]) -> tuple[pa.RecordBatch, Ints | None]:
+    def _part(self, number: int, units: Ints, lengths: Ints) -> Rows:
         """A batch of a file, and where in it the rows of `units` are; None for all of it, in the order of `units`."""
         mapped = self._mapped[number]
         if mapped is not None:
-            return mapped.select(names), stretches(self._ends[number, units] - lengths, lengths)
+            return mapped, stretches(self._ends[number, units] - lengths, lengths)
         places = np.cumsum(self._counts[number] > 0) - 1
         one_by_one = pa.ipc.IpcReadOptions(use_threads=False)  # threads for each small batch take four times as long
         path = str(self._folder / _chunk(number))
         with pa.memory_map(path) as file, pa.ipc.open_file(file, options=one_by_one) as reader:
             found = [reader.get_batch(places[unit]) for unit in units[lengths > 0]]
-        return _joined(found).select(names), None
+        return single(pa.Table.from_batches(found)), None
 
 
 @dataclass(frozen=True)
@@ -280,12 +289,6 @@ class SpoolSource:
                 raise DataError(f"{folder}: the rows that the Spark task kept here are gone: the task has ended.")
             time.sleep(0.01)
         return Spool(self.folder)
-
-
-def _joined(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    """Their rows in one batch; PyArrow 18 has no concat_batches."""
-    (batch,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
-    return batch
 
 
 def _chunk(number: int) -> str:

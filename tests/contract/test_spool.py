@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from spark_hvd.data.column_form import ColumnForm
+from spark_hvd.data.columns import numpy_batch
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.spool import Spool, SpoolSource, SpoolWriter
 from spark_hvd.data.units import UNITS, keys_of, mixing, order_of, units_of, windows_of
@@ -90,6 +92,40 @@ def test_parts_of_units_are_those_of_their_order(spool: Spool) -> None:
 def test_every_row_is_counted_once(spool: Spool) -> None:
     assert spool.counts.tolist() == np.bincount(np.arange(ROWS) * 7 % UNITS, minlength=UNITS).tolist()
     assert spool.schema == SCHEMA
+
+
+@pytest.mark.parametrize("limits", [{}, {"chunk_rows": 100}, {"chunk_rows": 100, "plain_bytes": 10_000}])
+def test_numbers_lie_side_by_side_unless_some_are_null(tmp_path: Path, limits: dict[str, int]) -> None:
+    ids = np.arange(600)
+    half, twice = ids.astype(np.float32) / 2, ids.astype(np.float32) * 2
+    table = pa.table(
+        {
+            "row": ids,
+            "half": half,
+            "holes": pa.array(twice, mask=(ids % 9 == 0) & (ids // 100 == 3)),  # in one chunk only
+            "twice": twice,
+            "text": [str(each) for each in ids],
+        }
+    )
+    writer = SpoolWriter(str(tmp_path / "rows"), table.schema, **limits)
+    for batch in table.to_batches(max_chunksize=50):
+        at = batch.column("row").to_numpy()
+        own = {"__unit": pa.array((at * 7 % UNITS).astype(np.int32)), "__id": pa.array(at)}
+        writer.write(pa.RecordBatch.from_pydict(own | dict(zip(table.column_names, batch.columns, strict=True))))
+    writer.close()
+    spool, names = Spool(str(tmp_path / "rows")), ["twice", "text", "row", "holes", "half"]
+    pieces = [(unit, 0, int(spool.counts[unit])) for unit in order_of((1, 2)).tolist()]
+    for window in spool.windows(pieces, (1, 2), 250, names):
+        rows = window.column("row").to_numpy()
+        assert pa.Table.from_batches([window.batch()]) == table.select(names).take(rows)
+        part = ColumnForm(numpy_batch, {"wide": ["twice", "half"], "holed": ["half", "holes"]}, np.concatenate)
+        found = part.of_batch(window, "").arrays
+        assert list(found) == ["wide", "holed", "row"]
+        np.testing.assert_array_equal(found["wide"], np.stack([twice[rows], half[rows]], 1))
+        holed = np.where((rows % 9 == 0) & (rows // 100 == 3), np.nan, twice[rows])
+        np.testing.assert_array_equal(found["holed"], np.stack([half[rows], holed], 1))
+        assert (found["row"] == rows).all()
+        assert found["wide"].dtype == np.float32
 
 
 def test_what_is_beyond_the_limit_is_compressed(tmp_path: Path) -> None:

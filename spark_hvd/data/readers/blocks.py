@@ -15,7 +15,7 @@ from spark_hvd.data.readers.batches import Blocks, Layout, RowShapes, cut
 from spark_hvd.data.readers.forms import Form, Window
 from spark_hvd.data.readers.reader import Batch, ReaderSpec
 from spark_hvd.data.readers.values import Values, columns_yielded
-from spark_hvd.data.readers.windows import Piece, places_of
+from spark_hvd.data.readers.windows import Piece, places_of, whole_rows
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """For the itemsize of a dtype the integers that can hold its values; numpy has not all dtypes of torch."""
@@ -90,7 +90,7 @@ class RowWindow(Window[list[Any]]):
         here = slice(None) if self._rows == self._ends[-1] else np.flatnonzero(places >= 0)
         for mine, block in zip(self._blocks, rows, strict=True):
             if block.nbytes:
-                _whole_rows(mine)[places[here]] = _whole_rows(block)[here]
+                _as_rows(mine)[places[here]] = _as_rows(block)[here]
 
     def take(self) -> list[Any]:
         """See base class."""
@@ -106,10 +106,7 @@ def _empty(like: Any, rows: int) -> Any:
     return torch.from_numpy(np.empty(shape, f"i{like.itemsize}")).view(like.dtype)
 
 
-def _whole_rows(block: Any) -> np.ndarray[Any, Any]:
-    """The same memory as an array of one number a row, or of one stretch of bytes: half the time of its numbers."""
+def _as_rows(block: Any) -> np.ndarray[Any, Any]:
     if isinstance(block, torch.Tensor):  # not by torch, which would start a team of threads in each thread that reads
-        block = block.contiguous().view(_BITS[block.itemsize]).numpy()
-    rows = np.ascontiguousarray(block).reshape(len(block), -1)
-    width = rows.shape[1] * rows.itemsize
-    return rows.view(f"u{width}" if width in _BITS else f"V{width}")[:, 0]
+        block = block.view(_BITS[block.itemsize]).numpy()
+    return whole_rows(block if block.flags.c_contiguous else block.copy())

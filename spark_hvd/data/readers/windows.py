@@ -7,6 +7,7 @@ of ranks. A window at the cut between two ranks is read by both.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,3 +106,10 @@ def places_of(rows: int, seed: Sequence[int], wanted: Sequence[tuple[int, int]])
     kept = np.full(rows, -1)
     kept[np.concatenate([np.arange(start, stop) for start, stop in wanted])] = np.arange(count)
     return kept[order]
+
+
+def whole_rows(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The same memory with one number for each row, or one stretch of bytes: moved in half the time of its numbers."""
+    rows = array.reshape(len(array), math.prod(array.shape[1:]))
+    width = rows.shape[1] * rows.itemsize
+    return rows.view(f"u{width}" if width in (1, 2, 4, 8) else f"V{width}")[:, 0]

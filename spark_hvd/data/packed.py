@@ -1,0 +1,161 @@
+"""Columns of numbers side by side: a row of them is kept, moved and given to a model as one stretch of memory.
+
+Arrow keeps each column apart, so that twenty values of a row are twenty places in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from spark_hvd.data.readers.forms import single
+from spark_hvd.data.readers.windows import whole_rows
+from spark_hvd.data.units import Ints
+
+Matrix = np.ndarray[Any, Any]
+"""Columns of one type, (rows, columns)."""
+
+Rows = tuple[pa.RecordBatch, Ints | None]
+"""A batch, packed or not, and which of its rows; None for all."""
+
+_COLUMNS = b"spark_hvd.columns"
+"""Metadata of a field of fixed-size lists: the names of the columns that lie in them."""
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows, as a record batch has them, some of whose columns lie side by side.
+
+    Attributes:
+        schema: The columns, in their order.
+        num_rows: How many.
+        matrices: By the names of their columns.
+        plain: The other columns, in any order.
+    """
+
+    schema: pa.Schema
+    num_rows: int
+    matrices: Mapping[tuple[str, ...], Matrix]
+    plain: pa.RecordBatch
+
+    def select(self, names: Sequence[str]) -> PackedRows:
+        """Some of the columns, in this order."""
+        return replace(self, schema=pa.schema([self.schema.field(name) for name in names]))
+
+    def numbers(self, names: Sequence[str]) -> Matrix | None:
+        """Columns of one type, (rows, columns), that may be written; None where they do not lie in one matrix."""
+        for columns, matrix in self.matrices.items():
+            if columns == tuple(names):
+                return matrix
+            if set(names) <= set(columns):
+                return np.ascontiguousarray(matrix[:, [columns.index(name) for name in names]])
+        return None
+
+    def column(self, name: str) -> pa.Array:
+        """A column as Arrow has it."""
+        numbers = self.numbers([name])
+        return self.plain.column(name) if numbers is None else pa.array(numbers[:, 0])
+
+    def batch(self) -> pa.RecordBatch:
+        """As Arrow has it."""
+        return pa.RecordBatch.from_arrays([self.column(name) for name in self.schema.names], schema=self.schema)
+
+
+def pack(batch: pa.RecordBatch, apart: str) -> pa.RecordBatch:
+    """Numbers without nulls as a column of lists for each of their types, but for the column ``apart``."""
+    kinds: dict[pa.DataType, list[str]] = {}
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        number = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
+        if number and not column.null_count and field.name != apart:
+            kinds.setdefault(field.type, []).append(field.name)
+    fields, columns = [], []
+    for kind, names in kinds.items():
+        fields.append(pa.field(names[0], pa.list_(kind, len(names)), metadata={_COLUMNS: json.dumps(names)}))
+        columns.append(_lists(batch.select(names).to_tensor().to_numpy()))
+    packed = {name for names in kinds.values() for name in names}
+    rest = [name for name in batch.schema.names if name not in packed]
+    schema = pa.schema([*fields, *(batch.schema.field(name) for name in rest)])
+    return pa.RecordBatch.from_arrays([*columns, *(batch.column(name) for name in rest)], schema=schema)
+
+
+def ordered(batch: pa.RecordBatch, order: Ints) -> pa.RecordBatch:
+    """The rows of what :func:`pack` has made, in this order."""
+    columns = [
+        _lists(_rows_taken([(_matrix(column), None)], order)) if _packed_in(field) else column.take(order)
+        for field, column in zip(batch.schema, batch.columns, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
+
+
+def taken(parts: Sequence[Rows], order: Ints, schema: pa.Schema) -> PackedRows:
+    """Rows of batches laid end to end, in this order, with some of the columns; packed as all batches are."""
+    matrices = [{_packed_in(field): at for at, field in enumerate(batch.schema)} for batch, _ in parts]
+    for each in matrices:
+        each.pop((), None)
+    found = {}
+    for columns in matrices[0]:
+        if all(columns in each for each in matrices) and not set(columns).isdisjoint(schema.names):
+            its = [
+                (_matrix(batch.column(each[columns])), at) for (batch, at), each in zip(parts, matrices, strict=True)
+            ]
+            found[columns] = _rows_taken(its, order)
+    done = {name for columns in found for name in columns}
+    rest = pa.schema([field for field in schema if field.name not in done])
+    plain = pa.RecordBatch.from_pylist([], schema=rest)
+    if rest.names:
+        plain = single(pa.Table.from_batches([unpack(batch, at, rest) for batch, at in parts])).take(order)
+    return PackedRows(schema, len(order), found, plain)
+
+
+def unpack(batch: pa.RecordBatch, at: Ints | None, schema: pa.Schema) -> pa.RecordBatch:
+    """Rows as Arrow has them."""
+    found: dict[str, pa.Array] = {}
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        if names := _packed_in(field):
+            matrix = _matrix(column)
+            for number, name in enumerate(names):
+                if name in schema.names:
+                    found[name] = pa.array(matrix[slice(None) if at is None else at, number])
+        elif field.name in schema.names:
+            found[field.name] = column if at is None else column.take(at)
+    return pa.RecordBatch.from_arrays([found[name] for name in schema.names], schema=schema)
+
+
+def _packed_in(field: pa.Field) -> tuple[str, ...]:
+    """The columns that one of a packed batch is made of; none for one of the user's."""
+    return tuple(json.loads((field.metadata or {}).get(_COLUMNS, "[]")))
+
+
+def _lists(matrix: Matrix) -> pa.Array:
+    return pa.FixedSizeListArray.from_arrays(pa.array(matrix.reshape(-1)), matrix.shape[1])
+
+
+def _matrix(lists: pa.Array) -> Matrix:
+    """What a packed column holds, in its own memory."""
+    values: Matrix = lists.values.to_numpy().reshape(-1, lists.type.list_size)
+    return values[lists.offset : lists.offset + len(lists)]
+
+
+def _rows_taken(parts: Sequence[tuple[Matrix, Ints | None]], order: Ints) -> Matrix:
+    """Rows of matrices in this order: of each those that are named, or all, laid end to end."""
+    matrix, at = parts[0]
+    if len(parts) > 1:
+        ends = np.cumsum([len(each if at is None else at) for each, at in parts])
+        joined = np.empty((ends[-1], matrix.shape[1]), matrix.dtype)
+        for (each, at), end in zip(parts, ends, strict=True):
+            at = np.arange(len(each)) if at is None else at
+            _take(each, at, joined[end - len(at) : end])
+        matrix, at = joined, None
+    found = np.empty((len(order), matrix.shape[1]), matrix.dtype)
+    _take(matrix, order if at is None else at[order], found)
+    return found
+
+
+def _take(matrix: Matrix, rows: Ints, into: Matrix) -> None:
+    """By numpy and not by Arrow: it asks the system for huge pages, in which rows are found in half the time."""
+    whole_rows(matrix).take(rows, out=whole_rows(into), mode="clip")  # mode "raise" would copy them once more
