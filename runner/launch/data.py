@@ -127,9 +127,9 @@ def given(data: Mapping[str, Any] | None) -> Given:
 def _check_names(data: str, columns: list[str]) -> None:
     if not columns:
         raise ValueError(f"data[{data!r}] has no columns: select those that fn needs")
-    from spark_hvd.data.units import ID, UNIT  # and so numpy, which a run without data does not need
+    from spark_hvd.data.units import OURS  # and so numpy, which a run without data does not need
 
-    if ours := sorted({ID, UNIT} & set(columns)):
+    if ours := [name for name in columns if name.lower() in OURS]:
         raise ValueError(f"data[{data!r}] has a column {ours[0]!r}, a name that rows on their way need: rename it")
     if twice := sorted({name for name in columns if columns.count(name) > 1}):
         raise ValueError(f"data[{data!r}] has more than one column {twice[0]!r}: rename them, or select one")

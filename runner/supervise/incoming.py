@@ -20,7 +20,7 @@ class Incoming:
     """See the module's description. Close it: the thread reads what belongs to Spark.
 
     Args:
-        batches: Columns :data:`UNIT`, :data:`ID`, :data:`SOURCE`, and for each data set :func:`struct_of` it.
+        batches: Columns :data:`UNIT`, :data:`ID`, :data:`SOURCE`; :func:`struct_of` each data set, or those of the one.
         schemas: Of each data set the number of its column, and its schema for those of which no row comes.
 
     Attributes:
@@ -62,6 +62,9 @@ class Incoming:
     def _write(self, batch: pa.RecordBatch) -> None:
         for number, writer in enumerate(self._writers):
             rows = batch if len(self._writers) == 1 else batch.filter(pc.equal(batch.column(SOURCE), number))
+            if self._structs[number] not in rows.schema.names:
+                writer.write(rows.drop_columns([SOURCE]))
+                continue
             struct = rows.column(self._structs[number])
             fields = [struct.type.field(at) for at in range(struct.type.num_fields)]
             schema = pa.schema([pa.field(UNIT, pa.int32()), pa.field(ID, pa.int64()), *fields])

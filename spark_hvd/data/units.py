@@ -30,8 +30,12 @@ Seed = tuple[int, int]
 
 
 def struct_of(source: int) -> str:
-    """The column that holds the rows of a data set."""
+    """The column that holds the rows of a data set where there are several."""
     return f"__row{source}"
+
+
+OURS = {UNIT, ID, SOURCE, struct_of(0)}
+"""Names that no column of the user's may have."""
 
 
 def units_of(part: int, parts: int) -> range:
