@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from spark_hvd.estimators.data.reuse import clear_materialized_data
     from spark_hvd.estimators.errors import EstimatorError, ModelError, NotFiniteLossError
     from spark_hvd.estimators.fit.backend import LocalBackend, SparkBackend
+    from spark_hvd.estimators.keras.estimator import KerasEstimator, KerasModel
     from spark_hvd.estimators.lightning.estimator import LightningEstimator, LightningModel
     from spark_hvd.estimators.torch.estimator import TorchEstimator
     from spark_hvd.estimators.torch.model import TorchModel
@@ -33,6 +34,7 @@ _NAMES = {
     "data.readers.errors": "DataError",
     "estimators.errors": "EstimatorError ModelError NotFiniteLossError",
     "estimators.fit.backend": "LocalBackend SparkBackend",
+    "estimators.keras.estimator": "KerasEstimator KerasModel",
     "estimators.lightning.estimator": "LightningEstimator LightningModel",
     "estimators.torch.estimator": "TorchEstimator",
     "estimators.torch.model": "TorchModel",
@@ -51,6 +53,8 @@ __all__ = [
     "EarlyStopping",
     "EstimatorError",
     "History",
+    "KerasEstimator",
+    "KerasModel",
     "LightningEstimator",
     "LightningModel",
     "LocalBackend",

@@ -124,6 +124,7 @@ def _scores(scores: torch.Tensor, head: Head) -> dict[str, torch.Tensor]:
         scores = torch.cat((-positive, positive), 1)
         probability = torch.sigmoid(scores)
     else:
+        scores = scores.log() if head.scores == "probabilities" else scores
         probability = torch.softmax(scores, 1)
     # of equal scores the first class wins, as in Spark ML
     return {"raw": scores, "probability": probability, "prediction": scores.argmax(1)}

@@ -45,8 +45,11 @@ def _require_supported(name: str) -> str:
 
 
 def name_of(place: int, variable: Any) -> str:
-    """What ranks call a variable among themselves; its path counts the layers that a process has made before."""
-    return f"{place}.{variable.name}"
+    """What ranks call a variable among themselves.
+
+    Paths, and the names of an optimizer's variables before their last word, count the layers that a process has made.
+    """
+    return f"{place}.{variable.name.rpartition('_')[2]}"
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from spark_hvd.estimators import LightningEstimator, TorchEstimator
+from spark_hvd.estimators.keras.tables import GONE as KERAS_GONE
+from spark_hvd.estimators.keras.tables import KERAS
 from spark_hvd.estimators.params.params import in_page
 from spark_hvd.estimators.params.tables import GONE, TORCH
 
@@ -54,6 +56,15 @@ HOROVOD = [
     "loss_constructors",
     "train_minibatch_fn",
 ]
+
+
+KERAS_OF_HOROVOD = {"custom_objects", "checkpoint_callback", "backend_env"}
+
+
+def test_horovods_parameters_for_keras_are_all_there() -> None:
+    names = {row.name for row in KERAS}
+    assert (KERAS_OF_HOROVOD | set(HOROVOD)) - names <= KERAS_GONE.keys()
+    assert not names & KERAS_GONE.keys()
 
 
 def test_horovods_parameters_are_all_there() -> None:

@@ -1,0 +1,159 @@
+"""KerasEstimator and KerasModel: a Keras model on a DataFrame, on the backend that Keras was imported on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from spark_hvd.data.readers.reader import Batch
+from spark_hvd.estimators.errors import ModelError
+from spark_hvd.estimators.fit.estimator import SparkEstimator, model_fields
+from spark_hvd.estimators.fit.plan import FitPlan, Settings
+from spark_hvd.estimators.fit.trial import describe, failed
+from spark_hvd.estimators.keras.loop import KerasFramework, batch_of, compiled
+from spark_hvd.estimators.keras.module import Described
+from spark_hvd.estimators.keras.tables import GONE, KERAS, MODEL
+from spark_hvd.estimators.params.params import TableParams
+from spark_hvd.estimators.torch.model import TorchModel
+from spark_hvd.estimators.torch.trial import try_transform
+from spark_hvd.estimators.training.head import Head
+from spark_hvd.estimators.training.history import History
+from spark_hvd.estimators.training.inputs import argument_names, tensors_of
+from spark_hvd.estimators.training.spec import TrainSpec
+
+_REGRESSION = "mse mean_squared_error mae mean_absolute_error msle mean_squared_logarithmic_error mape log_cosh huber"
+_HEADS = {
+    **dict.fromkeys(_REGRESSION.split(), "regression"),
+    "binary_crossentropy": "binary",
+    "categorical_crossentropy": "multiclass",
+    "sparse_categorical_crossentropy": "multiclass",
+}
+
+
+class _OfKeras(TableParams):
+    """A table of parameters with a Keras model and what it takes to load it."""
+
+    def value_of(self, name: str) -> Any:
+        """See base class; the model knows its custom objects."""
+        value = super().value_of(name)
+        if name == "model" and value is not None:
+            value.custom_objects = self.getOrDefault("custom_objects") or {}
+        return value
+
+    def getModel(self) -> Any:  # noqa: N802 - as the others are called
+        """Return ``model``: the keras.Model."""
+        module = self.value_of("model")
+        return None if module is None else module.keras_model
+
+
+class KerasModel(_OfKeras, TorchModel):
+    """A trained Keras model in Spark ML; see TorchModel. It runs on the backend that it was trained on."""
+
+    __module__ = "spark_hvd.estimators"
+
+    _table = MODEL
+
+    def _head(self) -> Head:
+        meta = self.value_of("metadata")
+        return meta.head if meta is not None else Head("other")
+
+
+class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
+    """Trains a ``keras.Model`` on the rows of a DataFrame, on several ranks, and gives a KerasModel.
+
+    An ``Estimator`` of Spark ML as TorchEstimator is, with the same data, store, checkpoints and history, on the torch
+    backend of Keras 3 (``KERAS_BACKEND=torch``). Inputs are given to the model in the order of ``feature_cols``. Before
+    ranks are started one batch is tried on the driver, on a copy.
+
+    Raises:
+        TypeError, ValueError: a parameter is unknown or its value is not allowed.
+    """
+
+    __module__ = "spark_hvd.estimators"
+
+    _table = KERAS
+    _gone = GONE
+    _framework = KerasFramework()
+    _required: ClassVar[Mapping[str, str]] = {
+        **SparkEstimator._required,
+        "optimizer": "an optimizer of Keras, or its name",
+        "loss": "a loss of Keras, its name, or a function of (label, output)",
+    }
+
+    def _check(self, settings: Settings) -> None:
+        from spark_hvd.keras.backend import require_backend
+
+        require_backend()
+        if settings["scale_lr"] and not hasattr(_optimizer(settings).learning_rate, "assign"):
+            raise ValueError(
+                "scale_lr=True: the optimizer has a schedule of learning rates, which cannot be multiplied; make it "
+                "for num_proc ranks and give scale_lr=False"
+            )
+
+    def _derived(self, settings: Settings) -> dict[str, Any]:
+        settings["model"].environment = settings["backend_env"]
+        derived: dict[str, Any] = {
+            "optimizer": Described.of(_optimizer(settings)),
+            "loss": [Described.of(settings["loss"]), settings["loss_weights"]],
+            "loss_weights": None,
+            "metrics": Described.of(settings["metrics"]),
+        }
+        if (checkpoint := settings["checkpoint_callback"]) is not None:
+            best = any(word in checkpoint.monitor for word in ("acc", "auc", "fmeasure", "f1"))
+            mode = {"auto": "max" if best else "min"}.get(checkpoint.mode, checkpoint.mode)
+            derived |= {"monitor": checkpoint.monitor, "monitor_mode": mode}
+            derived["restore_best_weights"] = checkpoint.save_best_only
+        return derived
+
+    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> None:
+        module: Any = copy.deepcopy(plan.objects.model)
+        objects = replace(plan.objects, model=module, callbacks=())
+        given = [
+            f"{name}: {describe(tensor)}"
+            for specs in (spec.inputs, spec.labels)
+            for name, tensor in zip(argument_names(specs), tensors_of(specs, batch), strict=True)
+        ]
+        taken = getattr(module.keras_model, "inputs", None)
+        if taken is not None and len(taken) != len(tensors_of(spec.inputs, batch)):
+            raise ModelError(
+                f"the model takes {len(taken)} inputs, and feature_cols={plan.settings['feature_cols']!r} are given: "
+                "expected one column for each, or stack_features=True for one input of all"
+            )
+        try:
+            optimizer = Described.made(objects.optimizer, module.custom_objects)
+            inputs, labels, weights = batch_of(spec, batch)
+            compiled(spec, objects, optimizer).train_on_batch(inputs, labels, weights)
+        except Exception as error:
+            raise failed("a step of training", error, given) from error
+        try_transform(self._untrained(plan, spec), tensors_of(spec.inputs, batch), needed=True)
+
+    def _model(self, plan: FitPlan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> KerasModel:
+        module = copy.deepcopy(plan.objects.model)
+        module.load_state_dict(state["model"])
+        fields = model_fields(plan, spec, module, history)
+        fields["metadata"] = replace(fields["metadata"], head=_head_of(self.value_of("loss")))
+        return KerasModel(**fields, custom_objects=plan.settings["custom_objects"])
+
+
+def _optimizer(settings: Settings) -> Any:
+    import keras
+
+    return keras.optimizers.get(settings["optimizer"])
+
+
+def _head_of(loss: Any) -> Head:
+    """What the output is, by the loss of the only one."""
+    if isinstance(loss, list | tuple | Mapping):
+        found = list(loss.values()) if isinstance(loss, Mapping) else list(loss)
+        return _head_of(found[0]) if len(found) == 1 else Head("other")
+    config = loss.get_config() if hasattr(loss, "get_config") else {}
+    name = loss if isinstance(loss, str) else config.get("name") or getattr(loss, "__name__", "")
+    kind = _HEADS.get(_snake(str(name)), "other")
+    scores = "logits" if config.get("from_logits") else "probabilities"
+    return Head(kind, scores if kind in ("binary", "multiclass") else "")
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{each.lower()}" if each.isupper() else each for each in name).lstrip("_")

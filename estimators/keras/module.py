@@ -1,0 +1,144 @@
+"""A Keras model in the place of a torch module: called with tensors, kept as named tensors, pickled as ``.keras``.
+
+Nothing here imports Keras before the backend is known, which is fixed when Keras is imported first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+
+from spark_hvd.estimators.errors import ModelError
+
+_FILE = "model.keras"
+
+
+class KerasModule(torch.nn.Module):
+    """A Keras model as what estimators and models here work with; made from its bytes when it is first needed.
+
+    Attributes:
+        custom_objects: Names -> classes and functions that Keras needs to know to make it.
+        environment: Variables to set before Keras is imported.
+    """
+
+    _model: Any
+
+    def __init__(self, model: Any = None, data: bytes = b"", backend: str = "") -> None:
+        super().__init__()
+        self.__dict__["_model"] = model  # on the torch backend a module, whose weights are not to have two names
+        self._data = data
+        self._backend = backend or _require_keras("").config.backend()
+        self.custom_objects: Mapping[str, Any] = {}
+        self.environment: Mapping[str, str | None] = {}
+
+    @property
+    def keras_model(self) -> Any:
+        """The model itself."""
+        if self._model is None:
+            keras = _require_keras(self._backend, self.environment)
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, _FILE)
+                path.write_bytes(self._data)
+                # Code that comes with a pickle of ours is trusted: Lambda layers are, too.
+                self.__dict__["_model"] = keras.saving.load_model(
+                    path, custom_objects=dict(self.custom_objects), compile=False, safe_mode=False
+                )
+            self._data = b""
+        return self._model
+
+    def _variables(self) -> dict[str, torch.Tensor]:
+        import spark_hvd.keras.backend as ours
+
+        return {ours.name_of(place, each): ours.tensor_of(each) for place, each in enumerate(self.keras_model.weights)}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The weights, by their places and names."""
+        return dict(self._variables())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Take over the weights."""
+        with torch.no_grad():
+            for name, tensor in self._variables().items():
+                tensor.copy_(state_dict[name])
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """The outputs, as in inference."""
+        return self.keras_model(inputs[0] if len(inputs) == 1 else list(inputs), training=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        data = self._data
+        if self._model is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, _FILE)
+                self._model.save(path)
+                data = path.read_bytes()
+        # As bytes: they may need Keras, which must not be imported before the backend is set.
+        return restored, (data, self._backend, dict(self.environment), cloudpickle.dumps(dict(self.custom_objects)))
+
+
+def restored(data: bytes, backend: str, environment: Mapping[str, str | None], custom_objects: bytes) -> KerasModule:
+    """The inverse of pickling."""
+    _require_keras(backend, environment)
+    module = KerasModule(data=data, backend=backend)
+    module.environment, module.custom_objects = environment, cloudpickle.loads(custom_objects)
+    return module
+
+
+def _require_keras(backend: str, environment: Mapping[str, str | None] | None = None) -> Any:
+    if "keras" not in sys.modules:
+        for name, value in (environment or {}).items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if backend:
+            os.environ["KERAS_BACKEND"] = backend
+    import keras
+
+    if backend and keras.config.backend() != backend:
+        raise ModelError(
+            f"the model is one of Keras on {backend}, and Keras was imported on {keras.config.backend()} in this "
+            f"process: set KERAS_BACKEND={backend} before anything imports keras"
+        )
+    return keras
+
+
+@dataclass(frozen=True)
+class Described:
+    """A loss, metric or optimizer of Keras, as Keras writes it down; equal objects are made of it in ranks."""
+
+    config: Any
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """The same structure, with these in place of what Keras can write down."""
+        if isinstance(value, Mapping):
+            return {key: cls.of(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [cls.of(each) for each in value]
+        if hasattr(value, "get_config"):
+            import keras
+
+            return cls(keras.saving.serialize_keras_object(value))
+        return value
+
+    @classmethod
+    def made(cls, value: Any, custom_objects: Mapping[str, Any]) -> Any:
+        """The inverse of :meth:`of`."""
+        if isinstance(value, Mapping):
+            return {key: cls.made(each, custom_objects) for key, each in value.items()}
+        if isinstance(value, list):
+            return [cls.made(each, custom_objects) for each in value]
+        if isinstance(value, cls):
+            import keras
+
+            return keras.saving.deserialize_keras_object(value.config, custom_objects=dict(custom_objects))
+        return value

@@ -1,0 +1,109 @@
+"""The parameters of KerasEstimator and KerasModel: what all estimators share, and what Keras is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from spark_hvd.estimators.keras.module import KerasModule
+from spark_hvd.estimators.params import checks as c
+from spark_hvd.estimators.params.params import rows
+from spark_hvd.estimators.params.tables import GONE as GONE_EVERYWHERE
+from spark_hvd.estimators.params.tables import SHARED
+from spark_hvd.estimators.torch.model import TABLE
+
+
+def keras_model(name: str, value: Any) -> KerasModule:
+    """A Keras model that has its variables."""
+    if isinstance(value, KerasModule):
+        return value
+    if isinstance(value, type) or not all(hasattr(value, each) for each in ("train_on_batch", "weights", "built")):
+        raise TypeError(f"{name}={value!r}: expected a keras.Model (an object, not a class)")
+    if not value.built or not value.weights:
+        raise ValueError(
+            f"{name}={value.name!r} has no variables yet: give it an Input, or call it on a batch, before the fit. A "
+            "class of your own needs get_config(), and build() if layers are made there"
+        )
+    return KerasModule(value)
+
+
+def optimizer(name: str, value: Any) -> Any:
+    """An optimizer of Keras, or its name."""
+    if not isinstance(value, str) and (isinstance(value, type) or not hasattr(value, "apply_gradients")):
+        raise TypeError(f"{name}={value!r}: expected an optimizer of Keras, such as keras.optimizers.Adam(), or a name")
+    return value
+
+
+def objects(name: str, value: Any) -> dict[str, Any]:
+    """Names -> anything."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise TypeError(f"{name}={value!r}: expected a dict of name -> class or function")
+    return dict(value)
+
+
+def environment(name: str, value: Any) -> dict[str, str | None]:
+    """Environment variables; None unsets one."""
+    found = objects(name, value)
+    if not all(each is None or isinstance(each, str) for each in found.values()):
+        raise TypeError(f"{name}={value!r}: expected a dict of variable -> text, or None to unset it")
+    return found
+
+
+def checkpoint(name: str, value: Any) -> Any:
+    """A ModelCheckpoint."""
+    return c.instance("a ModelCheckpoint of Keras, or hvd.callbacks.BestModelCheckpoint()", "on_epoch_end")(name, value)
+
+
+_CUSTOM: tuple[Any, ...] = (
+    "custom_objects",
+    {},
+    objects,
+    "Names -> classes and functions that Keras needs to load the model.",
+)
+_OTHER: dict[str, dict[str, Any]] = {
+    "model": {"check": keras_model, "doc": "The keras.Model to train, built; it is not changed."},
+    "callbacks": {"doc": "Callbacks of Keras; they run on every rank, with the metrics of all ranks."},
+    "label_shapes": {"doc": "Shape of each label with -1 for the rows; by default as the column has it."},
+    "label_dtypes": {"doc": "Dtype of each label; by default the column's, float32 for doubles."},
+}
+
+KERAS = tuple(replace(row, **_OTHER.get(row.name, {})) for row in SHARED) + rows(
+    "Loss and optimizer",
+    ("optimizer", None, optimizer, "An optimizer of Keras, or its name."),
+    ("loss", None, c.anything, "A loss of Keras, its name, a function; or a list or dict of them by output."),
+    ("loss_weights", None, c.anything, "Weight of each output's loss: a list, or a dict by output."),
+    ("metrics", [], c.anything, "Metrics of Keras: a list, or lists or a dict of them by output. They count weights."),
+    ("scale_lr", True, c.flag, "Multiply the learning rate by num_proc, as in Horovod."),
+    ("gradient_compression", None, c.compression, "hvd.Compression.fp16, .bf16, or one with compress and decompress."),
+    ("backward_passes_per_step", 1, c.whole(1), "Batches whose gradients are averaged into one step."),
+    ("terminate_on_nan", True, c.flag, "Fail when a loss is not finite."),
+    (
+        "checkpoint_callback",
+        None,
+        checkpoint,
+        "A ModelCheckpoint: its monitor and mode tell the best epoch, save_best_only returns its model. Its file is "
+        "not written; the store's checkpoints are.",
+    ),
+    _CUSTOM,
+    ("backend_env", {}, environment, "Environment variables of the ranks, set before Keras is imported."),
+)
+
+MODEL = tuple(
+    replace(row, check=keras_model, doc="The trained keras.Model.") if row.name == "model" else row
+    for row in TABLE
+    if row.name not in ("optimizer", "loss", "loss_constructors")
+) + rows("Model", _CUSTOM)
+
+GONE = {
+    **GONE_EVERYWHERE,
+    "tensorflow_dataset_prefetch_buffer_size": "train_reader_num_workers threads read ahead; there is no tf.data",
+    "lr_scheduler": "give optimizer=keras.optimizers.Adam(a schedule of Keras) and scale_lr=False",
+    "precision": "set keras.config.set_dtype_policy before the model is made",
+    "gradient_clip_norm": "give the optimizer global_clipnorm=",
+    "gradient_clip_value": "give the optimizer clipvalue=",
+    "train_minibatch_fn": "override train_step of the model",
+    "loss_constructors": "give custom_objects=",
+    "checkpoint_every": "a fit goes on between epochs; for more checkpoints, make them shorter: train_steps_per_epoch=",
+}
+"""What Horovod or TorchEstimator have and KerasEstimator has not -> what to do."""

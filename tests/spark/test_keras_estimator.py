@@ -1,0 +1,198 @@
+"""KerasEstimator on real ranks: trained as one rank would, saved, loaded elsewhere, and gone on with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from pyspark.ml import Pipeline
+
+from spark_hvd.estimators import KerasEstimator, KerasModel, LocalBackend, ModelError, Store
+from tests.spark.estimator_support import ROWS, frame, numbers
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+keras = pytest.importorskip("keras")
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    return frame(spark).cache()
+
+
+def net(outputs: int = 1, activation: str | None = None, dropout: float = 0.0) -> Any:
+    keras.utils.set_random_seed(7)
+    layers = [keras.layers.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dropout(dropout)]
+    return keras.Sequential([*layers, keras.layers.Dense(outputs, activation)])
+
+
+def estimator(model: Any, **params: Any) -> KerasEstimator:
+    defaults: dict[str, Any] = {
+        "model": model,
+        "optimizer": keras.optimizers.SGD(0.05, momentum=0.9),
+        "loss": "mse",
+        "feature_cols": ["features"],
+        "label_cols": ["value"],
+        "backend": LocalBackend(2),
+        "batch_size": 30,
+        "epochs": 2,
+        "verbose": 0,
+        "random_seed": 1,
+        "shuffle": False,
+    }
+    return KerasEstimator(**{**defaults, **params})
+
+
+def predicted(model: KerasModel, df: DataFrame, column: str) -> np.ndarray[Any, Any]:
+    return np.array([row[0] for row in model.transform(df).orderBy("row").select(column).collect()])
+
+
+def test_it_trains_as_one_rank_on_the_joined_batches(df: DataFrame) -> None:
+    model = net()
+    start = model.get_weights()
+    fitted = estimator(model, scale_lr=False, metrics=["mae"], validation="held", sample_weight_col="weight").fit(df)
+    assert all(np.array_equal(one, two) for one, two in zip(start, model.get_weights(), strict=True))
+    history = fitted.getHistory()
+    assert {"loss", "mae", "val_loss", "val_mae"} <= history[0].keys()
+    assert history[1]["loss"] < history[0]["loss"]
+    features, value, _ = numbers()
+    trained = fitted.getModel()
+    assert isinstance(trained, keras.Model)
+    np.testing.assert_allclose(predicted(fitted, df, "value__output"), trained.predict(features, verbose=0)[:, 0], 1e-4)
+    np.testing.assert_allclose(predicted(fitted, df, "prediction"), predicted(fitted, df, "value__output"))
+
+    alone = estimator(net(), scale_lr=False, backend=LocalBackend(1), batch_size=2 * ROWS, epochs=1).fit(df)
+    reference = net()
+    reference.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    reference.train_on_batch(features, value)
+    two = estimator(net(), scale_lr=False, batch_size=ROWS // 2, epochs=1).fit(df)
+    for one, both, wanted in zip(
+        *(each.get_weights() for each in (alone.getModel(), two.getModel(), reference)), strict=True
+    ):
+        np.testing.assert_allclose(one, wanted, 1e-4, 1e-5)
+        np.testing.assert_allclose(both, wanted, 1e-4, 1e-5)
+
+
+def test_weights_of_samples_count(df: DataFrame) -> None:
+    """Rows of weight 0 change nothing: h#3799."""
+    changed = df.selectExpr("features", "IF(weight = 0, 100.0, value) AS value", "weight", "row")
+    both = [estimator(net(), sample_weight_col="weight", epochs=1).fit(each) for each in (df, changed)]
+    for one, two in zip(both[0].getModel().get_weights(), both[1].getModel().get_weights(), strict=True):
+        np.testing.assert_allclose(one, two, 1e-5)
+
+
+@pytest.mark.slow
+def test_classes(df: DataFrame) -> None:
+    sparse = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    cases = [
+        (net(1, "sigmoid"), "binary_crossentropy"),
+        (net(2, "softmax"), "sparse_categorical_crossentropy"),
+        (net(2), sparse),
+    ]
+    for model, loss in cases:
+        params = {"optimizer": keras.optimizers.Adam(0.05), "metrics": ["accuracy"], "epochs": 5}
+        fitted = estimator(model, loss=loss, label_cols=["late"], **params).fit(df)
+        assert fitted.getHistory()[-1]["accuracy"] > 0.8
+        found = predicted(fitted, df, "probability")
+        np.testing.assert_allclose(found.sum(1), 1)
+        assert (predicted(fitted, df, "prediction") == found.argmax(1)).all()
+        if model.layers[-1].activation.__name__ != "linear":
+            given = fitted.getModel().predict(numbers()[0], verbose=0)
+            np.testing.assert_allclose(found[:, -1], given[:, -1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_to_the_same_end(df: DataFrame, tmp_path: Path) -> None:
+    def fit(folder: str, epochs: int) -> KerasModel:
+        params = {"optimizer": "adam", "shuffle": True, "store": Store.create(str(tmp_path / folder)), "run_id": "r"}
+        return estimator(net(dropout=0.3), epochs=epochs, **params).fit(df)
+
+    whole = fit("whole", 3)
+    fit("parts", 1)
+    parts = fit("parts", 3)
+    for one, two in zip(whole.getModel().get_weights(), parts.getModel().get_weights(), strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert [row["loss"] for row in whole.getHistory()] == [row["loss"] for row in parts.getHistory()]
+
+
+class Watch(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+    """Stops when it is shown a loss for the second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seen.append(logs["loss"])
+        import spark_hvd.torch as hvd
+
+        if hvd.rank() == 1 and len(self.seen) == 2:
+            self.model.stop_training = True
+
+
+def test_callbacks_and_the_best_model(df: DataFrame) -> None:
+    import spark_hvd.keras.callbacks as call
+
+    best = call.BestModelCheckpoint("loss")
+    rates = keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 if epoch == 0 else 50.0)
+    params = {"terminate_on_nan": False, "callbacks": [rates, Watch()], "checkpoint_callback": best}
+    fitted = estimator(net(), epochs=5, **params).fit(df)
+    rows = fitted.getHistory()
+    assert len(rows) == 2
+    features, value, _ = numbers()
+    loss = np.mean((fitted.getModel().predict(features, verbose=0)[:, 0] - value) ** 2)
+    assert loss < 10 < rows[1]["loss"]
+
+
+@pytest.mark.slow
+def test_saved_and_loaded_in_another_process(df: DataFrame, tmp_path: Path) -> None:
+    @keras.saving.register_keras_serializable("tests")
+    class Doubled(keras.layers.Layer):  # type: ignore[misc, name-defined]
+        def call(self, inputs: Any) -> Any:
+            return 2 * inputs
+
+    keras.saving.get_custom_objects().clear()
+    model = keras.Sequential(
+        [keras.layers.Input((3,)), Doubled(), keras.layers.Lambda(lambda x: x + 1), keras.layers.Dense(1)]
+    )
+    fitting = estimator(model, custom_objects={"tests>Doubled": Doubled}, epochs=1)
+    fitting.save(str(tmp_path / "estimator"))
+    assert KerasEstimator.load(str(tmp_path / "estimator")).getOptimizer().momentum == 0.9
+    fitted = Pipeline(stages=[fitting]).fit(df)
+    fitted.save(str(tmp_path / "model"))
+    program = (
+        "import sys, json\n"
+        "from pyspark.ml import PipelineModel\n"
+        "from pyspark.sql import SparkSession\n"
+        "spark = SparkSession.builder.master('local[1]').config('spark.ui.enabled', False).getOrCreate()\n"
+        f"model = PipelineModel.load({str(tmp_path / 'model')!r})\n"
+        "df = spark.createDataFrame([([1.0, 2.0, 3.0],)], 'features array<float>')\n"
+        "print(model.transform(df).head()['value__output'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    wanted = fitted.stages[0].getModel().predict(np.array([[1.0, 2.0, 3.0]], "float32"), verbose=0)
+    np.testing.assert_allclose(float(done.stdout.split()[-1]), wanted[0, 0], 1e-5)
+
+
+def test_what_cannot_work_is_said_before_ranks_start(df: DataFrame) -> None:
+    with pytest.raises(ValueError, match="has no variables yet"):
+        estimator(keras.Sequential([keras.layers.Dense(1)]))
+    with pytest.raises(TypeError, match=r"expected a keras\.Model"):
+        estimator("model")
+    with pytest.raises(ValueError, match="optimizer is missing"):
+        estimator(net(), optimizer=None).fit(df)
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
+    with pytest.raises(ValueError, match="scale_lr=False"):
+        estimator(net(), optimizer=keras.optimizers.SGD(schedule)).fit(df)
+    with pytest.raises(ModelError, match="takes 1 inputs"):
+        estimator(net(), feature_cols=["features", "weight"]).fit(df)
+    with pytest.raises(ModelError, match="a step of training failed"):
+        estimator(net(), feature_cols=["weight"]).fit(df)
+    with pytest.raises(TypeError, match="train_reader_num_workers threads read ahead"):
+        estimator(net(), tensorflow_dataset_prefetch_buffer_size=3)
