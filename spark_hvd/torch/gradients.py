@@ -1,4 +1,4 @@
-"""Derivatives of the synchronous collectives.
+"""Derivatives of the synchronous collectives, for the tape of any framework.
 
 Each rank's loss is taken as a part of the sum of all ranks' losses: the gradient of a collective's input is the sum
 over ranks of what each rank's results contribute to its own loss.
@@ -6,9 +6,9 @@ over ranks of what each rank's results contribute to its own loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -26,9 +26,6 @@ from spark_hvd.collectives.start import (
     start_broadcast,
 )
 from spark_hvd.transport.communicator import ReduceOp
-
-Forward = Callable[[Sequence[torch.Tensor]], Tensors]
-
 
 SUM = Reducing(ReduceOp.SUM)
 
@@ -49,148 +46,144 @@ class Call:
         return None if self.name is None else f"{self.name}.{step}"
 
 
-def allreduce(tensors: Sequence[torch.Tensor], call: Call) -> Tensors:
-    """Reduce tensors into new ones."""
-    if _wanted(tensors):
-        return list(_Allreduce.apply(call, *tensors))  # type: ignore[no-untyped-call]
-    return compressed_allreduce(tensors, call.name, call.reducing, call.process_set, call.compression)
-
-
-def reducescatter(tensors: Sequence[torch.Tensor], call: Call) -> Tensors:
-    """Reduce tensors and keep my share of the rows."""
-    if _wanted(tensors):
-        return list(_ReduceScatter.apply(call, *tensors))  # type: ignore[no-untyped-call]
-    return compressed_reducescatter(tensors, call.name, call.reducing, call.process_set, call.compression)
-
-
-def allgather(tensors: Sequence[torch.Tensor], call: Call) -> Tensors:
-    """Concatenate tensors over the ranks; `call.reducing` says how their gradients are reduced."""
-    if _wanted(tensors):
-        return list(_Allgather.apply(call, *tensors))  # type: ignore[no-untyped-call]
-    return start_allgather(tensors, call.name, call.process_set, all_results, urgent=True).wait()
-
-
-def broadcast(tensor: torch.Tensor, call: Call) -> torch.Tensor:
-    """The root's tensor; `call.reducing` says how its gradients are reduced."""
-    if _wanted([tensor]):
-        result: torch.Tensor = _Broadcast.apply(call, tensor)  # type: ignore[no-untyped-call]
-        return result
-    return _broadcast(tensor, call)
-
-
-def alltoall(tensor: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows received, and how many came from each rank."""
-    if _wanted([tensor]):
-        rows, counts = _Alltoall.apply(call, tensor)  # type: ignore[no-untyped-call]
-        return rows, counts
-    return start_alltoall(tensor, call.splits, call.name, call.process_set, urgent=True).wait()
-
-
-def _wanted(tensors: Sequence[torch.Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def _broadcast(tensor: torch.Tensor, call: Call) -> torch.Tensor:
-    handle = start_broadcast(
-        [tensor], call.root_rank, call.name, call.process_set, all_results, in_place=False, urgent=True
-    )
-    return handle.wait()[0]
-
-
-class _Allreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
-        if call.reducing.op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-            ctx.save_for_backward(*tensors)
-        return tuple(compressed_allreduce(tensors, call.name, call.reducing, call.process_set, call.compression))
+class Derivable(Protocol):
+    """A collective and its derivative, between which a tape keeps tensors."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call = ctx.call
-        if call.reducing.op in (ReduceOp.SUM, ReduceOp.AVERAGE):
-            return None, *_total(call, grads, call.reducing)
-        totals = _total(call, grads, SUM)
-        return None, *_through_extremes(call, ctx.saved_tensors, totals)
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
-        if call.reducing.op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-            ctx.save_for_backward(*tensors)
-        return tuple(compressed_reducescatter(tensors, call.name, call.reducing, call.process_set, call.compression))
+    def forward(call: Call, tensors: Sequence[torch.Tensor], *, keep: bool) -> tuple[Tensors, Tensors]:
+        """The results, and, to ``keep``, what the derivative needs."""
+        ...
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call = ctx.call
+    def backward(call: Call, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> Tensors:
+        """Gradients of the tensors, of as many elements as these, from those of the results."""
+        ...
+
+
+class Allreduce:
+    """Tensors reduced into new ones."""
+
+    @staticmethod
+    def forward(call: Call, tensors: Sequence[torch.Tensor], *, keep: bool) -> tuple[Tensors, Tensors]:
+        """See Derivable."""
+        results = compressed_allreduce(tensors, call.name, call.reducing, call.process_set, call.compression)
+        return results, [] if _is_linear(call) else list(tensors)
+
+    @staticmethod
+    def backward(call: Call, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> Tensors:
+        """See Derivable."""
+        if _is_linear(call):
+            return _total(call, grads, call.reducing)
+        return _through_extremes(call, kept, _total(call, grads, SUM))
+
+
+class ReduceScatter:
+    """Tensors reduced, of which each rank keeps its share of the rows."""
+
+    @staticmethod
+    def forward(call: Call, tensors: Sequence[torch.Tensor], *, keep: bool) -> tuple[Tensors, Tensors]:
+        """See Derivable."""
+        results = compressed_reducescatter(tensors, call.name, call.reducing, call.process_set, call.compression)
+        return results, [] if _is_linear(call) else list(tensors)
+
+    @staticmethod
+    def backward(call: Call, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> Tensors:
+        """See Derivable."""
         totals = start_allgather(grads, call.name_of("gradient"), call.process_set, all_results, urgent=True).wait()
+        if not _is_linear(call):
+            return _through_extremes(call, kept, totals)
         reducing = call.reducing
-        if reducing.op in (ReduceOp.SUM, ReduceOp.AVERAGE):
-            size = len(queue_of(call.process_set).ranks) if reducing.op is ReduceOp.AVERAGE else 1
-            return None, *(total * (reducing.prescale * reducing.postscale / size) for total in totals)
-        return None, *_through_extremes(call, ctx.saved_tensors, totals)
+        size = len(queue_of(call.process_set).ranks) if reducing.op is ReduceOp.AVERAGE else 1
+        return [total * (reducing.prescale * reducing.postscale / size) for total in totals]
 
 
-class _Allgather(torch.autograd.Function):
+class Allgather:
+    """Tensors concatenated over the ranks; `call.reducing` says how their gradients are reduced."""
+
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
-        ctx.shapes = [tensor.shape for tensor in tensors]
-        queue = queue_of(call.process_set)
+    def forward(call: Call, tensors: Sequence[torch.Tensor], *, keep: bool) -> tuple[Tensors, Tensors]:
+        """See Derivable. Kept are the rows of each tensor, by rank."""
+        if not keep:
+            return start_allgather(tensors, call.name, call.process_set, all_results, urgent=True).wait(), []
         counts = torch.tensor([tensor.shape[0] if tensor.dim() else 1 for tensor in tensors])
         results = start_allgather([counts, *tensors], call.name, call.process_set, all_results, urgent=True).wait()
-        ctx.rows = results[0].view(len(queue.ranks), len(tensors)).t().tolist()
-        return tuple(results[1:])
+        return results[1:], [results[0].view(-1, len(tensors)).t().contiguous()]
+
+    @staticmethod
+    def backward(call: Call, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> Tensors:
+        """See Derivable."""
+        results = []
+        for number, (grad, rows) in enumerate(zip(grads, kept[0].tolist(), strict=True)):
+            # Every rank sends each rank what belongs to its rows, half of what an all-reduce would move.
+            name = call.name_of(f"gradient.{number}")
+            parts, counts = start_alltoall(grad, rows, name, call.process_set, urgent=True).wait()
+            total = parts.view(len(rows), int(counts[0]), *grad.shape[1:]).sum(0)
+            results.append(total / len(rows) if call.reducing.op is ReduceOp.AVERAGE else total)
+        return results
+
+
+class Broadcast:
+    """The root's tensor; `call.reducing` says how its gradients are reduced."""
+
+    @staticmethod
+    def forward(call: Call, tensors: Sequence[torch.Tensor], *, keep: bool) -> tuple[Tensors, Tensors]:
+        """See Derivable."""
+        handle = start_broadcast(
+            tensors, call.root_rank, call.name, call.process_set, all_results, in_place=False, urgent=True
+        )
+        return handle.wait(), []
+
+    @staticmethod
+    def backward(call: Call, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> Tensors:
+        """See Derivable."""
+        totals = _total(call, grads, call.reducing)
+        queue = queue_of(call.process_set)
+        is_root = queue.ranks[queue.communicator.rank] == call.root_rank
+        return totals if is_root else [torch.zeros_like(total) for total in totals]
+
+
+class Alltoall:
+    """One tensor in; the rows received, and how many came from each rank."""
+
+    @staticmethod
+    def forward(call: Call, tensors: Sequence[torch.Tensor], *, keep: bool) -> tuple[Tensors, Tensors]:
+        """See Derivable."""
+        (tensor,) = tensors
+        rows, counts = start_alltoall(tensor, call.splits, call.name, call.process_set, urgent=True).wait()
+        return [rows, counts], [counts]
+
+    @staticmethod
+    def backward(call: Call, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> Tensors:
+        """See Derivable. The counts have no gradient."""
+        back, _ = start_alltoall(grads[0], kept[0], call.name_of("gradient"), call.process_set, urgent=True).wait()
+        return [back]
+
+
+def apply(kind: type[Derivable], tensors: Sequence[torch.Tensor], call: Call) -> Tensors:
+    """What a collective makes of tensors; gradients flow through it where they are wanted."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return list(_Applied.apply(kind, call, *tensors))  # type: ignore[no-untyped-call]
+    return kind.forward(call, tensors, keep=False)[0]
+
+
+class _Applied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kind: type[Derivable], call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results, kept = kind.forward(call, tensors, keep=True)
+        ctx.kind, ctx.call, ctx.shapes = kind, call, [tensor.shape for tensor in tensors]
+        ctx.save_for_backward(*kept)
+        ctx.mark_non_differentiable(*(each for each in results if not (each.is_floating_point() or each.is_complex())))
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call = ctx.call
-        results: list[torch.Tensor | None] = [None]
-        for number, (grad, rows, shape) in enumerate(zip(grads, ctx.rows, ctx.shapes, strict=True)):
-            # Every rank sends each rank what belongs to its rows, half of what an all-reduce would move.
-            name = call.name_of(f"gradient.{number}")
-            parts, _ = start_alltoall(grad, rows, name, call.process_set, urgent=True).wait()
-            total = parts.view(len(rows), *(shape or [1])).sum(0).view(shape)
-            results.append(total / len(rows) if call.reducing.op is ReduceOp.AVERAGE else total)
-        return tuple(results)
+        found = ctx.kind.backward(ctx.call, ctx.saved_tensors, grads)
+        return None, None, *(grad.view(shape) for grad, shape in zip(found, ctx.shapes, strict=True))
 
 
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: Call, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.call = call
-        return _broadcast(tensor, call)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        call = ctx.call
-        (total,) = _total(call, [grad], call.reducing)
-        queue = queue_of(call.process_set)
-        is_root = queue.ranks[queue.communicator.rank] == call.root_rank
-        return None, total if is_root else torch.zeros_like(total)
-
-
-class _Alltoall(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: Call, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.call = call
-        rows, counts = start_alltoall(tensor, call.splits, call.name, call.process_set, urgent=True).wait()
-        ctx.counts = counts
-        ctx.mark_non_differentiable(counts)
-        return rows, counts
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[None, torch.Tensor]:
-        call = ctx.call
-        back, _ = start_alltoall(grad, ctx.counts, call.name_of("gradient"), call.process_set, urgent=True).wait()
-        return None, back
+def _is_linear(call: Call) -> bool:
+    return call.reducing.op in (ReduceOp.SUM, ReduceOp.AVERAGE)
 
 
 def _total(call: Call, grads: Sequence[torch.Tensor], reducing: Reducing) -> Tensors:

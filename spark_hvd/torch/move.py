@@ -20,8 +20,7 @@ from spark_hvd.collectives.start import (
     start_broadcast,
 )
 from spark_hvd.context.join import join as stand_in
-from spark_hvd.torch import gradients
-from spark_hvd.torch.gradients import Call
+from spark_hvd.torch.gradients import Allgather, Alltoall, Broadcast, Call, apply
 from spark_hvd.transport.communicator import ReduceOp
 
 T = TypeVar("T")
@@ -53,7 +52,7 @@ def allgather(
         CollectiveError: A peer or the network failed.
     """
     require_tensor(tensor)
-    return gradients.allgather([tensor], Call(name, process_set, _of_gradients(grad_op)))[0]
+    return apply(Allgather, [tensor], Call(name, process_set, _of_gradients(grad_op)))[0]
 
 
 def allgather_async(
@@ -73,7 +72,7 @@ def grouped_allgather(
 ) -> Tensors:
     """Apply :func:`allgather` to several tensors, as one unit."""
     require_tensors(tensors)
-    return gradients.allgather(tensors, Call(name, process_set, _of_gradients(grad_op))) if tensors else []
+    return apply(Allgather, tensors, Call(name, process_set, _of_gradients(grad_op))) if tensors else []
 
 
 def grouped_allgather_async(
@@ -107,7 +106,7 @@ def broadcast(
         DuplicateNameError, StalledError, CollectiveError: See :func:`allgather`.
     """
     require_tensor(tensor)
-    return gradients.broadcast(tensor, Call(name, process_set, _of_gradients(grad_op), root_rank=root_rank))
+    return apply(Broadcast, [tensor], Call(name, process_set, _of_gradients(grad_op), root_rank=root_rank))[0]
 
 
 def broadcast_async(
@@ -157,8 +156,8 @@ def alltoall(
         DuplicateNameError, StalledError, CollectiveError: See :func:`allgather`.
     """
     require_tensor(tensor)
-    result = gradients.alltoall(tensor, Call(name, process_set, splits=splits))
-    return result[0] if splits is None else result
+    rows, counts = apply(Alltoall, [tensor], Call(name, process_set, splits=splits))
+    return rows if splits is None else (rows, counts)
 
 
 def alltoall_async(

@@ -13,8 +13,7 @@ from spark_hvd.collectives.execution import all_results, single_result
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.collectives.start import Reducing, require_tensor, require_tensors, start_allreduce, start_reducescatter
-from spark_hvd.torch import gradients
-from spark_hvd.torch.gradients import Call
+from spark_hvd.torch.gradients import Allreduce, Call, ReduceScatter, apply
 from spark_hvd.transport.communicator import ReduceOp
 
 Tensors = list[torch.Tensor]
@@ -55,9 +54,9 @@ def allreduce(
         StalledError: Some ranks did not call it within the stall timeout.
         CollectiveError: A peer or the network failed.
     """
-    reducing = Reducing(_chosen(op, average), prescale_factor, postscale_factor)
+    reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
     require_tensor(tensor)
-    return gradients.allreduce([tensor], Call(name, process_set, reducing, compression))[0]
+    return apply(Allreduce, [tensor], Call(name, process_set, reducing, compression))[0]
 
 
 def allreduce_async(
@@ -73,7 +72,7 @@ def allreduce_async(
 
     No gradient flows through an asynchronous call. See :func:`allreduce`.
     """
-    reducing = Reducing(_chosen(op, average), prescale_factor, postscale_factor)
+    reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
     require_tensor(tensor)
     return start_allreduce([tensor], name, reducing, process_set, single_result, in_place=False)
 
@@ -88,7 +87,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce a tensor over all ranks in place, and return it. No gradient flows through it. See :func:`allreduce`."""
-    reducing = Reducing(_chosen(op, average), prescale_factor, postscale_factor)
+    reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
     require_tensor(tensor)
     return start_allreduce([tensor], name, reducing, process_set, single_result, in_place=True, urgent=True).wait()
 
@@ -103,7 +102,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> NamedHandle[torch.Tensor]:
     """Start to reduce a tensor in place; it is not to be touched before the handle's wait(). See :func:`allreduce`."""
-    reducing = Reducing(_chosen(op, average), prescale_factor, postscale_factor)
+    reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
     require_tensor(tensor)
     return start_allreduce([tensor], name, reducing, process_set, single_result, in_place=True)
 
@@ -119,9 +118,9 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> Tensors:
     """Reduce several tensors as one unit, fused by dtype, into new ones. See :func:`allreduce`."""
-    reducing = Reducing(_chosen(op, average), prescale_factor, postscale_factor)
+    reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
     require_tensors(tensors)
-    return gradients.allreduce(tensors, Call(name, process_set, reducing, compression)) if tensors else []
+    return apply(Allreduce, tensors, Call(name, process_set, reducing, compression)) if tensors else []
 
 
 def grouped_allreduce_async(
@@ -134,7 +133,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> NamedHandle[Tensors]:
     """Start to reduce several tensors as one unit into new ones. See :func:`allreduce_async`."""
-    reducing = Reducing(_chosen(op, average), prescale_factor, postscale_factor)
+    reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
     require_tensors(tensors)
     if not tensors:
         return NamedHandle.ended([])
@@ -165,7 +164,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> NamedHandle[Tensors]:
     """Start to reduce several tensors as one unit in place. See :func:`allreduce_async_`."""
-    reducing = Reducing(_chosen(op, average), prescale_factor, postscale_factor)
+    reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
     require_tensors(tensors)
     if not tensors:
         return NamedHandle.ended([])
@@ -186,9 +185,9 @@ def reducescatter(
     The rows are shared out in rank order; the first ``rows % size`` ranks get one more than the others. The arguments
     and errors are those of :func:`allreduce`; a 0-dim tensor and Adasum are a ValueError.
     """
-    reducing = Reducing(_chosen(op, None), prescale_factor, postscale_factor)
+    reducing = Reducing(chosen_op(op, None), prescale_factor, postscale_factor)
     require_tensor(tensor)
-    return gradients.reducescatter([tensor], Call(name, process_set, reducing, compression))[0]
+    return apply(ReduceScatter, [tensor], Call(name, process_set, reducing, compression))[0]
 
 
 def reducescatter_async(
@@ -200,7 +199,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> NamedHandle[torch.Tensor]:
     """Start a :func:`reducescatter`; the handle's wait() returns my share."""
-    reducing = Reducing(_chosen(op, None), prescale_factor, postscale_factor)
+    reducing = Reducing(chosen_op(op, None), prescale_factor, postscale_factor)
     require_tensor(tensor)
     return start_reducescatter([tensor], name, reducing, process_set, single_result)
 
@@ -215,9 +214,9 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> Tensors:
     """Apply :func:`reducescatter` to several tensors, as one unit."""
-    reducing = Reducing(_chosen(op, None), prescale_factor, postscale_factor)
+    reducing = Reducing(chosen_op(op, None), prescale_factor, postscale_factor)
     require_tensors(tensors)
-    return gradients.reducescatter(tensors, Call(name, process_set, reducing, compression)) if tensors else []
+    return apply(ReduceScatter, tensors, Call(name, process_set, reducing, compression)) if tensors else []
 
 
 def grouped_reducescatter_async(
@@ -229,12 +228,17 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> NamedHandle[Tensors]:
     """Start a :func:`grouped_reducescatter`."""
-    reducing = Reducing(_chosen(op, None), prescale_factor, postscale_factor)
+    reducing = Reducing(chosen_op(op, None), prescale_factor, postscale_factor)
     require_tensors(tensors)
     return start_reducescatter(tensors, name, reducing, process_set, all_results) if tensors else NamedHandle.ended([])
 
 
-def _chosen(op: ReduceOp | None, average: bool | None) -> ReduceOp:
+def chosen_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
+    """The reduction that Horovod's two arguments ask for.
+
+    Raises:
+        ValueError: both are given, or `op` is no reduction.
+    """
     if average is not None:
         if op is not None:
             raise ValueError(f"op={op} and average={average} are both given; pass op alone.")

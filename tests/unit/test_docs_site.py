@@ -19,6 +19,10 @@ from spark_hvd.transport.communicator import ReduceOp
 
 KERAS_OWN = {"DistributedOptimizer", "allgather", "allreduce", "broadcast", "reducescatter"}
 """Names of spark_hvd.torch that mean something else in spark_hvd.keras."""
+TENSORFLOW_OWN = {
+    "allgather", "allreduce", "alltoall", "broadcast", "grouped_allgather", "grouped_allreduce", "reducescatter",
+}  # fmt: skip
+"""The same of spark_hvd.tensorflow."""
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
@@ -150,6 +154,7 @@ def test_lists_and_tables_begin_after_a_blank_line(page: Path) -> None:
         ("spark_hvd.keras", {*hvd.__all__, "callbacks"} - KERAS_OWN),
         ("spark_hvd.keras.callbacks", set()),
         ("spark_hvd.keras.elastic", {"run", "State", "ObjectState", "HostsUpdatedInterrupt"}),
+        ("spark_hvd.tensorflow", {*hvd.__all__} - TENSORFLOW_OWN),
         ("spark_hvd.checkpoint", set()),
         ("spark_hvd.data", set()),
         ("spark_hvd.estimators", set()),
@@ -157,8 +162,8 @@ def test_lists_and_tables_begin_after_a_blank_line(page: Path) -> None:
     ],
 )  # fmt: skip
 def test_each_public_name_is_described(module: str, elsewhere: set[str]) -> None:
-    if module.startswith("spark_hvd.keras"):
-        pytest.importorskip("keras")
+    if module.startswith(("spark_hvd.keras", "spark_hvd.tensorflow")):
+        pytest.importorskip(module.split(".")[1])
     pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     described = set(re.findall(rf"^::: {re.escape(module)}\.(\w+)$", pages, re.MULTILINE))
     known = {name.upper() for name in elsewhere}

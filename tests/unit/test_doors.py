@@ -20,6 +20,7 @@ DOORS = (
     "spark_hvd.keras.elastic",
     "spark_hvd.runner",
     "spark_hvd.store",
+    "spark_hvd.tensorflow",
     "spark_hvd.testing",
     "spark_hvd.timeline",
     "spark_hvd.torch",
@@ -42,8 +43,8 @@ SHARED = {
 
 
 def opened(door: str) -> Any:
-    if door.startswith("spark_hvd.keras"):
-        pytest.importorskip("keras")
+    if door.startswith(("spark_hvd.keras", "spark_hvd.tensorflow")):
+        pytest.importorskip(door.split(".")[1])
     return importlib.import_module(door)
 
 

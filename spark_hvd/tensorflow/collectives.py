@@ -1,0 +1,225 @@
+"""The collectives with Horovod's signatures for TensorFlow: eager, in a ``tf.function`` and in plain graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from spark_hvd.collectives.compression import Compression
+from spark_hvd.collectives.process_set import ProcessSet, global_process_set
+from spark_hvd.collectives.start import Reducing
+from spark_hvd.tensorflow.standing import size_op
+from spark_hvd.tensorflow.tensors import apply, unconverted
+from spark_hvd.torch.gradients import Allgather, Allreduce, Alltoall, Broadcast, Call, ReduceScatter
+from spark_hvd.torch.reduce import chosen_op
+from spark_hvd.transport.communicator import ReduceOp
+
+_LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE)
+
+
+@unconverted
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduce a tensor over all ranks into a new tensor.
+
+    Args:
+        tensor: A tensor, a variable, or what TensorFlow makes a tensor of: the same shape and dtype on every rank. Of
+            ``tf.IndexedSlices``, which may have other rows on each rank, all ranks' rows are gathered.
+        average: Deprecated: use `op`.
+        device_dense: Horovod's; means nothing here.
+        device_sparse: Horovod's; means nothing here.
+        compression: Compression.none, .fp16, .bf16, or anything with their two methods, which are given torch tensors.
+        op: Average (default), Sum, Min, Max, Product or Adasum.
+        prescale_factor: Multiplies each rank's tensor before the reduction; integers are truncated toward zero.
+        postscale_factor: Multiplies the result.
+        name: Ranks match calls by name, in any order. None: in a graph the name that this has there; else such calls
+            match by their order.
+        process_set: The ranks to reduce over.
+
+    Raises:
+        NotInitializedError: Before init().
+        TypeError: The dtype has no such reduction.
+        ValueError: `op` and `average` are both given, or the process set is not this rank's.
+        NotImplementedError: Another op than Sum and Average of IndexedSlices.
+        MismatchError: Ranks call different things by this name. Raised on every rank; the world goes on.
+        StalledError: Some ranks did not call it within the stall timeout.
+        CollectiveError: A peer or the network failed.
+    """
+    return grouped_allreduce(
+        [tensor], average, device_dense, device_sparse, compression, op, prescale_factor, postscale_factor, name,
+        process_set,
+    )[0]  # fmt: skip
+
+
+@unconverted
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Reduce several tensors as one unit, fused by dtype. See :func:`allreduce`."""
+    chosen = chosen_op(op, average)
+    call = Call(
+        name_of("allreduce", name), process_set, Reducing(chosen, prescale_factor, postscale_factor), compression
+    )
+    results: list[Any] = list(tensors)
+    dense = [place for place, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
+    if dense:
+        given = [tf.convert_to_tensor(tensors[place]) for place in dense]
+        kept = () if chosen in _LINEAR else [each.dtype for each in given]
+        for place, result in zip(dense, apply(Allreduce, given, call, kept=kept), strict=True):
+            results[place] = result
+    for place, tensor in enumerate(tensors):
+        if isinstance(tensor, tf.IndexedSlices):
+            results[place] = _gathered(tensor, call, place)
+    return results
+
+
+def _gathered(slices: Any, call: Call, place: int) -> Any:
+    """The rows of all ranks, which stay apart where several have the same."""
+    reducing = call.reducing
+    if reducing.op not in _LINEAR:
+        raise NotImplementedError(f"op={reducing.op} of IndexedSlices: expected Sum or Average; tf.convert_to_tensor")
+    name = None if call.name is None else f"{call.name}.slices.{place}"
+    values, indices = grouped_allgather([slices.values, slices.indices], name, call.process_set)
+    if (factor := reducing.prescale * reducing.postscale) != 1.0:
+        values *= tf.cast(factor, values.dtype)
+    if reducing.op is ReduceOp.AVERAGE:
+        values /= tf.cast(size_op(call.process_set), values.dtype)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+@unconverted
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    grad_op: ReduceOp = ReduceOp.SUM,
+) -> Any:
+    """Concatenate all ranks' tensors along the first dimension, in rank order, which may differ in their rows.
+
+    Args:
+        tensor: A 0-dim tensor counts as one row.
+        name: As for :func:`allreduce`.
+        process_set: The ranks that take part.
+        grad_op: How the ranks' gradients become one: Sum, or Average as in Horovod.
+
+    Raises:
+        MismatchError: dtypes, or dimensions after the first, differ. Raised on every rank; the world goes on.
+        NotInitializedError, ValueError, StalledError, CollectiveError: See :func:`allreduce`.
+    """
+    return grouped_allgather([tensor], name, process_set, grad_op=grad_op)[0]
+
+
+@unconverted
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    grad_op: ReduceOp = ReduceOp.SUM,
+) -> list[Any]:
+    """Apply :func:`allgather` to several tensors, as one unit."""
+    call = Call(name_of("allgather", name), process_set, Reducing(grad_op))
+    given = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    return apply(Allgather, given, call, kept=[tf.int64], rows=True) if given else []
+
+
+@unconverted
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    grad_op: ReduceOp = ReduceOp.SUM,
+) -> Any:
+    """Return a new tensor with the elements of the root's; the same shape and dtype on every rank.
+
+    Args:
+        tensor: Only the root's elements count.
+        root_rank: A rank of the world, also with a process set.
+        name: As for :func:`allreduce`.
+        process_set: The ranks that take part.
+        grad_op: How the ranks' gradients become the root's: Sum, or Average as in Horovod.
+
+    Raises:
+        ValueError: `root_rank` is not in the process set, or the process set is not this rank's.
+        NotInitializedError, MismatchError, StalledError, CollectiveError: See :func:`allreduce`.
+    """
+    call = Call(name_of("broadcast", name), process_set, Reducing(grad_op), root_rank=root_rank)
+    return apply(Broadcast, [tf.convert_to_tensor(tensor)], call)[0]
+
+
+@unconverted
+def alltoall(
+    tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Send rows to every rank, and receive theirs.
+
+    Args:
+        tensor: Its rows go to the ranks in rank order; dimensions after the first are the same on every rank.
+        splits: How many rows each rank gets; None: all as many.
+        name: As for :func:`allreduce`.
+        process_set: The ranks that take part.
+
+    Returns:
+        The rows received, in rank order. If `splits` is given, also how many came from each rank (int32).
+
+    Raises:
+        NotInitializedError, ValueError, MismatchError, StalledError, CollectiveError: See :func:`allreduce`.
+    """
+    call = Call(name_of("alltoall", name), process_set)
+    rows, each = tf.convert_to_tensor(tensor), None if splits is None else tf.convert_to_tensor(splits)
+    results = apply(Alltoall, [rows], call, kept=[tf.int32], more=[tf.int32], splits=each, rows=True)
+    return results[0] if splits is None else tuple(results)
+
+
+@unconverted
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Reduce a tensor over all ranks and return my share of its rows; the first ranks get one more if need be.
+
+    The arguments and errors are those of :func:`allreduce`; a 0-dim tensor and Adasum are a ValueError.
+    """
+    call = Call(
+        name_of("reducescatter", name), process_set, Reducing(op, prescale_factor, postscale_factor), compression
+    )
+    given = tf.convert_to_tensor(tensor)
+    kept = () if op in _LINEAR else [given.dtype]
+    return apply(ReduceScatter, [given], call, kept=kept, rows=True)[0]
+
+
+def name_of(collective: str, name: str | None) -> str | None:
+    """What ranks match a call by. In a graph calls may run in any order, so each has the name of its operation."""
+    if name is not None or tf.executing_eagerly():
+        return name
+    return f"tensorflow.{tf.compat.v1.get_default_graph().unique_name(f'spark_hvd_{collective}')}"

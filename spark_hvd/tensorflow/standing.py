@@ -1,0 +1,44 @@
+"""What a rank knows of its world, as operations of a graph: asked whenever that is run, as worlds change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from spark_hvd.collectives.process_set import ProcessSet, global_process_set
+from spark_hvd.context import who
+from spark_hvd.tensorflow.tensors import unconverted
+
+
+def size_op(process_set: ProcessSet = global_process_set, name: str | None = None) -> Any:
+    """The number of ranks in a process set, an int32."""
+    return _asked(process_set.size, name)
+
+
+def rank_op(name: str | None = None) -> Any:
+    """This process' rank, an int32."""
+    return _asked(who.rank, name)
+
+
+def local_rank_op(name: str | None = None) -> Any:
+    """The rank among those of this host, an int32."""
+    return _asked(who.local_rank, name)
+
+
+def local_size_op(name: str | None = None) -> Any:
+    """The number of ranks on this host, an int32."""
+    return _asked(who.local_size, name)
+
+
+def process_set_included_op(process_set: ProcessSet = global_process_set, name: str | None = None) -> Any:
+    """Whether this rank is in a process set: 1 or 0, an int32."""
+    return _asked(lambda: int(bool(process_set.included())), name)
+
+
+@unconverted
+def _asked(question: Callable[[], int | None], name: str | None) -> Any:
+    answer = tf.py_function(lambda: tf.constant(question(), tf.int32), [], tf.int32, name=name)
+    answer.set_shape(())
+    return answer

@@ -1,0 +1,116 @@
+"""TensorFlow's tensors and torch's over one memory, and collectives of torch's as operations of TensorFlow.
+
+TensorFlow reads a tensor's memory in units of 64 bytes, and aborts the process where that does not begin at one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+import tensorflow as tf
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from spark_hvd.torch.gradients import Call, Derivable
+
+_ALIGNMENT = 64
+_NO_NUMBERS = (tf.string, tf.variant, tf.resource)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def unconverted(function: F) -> F:
+    """Keep AutoGraph from rewriting a function of ours, whose conditions are Python's, when a graph is traced."""
+    return cast(F, tf.autograph.experimental.do_not_convert(function))
+
+
+def to_torch(tensor: Any) -> torch.Tensor:
+    """The same memory as a torch tensor, only to be read: other operations may read it, too."""
+    return from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
+
+
+def to_tensorflow(tensor: torch.Tensor) -> Any:
+    """The same memory as a tensor of TensorFlow's; a copy where its memory is not as that needs it."""
+    tensor = tensor.contiguous()
+    if tensor.data_ptr() % _ALIGNMENT:
+        tensor = tensor.clone()
+    return tf.experimental.dlpack.from_dlpack(tensor.__dlpack__())
+
+
+def through(
+    function: Callable[..., Sequence[torch.Tensor]], tensors: Sequence[Any], dtypes: Sequence[Any]
+) -> list[Any]:
+    """What a function of torch tensors returns, now or, in a graph, whenever that is run.
+
+    Args:
+        function: Is given the tensors.
+        tensors: Of TensorFlow.
+        dtypes: TensorFlow's, of what it returns.
+
+    Raises:
+        TypeError: a tensor holds text, or what else is no number.
+    """
+    for tensor in tensors:
+        if tensor.dtype in _NO_NUMBERS:  # for which DLPack would end the process
+            raise TypeError(f"a tensor of dtype {tensor.dtype.name}: collectives move numbers and booleans")
+
+    def run(*values: Any) -> list[Any]:
+        return [to_tensorflow(each) for each in function(*map(to_torch, values))]
+
+    if tf.executing_eagerly():
+        return run(*tensors)
+    return list(tf.py_function(run, list(tensors), list(dtypes)))
+
+
+def apply(
+    kind: type[Derivable],
+    tensors: Sequence[Any],
+    call: Call,
+    *,
+    kept: Sequence[Any] = (),
+    more: Sequence[Any] = (),
+    splits: Any = None,
+    rows: bool = False,
+) -> list[Any]:
+    """What a collective makes of tensors. Gradients flow through it.
+
+    Args:
+        kind: The collective.
+        tensors: Of TensorFlow.
+        call: How it is called.
+        kept: dtypes of what its derivative needs.
+        more: dtypes of results beyond one for each tensor.
+        splits: A tensor, where `call` has it only when it is run.
+        rows: Whether results have other first dimensions than the tensors.
+    """
+    count = len(tensors) + len(more)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def collective(*given: Any) -> tuple[Any, Callable[..., Any]]:
+        def forward(*values: torch.Tensor) -> list[torch.Tensor]:
+            now = call if splits is None else replace(call, splits=values[-1])
+            results, needed = kind.forward(now, values[: len(given)], keep=bool(kept))
+            return [*results, *needed]
+
+        taken = given if splits is None else (*given, splits)
+        found = through(forward, taken, [*(each.dtype for each in given), *more, *kept])
+        results, needed = found[:count], found[count:]
+        for result, each in zip(results, given, strict=False):
+            result.set_shape(_later_rows(each.shape) if rows else each.shape)
+
+        def gradient(*grads: Any) -> list[Any]:
+            def backward(*values: torch.Tensor) -> Sequence[torch.Tensor]:
+                return kind.backward(call, values[: len(needed)], values[len(needed) :])
+
+            wanted = grads[: len(given)]
+            parts = through(backward, [*needed, *wanted], [each.dtype for each in wanted])
+            return [tf.reshape(part, tf.shape(each)) for part, each in zip(parts, given, strict=True)]
+
+        return tuple(results), gradient
+
+    return list(collective(*tensors))
+
+
+def _later_rows(shape: Any) -> Any:
+    return shape if shape.rank is None else tf.TensorShape([None, *(shape[1:] if shape.rank else ())])

@@ -1,0 +1,230 @@
+"""What ranks do with TensorFlow, and compare; TensorFlow is imported in the ranks only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+Case = Callable[[int, int], None]
+
+
+def _faces() -> tuple[Any, Any]:
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    import tensorflow as tf
+
+    import spark_hvd.tensorflow as hvd
+
+    return tf, hvd
+
+
+def _ways(tf: Any) -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    return [lambda function: function, tf.function]
+
+
+def dtypes(rank: int, size: int) -> None:
+    """Each dtype, reduced, gathered and sent, also as one row, a number and nothing."""
+    tf, hvd = _faces()
+    for name in ("float16", "float32", "float64", "bfloat16", "int8", "uint8", "int32", "int64", "bool"):
+        kind = tf.as_dtype(name)
+        for shape in ((), (3,), (2, 5), (0, 4)):
+            mine = tf.cast(tf.fill(shape, rank + 1), kind)
+            if name != "bool":
+                total = hvd.allreduce(mine, op=hvd.Sum)
+                assert (total.dtype, total.shape) == (kind, mine.shape)
+                assert np.all(tf.cast(total, tf.float64).numpy() == sum(range(1, size + 1)))
+            gathered = hvd.allgather(mine)
+            assert gathered.shape == ((size * shape[0], *shape[1:]) if shape else (size,))
+            sent = hvd.broadcast(mine, size - 1)
+            assert np.all(tf.cast(sent, tf.float64).numpy() == (1 if name == "bool" else size))
+
+
+def no_text(rank: int, size: int) -> None:
+    """An error that names the dtype."""
+    tf, hvd = _faces()
+    with pytest.raises(TypeError, match="dtype string: collectives move numbers"):
+        hvd.allreduce(tf.constant(["text"]))
+
+
+def gradients_of_collectives(rank: int, size: int) -> None:
+    """Those of the sum of all ranks' losses, eagerly and in a graph."""
+    tf, hvd = _faces()
+    scale = tf.repeat(tf.range(float(size)), 6)
+    for way in _ways(tf):
+        weights = tf.Variable(tf.range(6.0) + rank)
+
+        def gradient(loss: Callable[[Any], Any], way: Any = way, weights: Any = weights) -> Any:
+            @way
+            def step() -> Any:
+                with tf.GradientTape() as tape:
+                    value = loss(weights) * (rank + 1.0)
+                return tape.gradient(value, weights)
+
+            return step().numpy()
+
+        factors = sum(range(1, size + 1))
+        assert np.allclose(gradient(lambda w: tf.reduce_sum(hvd.allreduce(w, op=hvd.Sum))), factors)
+        assert np.allclose(gradient(lambda w: tf.reduce_sum(hvd.allreduce(w))), factors / size)
+        extreme = gradient(lambda w: tf.reduce_sum(hvd.allreduce(w, op=hvd.Max)))
+        assert np.allclose(extreme, factors if rank == size - 1 else 0)
+        assert np.allclose(gradient(lambda w: tf.reduce_sum(hvd.allgather(w) * scale)), factors * rank)
+        sent = gradient(lambda w: tf.reduce_sum(hvd.broadcast(w, 1)))
+        assert np.allclose(sent, factors if rank == 1 else 0)
+        back = gradient(lambda w: tf.reduce_sum(hvd.alltoall(w)))
+        assert np.allclose(back, np.repeat(np.arange(1, size + 1), 6 // size))
+        part = gradient(lambda w: tf.reduce_sum(hvd.reducescatter(w, op=hvd.Sum)))
+        assert np.allclose(part, np.repeat(np.arange(1, size + 1), 6 // size))
+
+
+def other_rows_on_each_rank(rank: int, size: int) -> None:
+    """Gathered and exchanged, with gradients, eagerly and in a graph; IndexedSlices are rows, too."""
+    tf, hvd = _faces()
+    for way in _ways(tf):
+
+        @way
+        def gathered(mine: Any) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(mine)
+                every = hvd.allgather(mine)
+                loss = tf.reduce_sum(every * every)
+            return every, tape.gradient(loss, mine)
+
+        every, gradient = gathered(tf.fill((rank + 1, 2), float(rank)))
+        assert every.numpy()[:, 0].tolist() == [float(r) for r in range(size) for _ in range(r + 1)]
+        assert np.allclose(gradient, 2.0 * rank * size)
+
+        @way
+        def exchanged(mine: Any, splits: Any) -> Any:
+            return hvd.alltoall(mine, splits)
+
+        rows, counts = exchanged(tf.fill((2 * size - 1,), float(rank)), tf.constant([1] + [2] * (size - 1)))
+        assert counts.numpy().tolist() == [1 if rank == 0 else 2] * size
+        assert rows.numpy().tolist() == [float(r) for r in range(size) for _ in range(1 if rank == 0 else 2)]
+
+        @way
+        def slices(values: Any, indices: Any) -> Any:
+            return hvd.allreduce(tf.IndexedSlices(values, indices, tf.constant([4, 1])))
+
+        found = slices(tf.fill((rank + 1, 1), 1.0), tf.range(rank + 1))
+        dense = tf.math.unsorted_segment_sum(found.values, found.indices, 4).numpy().ravel()
+        assert np.allclose(dense, [(size - min(row, size)) / size for row in range(4)])
+
+
+def many_in_one(rank: int, size: int) -> None:
+    """A group, of dense tensors and slices, keeps its order."""
+    tf, hvd = _faces()
+    mixed = [
+        tf.constant(1.0),
+        tf.IndexedSlices(tf.ones((1, 2)), tf.constant([rank]), tf.constant([size, 2])),
+        tf.range(3),
+    ]
+    one, slices, three = hvd.grouped_allreduce(mixed, op=hvd.Sum)
+    assert (one.numpy(), three.numpy().tolist()) == (size, [0, size, 2 * size])
+    assert sorted(slices.indices.numpy().tolist()) == list(range(size))
+
+
+def tapes(rank: int, size: int) -> None:
+    """Gradients of all ranks, of one, and of a part that stays here."""
+    tf, hvd = _faces()
+    for way in _ways(tf):
+        dense, table = tf.Variable([2.0, 3.0]), tf.Variable(tf.ones((4, 2)))
+
+        def tape_of(**options: Any) -> Any:
+            return hvd.DistributedGradientTape(tf.GradientTape(), **options)
+
+        def gradients(tape: Any, sources: Any, dense: Any = dense, table: Any = table, way: Any = way) -> Any:
+            @way
+            def step() -> Any:
+                with tape:
+                    loss = (rank + 1.0) * (tf.reduce_sum(dense) + tf.reduce_sum(tf.gather(table, [rank, rank])))
+                return tape.gradient(loss, sources)
+
+            return step()
+
+        mean = (size + 1) / 2
+        unused = tf.Variable(1.0)
+        first, rows, none = gradients(tape_of(), [dense, table, unused])
+        assert none is None
+        assert np.allclose(first, mean)
+        whole = tf.convert_to_tensor(rows).numpy()[:, 0]
+        assert np.allclose(whole[:size], [2.0 * (r + 1) / size for r in range(size)])
+        found = gradients(tape_of(sparse_as_dense=True, op=hvd.Sum), {"table": table})["table"]
+        assert not isinstance(found, tf.IndexedSlices)
+        assert np.allclose(found[:size, 0], [2.0 * (r + 1) for r in range(size)])
+        assert np.allclose(gradients(tape_of(gradient_predivide_factor=4.0), dense), mean)
+        local = tape_of()
+        local.register_local_source(dense)
+        assert np.allclose(gradients(local, dense), (rank + 1.0) / size)
+        assert isinstance(local, tf.GradientTape)
+
+
+def alike_at_the_start(rank: int, size: int) -> None:
+    """Variables and objects of one rank."""
+    tf, hvd = _faces()
+    for way in _ways(tf):
+        variables = [tf.Variable(tf.fill((3,), float(rank))), tf.Variable(rank)]
+        way(lambda variables=variables: hvd.broadcast_variables(variables, size - 1))()
+        assert [variable.numpy().tolist() for variable in variables] == [[size - 1.0] * 3, size - 1]
+    assert hvd.broadcast_object_fn(1)({"rank": rank}) == {"rank": 1}
+    assert hvd.allgather_object(rank) == list(range(size))
+
+
+def asked_in_a_graph(rank: int, size: int) -> None:
+    """rank_op and its kin are answered when they are run."""
+    tf, hvd = _faces()
+    asked = tf.function(
+        lambda: [hvd.size_op(), hvd.rank_op(), hvd.local_size_op(), hvd.local_rank_op(), hvd.process_set_included_op()]
+    )
+    assert [int(each) for each in asked()] == [size, rank, size, rank, 1]
+
+
+def what_differs_is_an_error_on_all(rank: int, size: int) -> None:
+    """Eagerly of the type that it has in torch; in a graph with its text."""
+    tf, hvd = _faces()
+    from spark_hvd.world.errors import MismatchError
+
+    with pytest.raises(MismatchError, match="shape"):
+        hvd.allreduce(tf.ones(rank + 1), name="ours")
+    with pytest.raises(tf.errors.OpError, match=r"MismatchError.*shape"):
+        tf.function(lambda x: hvd.allreduce(x, name="traced"))(tf.ones(rank + 1))
+    assert hvd.allreduce(tf.ones(1), op=hvd.Sum).numpy().tolist() == [size], "the world goes on"
+
+
+def in_a_plain_graph(rank: int, size: int) -> None:
+    """Where nothing orders operations, each is matched by its name in the graph."""
+    tf, hvd = _faces()
+    with tf.Graph().as_default():
+        results = [hvd.allreduce(tf.fill((number + 1,), float(rank)), op=hvd.Sum) for number in range(2)]
+        with tf.compat.v1.Session() as session:
+            found = [session.run(results[number]) for number in (1, 0)]
+    assert [each.tolist() for each in found] == [[sum(range(size))] * 2, [sum(range(size))]]
+
+
+def it_learns(rank: int, size: int) -> None:
+    """A loop with a tape ends with the same weights on all ranks, those of one rank that has all rows."""
+    tf, hvd = _faces()
+    generator = np.random.default_rng(3)
+    x = generator.normal(size=(32, 4)).astype("float32")
+    y = (x @ generator.normal(size=(4, 1))).astype("float32")
+
+    def train(rows: Any, together: bool) -> Any:
+        weights = tf.Variable(tf.fill((4, 1), 0.0 if not together else float(rank)))
+        if together:
+            hvd.broadcast_variables([weights], 0)
+
+        @tf.function
+        def step() -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((tf.constant(x[rows]) @ weights - y[rows]) ** 2)
+            if together:
+                tape = hvd.DistributedGradientTape(tape)
+            weights.assign_sub(0.1 * tape.gradient(loss, weights))
+
+        for _ in range(20):
+            step()
+        return weights.numpy()
+
+    assert np.allclose(train(slice(rank, None, size), True), train(slice(None), False), atol=1e-5)
