@@ -1,6 +1,6 @@
 """The face for TensorFlow: ``import spark_hvd.tensorflow as hvd``.
 
-May import every other room of spark_hvd but keras. Doors: itself.
+May import every other room of spark_hvd but keras. Doors: itself, elastic.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from spark_hvd.context.who import (
     rocm_built,
     size,
 )
+from spark_hvd.tensorflow import elastic
 from spark_hvd.tensorflow.collectives import (
     allgather,
     allreduce,
@@ -93,6 +94,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "generation",
     "global_process_set",
     "gloo_built",

@@ -14,6 +14,11 @@ from spark_hvd.tensorflow.tensors import apply, unconverted
 from spark_hvd.torch.gradients import Broadcast, Call
 
 
+def owned(variables: Iterable[Any]) -> list[Any]:
+    """TensorFlow's variables; Keras has its own around them."""
+    return [variable.value if hasattr(variable, "path") else variable for variable in variables]
+
+
 @unconverted
 def broadcast_variables(
     variables: Iterable[Any],
@@ -38,12 +43,12 @@ def broadcast_variables(
         MismatchError: The dtype or shape of a variable differs between ranks. Raised on every rank; nothing changed.
         CollectiveError: A peer or the network failed.
     """
-    owned = [getattr(variable, "value", variable) if hasattr(variable, "path") else variable for variable in variables]
-    if not owned:
+    given = owned(variables)
+    if not given:
         return None
     call = Call(name_of("broadcast_variables", None), process_set, root_rank=root_rank)
-    values = apply(Broadcast, [tf.convert_to_tensor(variable) for variable in owned], call)
-    done = [variable.assign(value) for variable, value in zip(owned, values, strict=True)]
+    values = apply(Broadcast, [tf.convert_to_tensor(variable) for variable in given], call)
+    done = [variable.assign(value) for variable, value in zip(given, values, strict=True)]
     return None if tf.executing_eagerly() or tf.inside_function() else tf.group(*done)
 
 

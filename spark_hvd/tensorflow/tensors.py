@@ -20,6 +20,15 @@ _NO_NUMBERS = (tf.string, tf.variant, tf.resource)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+_raised: Exception | None = None
+"""What was raised last here: of what comes out of a graph TensorFlow makes an error of its own, with this text."""
+
+
+def cause_of(error: Exception) -> Exception | None:
+    """What a collective raised inside a graph, of which `error` came out; None if it is something else."""
+    return _raised if _raised is not None and str(_raised) in str(error) else None
+
+
 def unconverted(function: F) -> F:
     """Keep AutoGraph from rewriting a function of ours, whose conditions are Python's, when a graph is traced."""
     return cast(F, tf.autograph.experimental.do_not_convert(function))
@@ -56,7 +65,12 @@ def through(
             raise TypeError(f"a tensor of dtype {tensor.dtype.name}: collectives move numbers and booleans")
 
     def run(*values: Any) -> list[Any]:
-        return [to_tensorflow(each) for each in function(*map(to_torch, values))]
+        global _raised
+        try:
+            return [to_tensorflow(each) for each in function(*map(to_torch, values))]
+        except Exception as error:
+            _raised = error
+            raise
 
     if tf.executing_eagerly():
         return run(*tensors)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
+import signal
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 
 from tests.contract import tensorflow_cases
 from tests.contract.optimizer_ranks import Ranks
+from tests.elastic_ranks import elastic_job
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -34,3 +39,50 @@ def two() -> Iterator[Ranks]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_two_ranks(two: Ranks, case: tensorflow_cases.Case) -> None:
     two.run(case)
+
+
+def train(victim: int | None) -> dict[str, Any]:
+    """Blocks of rows that do not depend on the number of ranks; `victim` dies once, in the middle."""
+    import tensorflow as tf
+
+    import spark_hvd.tensorflow as hvd
+
+    process, call, kill, number = os.getpid(), hvd.elastic, os.kill, signal.SIGKILL
+    x = np.random.default_rng(1).normal(size=(6, 8, 3)).astype("float32")
+    weights, velocity = tf.Variable(tf.fill((3, 1), float(hvd.rank()))), tf.Variable(tf.zeros((3, 1)))
+
+    @tf.function
+    def step(rows: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((rows @ weights - tf.reduce_sum(rows, 1, keepdims=True)) ** 2)
+        (gradient,) = hvd.DistributedGradientTape(tape).gradient(loss, [weights])
+        velocity.assign(0.5 * velocity + gradient)
+        weights.assign_sub(0.1 * velocity)
+
+    @call.run
+    def fit(state: Any) -> None:
+        while state.batch < 30:
+            if victim == hvd.rank() and hvd.generation() == 0 and state.batch == 13:
+                kill(process, number)
+            step(tf.constant(x[state.batch % 6][hvd.rank() :: hvd.size()]))
+            state.batch += 1
+            if state.batch % 4 == 0:
+                state.commit()
+
+    state = call.TensorFlowState([weights, velocity], batch=0)
+    fit(state)
+    return {"weights": weights.numpy().tobytes(), "batch": state.batch}
+
+
+def test_a_lost_rank_is_replaced_without_a_trace() -> None:
+    with elastic_job(train, None, count=2) as job:
+        job.form(job.ranks)
+        expected = job.finish(job.ranks)
+    with elastic_job(train, 1, count=2) as job:
+        fresh = job.start()
+        job.form(job.ranks[:2])
+        job.ranks[1].await_end()
+        members = [job.ranks[0], *fresh]
+        job.form(members)
+        results = job.finish(members)
+    assert results == expected == [expected[0]] * 2

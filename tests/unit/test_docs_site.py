@@ -155,6 +155,7 @@ def test_lists_and_tables_begin_after_a_blank_line(page: Path) -> None:
         ("spark_hvd.keras.callbacks", set()),
         ("spark_hvd.keras.elastic", {"run", "State", "ObjectState", "HostsUpdatedInterrupt"}),
         ("spark_hvd.tensorflow", {*hvd.__all__} - TENSORFLOW_OWN),
+        ("spark_hvd.tensorflow.elastic", {"State", "ObjectState", "HostsUpdatedInterrupt"}),
         ("spark_hvd.checkpoint", set()),
         ("spark_hvd.data", set()),
         ("spark_hvd.estimators", set()),

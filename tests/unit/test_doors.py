@@ -21,6 +21,7 @@ DOORS = (
     "spark_hvd.runner",
     "spark_hvd.store",
     "spark_hvd.tensorflow",
+    "spark_hvd.tensorflow.elastic",
     "spark_hvd.testing",
     "spark_hvd.timeline",
     "spark_hvd.torch",
@@ -71,5 +72,10 @@ def test_no_module_stands_where_a_name_is_public(door: str) -> None:
     module = opened(door)
     inside = {found.name for found in pkgutil.iter_modules(getattr(module, "__path__", []))}
     public = {path.removeprefix(f"{door}.") for path in LISTED if path.startswith(f"{door}.")}
-    face = {"spark_hvd.torch": {"elastic"}, "spark_hvd.keras": {"callbacks", "elastic"}}.get(door, set())
+    faces = {
+        "spark_hvd.torch": {"elastic"},
+        "spark_hvd.keras": {"callbacks", "elastic"},
+        "spark_hvd.tensorflow": {"elastic"},
+    }
+    face = faces.get(door, set())
     assert inside & (public | set(getattr(module, "__all__", []))) == face
