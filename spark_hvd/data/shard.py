@@ -95,7 +95,7 @@ class DatasetShard:
                 "features", or a dict from the names of tensors to those of columns.
             collate_fn: Makes the batch; gets a ``pyarrow.RecordBatch`` of the columns.
             drop_last: Leave out the batch at the end that is not full.
-            window_rows: Rows that are shuffled together; None for those in 64 MiB, of a DataFrame in 16 MiB.
+            window_rows: Rows that are shuffled together; None for those in 64 MiB, of a DataFrame in 8 MiB.
             workers: Threads that read ahead.
 
         Raises:

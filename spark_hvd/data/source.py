@@ -29,7 +29,7 @@ class Asked:
         columns: Names, in the order of the batch.
         shuffle: Another order in each epoch.
         seed: Of that order.
-        window_rows: Rows that are shuffled together; None for those in 64 MiB, of a DataFrame in 16 MiB.
+        window_rows: Rows that are shuffled together; None for those in 64 MiB, of a DataFrame in 8 MiB.
         workers: Threads that read ahead.
     """
 

@@ -39,8 +39,9 @@ CHUNK_ROWS, CHUNK_BYTES = 1 << 18, 64 << 20
 PLAIN_BYTES = 4 << 30
 """Files beyond are compressed, and in one record batch a unit, so that reading some units reads little else."""
 
-WINDOW_BYTES = 16 << 20
-"""Rows that are gathered at once. They are copied twice, and a reader is one window ahead: it takes four times that."""
+WINDOW_BYTES = 8 << 20
+"""Rows that are gathered at once. They are copied twice, and a reader is one window ahead: it takes four times that,
+or more where malloc finds no room for one between others."""
 
 _SLICE = 1 << 16
 """Rows that are taken apart at once where all are looked at."""
