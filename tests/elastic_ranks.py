@@ -237,7 +237,7 @@ class Rank:
         with contextlib.suppress(OSError):
             self._pipe.send(message)
 
-    def await_(self, *kinds: str, seconds: float = 20.0) -> tuple[Any, ...]:
+    def await_(self, *kinds: str, seconds: float = SECONDS) -> tuple[Any, ...]:
         """The next message of one of these kinds; those before it are passed over."""
         until = time.monotonic() + seconds
         passed = []

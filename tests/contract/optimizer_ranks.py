@@ -18,8 +18,8 @@ CASE_SECONDS = 60
 class Ranks:
     """Runs `case(rank, size)` on every rank at once; a failure on any rank fails the call."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, seconds: int = CASE_SECONDS) -> None:
+        self.size, self._seconds = size, seconds
         self._started = False
 
     def _start(self) -> None:
@@ -46,7 +46,7 @@ class Ranks:
         reports = []
         for rank, pipe in enumerate(self._pipes):
             try:
-                report = pipe.recv() if pipe.poll(CASE_SECONDS) else f"still running after {CASE_SECONDS} s"
+                report = pipe.recv() if pipe.poll(self._seconds) else f"still running after {self._seconds} s"
             except EOFError:
                 report = "the process is gone"
             if report is not None:

@@ -31,11 +31,12 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
-    ranks = Ranks(2)
+    ranks = Ranks(2, 240)  # the first case imports TensorFlow, which takes a busy machine half a minute
     yield ranks
     ranks.close()
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_two_ranks(two: Ranks, case: tensorflow_cases.Case) -> None:
     two.run(case)
@@ -74,6 +75,8 @@ def train(victim: int | None) -> dict[str, Any]:
     return {"weights": weights.numpy().tobytes(), "batch": state.batch}
 
 
+@pytest.mark.slow  # three processes import TensorFlow
+@pytest.mark.timeout(300)
 def test_a_lost_rank_is_replaced_without_a_trace() -> None:
     with elastic_job(train, None, count=2) as job:
         job.form(job.ranks)
