@@ -1,4 +1,4 @@
-"""The collectives with Horovod's signatures for TensorFlow: eager, in a ``tf.function`` and in plain graphs."""
+"""The collectives with Horovod's signatures for TensorFlow: eagerly and in a ``tf.function``."""
 
 from __future__ import annotations
 
@@ -88,24 +88,27 @@ def grouped_allreduce(
         kept = () if chosen in _LINEAR else [each.dtype for each in given]
         for place, result in zip(dense, apply(Allreduce, given, call, kept=kept), strict=True):
             results[place] = result
-    for place, tensor in enumerate(tensors):
-        if isinstance(tensor, tf.IndexedSlices):
-            results[place] = _gathered(tensor, call, place)
+    sparse = [place for place in range(len(results)) if place not in dense]
+    for place, result in zip(sparse, _gathered([tensors[place] for place in sparse], call), strict=True):
+        results[place] = result
     return results
 
 
-def _gathered(slices: Any, call: Call, place: int) -> Any:
+def _gathered(slices: Sequence[Any], call: Call) -> list[Any]:
     """The rows of all ranks, which stay apart where several have the same."""
     reducing = call.reducing
-    if reducing.op not in _LINEAR:
+    if slices and reducing.op not in _LINEAR:
         raise NotImplementedError(f"op={reducing.op} of IndexedSlices: expected Sum or Average; tf.convert_to_tensor")
-    name = None if call.name is None else f"{call.name}.slices.{place}"
-    values, indices = grouped_allgather([slices.values, slices.indices], name, call.process_set)
-    if (factor := reducing.prescale * reducing.postscale) != 1.0:
-        values *= tf.cast(factor, values.dtype)
-    if reducing.op is ReduceOp.AVERAGE:
-        values /= tf.cast(size_op(call.process_set), values.dtype)
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
+    name = None if call.name is None else f"{call.name}.slices"
+    found = grouped_allgather([part for each in slices for part in (each.values, each.indices)], name, call.process_set)
+    results = []
+    for values, indices, mine in zip(found[::2], found[1::2], slices, strict=True):
+        if (factor := reducing.prescale * reducing.postscale) != 1.0:
+            values = values * tf.cast(factor, values.dtype)
+        if reducing.op is ReduceOp.AVERAGE:
+            values = values / tf.cast(size_op(call.process_set), values.dtype)
+        results.append(tf.IndexedSlices(values, indices, mine.dense_shape))
+    return results
 
 
 @unconverted

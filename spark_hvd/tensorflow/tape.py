@@ -61,7 +61,7 @@ def DistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Make the gradients of a tape those of all ranks; all of them are reduced in one exchange.
+    """Make the gradients of a tape those of all ranks; dense ones are reduced in one exchange.
 
     Args:
         gradtape: The tape. It is changed, and returned.

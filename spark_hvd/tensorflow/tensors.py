@@ -16,7 +16,11 @@ from torch.utils.dlpack import from_dlpack
 from spark_hvd.torch.gradients import Call, Derivable
 
 _ALIGNMENT = 64
-_NO_NUMBERS = (tf.string, tf.variant, tf.resource)
+_NUMBERS = {
+    tf.float16, tf.float32, tf.float64, tf.bfloat16, tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16,
+    tf.uint32, tf.uint64, tf.bool, tf.complex64, tf.complex128,
+}  # fmt: skip
+"""For others DLPack may end the process."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -25,8 +29,12 @@ _raised: Exception | None = None
 
 
 def cause_of(error: Exception) -> Exception | None:
-    """What a collective raised inside a graph, of which `error` came out; None if it is something else."""
-    return _raised if _raised is not None and str(_raised) in str(error) else None
+    """What a collective raised inside a graph, of which `error` came out; None if it is something else. Told once."""
+    global _raised
+    if _raised is None or f"{type(_raised).__name__}: {_raised}" not in str(error):
+        return None
+    cause, _raised = _raised, None  # it holds the tensors of its frames
+    return cause
 
 
 def unconverted(function: F) -> F:
@@ -61,7 +69,7 @@ def through(
         TypeError: a tensor holds text, or what else is no number.
     """
     for tensor in tensors:
-        if tensor.dtype in _NO_NUMBERS:  # for which DLPack would end the process
+        if tensor.dtype not in _NUMBERS:
             raise TypeError(f"a tensor of dtype {tensor.dtype.name}: collectives move numbers and booleans")
 
     def run(*values: Any) -> list[Any]:
