@@ -85,7 +85,8 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
     def _check(self, settings: Settings) -> None:
         from spark_hvd.keras.backend import require_backend
 
-        require_backend()
+        if (backend := require_backend()) != "torch":
+            raise ValueError(f"KERAS_BACKEND={backend}: KerasEstimator trains Keras on torch; set KERAS_BACKEND=torch")
         if settings["scale_lr"] and not hasattr(_optimizer(settings).learning_rate, "assign"):
             raise ValueError(
                 "scale_lr=True: the optimizer has a schedule of learning rates, which cannot be multiplied; make it "

@@ -74,13 +74,15 @@ class _KerasFit:
         self._start()
 
     def _start(self) -> None:
+        from spark_hvd.keras.backend import assign, name_of
+
         model, optimizer, resumed = self.model, self.optimizer, self.job.resumed
         optimizer.build(model.trainable_variables)
         factor = float(hvd.size()) if self.spec.scale_lr else 1.0
         if resumed is not None:
             factor /= resumed["size"] if self.spec.scale_lr else 1.0
-            for name, tensor in self._optimizer_state().items():
-                tensor.copy_(resumed["optimizer"][name])
+            for place, each in enumerate(optimizer.variables):
+                assign(each, resumed["optimizer"][name_of(place, each)])
         if factor != 1.0:
             optimizer.learning_rate = self._rate() * factor
         self.keras_hvd.broadcast_variables([*model.weights, *optimizer.variables], 0)

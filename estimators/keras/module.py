@@ -65,9 +65,10 @@ class KerasModule(torch.nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Take over the weights."""
-        with torch.no_grad():
-            for name, tensor in self._variables().items():
-                tensor.copy_(state_dict[name])
+        import spark_hvd.keras.backend as ours
+
+        for place, each in enumerate(self.keras_model.weights):
+            ours.assign(each, state_dict[ours.name_of(place, each)])
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         """The outputs, as in inference."""

@@ -11,7 +11,7 @@ import torch
 
 from spark_hvd.torch.sync import broadcast_parameters
 
-BACKENDS = ("torch",)
+BACKENDS = ("torch", "tensorflow")
 
 
 def require_backend() -> str:
@@ -66,11 +66,27 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
             changed.
         CollectiveError: A peer or the network failed.
     """
+    variables = list(variables)
     named = [(name_of(place, variable), tensor_of(variable)) for place, variable in enumerate(variables)]
     broadcast_parameters(named, root_rank)
+    for variable, (_, tensor) in zip(variables, named, strict=True):
+        assign(variable, tensor)
 
 
 def tensor_of(variable: Any) -> torch.Tensor:
-    """A variable's own memory."""
-    tensor: torch.Tensor = variable.value.detach()
-    return tensor
+    """A variable's own memory on the torch backend; elsewhere a copy, to be given to :func:`assign`."""
+    if isinstance(variable.value, torch.Tensor):
+        return variable.value.detach()
+    from spark_hvd.tensorflow.tensors import to_torch
+
+    return to_torch(variable.value.read_value()).clone()
+
+
+def assign(variable: Any, tensor: torch.Tensor) -> None:
+    """Give a variable the values of a tensor; nothing to do where it is the variable's own memory."""
+    if not isinstance(variable.value, torch.Tensor):
+        from spark_hvd.tensorflow.tensors import to_tensorflow
+
+        variable.assign(to_tensorflow(tensor.clone()))
+    elif tensor.data_ptr() != variable.value.data_ptr():
+        variable.value.detach().copy_(tensor)

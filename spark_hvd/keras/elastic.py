@@ -6,12 +6,16 @@ from typing import Any
 
 import keras
 
-from spark_hvd.elastic.run import run
 from spark_hvd.elastic.state import ObjectState, State
-from spark_hvd.keras.backend import name_of, tensor_of
+from spark_hvd.keras.backend import assign, name_of, tensor_of
 from spark_hvd.torch.elastic import TorchState
 from spark_hvd.torch.handlers import StateDictHandler, get_handler_registry
 from spark_hvd.world.errors import HostsUpdatedInterrupt
+
+if keras.config.backend() == "tensorflow":
+    from spark_hvd.tensorflow.elastic import run
+else:
+    from spark_hvd.elastic.run import run  # type: ignore[assignment] # by its bound
 
 
 class _VariablesHandler(StateDictHandler):
@@ -26,8 +30,8 @@ class _VariablesHandler(StateDictHandler):
         return {name_of(place, variable): tensor_of(variable) for place, variable in enumerate(self._variables())}
 
     def load(self, state: Any) -> None:
-        for name, tensor in self.state().items():
-            tensor.copy_(state[name])
+        for place, variable in enumerate(self._variables()):
+            assign(variable, state[name_of(place, variable)])
 
     def misfit(self, skeleton: Any) -> str | None:
         mine = self.state()

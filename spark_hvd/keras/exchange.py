@@ -22,6 +22,10 @@ from spark_hvd.transport.communicator import ReduceOp
 class KerasReducer(Protocol):
     """Reduces the gradients of a fixed set of variables, in the way of one backend."""
 
+    def ready(self) -> Any:
+        """Make what is needed in this world; the first call in a world is collective."""
+        ...
+
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The gradients of all ranks; None for what no rank has one of."""
         ...
@@ -31,13 +35,13 @@ class KerasReducer(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing will be reduced any more."""
+        """The world is over."""
         ...
 
 
 @dataclass(eq=False)
 class GradientExchange:
-    """What one optimizer has its gradients reduced by, from its first step in a world to the end of that."""
+    """What one optimizer has its gradients reduced by, in one world after the other."""
 
     op: ReduceOp
     compression: GradientCompressor
@@ -55,7 +59,7 @@ class GradientExchange:
     reducer: KerasReducer | None = None
 
     def open(self, variables: Sequence[Any], *, overlapping: bool) -> KerasReducer:
-        """Have a reducer; the first call in a world is collective.
+        """Have a reducer.
 
         Args:
             variables: All that the optimizer trains.
@@ -63,7 +67,10 @@ class GradientExchange:
         """
         if self.reducer is None:
             shared = [variable for variable in variables if self._is_shared(variable)]
-            self.reducer = TorchReducer(self, shared, overlapping=overlapping)
+            if isinstance(shared[0].value, torch.Tensor):
+                self.reducer = TorchReducer(self, shared, overlapping=overlapping)
+            else:
+                self.reducer = TensorFlowReducer(self, shared)
             _open.add(self)
         return self.reducer
 
@@ -91,10 +98,9 @@ class GradientExchange:
         return id(variable) not in self.local and not overwritten(variable)
 
     def close(self) -> None:
-        """The world is over, or the variables are others."""
+        """The world is over."""
         if self.reducer is not None:
             self.reducer.close()
-            self.reducer = None
 
 
 def overwritten(variable: Any) -> bool:
@@ -110,7 +116,10 @@ class TorchReducer:
 
     def __init__(self, exchange: GradientExchange, variables: Sequence[Any], *, overlapping: bool) -> None:
         values = [variable.value for variable in variables]
-        params = values if overlapping else [stand_in(value) for value in values]
+        params = values if overlapping else [stand_in(value.shape, value.dtype, value.device) for value in values]
+        self._open(exchange, variables, params)
+
+    def _open(self, exchange: GradientExchange, variables: Sequence[Any], params: Sequence[torch.nn.Parameter]) -> None:
         self._param_of = {id(variable): param for variable, param in zip(variables, params, strict=True)}
         groups = exchange.groups
         if groups is not None and not isinstance(groups, int):
@@ -127,17 +136,27 @@ class TorchReducer:
             bucket_cap_mb=None,
             shared_memory=True,
         )
-        self._reducer: GradientReducer | None = recipe.open(params)
+        self._recipe, self._params = recipe, params
+        self._reducer: GradientReducer | None = None
+        self._closed = True
+
+    def ready(self) -> GradientReducer | None:
+        """See KerasReducer; None where this rank is alone."""
+        if self._closed:
+            self._reducer = self._recipe.open(self._params)
+            self._closed = False
+        return self._reducer
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """See KerasReducer."""
-        if self._reducer is None:
+        reducer = self.ready()
+        if reducer is None:
             return list(gradients)
         params = [self._param_of[id(variable)] for variable in variables]
         for param, gradient in zip(params, gradients, strict=True):
             if param.grad is not gradient and gradient is not None:
                 param.grad = gradient.detach()
-        self._reducer.synchronize()
+        reducer.synchronize()
         return [param.grad for param in params]
 
     def stepped(self) -> None:
@@ -149,12 +168,51 @@ class TorchReducer:
         """See KerasReducer."""
         if self._reducer is not None:
             self._reducer.close()
-            self._reducer = None
+        self._reducer, self._closed = None, True
 
 
-def stand_in(value: torch.Tensor) -> torch.nn.Parameter:
-    """A parameter of the same shape and kind that has no memory, for gradients that come by hand."""
-    return torch.nn.Parameter(torch.zeros(1, dtype=value.dtype, device=value.device).expand(value.shape))
+class TensorFlowReducer(TorchReducer):
+    """The same in one operation of a TensorFlow graph, or eagerly: gradients go in and come out by DLPack."""
+
+    def __init__(self, exchange: GradientExchange, variables: Sequence[Any]) -> None:
+        params = [stand_in(each.shape, getattr(torch, each.dtype), torch.device("cpu")) for each in variables]
+        self._open(exchange, variables, params)
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """See KerasReducer. What has no gradient here when the graph is made has none."""
+        import tensorflow as tf
+
+        from spark_hvd.tensorflow.tensors import through
+
+        there = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        given = [tf.convert_to_tensor(gradients[place]) for place in there]  # dense, also those of embeddings
+        params = [self._param_of[id(variables[place])] for place in there]
+
+        def exchanged(*values: torch.Tensor) -> list[torch.Tensor]:
+            reducer = self.ready()  # the graph goes from world to world
+            if reducer is None:
+                return list(values)
+            for param, value in zip(params, values, strict=True):
+                param.grad = value
+            reducer.synchronize()
+            reduced = [param.grad for param in params if param.grad is not None]
+            reducer.stepped()
+            return reduced
+
+        found: list[Any] = [None] * len(gradients)
+        results = through(exchanged, given, [each.dtype for each in given])
+        for place, before, after in zip(there, given, results, strict=True):
+            after.set_shape(before.shape)
+            found[place] = after
+        return found
+
+    def stepped(self) -> None:
+        """The graph says so itself."""
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
+    """A parameter that has no memory, for gradients that come by hand."""
+    return torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=device).expand(tuple(shape)))
 
 
 _open: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
@@ -163,7 +221,6 @@ _open: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
 def _release() -> None:
     for exchange in list(_open):
         exchange.close()
-    _open.clear()
 
 
 register_world_hook(WorldHook(lambda: None, _release))

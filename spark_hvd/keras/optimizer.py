@@ -34,8 +34,9 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[mis
 
     def scale_loss(self, loss: Any) -> Any:
         """See keras.Optimizer.scale_loss."""
-        if self.built and not self.gradient_accumulation_steps:  # so that the coming backward is reduced while it runs
-            self._exchange.open(self._trainable_variables, overlapping=True)
+        overlapping = keras.config.backend() == "torch" and not self.gradient_accumulation_steps
+        if self.built and overlapping:  # so that the coming backward is reduced while it runs
+            self._exchange.open(self._trainable_variables, overlapping=True).ready()
         return super().scale_loss(loss)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,16 @@ ROWS, FEATURES = 32, 6
 Case = Callable[[int, int], None]
 
 
+def on_tensorflow(rank: int, size: int) -> None:
+    """The first case of ranks that are to be on TensorFlow."""
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+
+
 def _keras() -> tuple[Any, Any]:
-    os.environ["KERAS_BACKEND"] = "torch"
     import keras
 
     import spark_hvd.keras as hvd
@@ -31,7 +40,7 @@ def _data(rows: int = ROWS) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 
 def _model(keras: Any, seed: int) -> Any:
-    keras.utils.set_random_seed(seed)
+    random.seed(seed)  # where Keras gets its seeds; its own function would import TensorFlow on torch, too
     return keras.Sequential(
         [keras.layers.Input((FEATURES,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)]
     )
@@ -133,7 +142,7 @@ def a_layer_that_one_rank_does_not_use(rank: int, size: int) -> None:
 
     for steps in (None, 2):
         layers = [keras.layers.Dense(1, use_bias=False) for _ in range(3)]
-        keras.utils.set_random_seed(3)
+        random.seed(3)
         for layer in layers:
             layer.build((None, FEATURES))
         variables = [layer.kernel for layer in layers]
@@ -206,10 +215,9 @@ def a_rank_with_inf_leaves_nobody_waiting(rank: int, size: int) -> None:
             assert model.optimizer is optimizer
             for batch in (x, bad, x, x):
                 model.train_on_batch(batch, y)
-            assert (int(plain._iterations), float(optimizer.dynamic_scale)) == (
-                2,
-                2.0**13,
-            )  # the first scale is too large
+            skipped = 15 - np.log2(float(optimizer.dynamic_scale))
+            assert skipped in (1, 2)  # the first scale may be too large
+            assert int(plain._iterations) == 4 - skipped
             weights = model.get_weights()
             assert all(np.isfinite(weight).all() for weight in weights)
             for other in hvd.allgather_object(weights):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ CASES = [
     case
     for case in vars(keras_cases).values()
     if inspect.isfunction(case) and list(inspect.signature(case).parameters) == ["rank", "size"]
+    if case is not keras_cases.on_tensorflow
 ]
 
 
@@ -42,15 +44,29 @@ def test_two_ranks(two: Ranks, case: keras_cases.Case) -> None:
     two.run(case)
 
 
-def train(victim: int | None) -> dict[str, Any]:
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs tensorflow")
+def test_two_ranks_on_tensorflow() -> None:
+    ranks = Ranks(2)
+    try:
+        ranks.run(keras_cases.on_tensorflow)
+        for case in CASES:
+            if case is not keras_cases.a_layer_that_one_rank_does_not_use:  # of torch's backward
+                ranks.run(case)
+    finally:
+        ranks.close()
+
+
+def train(victim: int | None, backend: str = "torch") -> dict[str, Any]:
     """Blocks of rows that do not depend on the number of ranks; `victim` dies once, in the middle of an epoch."""
-    os.environ["KERAS_BACKEND"] = "torch"
+    os.environ["KERAS_BACKEND"] = backend
     import keras
 
     import spark_hvd.keras as hvd
 
     process, call = os.getpid(), hvd.elastic
-    keras.utils.set_random_seed(hvd.rank())
+    random.seed(hvd.rank())
     layers = [keras.layers.Input((3,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)]
     model = keras.Sequential(layers)
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)), "mse")
@@ -89,12 +105,15 @@ def train(victim: int | None) -> dict[str, Any]:
     }
 
 
-def test_a_lost_rank_is_replaced_without_a_trace() -> None:
-    with elastic_job(train, None, count=2) as job:
+@pytest.mark.parametrize("backend", ["torch", pytest.param("tensorflow", marks=pytest.mark.slow)])
+def test_a_lost_rank_is_replaced_without_a_trace(backend: str) -> None:
+    if importlib.util.find_spec(backend) is None:
+        pytest.skip(f"needs {backend}")
+    with elastic_job(train, None, backend, count=2) as job:
         job.form(job.ranks)
         expected = job.finish(job.ranks)
     assert expected[0]["steps"] == 3 * 6
-    with elastic_job(train, 1, count=2) as job:
+    with elastic_job(train, 1, backend, count=2) as job:
         fresh = job.start()
         job.form(job.ranks[:2])
         job.ranks[1].await_end()

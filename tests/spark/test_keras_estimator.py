@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ def df(spark: SparkSession) -> DataFrame:
 
 
 def net(outputs: int = 1, activation: str | None = None, dropout: float = 0.0) -> Any:
-    keras.utils.set_random_seed(7)
+    random.seed(7)
     layers = [keras.layers.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dropout(dropout)]
     return keras.Sequential([*layers, keras.layers.Dense(outputs, activation)])
 
