@@ -18,7 +18,14 @@ from tests.spark.estimator_support import ROWS, frame, numbers
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-keras = pytest.importorskip("keras")
+keras: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _only_now() -> None:
+    """Not when tests are collected, which each of pytest's workers does: Keras and what it loads take 0.7 GiB."""
+    global keras
+    keras = pytest.importorskip("keras")
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +60,7 @@ def predicted(model: KerasModel, df: DataFrame, column: str) -> np.ndarray[Any, 
     return np.array([row[0] for row in model.transform(df).orderBy("row").select(column).collect()])
 
 
+@pytest.mark.slow
 def test_it_trains_as_one_rank_on_the_joined_batches(df: DataFrame) -> None:
     model = net()
     start = model.get_weights()
@@ -121,23 +129,22 @@ def test_a_run_goes_on_to_the_same_end(df: DataFrame, tmp_path: Path) -> None:
     assert [row["loss"] for row in whole.getHistory()] == [row["loss"] for row in parts.getHistory()]
 
 
-class Watch(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
-    """Stops when it is shown a loss for the second time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.seen.append(logs["loss"])
-        import spark_hvd.torch as hvd
-
-        if hvd.rank() == 1 and len(self.seen) == 2:
-            self.model.stop_training = True
-
-
 def test_callbacks_and_the_best_model(df: DataFrame) -> None:
     import spark_hvd.keras.callbacks as call
+
+    class Watch(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+        """Stops when it is shown a loss for the second time."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[float] = []
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.seen.append(logs["loss"])
+            import spark_hvd.torch as hvd
+
+            if hvd.rank() == 1 and len(self.seen) == 2:
+                self.model.stop_training = True
 
     best = call.BestModelCheckpoint("loss")
     rates = keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 if epoch == 0 else 50.0)
