@@ -15,10 +15,10 @@ from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.packed import PackedRows
 from spark_hvd.data.readers.forms import BatchT, Form
 from spark_hvd.data.readers.reader import Reader
-from spark_hvd.data.readers.sharding import Interval, Position, Sharding, gaps_of, length, overlaps, steps_of
+from spark_hvd.data.readers.sharding import Interval, Position, Sharding, gaps_of, length, steps_of
 from spark_hvd.data.source import Asked, DataSource
 from spark_hvd.data.spool import Spool
-from spark_hvd.data.units import Ints, Piece, Seed, mixing, order_of, stretches, units_of, windows_of
+from spark_hvd.data.units import Ints, Piece, Seed, line_of, mixing, stretches, units_of, windows_of
 
 T = TypeVar("T")
 
@@ -31,12 +31,14 @@ class FrameSource(DataSource):
         spool: Where its rows lie.
         counts: Rows of each unit, those of all ranks.
         parts: Which part of the units each rank owns: ranks are numbered by host, and tasks are not.
+        part: Which one this rank owns.
         window_rows: Rows that are shuffled together unless something else is asked for.
     """
 
     spool: Spool
     counts: Ints
     parts: tuple[int, ...]
+    part: int
     window_rows: int
 
     @property
@@ -69,7 +71,8 @@ class FrameSource(DataSource):
 
     def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
         """See base class."""
-        return SpoolReader(self.spool, self.counts, asked, form, asked.window_rows or self.window_rows)
+        units = units_of(self.part, len(self.parts))
+        return SpoolReader(self.spool, self.counts, units, asked, form, asked.window_rows or self.window_rows)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,16 +115,19 @@ class UnitSharding(Sharding):
     def taken(self, position: Position, rank: int, size: int, rows: int) -> list[Interval]:
         """See base class."""
         seed = seed_of(self.seed, position.epoch)
+        order, begins = line_of(self.counts, seed)
+        mine = _owned(order, units_of(self.parts[rank], size))
+        begins, counts = begins[mine], self.counts[order[mine]]
         found: list[Interval] = []
-        for number, window in enumerate(windows_of(_pieces(self.share(position, rank, size)), self.window_rows)):
+        pieces = _pieces(begins, begins, counts, self.share(position, rank, size))
+        for number, window in enumerate(windows_of(pieces, self.window_rows)):
             if not rows:
                 break
-            whole = [(start, stop) for _, start, stop in window]
-            if (there := length(whole)) > rows:
-                starts, stops = np.array(whole).T
-                places = stretches(starts, stops - starts)[mixing(window, seed, number)[:rows]]
-                return [*found, *_runs(np.sort(places))]
-            found += whole
+            left = [(first + done, first + count) for first, done, count in window if done < count]
+            if (there := length(left)) > rows:
+                firsts, _, lengths = np.array(window).T
+                return [*found, *_runs(np.sort(stretches(firsts, lengths)[mixing(window, seed, number)[:rows]]))]
+            found += left
             rows -= there
         return found
 
@@ -129,14 +135,12 @@ class UnitSharding(Sharding):
         """What is left for each rank."""
         if (position, size) not in self._known:
             self._known.clear()  # a training asks for the same place again and again
-            order = order_of(seed_of(self.seed, position.epoch))
-            stops = np.cumsum(self.counts[order])
-            starts = stops - self.counts[order]
+            order, starts = line_of(self.counts, seed_of(self.seed, position.epoch))
+            stops = starts + self.counts[order]
             left = list(gaps_of(self.rows, position.done))
             shares = []
-            for rank in range(size):
-                units = units_of(self.parts[rank], size)
-                mine = np.flatnonzero((order >= units.start) & (order < units.stop))
+            for part in self.parts:
+                mine = _owned(order, units_of(part, size))
                 shares.append(list(_common(zip(starts[mine].tolist(), stops[mine].tolist(), strict=True), left)))
             self._known[position, size] = shares
         return self._known[position, size]
@@ -145,8 +149,10 @@ class UnitSharding(Sharding):
 class SpoolReader(Reader[BatchT]):
     """Reads units, one window ahead of the consumer. Bounded by two windows of memory; files are mapped."""
 
-    def __init__(self, spool: Spool, counts: Ints, asked: Asked, form: Form[Any, BatchT], window_rows: int) -> None:
-        self._spool, self._counts, self._asked, self._form = spool, counts, asked, form
+    def __init__(
+        self, spool: Spool, counts: Ints, units: range, asked: Asked, form: Form[Any, BatchT], window_rows: int
+    ) -> None:
+        self._spool, self._counts, self._units, self._asked, self._form = spool, counts, units, asked, form
         self._window_rows = window_rows
 
     def batches(self, epoch: int, share: Sequence[Interval], sizes: Sequence[int]) -> Generator[BatchT, None, None]:
@@ -154,10 +160,10 @@ class SpoolReader(Reader[BatchT]):
         if not sizes:
             return
         seed = seed_of(self._asked.seed if self._asked.shuffle else None, epoch)
-        order = order_of(seed)
-        pieces: Iterator[Piece] = (
-            (int(order[at]), start, stop) for at, start, stop in overlaps(self._counts[order].tolist(), share)
-        )
+        order, begins = line_of(self._counts, seed)
+        mine = _owned(order, self._units)
+        units = order[mine]
+        pieces = _pieces(units, begins[mine], self._counts[units], share)
         with ThreadPoolExecutor(1, "spark_hvd-reader") as pool:
             windows = self._spool.windows(pieces, seed, self._window_rows, self._asked.columns)
             rows = (self._rows(window, "the DataFrame") for window in windows)
@@ -177,9 +183,26 @@ def seed_of(seed: int | None, epoch: int) -> Seed | None:
     return None if seed is None else (seed, epoch)
 
 
-def _pieces(share: Iterable[Interval]) -> Iterator[Piece]:
-    """The parts of units in a share of the line, by their places in it."""
-    return ((0, start, stop) for start, stop in share)
+def _owned(order: Ints, units: range) -> Ints:
+    """Which places of the order have these units."""
+    return np.flatnonzero((order >= units.start) & (order < units.stop))
+
+
+def _pieces(names: Ints, begins: Ints, counts: Ints, share: Sequence[Interval]) -> Iterator[Piece]:
+    """Of each unit of a rank, in the order of the line, what is left of it: its last rows.
+
+    Args:
+        names: What the pieces say of their units.
+        begins: Where in the line they begin.
+        counts: Rows of each.
+        share: What is left, in the order of the line.
+    """
+    edges = np.array([(0, 0), *share], np.int64)
+    below = np.cumsum(edges[:, 1] - edges[:, 0])
+    # Rows of the share before a place grow by one a row inside of its intervals, and stay as they are between them.
+    before = np.column_stack((below - (edges[:, 1] - edges[:, 0]), below)).ravel()
+    left = np.interp(begins + counts, edges.ravel(), before) - np.interp(begins, edges.ravel(), before)
+    return zip(names.tolist(), (counts - left.astype(np.int64)).tolist(), counts.tolist(), strict=True)
 
 
 def _runs(places: Ints) -> list[Interval]:

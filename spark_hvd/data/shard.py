@@ -195,4 +195,4 @@ def source_here(name: str, told: DataSource | SpoolSource) -> DataSource:
     for units, found, _, _ in all_ranks:
         counts[units] = found
     parts, windows = tuple(part for _, _, part, _ in all_ranks), (rows for *_, rows in all_ranks)
-    return FrameSource(spool, counts, parts, min(windows))
+    return FrameSource(spool, counts, parts, told.part, min(windows))

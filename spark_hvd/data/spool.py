@@ -201,7 +201,7 @@ class Spool:
         """The rows of `pieces`, a window of them at once, in which those of all units are mixed.
 
         Args:
-            pieces: In the order in which they are wanted.
+            pieces: Of the units of a rank, in the order in which they are wanted.
             seed: Of the order; None for one unit after the other, and the order of the DataFrame in each.
             window_rows: Rows of a window; None for :attr:`window_rows`.
             columns: Their names, in the order wanted; None for all.
@@ -209,7 +209,8 @@ class Spool:
         names = self.schema.names if columns is None else columns
         schema = pa.schema([self.schema.field(name) for name in names])
         for number, window in enumerate(windows_of(pieces, window_rows or self.window_rows)):
-            yield self._gather(window, seed, number, schema)
+            if any(done < rows for _, done, rows in window):
+                yield self._gather(window, seed, number, schema)
 
     def tables(self, *args: Any) -> Iterator[pa.Table]:
         """:meth:`windows` as Arrow has them."""
@@ -228,7 +229,7 @@ class Spool:
                     yield reader.get_batch(at).select(columns)
 
     def _gather(self, pieces: Sequence[Piece], seed: Seed | None, number: int, schema: pa.Schema) -> PackedRows:
-        units, starts, stops = np.array(pieces, np.int64).T
+        units, *_ = np.array(pieces, np.int64).T
         parts, places = [], []
         for chunk, counts in enumerate(self._counts):
             lengths = counts[units].astype(np.int64)
@@ -238,10 +239,6 @@ class Spool:
         columns = [batch.column(ID).to_numpy() for batch, _ in parts]
         ids = [column if at is None else column[at] for column, (_, at) in zip(columns, parts, strict=True)]
         order = order_in_units(np.concatenate(places), np.concatenate(ids), seed)
-        lengths = self.counts[units]
-        if int((stops - starts).sum()) < len(order):  # some pieces are not whole units
-            begins = np.cumsum(lengths) - lengths
-            order = order[stretches(begins + starts, stops - starts)]
         return taken(parts, order[mixing(pieces, seed, number)], schema)
 
     def _part(self, number: int, units: Ints, lengths: Ints) -> Rows:

@@ -23,7 +23,7 @@ ROW = (1 << 33) - 1
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Piece = tuple[int, int, int]
-"""A unit, and which of its rows: the first and the one after the last, in the unit's order."""
+"""A unit, how many of its rows are done, and how many it has. Rows of a unit are taken in its order."""
 
 Seed = tuple[int, int]
 """The user's, and the epoch's number."""
@@ -87,42 +87,55 @@ def _bits(numbers: np.ndarray[Any, Any]) -> int:
     return int(numbers.max(initial=0)).bit_length()
 
 
+def line_of(counts: Ints, seed: Seed | None) -> tuple[Ints, Ints]:
+    """The units in the order of an epoch, and where in its line each begins."""
+    order = order_of(seed)
+    return order, np.cumsum(counts[order]) - counts[order]
+
+
 def windows_of(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
-    """Pieces, in their order, as many together as have at most ``rows`` rows; a longer piece is alone."""
+    """Pieces, in their order, as many together as have at most ``rows`` rows, done or not; a longer one is alone."""
     window: list[Piece] = []
     room = rows
     for piece in pieces:
-        _, start, stop = piece
-        if window and stop - start > room:
+        *_, length = piece
+        if window and length > room:
             yield window
             window, room = [], rows
-        if start < stop:
+        if length:
             window.append(piece)
-            room -= stop - start
+            room -= length
     if window:
         yield window
 
 
 def mixing(pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
-    """In which order a rank takes the rows of a window, by their numbers when its pieces are laid end to end.
+    """In which order a rank takes what is left of a window: numbers of rows where its units are laid end to end.
 
     The rows of a unit come in their order, and those of all units among each other. Only lengths decide it, so that
-    every rank knows how far another is in its units.
+    every rank knows how far another is in its units, and what is done changes nothing in the order of the others.
 
     Args:
         pieces: Of the window.
         seed: None for one after the other.
         number: Of the window.
     """
-    lengths = [stop - start for _, start, stop in pieces]
-    if seed is None:
-        return np.arange(sum(lengths))
+    _, done, lengths = np.array(pieces, np.int64).reshape(-1, 3).T
+    order = np.arange(lengths.sum()) if seed is None else _mixed(lengths, (*seed, number))
+    if done.any():
+        left = np.zeros(len(order), bool)
+        left[stretches(np.cumsum(lengths) - lengths + done, lengths - done)] = True
+        order = order[left[order]]
+    return order
+
+
+def _mixed(lengths: Ints, seed: tuple[int, ...]) -> Ints:
     # Each row draws a number, whose lowest bits then say of which piece it is: sorting them mixes the pieces.
-    whose = np.repeat(np.arange(len(pieces), dtype=np.uint32), lengths)
+    whose = np.repeat(np.arange(len(lengths), dtype=np.uint32), lengths)
     piece = (1 << _bits(whose[-1:])) - 1
     dtype = np.dtype(np.uint32 if (piece + 1) * len(whose) < 1 << 32 else np.uint64)
     most = np.iinfo(dtype).max
-    drawn = np.random.default_rng((*seed, number)).integers(most, size=len(whose), dtype=dtype, endpoint=True)
+    drawn = np.random.default_rng(seed).integers(most, size=len(whose), dtype=dtype, endpoint=True)
     drawn &= dtype.type(most - piece)
     drawn |= whose
     drawn.sort()

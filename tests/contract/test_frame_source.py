@@ -43,7 +43,7 @@ def sources(folder: Path, rows: int, size: int) -> list[FrameSource]:
         writer.close()
         spools.append(Spool(place))
     counts = np.sum([spool.counts for spool in spools], axis=0)
-    return [FrameSource(spool, counts, parts, window_rows=50) for spool in spools]
+    return [FrameSource(spool, counts, parts, part, window_rows=50) for spool, part in zip(spools, parts, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(folder: Path, shuffle:
 def test_rows_that_share_a_batch_do_not_in_the_next_epoch(tmp_path: Path) -> None:
     spool_table(str(tmp_path / "rows"), pa.table({"row": np.arange(40 * UNITS)}))  # units of about a batch
     spool = Spool(str(tmp_path / "rows"))
-    source = FrameSource(spool, spool.counts, (0,), spool.window_rows)
+    source = FrameSource(spool, spool.counts, (0,), 0, spool.window_rows)
     asked = Asked(columns=("row",), shuffle=True)
     batches = [
         list(source.open(asked, TableForm()).batches(epoch, [(0, source.rows)], [40] * (source.rows // 40)))
@@ -132,6 +132,24 @@ def _feeds(
         if not sharding.batches(position, rank, size):
             return
         yield Feed(source.open(asked, TableForm()), sharding, rank, size, position)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("stops", [[1], [5, 2], [3, 1, 9]])
+def test_as_many_ranks_as_before_go_on_with_the_batches_that_were_left(
+    folder: Path, shuffle: bool, stops: list[int]
+) -> None:
+    asked = Asked(columns=("row",), shuffle=shuffle, seed=1)
+    feeds = _feeds(folder, 400, 2, 7, False, asked, Position(1))
+    unbroken = [[rows_of(batch) for batch in itertools.islice(feed, feed.left)] for feed in feeds]
+    position, read = Position(1), [[], []]  # type: tuple[Position, list[list[list[int]]]]
+    for batches in [*stops, None]:
+        again = list(_feeds(folder, 400, 2, 7, False, asked, position))
+        for feed, found in zip(again, read, strict=True):
+            found += [rows_of(batch) for batch in itertools.islice(feed, batches or feed.left)]
+        (position,) = {feed.position for feed in again}
+    assert read == unbroken
+    assert position == Position(2)
 
 
 def test_ranks_that_differ_in_rows_take_equal_steps(folder: Path) -> None:

@@ -67,17 +67,26 @@ PIECES = st.lists(st.tuples(st.integers(0, UNITS - 1), st.integers(0, 5), st.int
 
 @given(PIECES, st.integers(1, 100))
 def test_windows_hold_every_piece_and_no_more_rows_than_asked_for(pieces: Pieces, rows: int) -> None:
-    windows = list(windows_of(pieces, rows))
-    assert [piece for window in windows for piece in window] == [piece for piece in pieces if piece[1] < piece[2]]
-    assert all(len(window) == 1 or sum(stop - start for _, start, stop in window) <= rows for window in windows)
+    windows = list(windows_of([*pieces, (0, 0, 0)], rows))
+    assert [piece for window in windows for piece in window] == pieces
+    assert all(len(window) == 1 or sum(length for *_, length in window) <= rows for window in windows)
 
 
 @given(PIECES, SEEDS)
 def test_a_window_mixes_units_and_keeps_the_order_in_each(pieces: Pieces, seed: tuple[int, int]) -> None:
-    order = mixing(pieces, seed, 3).tolist()
-    lengths = [stop - start for _, start, stop in pieces]
+    whole = [(unit, 0, length) for unit, _, length in pieces]
+    order = mixing(whole, seed, 3).tolist()
+    lengths = [length for *_, length in whole]
     assert sorted(order) == list(range(sum(lengths)))
     places = np.argsort(order)
     ends = np.cumsum(lengths)
     assert all((np.diff(places[end - length : end]) > 0).all() for end, length in zip(ends, lengths, strict=True))
-    assert mixing(pieces, None, 3).tolist() == list(range(sum(lengths)))
+    assert mixing(whole, None, 3).tolist() == list(range(sum(lengths)))
+
+
+@given(PIECES, st.none() | SEEDS)
+def test_what_is_done_changes_nothing_in_the_order_of_the_rest(pieces: Pieces, seed: tuple[int, int] | None) -> None:
+    places = [(unit, row) for unit, (_, _, length) in enumerate(pieces) for row in range(length)]
+    whole = [places[at] for at in mixing([(unit, 0, length) for unit, _, length in pieces], seed, 3)]
+    left = [places[at] for at in mixing(pieces, seed, 3)]
+    assert left == [(unit, row) for unit, row in whole if row >= pieces[unit][1]]
