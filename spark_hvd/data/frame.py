@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
+from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -98,15 +100,35 @@ class UnitSharding(Sharding):
         No batch is empty: where a rank has fewer rows than others have batches, those of the others are larger.
         """
         left = [length(share) for share in self._shares(position, size)]
-        fewest, most, mine = min(left), max(left), left[rank]
-        if not fewest:
+        if not min(left):
             return []
         if self.drop_last:
-            return [min(self.batch_size, fewest)] * steps_of(fewest, 1, self.batch_size, drop_last=True)
-        steps = min(fewest, steps_of(most, 1, self.batch_size))
-        if steps == steps_of(mine, 1, self.batch_size):
-            return [self.batch_size] * (steps - 1) + [mine - self.batch_size * (steps - 1)]
-        return [mine // steps + (step < mine % steps) for step in range(steps)]
+            return [min(self.batch_size, min(left))] * steps_of(min(left), 1, self.batch_size, drop_last=True)
+        owned = (units_of(part, size) for part in self.parts)
+        whole = [int(self.counts[units.start : units.stop].sum()) for units in owned]
+        # As many ranks as before go on with the batches that were left; others share what is left anew.
+        steps, done = self._steps(whole), self._steps_done(whole, left)
+        if done is None:
+            whole, steps, done = left, self._steps(left), 0
+        first = [self._first(whole[rank], steps, batches) for batches in range(done, steps + 1)]
+        return [after - before for before, after in itertools.pairwise(first)]
+
+    def _steps(self, rows: Sequence[int]) -> int:
+        """Of ranks with so many rows each."""
+        return min(min(rows), steps_of(max(rows), 1, self.batch_size))
+
+    def _steps_done(self, whole: Sequence[int], left: Sequence[int]) -> int | None:
+        """After how many steps ranks that had so many rows have so many left; None if there is no such step."""
+        steps = self._steps(whole)
+        done = bisect_left(range(steps), whole[0] - left[0], key=lambda batches: self._first(whole[0], steps, batches))
+        same = all(rows - self._first(rows, steps, done) == rest for rows, rest in zip(whole, left, strict=True))
+        return done if same else None
+
+    def _first(self, rows: int, steps: int, batches: int) -> int:
+        """How many of a rank's rows are in its first batches."""
+        if steps == steps_of(rows, 1, self.batch_size):
+            return min(rows, batches * self.batch_size)
+        return batches * (rows // steps) + min(batches, rows % steps)
 
     def share(self, position: Position, rank: int, size: int) -> list[Interval]:
         """See base class."""
