@@ -143,7 +143,8 @@ def test_as_many_ranks_as_before_go_on_with_the_batches_that_were_left(
     asked = Asked(columns=("row",), shuffle=shuffle, seed=1)
     feeds = _feeds(folder, rows, 2, 7, False, asked, Position(1))
     unbroken = [[rows_of(batch) for batch in itertools.islice(feed, feed.left)] for feed in feeds]
-    position, read = Position(1), [[], []]  # type: tuple[Position, list[list[list[int]]]]
+    position = Position(1)
+    read: list[list[list[int]]] = [[], []]
     for batches in [*stops, None]:
         again = list(_feeds(folder, rows, 2, 7, False, asked, position))
         for feed, found in zip(again, read, strict=True):
