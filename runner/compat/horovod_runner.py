@@ -1,0 +1,51 @@
+"""Databricks' HorovodRunner: its constructor and its ``run``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from spark_hvd.runner.launch.local import run_local
+from spark_hvd.runner.launch.run import run
+
+_VERBOSITY = {"log_callback_only": 0, "all": 1}
+
+
+class HorovodRunner:
+    """Runs functions written for ``sparkdl.HorovodRunner``; only the import changes.
+
+    Args:
+        np: Number of ranks: each in a task of Spark, 0 for all task slots, or negative for as many processes of this
+            machine.
+        driver_log_verbosity: "all" shows what ranks print; "log_callback_only" does not.
+
+    Raises:
+        ValueError: ``driver_log_verbosity`` is none of these.
+        TypeError: ``np`` is no whole number.
+    """
+
+    __module__ = "spark_hvd.compat"
+
+    def __init__(self, *, np: int, driver_log_verbosity: str = "log_callback_only") -> None:
+        if driver_log_verbosity not in _VERBOSITY:
+            raise ValueError(
+                f"driver_log_verbosity={driver_log_verbosity!r}: expected one of {', '.join(map(repr, _VERBOSITY))}"
+            )
+        if not isinstance(np, int):
+            raise TypeError(f"np={np!r}: expected a whole number")
+        self.num_processor, self._verbose = np, _VERBOSITY[driver_log_verbosity]
+
+    def run(self, main: Callable[..., Any], **kwargs: Any) -> Any:
+        """Run ``main(**kwargs)`` on every rank.
+
+        ``horovod`` can be imported there, with Horovod's own numbers: see :mod:`spark_hvd.horovod`.
+
+        Returns:
+            What it returned on rank 0.
+
+        Raises:
+            RunError: as :func:`spark_hvd.run`.
+        """
+        if self.num_processor < 0:
+            return run_local(main, kwargs=kwargs, num_proc=-self.num_processor, verbose=self._verbose)[0]
+        return run(main, kwargs=kwargs, num_proc=self.num_processor or None, verbose=self._verbose)[0]

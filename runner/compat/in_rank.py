@@ -1,0 +1,76 @@
+"""In the rank: the environment that torchrun gives, and no process group but what the function makes itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from spark_hvd.context import leave, who
+from spark_hvd.runner.rank.script import Script, run_script
+
+ROWS = "train"
+"""The name of the data set that a DataFrame becomes."""
+
+
+def run_function(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    one_node: bool,
+    rows: str | None = None,
+) -> Any:
+    """Call a function as torchrun's process would; its value is rank 0's.
+
+    Args:
+        function: To be called.
+        args: Its arguments.
+        kwargs: Its arguments.
+        one_node: See :func:`_as_torchrun`.
+        rows: The data set of :func:`get_spark_partition_data_loader`, if the run has one.
+    """
+    if rows is not None:
+        from spark_hvd.runner.compat.partition import open_partition  # and so pyarrow, 0.1 s
+
+        open_partition(rows)
+    first = who.rank() == 0
+    with _as_torchrun(one_node):
+        value = function(*args, **kwargs)
+    return value if first else None
+
+
+def run_file(script: Script, one_node: bool) -> None:
+    """Run a script as torchrun's process would."""
+    with _as_torchrun(one_node):
+        run_script(script)
+
+
+@contextmanager
+def _as_torchrun(one_node: bool) -> Iterator[None]:
+    """Leave the world that the ranks have met in, and tell where they can meet again: at the same store.
+
+    Args:
+        one_node: The ranks are one node's. Else each is a node of its own, as there a Spark task is: it sees one GPU,
+            which is number 0.
+    """
+    import torch.distributed as dist
+
+    rank, size = who.rank(), who.size()
+    leave.shutdown()
+    local, group = (rank, 0) if one_node else (0, rank)
+    os.environ |= {
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(size if one_node else 1),
+        "GROUP_RANK": str(group),
+        "GROUP_WORLD_SIZE": str(1 if one_node else size),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(size),
+        "TORCHELASTIC_RUN_ID": "spark_hvd",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    yield
+    if dist.is_initialized():  # what is not destroyed here would be as the interpreter ends, with a warning
+        dist.destroy_process_group()

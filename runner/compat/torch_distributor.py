@@ -1,0 +1,178 @@
+"""PySpark's TorchDistributor: its constructor and its ``run``, on ranks that :func:`spark_hvd.run` starts."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd.runner.compat.in_rank import ROWS, run_file, run_function
+from spark_hvd.runner.launch.local import run_local
+from spark_hvd.runner.launch.run import run
+from spark_hvd.runner.outcome.payload import name_of, renamed
+from spark_hvd.runner.rank.script import Script
+from spark_hvd.runner.spark.session import active_session, conf, is_connect
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+_log = logging.getLogger(__name__)
+_TASK_GPUS, _DRIVER_GPUS = "spark.task.resource.gpu.amount", "spark.driver.resource.gpu.amount"
+_TLS, _IGNORE_TLS = "spark.ssl.enabled", "pytorch.spark.distributor.ignoreSsl"
+
+
+class TorchDistributor:
+    """Runs functions and files written for ``pyspark.ml.torch.distributor.TorchDistributor``; only the import changes.
+
+    A rank has the environment that torchrun would have given it, and no process group: the function makes one by
+    ``torch.distributed.init_process_group``, as it does there, or calls ``hvd.init()``.
+
+    Args:
+        num_processes: Number of ranks.
+        local_mode: Ranks are processes of this machine; else of Spark's tasks.
+        use_gpu: Each rank has a GPU: one of its Spark task's (``spark.task.resource.gpu.amount``), or in local mode one
+            of the driver's (``spark.driver.resource.gpu.amount``). Else ranks of tasks see none.
+
+    Raises:
+        ValueError: ``num_processes`` is less than 1.
+        RuntimeError: GPUs are asked for, and Spark's settings give none.
+        ClusterError: there is no Spark session, where one is needed.
+    """
+
+    __module__ = "spark_hvd.compat"
+
+    def __init__(self, num_processes: int = 1, local_mode: bool = True, use_gpu: bool = True) -> None:
+        if num_processes < 1:
+            raise ValueError(f"num_processes={num_processes}: expected a positive integer")
+        self.num_processes, self.local_mode, self.use_gpu = num_processes, local_mode, use_gpu
+        self._each, self._visible = 1, ""
+        if use_gpu and local_mode:
+            self._take_gpus_of_driver()
+        elif use_gpu:
+            self._each = self._gpus_of_task()
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of Spark tasks, or of processes in local mode."""
+        return self.num_processes // self._each
+
+    def run(self, train_object: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
+        """Run a function, or a Python file, on every rank.
+
+        Args:
+            train_object: The function; or the path of a file on this machine, which every rank runs as ``__main__``.
+            args: Of the function; or of the command line, as text.
+            kwargs: Of the function.
+
+        Returns:
+            What the function returned on rank 0; None for a file.
+
+        Raises:
+            ValueError: ``kwargs`` with a file.
+            OSError, SyntaxError: a file that cannot be read or is no Python.
+            RuntimeError: tensors would travel in clear through a cluster with ``spark.ssl.enabled``.
+            RunError: as :func:`spark_hvd.run`; it is a RuntimeError too.
+        """
+        if callable(train_object):
+            return self._start(run_function, train_object, (train_object, args, kwargs, self.local_mode))
+        if kwargs:
+            raise ValueError(f"{next(iter(kwargs))}=...: a file takes arguments of a command line, and none by name")
+        script = Script.read(train_object, [str(argument) for argument in args])
+        return self._start(run_file, os.path.basename(train_object), (script, self.local_mode))
+
+    def train_on_dataframe(
+        self, train_function: Callable[..., Any], spark_dataframe: DataFrame, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a function whose ranks read a DataFrame's rows by :func:`get_spark_partition_data_loader`.
+
+        PySpark has it as ``_train_on_dataframe``, for partitions as many as ranks, none of them empty. Here partitions
+        may be as they are.
+
+        Returns:
+            What the function returned on rank 0.
+
+        Raises:
+            ValueError: in local mode.
+            RuntimeError, RunError: as :meth:`run`.
+        """
+        if self.local_mode:
+            raise ValueError("local_mode=True: expected local_mode=False, since tasks of Spark have the rows")
+        call = (train_function, args, kwargs, False, ROWS)
+        return self._start(run_function, train_function, call, data={ROWS: spark_dataframe})
+
+    _train_on_dataframe = train_on_dataframe
+
+    def _start(
+        self, in_rank: Callable[..., Any], named: Callable[..., Any] | str, args: tuple[Any, ...], **options: Any
+    ) -> Any:
+        function = renamed(in_rank, named if isinstance(named, str) else name_of(named))
+        if self.local_mode:
+            env = {"CUDA_VISIBLE_DEVICES": self._visible} if self._visible else {}
+            return run_local(function, args, num_proc=self.num_processes, env=env, **options)[0]
+        self._check_encryption()
+        if not self.use_gpu:
+            options["gpus_per_proc"] = 0
+        return run(function, args, num_proc=self.num_processes, procs_per_task=self._each, **options)[0]
+
+    def _check_encryption(self) -> None:
+        """Refuse what the cluster's settings forbid.
+
+        Raises:
+            RuntimeError: TLS is on, and not ignored.
+        """
+        if not _is_true(_TLS):
+            return
+        said = f"{_TLS}=true: this cluster's traffic has TLS encryption, and tensors between ranks have none"
+        if not _is_true(_IGNORE_TLS):
+            raise RuntimeError(f"{said}. Where that may be so, set {_IGNORE_TLS} to true")
+        _log.warning("%s (%s=true)", said, _IGNORE_TLS)
+
+    def _gpus_of_task(self) -> int:
+        """GPUs of a task, which has as many ranks.
+
+        Raises:
+            RuntimeError: it has none, or ranks do not divide by them.
+        """
+        each = int(_setting(_TASK_GPUS) or 0)
+        if each < 1:
+            raise RuntimeError(f"use_gpu=True, but {_TASK_GPUS} is unset: set it, or use_gpu=False")
+        if self.num_processes % each:
+            raise RuntimeError(
+                f"num_processes={self.num_processes} with {_TASK_GPUS}={each}: expected a multiple of it, as each task "
+                "has a rank for each of its GPUs"
+            )
+        return each
+
+    def _take_gpus_of_driver(self) -> None:
+        """Choose the driver's GPUs for the ranks, and fewer ranks where there are fewer.
+
+        Raises:
+            RuntimeError: the driver has none.
+        """
+        there = int(_setting(_DRIVER_GPUS) or 0)
+        if there < 1:
+            raise RuntimeError(
+                f"use_gpu=True in local mode, but the driver has no GPUs: {_DRIVER_GPUS} is unset. Set it, or "
+                "use_gpu=False"
+            )
+        if self.num_processes > there:
+            _log.warning("num_processes=%d, but %s=%d: %d ranks", self.num_processes, _DRIVER_GPUS, there, there)
+            self.num_processes = there
+        self._visible = ",".join(_gpus_owned()[: self.num_processes])
+
+
+def _setting(key: str) -> str | None:
+    return conf(active_session(None), key)
+
+
+def _is_true(key: str) -> bool:
+    return (_setting(key) or "").lower() == "true"
+
+
+def _gpus_owned() -> list[str]:
+    """The driver's GPUs: those it sees, or that Spark found. Of a client of Spark Connect, Spark knows none."""
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return visible.split(",")
+    session = active_session(None)
+    return [] if is_connect(session) else list(session.sparkContext.resources["gpu"].addresses)
