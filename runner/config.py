@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 BACKENDS = ("gloo", "nccl", "mpi")
 MPIS = ("mpich", "openmpi")
 CHOICES = ("auto", "table", "notebook", "plain", "json", "off")
+PRELOAD = "SPARK_HVD_PRELOAD"
+"""The variable that names modules, with commas, which the process that ranks are forked from imports before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +104,10 @@ class CommonConfig:
     def of(cls, arguments: Mapping[str, Any]) -> Self:
         """The config of those arguments of a function that it declares; None stands for the default."""
         names = options_of(cls)
-        return cls(**{name: value for name, value in arguments.items() if name in names and value is not None})
+        given = {name: value for name, value in arguments.items() if name in names and value is not None}
+        if uses_tensorflow():
+            given["env"] = {PRELOAD: "tensorflow", **given.get("env", {})}
+        return cls(**given)
 
     def __post_init__(self) -> None:
         for name, declared in options_of(type(self)).items():
@@ -175,6 +180,11 @@ class RunConfig(CommonConfig):
                 f"min_num_proc={least} with num_proc={self.num_proc}, procs_per_task={each}: expected a multiple of "
                 "procs_per_task, from 1 to num_proc"
             )
+
+
+def uses_tensorflow() -> bool:
+    """Whether this program trains with TensorFlow, as far as its imports tell: some import it without any need."""
+    return "spark_hvd.tensorflow" in sys.modules or {"tensorflow", "keras"} <= sys.modules.keys()
 
 
 def in_notebook() -> bool:

@@ -9,7 +9,7 @@ Run as ``python -m spark_hvd.runner.supervise.forkserver FOLDER FD ANCHOR LINGER
 FOLDER, or the only connection there will be. On a connection, each request arrives as a length with five file
 descriptors, then a JSON object. When a connection closes, the ranks that were asked for on it are killed with their
 process groups: so no rank outlives its supervisor, however that one died. The server ends when process ANCHOR has, or
-when nobody has been connected for LINGER seconds.
+when nobody has been connected for LINGER seconds. SPARK_HVD_PRELOAD names modules to be imported besides torch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import selectors
@@ -33,6 +34,7 @@ import psutil
 
 from spark_hvd.runner.channel.frames import REQUEST_LENGTH, recv_exactly
 from spark_hvd.runner.channel.private_sockets import BACKLOG, SocketFolder, is_ours
+from spark_hvd.runner.config import PRELOAD
 from spark_hvd.scratch import local_directory, sweep, temporary_directory
 
 _PR_SET_PDEATHSIG = 1
@@ -180,7 +182,24 @@ def _preload() -> None:
 
         # The first optimizer of a process imports torch._dynamo and sympy, which takes as long as torch itself.
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    for name in filter(None, os.environ.get(PRELOAD, "").split(",")):
+        with contextlib.suppress(Exception):  # the same: a rank that imports it says what is wrong
+            importlib.import_module(name)
+    if has_computed():
+        # Its threads are not in a forked process, whose first operation would wait for them for ever.
+        print(f"spark_hvd: {PRELOAD}={os.environ[PRELOAD]} ran operations of TensorFlow: not imported", file=sys.stderr)
+        del os.environ[PRELOAD]
+        os.execv(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]])
     gc.freeze()  # keeps the collector from touching, and so copying, the pages shared with children
+
+
+def has_computed() -> bool:
+    """Whether TensorFlow has run an operation in this process: from then on there are threads with names of its own."""
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:
+            if file.read().startswith("tf_"):
+                return True
+    return False
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import platform
+import re
 import select
 import signal
 import socket
@@ -24,11 +25,18 @@ import psutil
 
 from spark_hvd.runner.channel.frames import REQUEST_LENGTH, STACKS_SIGNAL
 from spark_hvd.runner.channel.private_sockets import SocketFolder, is_ours, namespaces
+from spark_hvd.runner.config import PRELOAD
 
 _log = logging.getLogger(__name__)
 _STACKS_PAUSE = 0.1  # seconds in which nothing more is written when stacks are complete
 _MAX_SERVERS = 2  # a server holds ~300 MB; two, so that alternating between two environments stays fast
 _LINGER = 600.0  # seconds that the server of the common environment waits for another run
+_READ_AT_LOAD = re.compile(
+    # threads, allocators, the dynamic loader, Python, locale; then what frameworks read when they are imported
+    r"(OMP|GOMP|KMP|MKL|DNNL|ONEDNN|OPENBLAS|BLIS|GOTO|NUMEXPR|NPY|NUMPY|MALLOC|GLIBC|JE|MIMALLOC|ARROW|LD|PYTHON|LC)_?.*"
+    r"|LANG|TZ|HOME|(TORCH|PYTORCH|AOT|TRITON|TF|XLA|GRPC|ABSL|KERAS|JAX).*|" + PRELOAD
+)
+"""Variables that libraries read when they are loaded, and so in the server. A rank gets all others after the fork."""
 
 
 @dataclass(slots=True)
@@ -189,16 +197,17 @@ _started: list[subprocess.Popen[bytes]] = []
 def fork_server(env: Mapping[str, str | None], anchor: int) -> ForkServer:
     """The warm fork server for a run's changes to the environment; started when there is none.
 
-    It starts with them, because native libraries read some variables when they are loaded (OMP_*, MKL_*, LD_*). Every
-    rank gets its complete environment besides, so other changes in this process reach it too.
+    It starts with those that libraries read when they are loaded. Every rank gets its complete environment besides, so
+    that all other changes reach it too, whichever server forks it.
 
     Args:
-        env: Changes to this process' environment. A server with changes ends when its last user has; the one without
-            waits ten minutes for another run.
+        env: Changes to this process' environment. A server that has started with some ends when its last user has; the
+            one without waits ten minutes for another run.
         anchor: The process with which the server ends: the Spark executor, or this one. Servers are shared by all
             processes that name the same anchor, environment and Python.
     """
     check_system()
+    env = {name: value for name, value in env.items() if _READ_AT_LOAD.fullmatch(name)}
     key = frozenset(env.items())
     with _servers_lock:
         server = _servers.pop(key, None)

@@ -1,12 +1,22 @@
-"""The fork server's promise that a rank can be ended from the moment on in which there is one."""
+"""The fork server: what ranks of it share, and that one can be ended from the moment on in which there is one."""
 
 from __future__ import annotations
 
 import os
 import select
 import signal
+import sys
+from pathlib import Path
+from typing import Any
 
+import cloudpickle
+import pytest
+
+import spark_hvd
+from spark_hvd.runner.config import PRELOAD, RunConfig
 from spark_hvd.runner.supervise.processes import fork_server
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def test_a_rank_that_has_just_been_forked_can_be_killed() -> None:
@@ -20,3 +30,69 @@ def test_a_rank_that_has_just_been_forked_can_be_killed() -> None:
             assert os.read(process.status_fd, 256) == b'{"exitcode": -9}\n'
         finally:
             process.close()
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """The name of a module that knows in which process it was imported, and runs what the test's parameter says."""
+    name = f"preloaded_{os.getpid()}_{abs(hash(request.node.name))}"
+    (tmp_path / f"{name}.py").write_text(f"import os\n{request.param}\nPID = os.getpid()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def facts(module: str | None = None) -> dict[str, Any]:
+    """In the rank: which process it was forked from, and what it sees."""
+    import importlib
+    import os
+
+    imported = None if module is None else importlib.import_module(module).PID
+    return {"server": os.getppid(), "me": os.getpid(), "imported": imported, "mine": os.environ.get("MINE")}
+
+
+def test_runs_whose_libraries_load_alike_share_a_server() -> None:
+    def facts_with(**env: str | None) -> dict[str, Any]:
+        return spark_hvd.run_local(facts, num_proc=1, env=env)[0]
+
+    common, own, threads = facts_with(), facts_with(MINE="here"), facts_with(OMP_NUM_THREADS="3")
+    assert (common["mine"], own["mine"]) == (None, "here")
+    assert common["server"] == own["server"] != threads["server"]
+
+
+@pytest.mark.parametrize("module", ["", "raise OSError('broken')"], indirect=True)
+def test_modules_are_imported_before_ranks_are_forked(module: str) -> None:
+    ran = spark_hvd.run_local
+    if "OSError" in Path(sys.path[0], f"{module}.py").read_text():
+        with pytest.raises(spark_hvd.runner.RankFailedError, match="broken"):  # type: ignore[attr-defined]
+            ran(facts, (module,), num_proc=1, env={PRELOAD: module})
+        return
+    one, two = ran(facts, (module,), num_proc=2, env={PRELOAD: f"no_such_module,{module}"})
+    assert one["imported"] == two["imported"] == one["server"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["import tensorflow\ntensorflow.constant(1.0) + 1"], indirect=True)
+def test_a_server_that_has_computed_by_tensorflow_begins_again(module: str) -> None:
+    """A process that is forked after that hangs in its first operation."""
+
+    def computed() -> float:
+        import tensorflow
+
+        return float(tensorflow.constant(2.0) + 1)
+
+    def both(name: str) -> tuple[dict[str, Any], float]:
+        return facts(name), computed()
+
+    ((seen, value),) = spark_hvd.run_local(both, (module,), num_proc=1, env={PRELOAD: module}, timeout=60)
+    assert seen["imported"] == seen["me"]
+    assert value == 3.0
+
+
+def test_tensorflow_is_imported_before_where_the_driver_trains_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tensorflow", "keras", "spark_hvd.tensorflow"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "tensorflow", sys)
+    assert RunConfig.of({"num_proc": 2}).env == {}
+    monkeypatch.setitem(sys.modules, "keras", sys)
+    assert RunConfig.of({"env": {"A": "b"}}).env == {PRELOAD: "tensorflow", "A": "b"}
+    assert RunConfig.of({"env": {PRELOAD: None}}).env == {PRELOAD: None}
