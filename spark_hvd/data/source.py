@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from spark_hvd.data.parquet import dataset_in, dataset_of
 from spark_hvd.data.readers.arrow import ArrowReader
 from spark_hvd.data.readers.dataset import DatasetMeta
-from spark_hvd.data.readers.files import arrow_filesystem, plain_schema, told
+from spark_hvd.data.readers.files import arrow_filesystem, check_columns, plain_schema, told
 from spark_hvd.data.readers.forms import BatchT, Form
 from spark_hvd.data.readers.reader import Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Sharding
@@ -92,7 +92,9 @@ class ParquetSource(DataSource):
         fields = {field.name: field for field in plain_schema(found)}
         if self.dataset.partitions is not None:
             fields |= {field.name: field for field in self.dataset.partitions.schema}
-        return pa.schema([fields[column.name] for column in self.dataset.columns])
+        names = [column.name for column in self.dataset.columns]
+        check_columns(names, fields, first.file)
+        return pa.schema([fields[name] for name in names])
 
     @property
     def rows(self) -> int:

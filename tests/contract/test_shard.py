@@ -153,6 +153,22 @@ def test_a_table_vacuumed_while_it_is_read(tmp_path: Path) -> None:
     hvd.shutdown()
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["the first file", "another file"])
+def test_a_column_that_went_after_the_files_were_listed(tmp_path: Path, first: bool) -> None:
+    source = source_in(tmp_path)
+    file = source.dataset.files[0 if first else -1]
+    kept = pq.read_table(file).drop_columns(["half"])
+    pq.write_table(kept, file, row_group_size=source.dataset.row_groups[0].rows)
+    hvd.init()
+    hand({"train": pickle.dumps(source)})
+    try:
+        with no_thread_stays(), pytest.raises(DataError, match=r"has no column 'half': the file changed"):
+            list(get_dataset_shard("train").torch_batches(10))
+    finally:
+        hand({})
+        hvd.shutdown()
+
+
 def test_each_iteration_is_the_next_epoch(shard: DatasetShard) -> None:
     loader = shard.torch_batches(10, shuffle=True, seed=3, window_rows=20)
     epochs = [rows_of(loader) for _ in range(3)]

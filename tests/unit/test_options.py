@@ -62,7 +62,8 @@ def test_an_option_unlike_any_is_named_with_all() -> None:
         spark_hvd.run_local(len, xyzzy=1)  # type: ignore[call-arg]
 
 
-def test_a_config_of_arguments_takes_what_it_declares() -> None:
+def test_a_config_of_arguments_takes_what_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spark_hvd.runner.config, "uses_tensorflow", lambda: False)  # other tests of this process may
     assert RunConfig.of({"num_proc": 3, "fn": len, "env": None}) == RunConfig(num_proc=3)
     assert ElasticConfig.of({"num_proc": 2, "min_num_proc": 1}).limits.min_num_proc == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -148,13 +148,11 @@ class RowGroups:
     def _open(self, group: RowGroup) -> Any:
         inner = self._inner_path(group.file)
         file = pq.ParquetFile(inner, filesystem=self._filesystem, pre_buffer=self._pre_buffer)
-        names = set(file.schema_arrow.names)
-        missing = [name for name in self._stored if name not in names]
-        if missing:
+        try:
+            check_columns(self._stored, file.schema_arrow.names, where(group))
+        except DataError:
             file.close()
-            raise DataError(
-                f"{where(group)} has no column {listed(missing)}: the file changed, or differs from the others"
-            )
+            raise
         return file
 
 
@@ -239,6 +237,20 @@ def _check_rows(file: Any, group: RowGroup) -> None:
     if rows != group.rows:
         found = "is not there" if rows is None else f"has {rows} rows"
         raise DataError(f"{where(group)} {found}, expected {group.rows}: the file changed; call fit again")
+
+
+def check_columns(wanted: Iterable[str], there: Iterable[str], file: str) -> None:
+    """Make sure that a file has columns that were listed: Arrow leaves out what is missing.
+
+    Raises:
+        DataError: naming those that it has not.
+    """
+    there = set(there)
+    if missing := [name for name in wanted if name not in there]:
+        raise DataError(
+            f"{file} has no column {listed(missing)}: the file changed, or differs from the others. Next: start again, "
+            "which takes the columns that there are"
+        )
 
 
 def where(group: RowGroup) -> str:
