@@ -115,7 +115,7 @@ def run(batch: Batch, works: Sequence[Work | None], members: Members) -> Steps:
     """
     communicator, staging = members.communicator, members.staging
     first = batch[0].request
-    parts = [_stand_ins(entry.request) if work is None else work for entry, work in zip(batch, works, strict=True)]
+    parts = [_stand_ins(entry) if work is None else work for entry, work in zip(batch, works, strict=True)]
     if batch[0].seals is not None:  # such entries are not fused
         parts[0].seals = batch[0].seals
     if first.op == ReduceOp.ADASUM.name:
@@ -296,8 +296,9 @@ def _copied_into(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return target if target is source else target.copy_(source)
 
 
-def _stand_ins(request: Request) -> Work:
+def _stand_ins(entry: Entry) -> Work:
     """What a rank that has joined contributes: elements that change nothing, or no rows."""
+    request = entry.request
     device = torch.device("cuda", torch.cuda.current_device()) if request.device == "cuda" else torch.device("cpu")
     tensors = []
     for dtype, shape in zip(map(dtype_of, request.dtypes), request.shapes, strict=True):
@@ -306,7 +307,8 @@ def _stand_ins(request: Request) -> Work:
         elif request.kind == "broadcast":
             tensors.append(torch.empty(shape, dtype=dtype, device=device))
         else:
-            tensors.append(torch.full(shape, identity_element(dtype, op_of(request)), dtype=dtype, device=device))
+            element = 0 if entry.zeros else identity_element(dtype, op_of(request))
+            tensors.append(torch.full(shape, element, dtype=dtype, device=device))
     return Work(tensors, in_place=True, results=[])
 
 

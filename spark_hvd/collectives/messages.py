@@ -54,6 +54,8 @@ class Entry(NamedTuple):
     """What Average divides by; None: the number of ranks."""
     seals: list[str | None] | None = None
     """The seal of each rank, if any has one."""
+    zeros: bool = False
+    """Whether ranks that have joined contribute zeros to any reduction, as Horovod's do."""
 
 
 _NAMES = {value: str(value)[len("torch.") :] for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -108,7 +110,7 @@ class Fail(NamedTuple):
 
     names: list[str]
     error: str
-    """"mismatch" or "stall"."""
+    """"mismatch", "horovod mismatch" or "stall"."""
     text: str
     places: list[int] | None = None
     """The places in the process set of the ranks whose calls these are; None: all. To others the names mean other
@@ -136,6 +138,8 @@ class Tune(NamedTuple):
     """New values from here on."""
 
     fusion_threshold: int
+    horovod: bool = False
+    """Whether errors are Horovod's."""
 
 
 class Trace(NamedTuple):

@@ -21,15 +21,21 @@ from spark_hvd.collectives.messages import AllJoined, Decision, Fail, Gone, Lear
 from spark_hvd.collectives.names import KnownCall, Unnamed
 from spark_hvd.collectives.runs import Runs
 from spark_hvd.collectives.tracing import Tracing
+from spark_hvd.world import errors
 from spark_hvd.world.activity import Source, activity
-from spark_hvd.world.errors import CollectiveError, DuplicateNameError, MismatchError, StalledError
+from spark_hvd.world.errors import CollectiveError
 from spark_hvd.world.vitals import Underway
 
 T = TypeVar("T")
 
 _VERDICT_SECONDS = 3.0
 """How long an error of the network waits for the coordinator's word on which rank has gone."""
-_ERRORS: dict[str, type[Exception]] = {"mismatch": MismatchError, "stall": StalledError}
+_ERRORS: dict[str, type[Exception]] = {
+    "mismatch": errors.MismatchError,
+    "horovod mismatch": errors.HorovodMismatchError,
+    "stall": errors.StalledError,
+}
+_DUPLICATE = {False: errors.DuplicateNameError, True: errors.HorovodDuplicateNameError}
 
 
 class QueueLink(Protocol):
@@ -64,13 +70,17 @@ class NegotiatedQueue(Owner, Source):
         link: To the coordinator.
         tracing: The process' timeline.
         fusion_threshold: Bytes up to which collectives travel together.
+        horovod: Whether errors are Horovod's.
     """
 
-    def __init__(self, members: Members, link: QueueLink, tracing: Tracing, fusion_threshold: int) -> None:
+    def __init__(
+        self, members: Members, link: QueueLink, tracing: Tracing, fusion_threshold: int, horovod: bool = False
+    ) -> None:
         self.members = members
         self.ranks = members.ranks
         self.communicator = members.communicator
         self._link = link
+        self._duplicate = _DUPLICATE[horovod]
         self.tracing = tracing
         # Held over look and change of all that follows: a loss finds each call among the handles, or the call finds
         # the loss; what is in the outbox is under its name, and has one place there.
@@ -169,7 +179,7 @@ class NegotiatedQueue(Owner, Source):
         name = handle.name
         other = self._handles.get(name)
         if other is not None and not other.done:
-            raise DuplicateNameError(
+            raise self._duplicate(
                 f"{handle.request.kind} {name!r} was called while {other.label} is still under way on "
                 "this rank; wait for its handle first, or use another name."
             )
@@ -194,7 +204,7 @@ class NegotiatedQueue(Owner, Source):
         with self._lock:
             self._require_whole()
             if self._joining is not None:
-                raise DuplicateNameError("join() was called while another join() of this rank is under way.")
+                raise self._duplicate("join() was called while another join() of this rank is under way.")
             last = Work([], in_place=True, results=[], received=[])
             handle = self._joining = NamedHandle(self, "join", Request("join", [], [], ""), last, _last)
         self.flush()
@@ -262,6 +272,7 @@ class NegotiatedQueue(Owner, Source):
                 self._joined(decision.last)
             elif isinstance(decision, Tune):
                 self.planner.tune(decision.fusion_threshold)
+                self._duplicate = _DUPLICATE[decision.horovod]
             elif isinstance(decision, Gone):
                 self.gone(decision.text)
                 self.members.on_loss(decision.rank, decision.text)

@@ -43,7 +43,7 @@ from spark_hvd.world import launcher as elastic_launcher
 from spark_hvd.world.activity import activity
 from spark_hvd.world.config import Config
 from spark_hvd.world.env import read_config, read_launch_env, read_mpi_env
-from spark_hvd.world.errors import CollectiveError
+from spark_hvd.world.errors import CollectiveError, PlanMismatchError
 from spark_hvd.world.layout import RankInfo, World, WorldLayout, ranks_in
 
 if TYPE_CHECKING:
@@ -239,9 +239,20 @@ def join(
 
 
 def _meet(world: World, kv: Store, timeout: float, backend: str | None, config: Config) -> None:
-    infos = all_gather_facts(asdict(world.me), kv, world.me.rank, world.me.size)
+    facts = {**asdict(world.me), "dialect": config.dialect}
+    infos = all_gather_facts(facts, kv, world.me.rank, world.me.size)
+    _require_one_dialect([info.pop("dialect") for info in infos])
     layout = WorldLayout(tuple(RankInfo(**info) for info in infos), tuple(range(world.me.size)))
     _enter(world, layout, kv, timeout, backend, config)
+
+
+def _require_one_dialect(dialects: Sequence[str]) -> None:
+    if other := next((rank for rank, dialect in enumerate(dialects) if dialect != dialects[0]), None):
+        raise PlanMismatchError(
+            f"the dialect is {dialects[0]!r} on rank 0 and {dialects[other]!r} on rank {other}: expected one for all, "
+            "as gradients and joins count otherwise in each. Next: set SPARK_HVD_DIALECT alike for all ranks, or "
+            "import horovod, or spark_hvd, on all of them"
+        )
 
 
 def _meet_elastically(world: World, kv: Store, timeout: float, backend: str | None, config: Config) -> None:

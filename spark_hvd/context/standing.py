@@ -200,6 +200,11 @@ def is_initialized() -> bool:
     return standing.context is not None or standing.pending is not None
 
 
+def speaks_horovod() -> bool:
+    """Whether the dialect of the world that this process is in is Horovod's: its numbers and errors count."""
+    return standing.context is not None and standing.context.engine.config.is_horovod
+
+
 def in_world() -> bool:
     """Whether this process is in a world, so that collectives work."""
     return standing.context is not None

@@ -9,13 +9,16 @@ from spark_hvd.collectives.messages import Request
 from spark_hvd.world.words import ranks_text, shortened
 
 
-def disagreement(name: str, requests: Mapping[int, Request], joined: Sequence[int] = ()) -> str | None:
+def disagreement(
+    name: str, requests: Mapping[int, Request], joined: Sequence[int] = (), *, horovod: bool = False
+) -> str | None:
     """What is wrong with a collective.
 
     Args:
         name: Its name.
         requests: The request of each rank, by its number in the world; those of joined ranks are missing.
         joined: The ranks that have joined.
+        horovod: Whether only an allreduce can do without these, as in Horovod.
 
     Returns:
         None if it can run.
@@ -27,7 +30,7 @@ def disagreement(name: str, requests: Mapping[int, Request], joined: Sequence[in
         if request.fault is not None:
             return f"{title} cannot run: on rank {ranks[0]} {request.fault}."
     fault = _difference_fault(name, title, first.kind, groups) if len(groups) > 1 else None
-    return fault or _joined_fault(title, first, joined)
+    return fault or _joined_fault(title, first, joined, horovod)
 
 
 _Groups = list[tuple[Request, list[int]]]
@@ -87,12 +90,13 @@ def _tensor_fault(kind: str, groups: _Groups, place: int) -> str | None:
     return None if difference is None else f"{difference}; every rank must pass the same {what}"
 
 
-def _joined_fault(title: str, request: Request, joined: Sequence[int]) -> str | None:
+def _joined_fault(title: str, request: Request, joined: Sequence[int], horovod: bool) -> str | None:
     if not joined:
         return None
     if request.kind == "broadcast" and request.root in joined:
         return f"{title} cannot run: its root, rank {request.root}, has called join() and has nothing to send."
-    if request.kind in ("alltoall", "reducescatter") or request.op == "ADASUM":
+    unable = ("alltoall", "reducescatter", "allgather", "broadcast") if horovod else ("alltoall", "reducescatter")
+    if request.kind in unable or request.op == "ADASUM":
         what = "Adasum" if request.op == "ADASUM" else request.kind
         return f"{title} cannot run: {ranks_text(joined)} called join(), and {what} needs a tensor of every rank."
     return None

@@ -74,12 +74,20 @@ class Coordinator:
         ranks: The members' ranks in the world, in ascending order.
         cache_capacity: Most names that get a number.
         stall_timeout: Seconds after which a name that some rank is missing for fails; None: never.
+        horovod: Whether errors, and what joined ranks contribute, are Horovod's.
     """
 
-    def __init__(self, ranks: Sequence[int], cache_capacity: int = 1024, stall_timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        cache_capacity: int = 1024,
+        stall_timeout: float | None = None,
+        *,
+        horovod: bool = False,
+    ) -> None:
         self._ranks = ranks
         self._capacity = cache_capacity
-        self.stall_timeout = stall_timeout
+        self.stall_timeout, self.horovod = stall_timeout, horovod
         # Names without a number.
         self._pending: dict[str, _PendingName] = {}
         self._seen: OrderedDict[str, Entry] = OrderedDict()
@@ -302,15 +310,15 @@ class Coordinator:
         places = sorted(pending.requests)
         requests = {self._ranks[place]: pending.requests[place] for place in places}
         absent = [place for place in range(len(self._ranks)) if place not in pending.requests]
-        fault = disagreement(name, requests, [self._ranks[place] for place in absent])
+        fault = disagreement(name, requests, [self._ranks[place] for place in absent], horovod=self.horovod)
         if fault is not None:
-            return [Fail([name], "mismatch", fault)]
+            return [Fail([name], "horovod mismatch" if self.horovod else "mismatch", fault)]
         divisor = len(places) + sum(self._joined[place] for place in absent)
         request = pending.requests[places[0]]
         table = _table(request.kind, pending.requests, len(self._ranks))
         seals = _seals(pending.requests, len(self._ranks))
         if absent:
-            entries.append(Entry(name, request, table, absent, divisor, seals))
+            entries.append(Entry(name, request, table, absent, divisor, seals, self.horovod))
             return []
         entry = Entry(name, request, table, seals=seals)
         entries.append(entry)

@@ -91,7 +91,7 @@ class Engine:
         """
         if len(members.ranks) == 1:
             alone = LoneLink()
-            queue = NegotiatedQueue(members, alone, self.tracing, self.config.fusion_threshold)
+            queue = NegotiatedQueue(members, alone, self.tracing, self.config.fusion_threshold, self.config.is_horovod)
             alone.coordination = Coordination(queue, self.config, None)
             return queue
         self._start()
@@ -101,7 +101,7 @@ class Engine:
         secret = self._secret or secrets.token_bytes(32)
         keys = Keys.of(secret)
         link = CoordinatorLink(self)
-        queue = NegotiatedQueue(members, link, self.tracing, self.config.fusion_threshold)
+        queue = NegotiatedQueue(members, link, self.tracing, self.config.fusion_threshold, self.config.is_horovod)
 
         def listen() -> list[str]:
             self._authenticator.allow(keys.member_public)
@@ -136,7 +136,7 @@ class Engine:
         keys = Keys.of(self._secret or bytes.fromhex(facts["secret"]))
         sockets = MemberSockets(self._context, facts["endpoints"], members.place, keys, _CONNECT_SECONDS)
         member = MemberLink(self, sockets, members.place)
-        member.queue = NegotiatedQueue(members, member, self.tracing, facts["fusion_threshold"])
+        member.queue = NegotiatedQueue(members, member, self.tracing, facts["fusion_threshold"], self.config.is_horovod)
 
         def attend() -> None:
             self._members.append(member)

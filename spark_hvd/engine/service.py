@@ -36,7 +36,9 @@ class Coordination:
         self.queue = queue
         self.sockets = sockets
         self.on_message: Callable[[int, str, Sequence[Any]], None] = lambda place, kind, fields: None
-        self._coordinator = Coordinator(queue.ranks, config.cache_capacity, config.stall_timeout)
+        self._coordinator = Coordinator(
+            queue.ranks, config.cache_capacity, config.stall_timeout, horovod=config.is_horovod
+        )
         self._stall_warning = config.stall_warning
         self._absent = set(range(1, len(queue.ranks)))
         self._unheard = set(self._absent)
@@ -207,8 +209,9 @@ class Coordination:
     def tune(self, config: Config) -> None:
         """Other values from here on."""
         self._stall_warning, self._coordinator.stall_timeout = config.stall_warning, config.stall_timeout
+        self._coordinator.horovod = config.is_horovod
         self._next_check = 0.0
-        self.tell([Tune(config.fusion_threshold)])
+        self.tell([Tune(config.fusion_threshold, config.is_horovod)])
 
     def absent_text(self, seconds: float) -> str:
         """What to say of the members that have not connected."""

@@ -12,7 +12,7 @@ from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.collectives.start import Reducing
 from spark_hvd.tensorflow.standing import size_op
 from spark_hvd.tensorflow.tensors import apply, unconverted
-from spark_hvd.torch.gradients import Allgather, Allreduce, Alltoall, Broadcast, Call, ReduceScatter
+from spark_hvd.torch.gradients import Allgather, Allreduce, Alltoall, Broadcast, Call, ReduceScatter, gradients_by
 from spark_hvd.torch.reduce import chosen_op
 from spark_hvd.transport.communicator import ReduceOp
 
@@ -117,7 +117,7 @@ def allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     *,
-    grad_op: ReduceOp = ReduceOp.SUM,
+    grad_op: ReduceOp | None = None,
 ) -> Any:
     """Concatenate all ranks' tensors along the first dimension, in rank order, which may differ in their rows.
 
@@ -140,10 +140,10 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     *,
-    grad_op: ReduceOp = ReduceOp.SUM,
+    grad_op: ReduceOp | None = None,
 ) -> list[Any]:
     """Apply :func:`allgather` to several tensors, as one unit."""
-    call = Call(name_of("allgather", name), process_set, Reducing(grad_op))
+    call = Call(name_of("allgather", name), process_set, gradients_by(grad_op))
     given = [tf.convert_to_tensor(tensor) for tensor in tensors]
     return apply(Allgather, given, call, kept=[tf.int64], rows=True) if given else []
 
@@ -155,7 +155,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     *,
-    grad_op: ReduceOp = ReduceOp.SUM,
+    grad_op: ReduceOp | None = None,
 ) -> Any:
     """Return a new tensor with the elements of the root's; the same shape and dtype on every rank.
 
@@ -170,7 +170,7 @@ def broadcast(
         ValueError: `root_rank` is not in the process set, or the process set is not this rank's.
         NotInitializedError, MismatchError, StalledError, CollectiveError: See :func:`allreduce`.
     """
-    call = Call(name_of("broadcast", name), process_set, Reducing(grad_op), root_rank=root_rank)
+    call = Call(name_of("broadcast", name), process_set, gradients_by(grad_op), root_rank=root_rank)
     return apply(Broadcast, [tf.convert_to_tensor(tensor)], call)[0]
 
 

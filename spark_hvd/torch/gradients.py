@@ -1,7 +1,8 @@
 """Derivatives of the synchronous collectives, for the tape of any framework.
 
 Each rank's loss is taken as a part of the sum of all ranks' losses: the gradient of a collective's input is the sum
-over ranks of what each rank's results contribute to its own loss.
+over ranks of what each rank's results contribute to its own loss. Horovod's dialect has other derivatives: allreduce
+reduces gradients as it reduced tensors, reducescatter gathers them, those of allgather and broadcast are averaged.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from spark_hvd.collectives.start import (
     start_alltoall,
     start_broadcast,
 )
+from spark_hvd.context.standing import speaks_horovod
 from spark_hvd.transport.communicator import ReduceOp
 
 SUM = Reducing(ReduceOp.SUM)
@@ -67,12 +69,12 @@ class Allreduce:
     def forward(call: Call, tensors: Sequence[torch.Tensor], *, keep: bool) -> tuple[Tensors, Tensors]:
         """See Derivable."""
         results = compressed_allreduce(tensors, call.name, call.reducing, call.process_set, call.compression)
-        return results, [] if _is_linear(call) else list(tensors)
+        return results, [] if _reduced_alike(call) else list(tensors)
 
     @staticmethod
     def backward(call: Call, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> Tensors:
         """See Derivable."""
-        if _is_linear(call):
+        if _reduced_alike(call):
             return _total(call, grads, call.reducing)
         return _through_extremes(call, kept, _total(call, grads, SUM))
 
@@ -84,17 +86,17 @@ class ReduceScatter:
     def forward(call: Call, tensors: Sequence[torch.Tensor], *, keep: bool) -> tuple[Tensors, Tensors]:
         """See Derivable."""
         results = compressed_reducescatter(tensors, call.name, call.reducing, call.process_set, call.compression)
-        return results, [] if _is_linear(call) else list(tensors)
+        return results, [] if _reduced_alike(call) else list(tensors)
 
     @staticmethod
     def backward(call: Call, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> Tensors:
         """See Derivable."""
         totals = start_allgather(grads, call.name_of("gradient"), call.process_set, all_results, urgent=True).wait()
-        if not _is_linear(call):
+        if not _reduced_alike(call):
             return _through_extremes(call, kept, totals)
-        reducing = call.reducing
-        size = len(queue_of(call.process_set).ranks) if reducing.op is ReduceOp.AVERAGE else 1
-        return [total * (reducing.prescale * reducing.postscale / size) for total in totals]
+        reducing, size = call.reducing, len(queue_of(call.process_set).ranks)
+        factor = reducing.prescale * reducing.postscale / (size if reducing.op is ReduceOp.AVERAGE else 1)
+        return [total * (factor * size if speaks_horovod() else factor) for total in totals]
 
 
 class Allgather:
@@ -182,8 +184,22 @@ class _Applied(torch.autograd.Function):
         return None, None, *(grad.view(shape) for grad, shape in zip(found, ctx.shapes, strict=True))
 
 
-def _is_linear(call: Call) -> bool:
-    return call.reducing.op in (ReduceOp.SUM, ReduceOp.AVERAGE)
+def gradients_by(op: ReduceOp | None) -> Reducing:
+    """How gradients of allgather and broadcast are reduced, by their argument `grad_op`; None: as the dialect has it.
+
+    Raises:
+        ValueError: It is neither Sum nor Average.
+    """
+    if op is None:
+        op = ReduceOp.AVERAGE if speaks_horovod() else ReduceOp.SUM
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise ValueError(f"grad_op={op!r}: gradients are reduced with Sum or Average.")
+    return Reducing(op)
+
+
+def _reduced_alike(call: Call) -> bool:
+    """Whether gradients are reduced as the tensors were; in Horovod's dialect they always are."""
+    return call.reducing.op in (ReduceOp.SUM, ReduceOp.AVERAGE) or speaks_horovod()
 
 
 def _total(call: Call, grads: Sequence[torch.Tensor], reducing: Reducing) -> Tensors:

@@ -11,7 +11,6 @@ from spark_hvd.collectives.execution import all_results, single_result
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.collectives.start import (
-    Reducing,
     require_tensor,
     require_tensors,
     start_allgather,
@@ -20,7 +19,8 @@ from spark_hvd.collectives.start import (
     start_broadcast,
 )
 from spark_hvd.context.join import join as stand_in
-from spark_hvd.torch.gradients import Allgather, Alltoall, Broadcast, Call, apply
+from spark_hvd.context.standing import speaks_horovod
+from spark_hvd.torch.gradients import Allgather, Alltoall, Broadcast, Call, apply, gradients_by
 from spark_hvd.transport.communicator import ReduceOp
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ def allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     *,
-    grad_op: ReduceOp = ReduceOp.SUM,
+    grad_op: ReduceOp | None = None,
 ) -> torch.Tensor:
     """Concatenate all ranks' tensors along the first dimension, in rank order.
 
@@ -41,7 +41,7 @@ def allgather(
         tensor: Any dtype. The first dimension may differ by rank, the others not. A 0-dim tensor counts as one row.
         name: Ranks match calls by name, in any order. None: such calls on a process set match by their order.
         process_set: The ranks that take part.
-        grad_op: How the ranks' gradients become one: Sum, or Average as in Horovod.
+        grad_op: How the ranks' gradients become one: Sum (default), or Average as in Horovod.
 
     Raises:
         NotInitializedError: Before init().
@@ -52,7 +52,7 @@ def allgather(
         CollectiveError: A peer or the network failed.
     """
     require_tensor(tensor)
-    return apply(Allgather, [tensor], Call(name, process_set, _of_gradients(grad_op)))[0]
+    return apply(Allgather, [tensor], Call(name, process_set, gradients_by(grad_op)))[0]
 
 
 def allgather_async(
@@ -68,11 +68,11 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     *,
-    grad_op: ReduceOp = ReduceOp.SUM,
+    grad_op: ReduceOp | None = None,
 ) -> Tensors:
     """Apply :func:`allgather` to several tensors, as one unit."""
     require_tensors(tensors)
-    return apply(Allgather, tensors, Call(name, process_set, _of_gradients(grad_op))) if tensors else []
+    return apply(Allgather, tensors, Call(name, process_set, gradients_by(grad_op))) if tensors else []
 
 
 def grouped_allgather_async(
@@ -89,7 +89,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     *,
-    grad_op: ReduceOp = ReduceOp.SUM,
+    grad_op: ReduceOp | None = None,
 ) -> torch.Tensor:
     """Return a new tensor with the elements of the root's.
 
@@ -98,7 +98,7 @@ def broadcast(
         root_rank: Whose elements; a rank of the world, also with a process set.
         name: Ranks match calls by name, in any order. None: such calls on a process set match by their order.
         process_set: The ranks that take part.
-        grad_op: How the ranks' gradients become the root's: Sum, or Average as in Horovod.
+        grad_op: How the ranks' gradients become the root's: Sum (default), or Average as in Horovod.
 
     Raises:
         ValueError: `root_rank` is not in the process set, or the process set is not this rank's.
@@ -106,7 +106,7 @@ def broadcast(
         DuplicateNameError, StalledError, CollectiveError: See :func:`allgather`.
     """
     require_tensor(tensor)
-    return apply(Broadcast, [tensor], Call(name, process_set, _of_gradients(grad_op), root_rank=root_rank))[0]
+    return apply(Broadcast, [tensor], Call(name, process_set, gradients_by(grad_op), root_rank=root_rank))[0]
 
 
 def broadcast_async(
@@ -181,7 +181,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     start_barrier(None, process_set).wait()
 
 
-def join(device: int = -1, *, count_in_average: bool = False) -> int:
+def join(device: int = -1, *, count_in_average: bool | None = None) -> int:
     """Say that this rank has no more data, and wait until every rank of the world has said so.
 
     Meanwhile the others' collectives go on without it: to Sum and Average it adds nothing, Min, Max and Product are
@@ -191,7 +191,7 @@ def join(device: int = -1, *, count_in_average: bool = False) -> int:
 
     Args:
         device: Accepted for Horovod's sake: this rank stands in on its current GPU.
-        count_in_average: Whether Average divides by this rank too, as in Horovod.
+        count_in_average: Whether Average divides by this rank too, as in Horovod; None: in its dialect.
 
     Returns:
         The last rank that joined.
@@ -201,7 +201,7 @@ def join(device: int = -1, *, count_in_average: bool = False) -> int:
         CollectiveError: A peer or the network failed.
         AssertionError: Gradients of this rank are being reduced; call `step` or `synchronize` first.
     """
-    return stand_in(counts=count_in_average)
+    return stand_in(counts=speaks_horovod() if count_in_average is None else count_in_average)
 
 
 def poll(handle: NamedHandle[Any]) -> bool:
@@ -226,9 +226,3 @@ def _handle(handle: NamedHandle[T]) -> NamedHandle[T]:
     if not isinstance(handle, NamedHandle):
         raise TypeError(f"expected a handle, as the _async functions return it; got {handle!r}.")
     return handle
-
-
-def _of_gradients(op: ReduceOp) -> Reducing:
-    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-        raise ValueError(f"grad_op={op!r}: gradients are reduced with Sum or Average.")
-    return Reducing(op)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from spark_hvd.transport.communicator import ReduceOp
+from spark_hvd.world.errors import UnsupportedDtypeError
 
 _WIDER = {
     torch.int16: torch.int32,
@@ -51,15 +52,17 @@ def is_integer(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def check_op(dtype: torch.dtype, op: ReduceOp) -> None:
-    """Raise a TypeError if this reduction does not exist for this dtype."""
+    """Raise an UnsupportedDtypeError if this reduction does not exist for this dtype."""
     if dtype not in _AS_THEY_ARE and dtype not in _WIDER:
-        raise TypeError(f"tensors of {dtype} cannot be reduced; convert to another dtype first.")
+        raise UnsupportedDtypeError(f"tensors of {dtype} cannot be reduced; convert to another dtype first.")
     if op is ReduceOp.AVERAGE and dtype == torch.bool:
-        raise TypeError("op=Average does not exist for torch.bool; use Max (any), Min (all), or convert the tensor.")
+        raise UnsupportedDtypeError(
+            "op=Average does not exist for torch.bool; use Max (any), Min (all), or convert the tensor."
+        )
     if op is ReduceOp.ADASUM and not dtype.is_floating_point:
-        raise TypeError(f"op=Adasum does not exist for {dtype}: it needs floating-point gradients.")
+        raise UnsupportedDtypeError(f"op=Adasum does not exist for {dtype}: it needs floating-point gradients.")
     if dtype.is_complex and op in (ReduceOp.MIN, ReduceOp.MAX):
-        raise TypeError(f"op={op.name.title()} does not exist for {dtype}: complex numbers have no order.")
+        raise UnsupportedDtypeError(f"op={op.name.title()} does not exist for {dtype}: complex numbers have no order.")
 
 
 def to_wire(tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, ReduceOp, Restore]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+DIALECTS = ("spark_hvd", "horovod")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
@@ -27,6 +29,8 @@ class Config:
     """A file to record a timeline to from the start, as start_timeline() does."""
     timeline_mark_cycles: bool = False
     """Whether the timeline marks each round of decisions."""
+    dialect: str = "spark_hvd"
+    """"horovod" where numbers and errors are to be Horovod's; the same on all ranks."""
     autotune: bool = False
     """Whether bucket sizes and the fusion threshold are tuned in the first steps."""
     autotune_log: str | None = None
@@ -36,10 +40,17 @@ class Config:
     autotune_max_samples: int = 20
 
     def __post_init__(self) -> None:
+        if self.dialect not in DIALECTS:
+            raise ValueError(f"dialect={self.dialect!r}: expected {' or '.join(map(repr, DIALECTS))}.")
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise ValueError(f"{name}={value!r}: expected {least} or more.")
+
+    @property
+    def is_horovod(self) -> bool:
+        """Whether the dialect is Horovod's."""
+        return self.dialect == "horovod"
 
     def kept_text(self, wanted: Config) -> str | None:
         """What to say if values are wanted that a world which was joined already cannot take; else None."""

@@ -81,10 +81,10 @@ def read_mpi_cuda(env: Mapping[str, str] = os.environ) -> bool | None:
 def read_config(env: Mapping[str, str] = os.environ) -> Config:
     """The values of Horovod's variables that have a meaning here; those that are not set have our defaults.
 
-    HOROVOD_CYCLE_TIME has none: nothing happens in cycles. SPARK_HVD_SHARED_MEMORY is ours.
+    HOROVOD_CYCLE_TIME has none: nothing happens in cycles. SPARK_HVD_SHARED_MEMORY and SPARK_HVD_DIALECT are ours.
 
     Raises:
-        ValueError: A value is no number, or out of its range.
+        ValueError: A value is no number, out of its range, or none of the words it may be.
     """
     values: dict[str, Any] = {}
     for variable, (name, kind) in _SETTINGS.items():
@@ -93,6 +93,8 @@ def read_config(env: Mapping[str, str] = os.environ) -> Config:
             values[name] = _setting(f"HOROVOD_{variable}", text, kind)
     if (text := env.get("SPARK_HVD_SHARED_MEMORY", "")) != "":
         values["shared_memory"] = _truth(text)
+    if text := env.get("SPARK_HVD_DIALECT", ""):
+        values["dialect"] = text
     if _truth(env.get("HOROVOD_STALL_CHECK_DISABLE", "")):
         values["stall_warning"] = values["stall_timeout"] = None
     # 0 is Horovod's word for never, DYNAMIC for "when start_timeline() is called", which is always possible here.

@@ -45,6 +45,18 @@ class DuplicateNameError(ValueError, RuntimeError):
     __module__ = "spark_hvd"
 
 
+class HorovodMismatchError(MismatchError, CollectiveError):
+    """A MismatchError in Horovod's dialect, where it is a HorovodInternalError too."""
+
+
+class HorovodDuplicateNameError(DuplicateNameError, CollectiveError):
+    """A DuplicateNameError in Horovod's dialect, where it is a HorovodInternalError too."""
+
+
+class UnsupportedDtypeError(TypeError, ValueError):
+    """A collective cannot compute with tensors of this dtype. A ValueError too, as Horovod's is."""
+
+
 class StalledError(CollectiveError):
     """Some ranks did not call a collective within ``stall_timeout``; the text names them. The world goes on."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.context.join import require_everyone
-from spark_hvd.context.standing import in_world
+from spark_hvd.context.standing import in_world, speaks_horovod
 from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.optimizer.adasum import AdasumOptimizer, take_over_with_adasum
 from spark_hvd.torch.optimizer.arguments import (
@@ -53,6 +54,14 @@ class ReducedOptimizer(torch.optim.Optimizer):
     """Whether it was made outside the worlds of an elastic rank, and is bound to each."""
     _unbound: str | None
     """Why an elastic rank cannot reduce gradients now."""
+    _synchronized: bool
+    """Whether synchronize() was called since the last step."""
+
+    @property
+    def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
+        """The names of the parameters, where programs for Horovod look for them."""
+        params = (param for group in self.param_groups for param in group["params"])
+        return dict(zip(params, self._recipe.names, strict=True))
 
     def synchronize(self) -> None:
         """Finish reducing gradients, so that they may be read or changed (clipped) before `step`.
@@ -68,6 +77,8 @@ class ReducedOptimizer(torch.optim.Optimizer):
             raise NotInitializedError(self._unbound)
         if self._reducer is not None:
             self._reducer.synchronize()
+            self._synchronized = True
+            _fill_missing(self)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -231,7 +242,7 @@ def _take_over(
     optimizer._reducer = reducer
     optimizer._unbound = unbound
     optimizer._goes_along = unbound is not None
-    optimizer._synchronizes = True
+    optimizer._synchronizes, optimizer._synchronized = True, False
     if elastic_launcher.installed() is not None:
         _elastic.append(weakref.ref(optimizer))
     # Hooks, because a scheduler made before the swap has bound the old class's step to the instance.
@@ -256,10 +267,17 @@ def _before_step(
             )
         _make_sparse_again(optimizer)
         return None
+    if optimizer._synchronized and speaks_horovod():
+        warnings.warn(
+            "optimizer.step() after optimizer.synchronize(): Horovod would reduce the gradients once more; wrap step() "
+            "in `with optimizer.skip_synchronize():`. They are not reduced again here",
+            stacklevel=3,
+        )
     # Optimizer pre-hooks see the optimizer itself as first of args.
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         reducer.synchronize()
+        _fill_missing(optimizer)
         _make_sparse_again(optimizer)
         return None
     if reducer.started:
@@ -274,10 +292,19 @@ def _reducing(closure: Callable[[], Any], optimizer: ReducedOptimizer, reducer: 
     def reduced() -> Any:
         loss = closure()
         reducer.synchronize()
+        _fill_missing(optimizer)
         _make_sparse_again(optimizer)
         return loss
 
     return reduced
+
+
+def _fill_missing(optimizer: ReducedOptimizer) -> None:
+    """In Horovod's dialect parameters that no rank has used have zeros for gradients: weight decay moves them."""
+    if speaks_horovod():
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if param.requires_grad and param.grad is None:
+                param.grad = torch.zeros_like(param)
 
 
 def _make_sparse_again(optimizer: ReducedOptimizer) -> None:
@@ -290,6 +317,7 @@ def _make_sparse_again(optimizer: ReducedOptimizer) -> None:
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, ReducedOptimizer)
+    optimizer._synchronized = False
     if optimizer._reducer is not None:
         optimizer._reducer.stepped()
 
