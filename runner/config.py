@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_hvd.runner.channel.address import check_wishes
 from spark_hvd.runner.options import Option, option, options_of
+from spark_hvd.world.env import carried_dialect
 from spark_hvd.world.ports import PortRange
 
 if TYPE_CHECKING:
@@ -107,6 +108,8 @@ class CommonConfig:
         given = {name: value for name, value in arguments.items() if name in names and value is not None}
         if uses_tensorflow():
             given["env"] = {PRELOAD: "tensorflow", **given.get("env", {})}
+        if dialect := carried_dialect():
+            given["env"] = {**dialect, **given.get("env", {})}
         return cls(**given)
 
     def __post_init__(self) -> None:

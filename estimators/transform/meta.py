@@ -11,14 +11,13 @@ import torch
 
 from spark_hvd.data.readers.dataset import Column, listed
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.estimators.data.columns import check_columns, columns_of
+from spark_hvd.estimators.data.columns import check_columns, columns_of, quoted
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.head import Head
 from spark_hvd.estimators.training.inputs import TensorSpec, stacked
 from spark_hvd.estimators.training.packing import PackedModule, unpack
 from spark_hvd.estimators.transform.outputs import Shape
 from spark_hvd.estimators.transform.predict import run
-from spark_hvd.runner.spark.input import quoted
 from spark_hvd.runner.spark.names import job_named
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ import spark_hvd
 from spark_hvd.runner.cli import session as cli_session
 from spark_hvd.runner.cli.horovodrun import refused_options, tuning_env, tuning_options
 from spark_hvd.runner.cli.options import check_taken, data_sets, is_elastic, listed, pairs, run_options, variables
+from spark_hvd.runner.compat.horovod import DIALECT
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.options import options_of
@@ -29,6 +30,7 @@ from spark_hvd.runner.outcome.payload import renamed
 from spark_hvd.runner.rank.script import Script, ScriptExitError, run_script
 
 _INTERRUPTED = 130
+_FACES = {"spark_hvd.torch", "spark_hvd.tensorflow", "spark_hvd.keras", "spark_hvd.mxnet"}
 _OPTIONS = {**options_of(RunConfig), **options_of(ElasticConfig)}
 _HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -47,12 +49,16 @@ _master = click.option("--master", metavar="URL", help="Spark master: spark://ho
 _conf = click.option("--conf", multiple=True, callback=pairs, metavar="KEY=VALUE", help="A setting of Spark.")
 
 
-@click.group(context_settings=_HELP)
+def check_build_option() -> click.Option:
+    """Horovod's option, in place of a command."""
+    return click.Option(
+        ["-cb", "--check-build"], is_flag=True, is_eager=True, expose_value=False, callback=_build,
+        help="Show what is available, then exit.",
+    )  # fmt: skip
+
+
+@click.group(context_settings=_HELP, params=[check_build_option()])
 @click.version_option(spark_hvd.__version__, "-v", "--version", prog_name="spark-hvd")
-@click.option(
-    "-cb", "--check-build", is_flag=True, is_eager=True, expose_value=False, callback=_build,
-    help="Show what is available, then exit.",
-)  # fmt: skip
 def main() -> None:
     """Distributed deep-learning training on Apache Spark."""
 
@@ -113,6 +119,7 @@ def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_js
 @click.option("--py-files", callback=listed, metavar="A,B", help=".py and .zip files that the script imports from.")
 @click.option("--verbose", is_flag=True, help="Log what spark_hvd does.")
 @click.option("--quiet", is_flag=True, help="Do not show what the ranks print.")
+@click.option("--horovod", is_flag=True, help="Horovod's numbers and errors, also where the script does not import it.")
 @click.option("-m", "module", is_flag=True, help="The script is the name of a module, as for python -m.")
 @tuning_options
 @refused_options
@@ -128,6 +135,7 @@ def run(
     verbose: bool,
     quiet: bool,
     module: bool,
+    horovod: bool,
     script: str,
     arguments: tuple[str, ...],
     **options: Any,
@@ -143,7 +151,7 @@ def run(
     """  # noqa: D301 - click keeps the lines behind this character as they are
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="spark-hvd: %(message)s")
     program = _read_script(script, arguments, module)
-    env = {**tuning_env(options), **env}
+    env = {**_dialect(program, horovod), **tuning_env(options), **env}
     given = {name: value for name, value in options.items() if value not in (None, []) and name in _OPTIONS}
     given = {"backend": controller, **given, "env": env, "verbose": 0 if quiet else 1}
     given |= {"data": data} if data else {}
@@ -153,6 +161,20 @@ def run(
             _run_here(program, py_files, given)
         else:
             _run_on_spark(program, py_files, given, master, conf)
+
+
+def _dialect(program: Script, asked: bool) -> dict[str, str]:
+    """The variable by which ranks have Horovod's dialect, if the script imports ``horovod``, or it is asked for."""
+    imported = program.imported()
+    theirs = {name for name in imported if name.partition(".")[0] == "horovod"}
+    ours = imported & _FACES
+    if theirs and ours:
+        click.echo(
+            f"spark-hvd: {os.path.basename(program.name)} imports {min(theirs)} and {min(ours)}: a run has one "
+            "dialect, so both have Horovod's numbers and errors (docs/migrating-from-horovod.md).",
+            err=True,
+        )
+    return dict(DIALECT) if asked or theirs else {}
 
 
 def _check_multiple(num_proc: int | None, each: int | None) -> None:

@@ -61,6 +61,8 @@ _NOT_BOUND = "Ranks are not bound to cores; set --env OMP_NUM_THREADS=n and --co
 _ALWAYS = "There is nothing to choose: see docs/collectives.md for what is done on one host and between hosts."
 _DEFAULT = "It is so by default. Leave it out."
 
+LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
+
 REFUSED: Mapping[tuple[str, ...], tuple[int, str]] = {
     ("-H", "--hosts"): (1, _SPARK_PLACES),
     ("-hostfile", "--hostfile"): (1, _SPARK_PLACES),

@@ -1,4 +1,4 @@
-"""Launchers of others by their own names: TorchDistributor and HorovodRunner, as programs that exist call them.
+"""Launchers of others by their own names: TorchDistributor, HorovodRunner and Horovod, as existing programs call them.
 
-May import launch and what is below it. Door: ``spark_hvd.compat``.
+May import elastic and what is below it. Door: ``spark_hvd.compat``.
 """

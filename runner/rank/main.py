@@ -12,6 +12,7 @@ from spark_hvd.runner.outcome.cause import is_echo
 from spark_hvd.runner.outcome.payload import dump_exception, dump_result
 from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.process import SetupFailure, check_torch, end_process, exit_code, format_error, one_line
+from spark_hvd.world.env import carried_dialect
 
 if TYPE_CHECKING:
     from spark_hvd.runner.rank.elastic import ElasticRank
@@ -62,6 +63,8 @@ def _open(control: socket.socket, order: RankOrder) -> StaticRank | ElasticRank:
         while recv_frame(control) is not None:
             pass
         end_process(1)
+    if carried_dialect():
+        import spark_hvd.horovod  # noqa: F401  what fn's pickle names by it is found
     if order.data:
         from spark_hvd.data.handed import hand
 

@@ -5,6 +5,7 @@ The script's text travels, so it need not exist on the ranks' hosts. What it imp
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import linecache
 import os
@@ -61,6 +62,17 @@ class Script:
         compile(text, path, "exec", dont_inherit=True)  # a typing error shows before anything is started
         return cls(path, tuple(arguments), os.path.dirname(path), text)
 
+    def imported(self) -> set[str]:
+        """The modules that its text imports, anywhere; none for a module's name."""
+        nodes = [] if self.text is None else [*ast.walk(ast.parse(self.text))]
+        whole = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        parts = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+        return (
+            whole
+            | {node.module or "" for node in parts}
+            | {f"{node.module}.{alias.name}" for node in parts for alias in node.names}
+        )
+
     @classmethod
     def module(cls, name: str, arguments: Sequence[str]) -> Script:
         """A module that is run as ``python -m`` does."""
@@ -74,6 +86,8 @@ def run_script(script: Script) -> None:
         ScriptExitError: it called ``sys.exit`` with something other than 0 or None.
         Exception: what it raises.
     """
+    import spark_hvd.horovod  # noqa: F401  also a module that the script imports may import horovod
+
     sys.argv = [script.name, *script.arguments]
     if os.path.isdir(script.folder):
         sys.path.insert(0, script.folder)

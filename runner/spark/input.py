@@ -53,7 +53,7 @@ class InputRows:
         shaped: list[tuple[DataFrame, Sequence[str], Column]] = []
         schemas: dict[str, tuple[int, bytes]] = {}
         for name, value in frames.items():
-            frame = with_lists(value.frame if isinstance(value, Split) else value)
+            frame = _with_lists(value.frame if isinstance(value, Split) else value)
             columns, first = frame.columns, len(schemas)
             source, names = F.lit(first), [name]
             if isinstance(value, Split):
@@ -65,7 +65,7 @@ class InputRows:
         return cls(_frame_of(shaped, tasks), schemas)
 
 
-def with_lists(frame: DataFrame) -> DataFrame:
+def _with_lists(frame: DataFrame) -> DataFrame:
     """The same with lists of numbers for vectors of Spark ML, which Arrow would show as what these are made of."""
     vectors = [field.name for field in frame.schema.fields if type(field.dataType).__name__ == "VectorUDT"]
     if not vectors:
@@ -73,7 +73,7 @@ def with_lists(frame: DataFrame) -> DataFrame:
     from pyspark.ml.functions import vector_to_array
     from pyspark.sql import functions as F  # noqa: N812
 
-    columns = {name: F.col(quoted(name)) for name in vectors}  # vector_to_array fails on null
+    columns = {name: F.col(_quoted(name)) for name in vectors}  # vector_to_array fails on null
     return frame.withColumns({name: F.when(its.isNotNull(), vector_to_array(its)) for name, its in columns.items()})
 
 
@@ -103,7 +103,7 @@ def _frame_of(frames: Sequence[tuple[DataFrame, Sequence[str], Column]], tasks: 
     from pyspark.sql import functions as F  # noqa: N812
 
     selected = []
-    given = [[F.col(quoted(name)) for name in columns] for _, columns, _ in frames]
+    given = [[F.col(_quoted(name)) for name in columns] for _, columns, _ in frames]
     kinds = [_schema_of(frame, columns) for frame, columns, _ in frames]
     for number, (frame, _, source) in enumerate(frames):
         rows = [F.lit(None).cast(kind).alias(struct_of(at)) for at, kind in enumerate(kinds)]
@@ -153,6 +153,5 @@ def _rotated(value: int, bits: int) -> int:
     return (value << bits | value >> 32 - bits) & _WORD
 
 
-def quoted(name: str) -> str:
-    """``name`` for ``F.col``: one column, whatever dots, spaces and backticks the name has."""
+def _quoted(name: str) -> str:
     return "`" + name.replace("`", "``") + "`"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,42 @@ def read_config(env: Mapping[str, str] = os.environ) -> Config:
     if values.get("timeline") == "DYNAMIC":
         values["timeline"] = None
     return Config(**values)
+
+
+def carried_dialect(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variable by which the ranks of a run have this process' dialect; empty where that is our own."""
+    if dialect := env.get("SPARK_HVD_DIALECT", ""):
+        return {"SPARK_HVD_DIALECT": dialect}
+    return {"SPARK_HVD_DIALECT": "horovod"} if "spark_hvd.horovod" in sys.modules else {}
+
+
+def read_patience(*variables: str, env: Mapping[str, str] = os.environ) -> float | None:
+    """Seconds from the first of Horovod's variables that is set, such as "START_TIMEOUT"; None if none is.
+
+    Raises:
+        ValueError: It is no number.
+    """
+    for variable in variables:
+        if text := env.get(f"HOROVOD_{variable}", ""):
+            return float(_setting(f"HOROVOD_{variable}", text, float))
+    return None
+
+
+def read_log_level(env: Mapping[str, str] = os.environ) -> int | None:
+    """Python's number for HOROVOD_LOG_LEVEL; None if it is not set.
+
+    Raises:
+        ValueError: It is none of Horovod's words.
+    """
+    text = env.get("HOROVOD_LOG_LEVEL", "").lower()
+    if not text:
+        return None
+    if text not in _LEVELS:
+        raise ValueError(f"HOROVOD_LOG_LEVEL={text!r} in the environment: expected one of {', '.join(_LEVELS)}.")
+    return _LEVELS[text]
+
+
+_LEVELS = {"trace": 5, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
 
 
 def _truth(text: str) -> bool:

@@ -15,11 +15,11 @@ DRIVER_SIDE = ("runner.launch", "runner.spark")
 @pytest.mark.parametrize(
     ("module", "most", "not_these"),
     [
-        ("runner.rank.main", 12, ("torch", "zmq", "pyspark", *TASK_SIDE, *DRIVER_SIDE)),
+        ("runner.rank.main", 14, ("torch", "zmq", "pyspark", *TASK_SIDE, *DRIVER_SIDE)),
         ("runner.rank.static", 63, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
         ("runner.rank.elastic", 62, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
-        ("runner.supervise.task", 24, ("torch", "pyspark", *HUB_AND_MPI, *DRIVER_SIDE)),
-        ("runner.elastic.task", 27, ("torch", "pyspark", "runner.elastic.hub", *HUB_AND_MPI, *DRIVER_SIDE)),
+        ("runner.supervise.task", 26, ("torch", "pyspark", *HUB_AND_MPI, *DRIVER_SIDE)),
+        ("runner.elastic.task", 29, ("torch", "pyspark", "runner.elastic.hub", *HUB_AND_MPI, *DRIVER_SIDE)),
         ("runner.launch.run", 85, ("torch", "pyspark", "runner.rank.main", "runner.elastic")),
         ("runner.elastic.run", 98, ("torch", "pyspark", "runner.rank.main")),
     ],

@@ -1,0 +1,45 @@
+"""The dialect: under Horovod's name, numbers and errors are Horovod's."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+from spark_hvd.world.env import read_log_level
+
+DIALECT = {"SPARK_HVD_DIALECT": "horovod"}
+"""What ranks have in their environment whose world is of Horovod's dialect."""
+
+
+def switch_on() -> None:
+    """From now on: worlds that this process joins have the dialect, and so have the ranks that it starts."""
+    os.environ.update(DIALECT)
+    level = read_log_level()
+    if level is not None:
+        logging.getLogger("spark_hvd").setLevel(level)
+    if "spark_hvd.context.init" in sys.modules:
+        _tell_rank()
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Join the world in Horovod's dialect, or change to it in one that was joined; see :func:`spark_hvd.torch.init`.
+
+    Horovod's variables of the place in the world, HOROVOD_RANK and so on, are set for programs that read them.
+    """
+    from spark_hvd.context import init as context
+    from spark_hvd.context.standing import in_world, speaks_horovod
+
+    change = {"dialect": "horovod"} if in_world() and not speaks_horovod() else {}
+    context.init(comm, process_sets, **change)
+    _tell_rank()
+
+
+def _tell_rank() -> None:
+    from spark_hvd.context import who
+    from spark_hvd.context.standing import is_initialized
+
+    if is_initialized():
+        for name in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"):
+            os.environ[f"HOROVOD_{name.upper()}"] = str(getattr(who, name)())
