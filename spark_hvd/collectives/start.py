@@ -143,7 +143,7 @@ def start_reducescatter(
 ) -> NamedHandle[T]:
     """Reduce tensors over all ranks of a process set and keep my share of rows; see :func:`start_allreduce`."""
     if reducing.op is ReduceOp.ADASUM:
-        raise ValueError("reducescatter has no op=Adasum; pass Average, Sum, Min, Max or Product.")
+        raise NotImplementedError("reducescatter has no op=Adasum; pass Average, Sum, Min, Max or Product.")
     for tensor in tensors:
         require_rows(tensor, "reducescatter")
     reducing.check(tensors)

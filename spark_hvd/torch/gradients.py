@@ -173,14 +173,17 @@ class _Applied(torch.autograd.Function):
     def forward(ctx: Any, kind: type[Derivable], call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results, kept = kind.forward(call, tensors, keep=True)
         ctx.kind, ctx.call, ctx.shapes = kind, call, [tensor.shape for tensor in tensors]
-        ctx.save_for_backward(*kept)
+        # Counts are kept as they are: results of a group may be derived one after another, each by a backward of its own.
+        ctx.counts = None if any(each.is_floating_point() or each.is_complex() for each in kept) else kept
+        if ctx.counts is None:
+            ctx.save_for_backward(*kept)
         ctx.mark_non_differentiable(*(each for each in results if not (each.is_floating_point() or each.is_complex())))
         return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found = ctx.kind.backward(ctx.call, ctx.saved_tensors, grads)
+        found = ctx.kind.backward(ctx.call, ctx.saved_tensors if ctx.counts is None else ctx.counts, grads)
         return None, None, *(grad.view(shape) for grad, shape in zip(found, ctx.shapes, strict=True))
 
 

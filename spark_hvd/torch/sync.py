@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from spark_hvd.collectives.objects import allgather_object
-from spark_hvd.context.standing import current
+from spark_hvd.context.standing import current, speaks_horovod
 from spark_hvd.elastic.skeleton import broadcast_all
 from spark_hvd.elastic.sync import broadcast_content
 from spark_hvd.transport.communicator import Communicator
@@ -78,6 +78,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     received = broadcast_content(communicator, content, root_rank, "broadcast_optimizer_state")
     if communicator.rank != root_rank:
         load_optimizer_state(optimizer, received["optimizer"])
+    if speaks_horovod() and not received["optimizer"]["state"]:
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)  # what its step on a fresh optimizer leaves there
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

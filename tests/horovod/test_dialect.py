@@ -127,6 +127,21 @@ def test_the_optimizer(horovods: LastingWorld) -> None:
         with pytest.warns(UserWarning, match="Horovod would reduce the gradients once more"):
             optimizer.step()
         assert torch.allclose(model["unused"].weight, before * 0.95**2)
+        fresh = torch.nn.Linear(2, 1)
+        hvd.broadcast_optimizer_state(torch.optim.SGD(fresh.parameters(), lr=0.1))
+        assert fresh.bias.grad is not None, "as after the step that Horovod makes"
+        assert fresh.bias.grad.item() == 0
+
+    horovods.run(fn)
+
+
+def test_results_of_a_group_are_derived_one_by_one(horovods: LastingWorld) -> None:
+    def fn() -> None:
+        for call in (hvd.grouped_allreduce, hvd.grouped_allgather):
+            ones = [torch.ones(2, requires_grad=True) for _ in range(3)]
+            for result in call(ones):
+                result.sum().backward()
+            assert [one.grad.tolist() for one in ones] == [[1.0, 1.0]] * 3  # type: ignore[union-attr]
 
     horovods.run(fn)
 

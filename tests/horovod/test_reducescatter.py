@@ -140,7 +140,7 @@ def test_what_it_refuses(three: LastingWorld) -> None:
         for call in (hvd.reducescatter, hvd.reducescatter_async):
             with pytest.raises(ValueError, match="0-dim"):
                 call(torch.tensor(1.0))
-            with pytest.raises((ValueError, TypeError, NotImplementedError), match=r"(?i)adasum"):
+            with pytest.raises(NotImplementedError, match=r"(?i)adasum"):
                 call(torch.ones(12), op=hvd.Adasum)
         alive()
 

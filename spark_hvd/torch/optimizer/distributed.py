@@ -269,8 +269,8 @@ def _before_step(
         return None
     if optimizer._synchronized and speaks_horovod():
         warnings.warn(
-            "optimizer.step() after optimizer.synchronize(): Horovod would reduce the gradients once more; wrap step() "
-            "in `with optimizer.skip_synchronize():`. They are not reduced again here",
+            "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): Horovod would "
+            "reduce the gradients once more; they are not reduced again here",
             stacklevel=3,
         )
     # Optimizer pre-hooks see the optimizer itself as first of args.
