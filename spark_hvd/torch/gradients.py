@@ -173,7 +173,7 @@ class _Applied(torch.autograd.Function):
     def forward(ctx: Any, kind: type[Derivable], call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results, kept = kind.forward(call, tensors, keep=True)
         ctx.kind, ctx.call, ctx.shapes = kind, call, [tensor.shape for tensor in tensors]
-        # Counts are kept as they are: results of a group may be derived one after another, each by a backward of its own.
+        # Counts are kept as they are: results of a group may be derived one after another, each by its own backward.
         ctx.counts = None if any(each.is_floating_point() or each.is_complex() for each in kept) else kept
         if ctx.counts is None:
             ctx.save_for_backward(*kept)
