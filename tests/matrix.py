@@ -48,9 +48,24 @@ LOWEST = (
     "mpi4py==4.1.0",
     "mpich==5.0.0",
 )
+MXNET = (
+    "mxnet==1.9.1",
+    "numpy==1.23.5",
+    "pyarrow==25.0.0",
+    "pandas==2.3.3",
+    "cloudpickle>=3",
+    "pyzmq>=26",
+    "psutil>=5.9",
+    "fsspec>=2024.2",
+    "click>=8.1",
+    "rich>=13.7",
+)
+"""What spark_hvd needs, around a numpy below its floor: MXNet uses names that 1.24 lacks; pyarrow 26 wants numpy 2."""
 SHOWN = ("pyspark", "torch", "pyarrow", "pandas", "numpy", "lightning")
 SMOKE = ["tests/smoke.py", "tests/unit/test_private_names.py", "tests/spark/test_private_names.py"]
+DEFAULT = ("spark35", "newest", "mxnet")
 SUITES = ("tests/unit", "tests/contract")
+MXNET_SMOKE = ["tests/mxnet_smoke.py", "tests/unit/test_doors.py", "tests/unit/test_docs_site.py", "-k", "mxnet"]
 LEFT_OUT = ("test_docs_site", "test_wheel")
 """Modules of tests that have nothing to do with the versions of a row, and need tools in the versions of ours."""
 
@@ -67,12 +82,14 @@ class Row:
         python: Major and minor version.
         pins: What pip is to install besides what follows from them.
         constraints: Whether all else is what constraints.txt says.
+        mxnet: Whether it is for the face for MXNet alone: without Spark, and without what we say that we depend on.
     """
 
     name: str
     python: str
     pins: tuple[str, ...]
     constraints: bool = False
+    mxnet: bool = False
 
     @property
     def folder(self) -> Path:
@@ -92,6 +109,7 @@ def rows() -> dict[str, Row]:
         Row("spark35", HERE, low),
         Row("newest", HERE, (TORCH, "pyspark[connect]")),
         Row("lowest", "3.10", (*LOWEST, "torch==2.8.0")),
+        Row("mxnet", "3.11", (TORCH, *MXNET), mxnet=True),
         Row("torch28", HERE, ("torch==2.8.0",)),
         *(Row(f"py{version}", version, (TORCH,), constraints=True) for version in ("3.10", "3.12", "3.13")),
     ]
@@ -125,8 +143,14 @@ def build(row: Row, extras: str) -> None:
     subprocess.run([interpreter(row.python), "-m", "venv", str(row.folder)], check=True)
     if TORCH in row.pins and row.python == HERE:
         _link_torch(row)
+    install = [row.executable, "-m", "pip", "install", "-qq"]
+    if row.mxnet:
+        subprocess.run([*install, *row.pins, *TOOLS], cwd=ROOT, check=True)
+        ours = ["--no-deps", "-e", "."]
+    else:
+        ours = [*row.pins, *TOOLS, "-e", f".[{extras}]"]
     with _installing:
-        subprocess.run([row.executable, "-m", "pip", "install", "-qq", *wanted], cwd=ROOT, check=True)
+        subprocess.run([*install, *ours, *constraints], cwd=ROOT, check=True)
     done.write_text(mark)
 
 
@@ -149,8 +173,10 @@ def _link(source: str, target: str) -> None:
 
 def versions(row: Row) -> list[str]:
     """Of the packages that the table shows, and of Python."""
-    program = "import sys, platform, importlib.metadata as meta; print(platform.python_version()"
-    program += ", *map(meta.version, sys.argv[1:]))"
+    program = (
+        "import sys, platform, importlib.metadata as meta; got = {d.name: d.version for d in meta.distributions()}"
+    )
+    program += "; print(platform.python_version(), *(got.get(name, '-') for name in sys.argv[1:]))"
     done = subprocess.run([row.executable, "-c", program, *SHOWN], capture_output=True, text=True, check=True)
     return done.stdout.split()
 
@@ -169,8 +195,10 @@ def run(row: Row, smoke_only: bool) -> list[str]:
     except subprocess.CalledProcessError as error:
         return [row.name, row.python, *["?"] * len(SHOWN), f"not installed: exit {error.returncode}"]
     print(f"{row.name}: installed after {time.monotonic() - started:.0f} s", flush=True)
-    cells = [row.name, *versions(row), _tests(row, SMOKE, log)]
-    if not smoke_only:
+    cells = [row.name, *versions(row), _tests(row, MXNET_SMOKE if row.mxnet else SMOKE, log)]
+    if row.mxnet:
+        cells += [] if smoke_only else ["-" for _ in SUITES]
+    elif not smoke_only:
         left_out = [f"--ignore-glob=*/{name}.py" for name in LEFT_OUT]
         cells += [_tests(row, [suite, "-m", "not slow and not gpu", *left_out], log) for suite in SUITES]
     told = ", ".join(cells[len(SHOWN) + 2 :])
@@ -212,14 +240,14 @@ def main() -> int:
     """Run the rows that were asked for."""
     known = rows()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(known)}; default: spark35 newest")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(known)}; default: {', '.join(DEFAULT)}")
     parser.add_argument("--smoke", action="store_true", help="leave the suites out")
     parser.add_argument("--jobs", type=int, default=2, help="rows at the same time")
     options = parser.parse_args()
     if unknown := set(options.rows) - set(known):
         parser.error(f"no such row: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     FOLDER.mkdir(parents=True, exist_ok=True)
-    chosen = [known[name] for name in options.rows or ("spark35", "newest")]
+    chosen = [known[name] for name in options.rows or DEFAULT]
     with ThreadPoolExecutor(options.jobs) as pool:
         cells = list(pool.map(lambda row: run(row, options.smoke), chosen))
     print(table(cells, options.smoke))

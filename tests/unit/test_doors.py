@@ -18,6 +18,7 @@ DOORS = (
     "spark_hvd.keras",
     "spark_hvd.keras.callbacks",
     "spark_hvd.keras.elastic",
+    "spark_hvd.mxnet",
     "spark_hvd.runner",
     "spark_hvd.store",
     "spark_hvd.tensorflow",
@@ -44,7 +45,7 @@ SHARED = {
 
 
 def opened(door: str) -> Any:
-    if door.startswith(("spark_hvd.keras", "spark_hvd.tensorflow")):
+    if door.startswith(("spark_hvd.keras", "spark_hvd.mxnet", "spark_hvd.tensorflow")):
         pytest.importorskip(door.split(".")[1])
     return importlib.import_module(door)
 
