@@ -63,9 +63,9 @@ class KerasModel(_OfKeras, TorchModel):
 class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
     """Trains a ``keras.Model`` on the rows of a DataFrame, on several ranks, and gives a KerasModel.
 
-    An ``Estimator`` of Spark ML as TorchEstimator is, with the same data, store, checkpoints and history, on the torch
-    backend of Keras 3 (``KERAS_BACKEND=torch``). Inputs are given to the model in the order of ``feature_cols``. Before
-    ranks are started one batch is tried on the driver, on a copy.
+    An ``Estimator`` of Spark ML as TorchEstimator is, with the same data, store, checkpoints and history, on the
+    backend that Keras 3 has in the driver: torch or TensorFlow (``KERAS_BACKEND``). Inputs are given to the model in
+    the order of ``feature_cols``. Before ranks are started one batch is tried on the driver, on a copy.
 
     Raises:
         TypeError, ValueError: a parameter is unknown or its value is not allowed.
@@ -85,8 +85,7 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
     def _check(self, settings: Settings) -> None:
         from spark_hvd.keras.backend import require_backend
 
-        if (backend := require_backend()) != "torch":
-            raise ValueError(f"KERAS_BACKEND={backend}: KerasEstimator trains Keras on torch; set KERAS_BACKEND=torch")
+        require_backend()
         if settings["scale_lr"] and not hasattr(_optimizer(settings).learning_rate, "assign"):
             raise ValueError(
                 "scale_lr=True: the optimizer has a schedule of learning rates, which cannot be multiplied; make it "

@@ -12,7 +12,7 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.data.readers.reader import Batch
-from spark_hvd.estimators.keras.module import Described
+from spark_hvd.estimators.keras.module import Described, given_to_keras
 from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.inputs import tensors_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
@@ -54,8 +54,9 @@ def batch_of(spec: TrainSpec, batch: Batch, device: torch.device | str = "cpu") 
     return _one(inputs), _one(labels), several if several is None else _one(several)
 
 
-def _one(values: Sequence[Any]) -> Any:
-    return values[0] if len(values) == 1 else list(values)
+def _one(values: Sequence[torch.Tensor]) -> Any:
+    taken = [given_to_keras(value) for value in values]
+    return taken[0] if len(taken) == 1 else taken
 
 
 class _KerasFit:
@@ -126,7 +127,7 @@ class _KerasFit:
         for number, batch in enumerate(job.progress):
             callbacks.on_train_batch_begin(number)
             inputs, labels, weights = batch_of(self.spec, batch, job.device)
-            latest.update(model.train_on_batch(inputs, labels, weights, return_dict=True))
+            latest.update(self._step(inputs, labels, weights))
             callbacks.on_train_batch_end(number, latest)
             rows += len(next(iter(batch.values())))
             if self.spec.terminate_on_nan and not math.isfinite(latest["loss"]):
@@ -151,16 +152,26 @@ class _KerasFit:
             model.stop_training = any(wishes)
         return means
 
+    def _step(self, *batch: Any) -> Logs:
+        """Train on a batch; the means of the epoch so far."""
+        model = self.model
+        if model.train_function is None:
+            model.test_on_batch(*batch)  # makes the variables of the metrics, and trains nothing
+            model.make_train_function()
+            model.reset_metrics()
+        # train_on_batch would begin the means anew.
+        return {name: float(value) for name, value in model.train_function([batch]).items()}
+
     def _validate(self) -> tuple[Logs, int]:
         if self.job.validation is None:
             return {}, 0
         self.model.reset_metrics()
         rows, logs = 0, Logs()
         for batch in self.job.validation_batches():
-            inputs, labels, weights = batch_of(self.spec, batch, self.job.device)
-            logs = self.model.test_on_batch(inputs, labels, weights, return_dict=True)
+            found = self.model.test_function([batch_of(self.spec, batch, self.job.device)])
+            logs = {name: float(value) for name, value in found.items()}
             rows += len(next(iter(batch.values())))
-        return {name: float(value) for name, value in logs.items()}, rows
+        return logs, rows
 
     def _seed(self, epoch: int) -> None:
         """Seeds of layers, which Keras keeps in variables that are no weights: others on each rank, in each epoch."""

@@ -71,8 +71,9 @@ class KerasModule(torch.nn.Module):
             ours.assign(each, state_dict[ours.name_of(place, each)])
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        """The outputs, as in inference."""
-        return self.keras_model(inputs[0] if len(inputs) == 1 else list(inputs), training=False)
+        """The outputs, as in inference; tensors of torch, whatever Keras computes with."""
+        given = [given_to_keras(each) for each in inputs]
+        return _from_keras(self.keras_model(given[0] if len(given) == 1 else given, training=False))
 
     def __reduce__(self) -> tuple[Any, ...]:
         data = self._data
@@ -83,6 +84,25 @@ class KerasModule(torch.nn.Module):
                 data = path.read_bytes()
         # As bytes: they may need Keras, which must not be imported before the backend is set.
         return restored, (data, self._backend, dict(self.environment), cloudpickle.dumps(dict(self.custom_objects)))
+
+
+def given_to_keras(tensor: torch.Tensor) -> Any:
+    """A tensor as Keras takes it on its backend: numbers of numpy are everybody's, and no copies."""
+    return tensor if _on_torch() else tensor.numpy()
+
+
+def _from_keras(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _from_keras(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_from_keras(each) for each in value]
+    return value if isinstance(value, torch.Tensor) else torch.from_numpy(value.numpy())
+
+
+def _on_torch() -> bool:
+    import keras
+
+    return bool(keras.config.backend() == "torch")
 
 
 def restored(data: bytes, backend: str, environment: Mapping[str, str | None], custom_objects: bytes) -> KerasModule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -93,6 +94,53 @@ def test_weights_of_samples_count(df: DataFrame) -> None:
     both = [estimator(net(), sample_weight_col="weight", epochs=1).fit(each) for each in (df, changed)]
     for one, two in zip(both[0].getModel().get_weights(), both[1].getModel().get_weights(), strict=True):
         np.testing.assert_allclose(one, two, 1e-5)
+
+
+def test_the_history_has_the_means_of_epochs(df: DataFrame) -> None:
+    """And not what the last batch had: the model does not change, so they are those of all rows."""
+    fitted = estimator(net(), optimizer=keras.optimizers.SGD(0.0), metrics=["mae"], epochs=1).fit(df)
+    features, value, _ = numbers()
+    errors = fitted.getModel().predict(features, verbose=0)[:, 0] - value
+    (row,) = fitted.getHistory()
+    np.testing.assert_allclose([row["loss"], row["mae"]], [np.mean(errors**2), np.mean(np.abs(errors))], 1e-4)
+
+
+ON_TENSORFLOW = """
+import sys
+import numpy as np
+from pyspark.sql import SparkSession
+spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", False).getOrCreate()
+import keras
+from spark_hvd.estimators import KerasEstimator
+df = spark.range(0, 200, 1, 2).selectExpr("array(cast(rand(1) as float), cast(rand(2) as float)) f", "id")
+df = df.selectExpr("f", "cast(2 * f[0] - f[1] as float) y").cache()
+layers = [keras.layers.Input((2,)), keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.1), keras.layers.Dense(1)]
+model = keras.Sequential([*layers, keras.layers.Lambda(lambda x: x + 1)])
+options = {"feature_cols": ["f"], "label_cols": ["y"], "batch_size": 20, "num_proc": 2, "random_seed": 1}
+estimator = KerasEstimator(
+    model=model, optimizer=keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"], validation=0.2, epochs=4, **options
+)
+fitted = estimator.fit(df)
+first, *_, last = fitted.getHistory()
+assert last["val_loss"] < first["val_loss"] and last["mae"] < first["mae"], fitted.getHistory()
+found = fitted.transform(df).select("f", "prediction").collect()
+wanted = fitted.getModel().predict(np.array([row["f"] for row in found], "float32"), verbose=0)[:, 0]
+np.testing.assert_allclose([row["prediction"] for row in found], wanted, 1e-4, 1e-5)
+fitted.save(sys.argv[1])
+print("found", found[0]["prediction"])
+"""
+
+
+@pytest.mark.slow
+def test_on_tensorflow(tmp_path: Path) -> None:
+    pytest.importorskip("tensorflow")
+    path = str(tmp_path / "model")
+    environment = {**os.environ, "KERAS_BACKEND": "tensorflow"}
+    command = [sys.executable, "-c", ON_TENSORFLOW, path]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    with pytest.raises(ModelError, match=r"one of Keras on tensorflow, .* set KERAS_BACKEND=tensorflow"):
+        KerasModel.load(path).getModel()
 
 
 @pytest.mark.slow
