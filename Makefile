@@ -14,14 +14,15 @@ DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 
 # Most of the tests' time is waiting, so more processes than cores run them; tests/conftest.py says which stay together.
-# The slow ones run alone: some look at descriptors and threads for minutes, or make hosts out of network namespaces.
+# Some of the slow ones run alone: they make hosts out of network namespaces, or look at a hundred faults for minutes.
 PARALLEL := -n $(WORKERS)
+ALONE := tests/multihost tests/contract/test_elastic_soak.py
 
 # Demo and tests stay on this machine's loopback interface; two ranks on two cores get one thread each.
 export SPARK_LOCAL_IP ?= 127.0.0.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow matrix lint docs format bench setup java clean
+.PHONY: demo test test-slow slow-alone slow-together matrix lint docs format bench setup java clean
 
 demo: $(DEMO) java
 	$(BIN)/python examples/flights.py
@@ -30,8 +31,13 @@ demo: $(DEMO) java
 test: setup java
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL) $(PYTEST_ARGS)
 
-test-slow: setup java
-	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+test-slow: slow-alone slow-together
+
+slow-alone: setup java
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ALONE) $(PYTEST_ARGS)
+
+slow-together: setup java
+	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 $(ALONE:%=--ignore=%) $(PYTEST_ARGS)
 
 # Rows by name: make matrix ROWS="lowest py3.12"; .ci/run gives MATRIX_ARGS=--smoke
 matrix: setup java
