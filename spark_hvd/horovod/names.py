@@ -111,7 +111,7 @@ TABLE: Mapping[str, Served] = {
 }
 
 REFUSED: Mapping[str, str] = {
-    "horovod.mxnet": "MXNet was retired in 2023, and this spark_hvd has no module for it, or MXNet is not installed",
+    "horovod.mxnet": "MXNet, retired in 2023, needs an environment of its own, see docs/api/mxnet.md",
     "horovod.common.basics": "ask horovod.torch, as hvd.size(): there is no library to load",
     "horovod.ray": "ranks are started by Spark: use horovod.spark.run, or spark-hvd run",
     "horovod.tensorflow.data": "tf.data's service is not started here: rows reach ranks by run(data=...), docs/data.md",
