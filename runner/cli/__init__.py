@@ -21,13 +21,13 @@ import spark_hvd
 from spark_hvd.runner.cli import session as cli_session
 from spark_hvd.runner.cli.horovodrun import refused_options, tuning_env, tuning_options
 from spark_hvd.runner.cli.options import check_taken, data_sets, is_elastic, listed, pairs, run_options, variables
-from spark_hvd.runner.compat.horovod import DIALECT
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.options import options_of
 from spark_hvd.runner.outcome.errors import RankFailedError, RunError
 from spark_hvd.runner.outcome.payload import renamed
 from spark_hvd.runner.rank.script import Script, ScriptExitError, run_script
+from spark_hvd.world.env import HOROVODS
 
 _INTERRUPTED = 130
 _FACES = {"spark_hvd.torch", "spark_hvd.tensorflow", "spark_hvd.keras", "spark_hvd.mxnet"}
@@ -174,7 +174,7 @@ def _dialect(program: Script, asked: bool) -> dict[str, str]:
             "dialect, so both have Horovod's numbers and errors (docs/migrating-from-horovod.md).",
             err=True,
         )
-    return dict(DIALECT) if asked or theirs else {}
+    return dict(HOROVODS) if asked or theirs else {}
 
 
 def _check_multiple(num_proc: int | None, each: int | None) -> None:

@@ -7,15 +7,12 @@ import os
 import sys
 from typing import Any
 
-from spark_hvd.world.env import read_log_level
-
-DIALECT = {"SPARK_HVD_DIALECT": "horovod"}
-"""What ranks have in their environment whose world is of Horovod's dialect."""
+from spark_hvd.world.env import HOROVODS, read_log_level
 
 
 def switch_on() -> None:
     """From now on: worlds that this process joins have the dialect, and so have the ranks that it starts."""
-    os.environ.update(DIALECT)
+    os.environ.update(HOROVODS)
     level = read_log_level()
     if level is not None:
         logging.getLogger("spark_hvd").setLevel(level)

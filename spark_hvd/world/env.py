@@ -106,11 +106,15 @@ def read_config(env: Mapping[str, str] = os.environ) -> Config:
     return Config(**values)
 
 
+HOROVODS = {"SPARK_HVD_DIALECT": "horovod"}
+"""What is in the environment of ranks whose world is of Horovod's dialect."""
+
+
 def carried_dialect(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variable by which the ranks of a run have this process' dialect; empty where that is our own."""
     if dialect := env.get("SPARK_HVD_DIALECT", ""):
         return {"SPARK_HVD_DIALECT": dialect}
-    return {"SPARK_HVD_DIALECT": "horovod"} if "spark_hvd.horovod" in sys.modules else {}
+    return dict(HOROVODS) if "spark_hvd.horovod" in sys.modules else {}
 
 
 def read_patience(*variables: str, env: Mapping[str, str] = os.environ) -> float | None:
