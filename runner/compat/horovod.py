@@ -143,6 +143,22 @@ def run_here(
     return run_elastic_local(func, args, kwargs, ranks, **_without_none(given), **more)
 
 
+def options_of_run(
+    start_timeout: float | None = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    env: Mapping[str, str | None] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    nics: str | Sequence[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+) -> dict[str, Any]:
+    """What our run is given for arguments of ``horovod.spark.run``, which Horovod's SparkBackend takes too."""
+    more = _common(start_timeout, env, stdout, stderr, verbose, nics, prefix_output_with_timestamp)
+    return {"backend": _backend(use_mpi, use_gloo), **more}
+
+
 def check_hosts(hosts: str | None, ranks: int | None) -> int:
     """Make sure that ``hosts``, "localhost:4", is this machine, with slots for that many ranks.
 

@@ -43,7 +43,9 @@ _BUILT = "mpi_built gloo_built nccl_built ddl_built ccl_built cuda_built rocm_bu
 _STORES = _at("spark_hvd.store", "Store") | dict.fromkeys(
     ("LocalStore", "FilesystemStore", "HDFSStore", "DBFSLocalStore"), "spark_hvd.store:Store.create"
 )
-_BACKENDS = _at("spark_hvd.estimators.fit.backend", "Backend", "LocalBackend", "SparkBackend")
+_BACKENDS = _at("spark_hvd.estimators.fit.backend", "Backend", "LocalBackend") | _at(
+    "spark_hvd.horovod.util", SparkBackend="spark_backend"
+)
 _ESTIMATORS = "spark_hvd.estimators"
 _GRAPH = _at("spark_hvd.horovod.util", "_executing_eagerly")
 _KERAS_FACE = Served(_KERAS, _START)

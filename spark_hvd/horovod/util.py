@@ -139,6 +139,12 @@ def get_available_devices() -> list[str]:
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
+def spark_backend(num_proc: int | None = None, **options: Any) -> Any:
+    """``horovod.spark.common.backend.SparkBackend``: ours, with the arguments of ``horovod.spark.run``."""
+    ours = importlib.import_module("spark_hvd.estimators.fit.backend").SparkBackend
+    return ours(num_proc, **importlib.import_module("spark_hvd.runner.compat.horovod").options_of_run(**options))
+
+
 def host_hash(salt: object = None) -> str:
     """Tells hosts, and YARN's containers on one, apart."""
     parts = [socket.gethostname(), *([str(salt)] if salt else []), os.environ.get("CONTAINER_ID", "")]

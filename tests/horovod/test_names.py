@@ -55,6 +55,8 @@ for name, served in TABLE.items():
 import horovod, horovod.torch as hvd, spark_hvd.torch
 from horovod.spark.common.store import LocalStore
 from horovod.common.exceptions import HorovodInternalError
+from horovod.spark.common.backend import SparkBackend
+assert SparkBackend(2, stdout=sys.stdout, nics="lo", prefix_output_with_timestamp=False)
 assert hvd.elastic.run is spark_hvd.torch.elastic.run and hvd.allreduce is spark_hvd.torch.allreduce
 assert HorovodInternalError is hvd.HorovodInternalError and horovod.run and LocalStore("/tmp/x").url == "/tmp/x"
 try:

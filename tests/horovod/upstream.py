@@ -90,7 +90,7 @@ def rank(path: str, folder: str) -> int:
     out = f"--junitxml={folder}/{os.environ['RANK']}.xml"
     here = [str(Path(path).parent), str(Path(path).parents[1] / "utils")]
     sys.path[:0] = here
-    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--timeout=120", "--rootdir", here[0], out]
+    options = ["-v", "-p", "no:cacheprovider", "-o", "addopts=", "--timeout=120", "--rootdir", here[0], out]
     return int(pytest.main([path, *options]))
 
 
@@ -113,7 +113,7 @@ def helpers() -> dict[str, dict[str, object]]:
         "horovod.runner.common": {"__path__": []},
         "horovod.runner.common.util": {"__path__": []},
         "horovod.runner.common.util.env": {"get_env_rank_and_size": place},
-        **({} if installed("mock") else {"mock": vars(unittest.mock)}),
+        **({} if installed("mock") else {"mock": vars(unittest.mock) | {"version_info": (9,)}}),
     }
 
 
