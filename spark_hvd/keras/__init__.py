@@ -39,8 +39,9 @@ from spark_hvd.transport.communicator import ReduceOp
 require_backend()  # before anything of ours asks Keras for more
 
 from spark_hvd.keras import callbacks, elastic  # noqa: E402
+from spark_hvd.keras.batch_norm import SyncBatchNormalization  # noqa: E402
 from spark_hvd.keras.loading import load_model  # noqa: E402
-from spark_hvd.keras.optimizer import DistributedOptimizer  # noqa: E402
+from spark_hvd.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer  # noqa: E402
 from spark_hvd.keras.values import allgather, allreduce, broadcast, reducescatter  # noqa: E402
 
 Average = ReduceOp.AVERAGE
@@ -57,9 +58,11 @@ __all__ = [
     "DistributedOptimizer",
     "Max",
     "Min",
+    "PartialDistributedOptimizer",
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNormalization",
     "add_process_set",
     "allgather",
     "allgather_object",

@@ -159,3 +159,21 @@ OUTSIDE = (
     "step and leave the others waiting. Wrap the other way round: "
     "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))."
 )
+
+
+def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any, *args: Any, local_layers: Any = None, **options: Any
+) -> Any:
+    """A :func:`DistributedOptimizer` that leaves the gradients of some layers to their rank.
+
+    Args:
+        optimizer: Any optimizer of Keras.
+        *args: Those of DistributedOptimizer.
+        local_layers: A Keras layer, or several; built.
+        **options: As *args*.
+    """
+    made = DistributedOptimizer(optimizer, *args, **options)
+    layers = [local_layers] if hasattr(local_layers, "trainable_weights") else list(local_layers or [])
+    for variable in (variable for layer in layers for variable in layer.trainable_weights):
+        made.register_local_var(variable)
+    return made

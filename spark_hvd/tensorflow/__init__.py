@@ -5,6 +5,9 @@ May import every other room of spark_hvd but keras. Doors: itself, elastic.
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.objects import allgather_object, broadcast_object
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
@@ -41,8 +44,10 @@ from spark_hvd.tensorflow.collectives import (
     broadcast,
     grouped_allgather,
     grouped_allreduce,
+    grouped_reducescatter,
     reducescatter,
 )
+from spark_hvd.tensorflow.optimizer import DistributedOptimizer
 from spark_hvd.tensorflow.standing import (
     local_rank_op,
     local_size_op,
@@ -50,7 +55,13 @@ from spark_hvd.tensorflow.standing import (
     rank_op,
     size_op,
 )
-from spark_hvd.tensorflow.sync import broadcast_object_fn, broadcast_variables
+from spark_hvd.tensorflow.sync import (
+    BroadcastGlobalVariablesHook,
+    broadcast_,
+    broadcast_global_variables,
+    broadcast_object_fn,
+    broadcast_variables,
+)
 from spark_hvd.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 from spark_hvd.torch.move import barrier, join
 from spark_hvd.transport.communicator import ReduceOp
@@ -66,12 +77,21 @@ Adasum = ReduceOp.ADASUM
 HorovodInternalError = CollectiveError
 """Horovod's name for it."""
 
+
+def __getattr__(name: str) -> Any:
+    if name == "SyncBatchNormalization":  # of the face above this one, which imports Keras
+        return importlib.import_module("spark_hvd.keras").SyncBatchNormalization
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "Adasum",
     "Average",
+    "BroadcastGlobalVariablesHook",
     "CollectiveError",
     "Compression",
     "DistributedGradientTape",
+    "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
     "Min",
@@ -79,6 +99,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNormalization",
     "add_process_set",
     "allgather",
     "allgather_object",
@@ -86,6 +107,8 @@ __all__ = [
     "alltoall",
     "barrier",
     "broadcast",
+    "broadcast_",
+    "broadcast_global_variables",
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
@@ -101,6 +124,7 @@ __all__ = [
     "gloo_enabled",
     "grouped_allgather",
     "grouped_allreduce",
+    "grouped_reducescatter",
     "init",
     "is_homogeneous",
     "is_initialized",

@@ -213,12 +213,29 @@ def reducescatter(
 
     The arguments and errors are those of :func:`allreduce`; a 0-dim tensor and Adasum are a ValueError.
     """
+    return grouped_reducescatter(
+        [tensor], device_dense, compression, op, name, process_set, prescale_factor, postscale_factor
+    )[0]
+
+
+@unconverted
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Any]:
+    """Apply :func:`reducescatter` to several tensors, as one unit."""
     call = Call(
         name_of("reducescatter", name), process_set, Reducing(op, prescale_factor, postscale_factor), compression
     )
-    given = tf.convert_to_tensor(tensor)
-    kept = () if op in _LINEAR else [given.dtype]
-    return apply(ReduceScatter, [given], call, kept=kept, rows=True)[0]
+    given = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    kept = () if op in _LINEAR else [each.dtype for each in given]
+    return apply(ReduceScatter, given, call, kept=kept, rows=True) if given else []
 
 
 def name_of(collective: str, name: str | None) -> str | None:

@@ -9,12 +9,13 @@ import tensorflow as tf
 
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.context import who
+from spark_hvd.context.standing import current
 from spark_hvd.tensorflow.tensors import unconverted
 
 
-def size_op(process_set: ProcessSet = global_process_set, name: str | None = None) -> Any:
-    """The number of ranks in a process set, an int32."""
-    return _asked(process_set.size, name)
+def size_op(process_set_id: ProcessSet | int = global_process_set, name: str | None = None) -> Any:
+    """The number of ranks in a process set, which may be given by its number; an int32."""
+    return _asked(lambda: _set_of(process_set_id).size(), name)
 
 
 def rank_op(name: str | None = None) -> Any:
@@ -32,9 +33,18 @@ def local_size_op(name: str | None = None) -> Any:
     return _asked(who.local_size, name)
 
 
-def process_set_included_op(process_set: ProcessSet = global_process_set, name: str | None = None) -> Any:
-    """Whether this rank is in a process set: 1 or 0, an int32."""
-    return _asked(lambda: int(bool(process_set.included())), name)
+def process_set_included_op(process_set_id: ProcessSet | int = global_process_set, name: str | None = None) -> Any:
+    """Whether this rank is in a process set, which may be given by its number: 1 or 0, an int32."""
+    return _asked(lambda: int(bool(_set_of(process_set_id).included())), name)
+
+
+def _set_of(given: ProcessSet | int) -> ProcessSet:
+    if not isinstance(given, int):
+        return given
+    sets = current().process_sets
+    if given and given not in sets:
+        raise ValueError(f"process_set_id={given}: expected 0, for all ranks, or one of {sorted(sets)}")
+    return sets[given] if given else global_process_set
 
 
 @unconverted

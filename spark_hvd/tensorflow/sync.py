@@ -52,6 +52,65 @@ def broadcast_variables(
     return None if tf.executing_eagerly() or tf.inside_function() else tf.group(*done)
 
 
+def broadcast_(
+    variables: Iterable[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Overwrite variables with those of one rank, and return them; see :func:`broadcast_variables`.
+
+    Args:
+        variables: ``tf.Variable`` or Keras', in the same order on every rank.
+        root_rank: Whose values everyone gets; a rank of the world.
+        name: Horovod's; means nothing here.
+        process_set: The ranks that take part.
+    """
+    given = list(variables)
+    done = broadcast_variables(given, root_rank, process_set)
+    if done is None:
+        return given
+    with tf.control_dependencies([done]):
+        return [tf.identity(variable) for variable in owned(given)]
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """An operation that overwrites all variables of a plain graph with those of one rank; run it in a session.
+
+    Raises:
+        RuntimeError: There are no global variables where code runs eagerly.
+    """
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "broadcast_global_variables: TensorFlow 2 has none; use broadcast_variables(model.weights, 0)"
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc] # it has no types
+    """Overwrites all variables of a plain graph with those of one rank, once its session is there.
+
+    Args:
+        root_rank: Whose values everyone gets.
+        device: Horovod's; means nothing here.
+    """
+
+    __module__ = "spark_hvd.tensorflow"
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self._root_rank = root_rank
+        self._graph: Any = None
+        self._operation: Any = None
+
+    def begin(self) -> None:
+        """Make the operation, in the graph that is there now."""
+        graph = tf.compat.v1.get_default_graph()
+        if self._operation is None or self._graph is not graph:
+            self._graph, self._operation = graph, broadcast_global_variables(self._root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Run it."""
+        session.run(self._operation)
+
+
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:

@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
-from spark_hvd.tensorflow.collectives import grouped_allreduce
-from spark_hvd.tensorflow.standing import size_op
+from spark_hvd.tensorflow.reduction import GradientReduction
 from spark_hvd.tensorflow.tensors import unconverted
 from spark_hvd.transport.communicator import ReduceOp
 
@@ -18,34 +17,19 @@ from spark_hvd.transport.communicator import ReduceOp
 class _ReducedTape(tf.GradientTape):  # type: ignore[misc] # TensorFlow has no types here
     """What the class of a tape becomes."""
 
-    _reduction: dict[str, Any]
-    _sparse_as_dense: bool
-    _local: set[int]
-    _scale_local: bool
+    _reduction: GradientReduction
 
     @unconverted
     def gradient(self, target: Any, sources: Any, *rest: Any, **options: Any) -> Any:
         """The gradients as of ``tf.GradientTape.gradient``, reduced over all ranks; None stays None."""
         gradients = super().gradient(target, sources, *rest, **options)
-        flat, variables = tf.nest.flatten(gradients, expand_composites=False), tf.nest.flatten(sources)
-        shared = [
-            place
-            for place, (gradient, variable) in enumerate(zip(flat, variables, strict=True))
-            if gradient is not None and id(variable) not in self._local
-        ]
-        given = [tf.convert_to_tensor(flat[place]) if self._sparse_as_dense else flat[place] for place in shared]
-        for place, reduced in zip(shared, grouped_allreduce(given, **self._reduction), strict=True):
-            flat[place] = reduced
-        if self._scale_local and self._local and self._reduction["op"] is ReduceOp.AVERAGE:
-            size = size_op(self._reduction["process_set"])
-            for place, variable in enumerate(variables):
-                if id(variable) in self._local and flat[place] is not None:
-                    flat[place] /= tf.cast(size, flat[place].dtype)
-        return tf.nest.pack_sequence_as(gradients, flat, expand_composites=False)
+        flat = tf.nest.flatten(gradients, expand_composites=False)
+        reduced = self._reduction.apply(flat, tf.nest.flatten(sources))
+        return tf.nest.pack_sequence_as(gradients, reduced, expand_composites=False)
 
     def register_local_source(self, source: Any) -> None:
         """Leave the gradient of a variable to this rank."""
-        self._local.add(id(source))
+        self._reduction.local.add(id(source))
 
 
 def DistributedGradientTape(
@@ -86,18 +70,12 @@ def DistributedGradientTape(
     """
     if not isinstance(gradtape, tf.GradientTape):
         raise TypeError(f"gradtape={gradtape!r}: expected a tf.GradientTape")
-    if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
-        raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} with op={op}: expected op=Average")
+    reduction = GradientReduction(
+        op, compression, process_set, gradient_predivide_factor, sparse_as_dense, scale_local_gradients
+    )
     kind = type(gradtape)
     gradtape.__class__ = type(kind.__name__, (_ReducedTape, kind), {"__module__": kind.__module__})
-    gradtape._reduction = {
-        "op": op,
-        "compression": compression,
-        "process_set": process_set,
-        "prescale_factor": 1.0 / gradient_predivide_factor,
-        "postscale_factor": gradient_predivide_factor,
-    }
-    gradtape._sparse_as_dense, gradtape._local, gradtape._scale_local = sparse_as_dense, set(), scale_local_gradients
+    gradtape._reduction = reduction
     return gradtape
 
 

@@ -82,7 +82,16 @@ def through(
 
     if tf.executing_eagerly():
         return run(*tensors)
-    return list(tf.py_function(run, list(tensors), list(dtypes)))
+    if tf.inside_function():
+        return list(tf.py_function(run, list(tensors), list(dtypes)))
+    # A session runs what is ready in any order, in few threads, each of which would wait for another collective on
+    # another rank: none would be left for those. So each has a thread of its own, which only a data set can have.
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = 1
+    given = tf.data.Dataset.from_tensors(tuple(tensors))
+    found = given.map(lambda *values: tuple(tf.py_function(run, values, list(dtypes)))).with_options(options)
+    start = tuple(tf.zeros((), dtype) for dtype in dtypes)
+    return list(found.reduce(start, lambda _, values: values))
 
 
 def apply(

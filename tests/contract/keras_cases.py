@@ -354,3 +354,27 @@ def the_driver_sees_how_far_fit_is(rank: int, size: int) -> None:
     last = activity.progress.facts(time.monotonic())
     assert last["samples"] - seen[0]["samples"] == 16 * 3
     assert last["metrics"] == {name: values[-1] for name, values in history.history.items()}
+
+
+def batches_are_normalized_together(rank: int, size: int) -> None:
+    """As one rank normalizes the joined batch; and the weights of one layer stay with their rank."""
+    keras, hvd = _keras()
+    rows = np.random.default_rng(0).normal(3.0, 2.0, (4 * size, 5)).astype("float32")
+    together, alone = hvd.SyncBatchNormalization(), keras.layers.BatchNormalization()
+    mine = slice(4 * rank, 4 * rank + 4)
+    for layer, batch in ((together, rows[mine]), (alone, rows)):
+        layer(batch)
+        outputs = keras.ops.convert_to_numpy(layer(batch, training=True))
+        expected = outputs[mine] if layer is alone else (found := outputs)
+    np.testing.assert_allclose(found, expected, 1e-4, 1e-4)
+    for name in ("moving_mean", "moving_variance"):
+        np.testing.assert_allclose(*(np.array(getattr(layer, name)) for layer in (together, alone)), 1e-4)
+
+    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+    layer.build((None, 2))
+    optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(1.0), local_layers=layer)
+    optimizer.build([layer.kernel, other := keras.Variable(np.zeros(3, "float32"))])
+    gradients = [np.full(each.shape, rank + 1.0, "float32") for each in (layer.kernel, other)]
+    optimizer.apply([keras.ops.convert_to_tensor(each) for each in gradients], [layer.kernel, other])
+    np.testing.assert_allclose(np.array(layer.kernel), 1 - (rank + 1) / size)
+    np.testing.assert_allclose(np.array(other), -(size + 1) / 2)

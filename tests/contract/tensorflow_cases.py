@@ -13,7 +13,7 @@ Case = Callable[[int, int], None]
 
 
 def _faces() -> tuple[Any, Any]:
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
     import tensorflow as tf
 
     import spark_hvd.tensorflow as hvd
@@ -228,3 +228,87 @@ def it_learns(rank: int, size: int) -> None:
         return weights.numpy()
 
     assert np.allclose(train(slice(rank, None, size), True), train(slice(None), False), atol=1e-5)
+
+
+def groups_are_scattered(rank: int, size: int) -> None:
+    """Each tensor's rows, shared out as one by one, with gradients."""
+    tf, hvd = _faces()
+    for way in _ways(tf):
+        tensors = [tf.fill((5, 2), rank + 1.0), tf.range(4.0) * (rank + 1)]
+        total = sum(range(1, size + 1))
+        both = way(lambda tensors=tensors: hvd.grouped_reducescatter(tensors, op=hvd.Sum))()
+        for mine, tensor in zip(both, tensors, strict=True):
+            alone = hvd.reducescatter(tensor, op=hvd.Sum)
+            assert np.array_equal(mine.numpy(), alone.numpy())
+        assert np.all(both[0].numpy() == total)
+
+
+def plain_graphs(rank: int, size: int) -> None:
+    """Variables of a session are rank 0's, and an optimizer of TensorFlow 1 steps by the mean of all gradients."""
+    tf, hvd = _faces()
+    old = tf.compat.v1
+    with tf.Graph().as_default():
+        weights = old.get_variable("weights", initializer=tf.fill((3,), rank + 1.0), use_resource=True)
+        loss = tf.reduce_sum(weights * (rank + 1.0))
+        optimizer = hvd.DistributedOptimizer(old.train.GradientDescentOptimizer(1.0))
+        train = optimizer.minimize(loss)
+        hook = hvd.BroadcastGlobalVariablesHook(0)
+        with old.train.MonitoredSession(hooks=[hook]) as session:
+            assert np.allclose(session.run(weights), 1.0)
+            session.run(train)
+            assert np.allclose(session.run(weights), 1.0 - sum(range(1, size + 1)) / size)
+    with tf.Graph().as_default():  # many more collectives than a session has threads
+        fed = old.placeholder(tf.float32, (2,))
+        results = [hvd.allreduce(fed * float(number), op=hvd.Sum) for number in range(16)]
+        slope = tf.gradients(hvd.allgather(fed, name="fed"), fed)[0]
+        with old.Session(config=old.ConfigProto(inter_op_parallelism_threads=2)) as session:
+            for _ in range(3):
+                order = list(range(16))[:: 1 if rank else -1]
+                found = session.run([results[number] for number in order], {fed: [1.0, 2.0]})
+                for number, value in zip(order, found, strict=True):
+                    assert np.allclose(value, [size * number, 2 * size * number])
+            assert np.allclose(session.run(slope, {fed: [1.0, 2.0]}), size)
+            mine = old.placeholder(tf.float32)
+            with pytest.raises(tf.errors.OpError, match="every rank must pass the same shape"):
+                session.run(hvd.allreduce(mine, name="shapes"), {mine: [0.0] * (rank + 1)})
+    with pytest.raises(RuntimeError, match="broadcast_variables"):
+        hvd.broadcast_global_variables(0)
+    with pytest.raises(ValueError, match="backward_passes_per_step=2"):
+        hvd.DistributedOptimizer(old.train.GradientDescentOptimizer(1.0), backward_passes_per_step=2)
+    with pytest.raises(TypeError, match="expected one of Keras or of tf"):
+        hvd.DistributedOptimizer("sgd")
+    variables = hvd.broadcast_([tf.Variable(float(rank)), tf.Variable([1.0 + rank])], 1)
+    assert [each.numpy().tolist() for each in variables] == [1.0, [2.0]]
+
+
+def batches_are_normalized_together(rank: int, size: int) -> None:
+    """As one rank normalizes the joined batch, with its gradients; ranks differ in rows."""
+    tf, hvd = _faces()
+    import keras
+
+    assert isinstance(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), keras.optimizers.SGD)
+    everyones = np.random.default_rng(0).normal(3.0, 2.0, (4 * size + size - 1, 3, 5)).astype("float32")
+    slices = np.split(everyones, [4 * (each + 1) for each in range(size - 1)])
+    for way in _ways(tf):
+        together, alone = hvd.SyncBatchNormalization(axis=-1), keras.layers.BatchNormalization(axis=-1)
+
+        def run(layer: Any, rows: Any, way: Any = way) -> tuple[Any, Any]:
+            inputs = tf.Variable(rows)
+            layer(inputs)
+
+            @way
+            def step() -> Any:
+                with tf.GradientTape() as tape:
+                    outputs = layer(inputs, training=True)
+                    loss = tf.reduce_sum(outputs**3)
+                return outputs, tape.gradient(loss, inputs)
+
+            return tuple(each.numpy() for each in step())
+
+        found, expected = run(together, slices[rank]), run(alone, everyones)
+        mine = slice(4 * rank, 4 * rank + len(slices[rank]))
+        for one, all_rows in zip(found, expected, strict=True):
+            assert np.allclose(one, all_rows[mine], 1e-4, 2e-4)
+        for name in ("moving_mean", "moving_variance"):
+            assert np.allclose(getattr(together, name), getattr(alone, name), 1e-5)
+        assert np.allclose(together(slices[rank]), alone(slices[rank]), 1e-4, 1e-5)

@@ -1,0 +1,56 @@
+"""Batch normalization of Keras whose statistics are those of all ranks' batches joined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from spark_hvd.transport.communicator import ReduceOp
+
+
+@keras.saving.register_keras_serializable("spark_hvd")
+class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc] # Keras has no types here
+    """``keras.layers.BatchNormalization`` over the joined batch of all ranks, with the same arguments.
+
+    In training mode every rank must call it equally often and in the same order: forward and backward each cost one
+    small all-reduce. Batches may differ in size. Outside of training nothing is sent. The gradients are those of the
+    sum of all ranks' losses, as :class:`spark_hvd.torch.SyncBatchNorm`'s are.
+
+    Raises:
+        NotInitializedError: From calls in training mode before init().
+        CollectiveError: From calls in training mode and their backward: a peer or the network failed.
+    """
+
+    __module__ = "spark_hvd.keras"
+
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        # Keras' own place for it (private, so a test compares with one rank on the joined batch).
+        mean, variance = super()._moments(inputs, mask)
+        if mask is not None:
+            count = keras.ops.sum(keras.ops.cast(mask, mean.dtype))
+        else:
+            shape = keras.ops.shape(inputs)
+            count = keras.ops.ones((), mean.dtype)
+            for axis in self._reduction_axes:
+                count = count * keras.ops.cast(shape[axis], mean.dtype)
+        # Sums and not means, as ranks may have batches of different sizes.
+        mine = keras.ops.concatenate(
+            [mean * count, (variance + mean * mean) * count, keras.ops.reshape(count, (1,))], axis=0
+        )
+        every = _sum_over_ranks(mine)
+        channels = mean.shape[0]
+        total = every[2 * channels]
+        mean = every[:channels] / total
+        return mean, keras.ops.maximum(every[channels : 2 * channels] / total - mean * mean, 0)
+
+
+def _sum_over_ranks(value: Any) -> Any:
+    """The sum over all ranks, through which gradients flow."""
+    if keras.config.backend() == "torch":
+        from spark_hvd.torch.reduce import allreduce
+
+        return allreduce(value, op=ReduceOp.SUM)
+    from spark_hvd.tensorflow.collectives import allreduce as allreduce_in_tensorflow
+
+    return allreduce_in_tensorflow(value, op=ReduceOp.SUM)
