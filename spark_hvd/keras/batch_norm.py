@@ -17,12 +17,24 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     small all-reduce. Batches may differ in size. Outside of training nothing is sent. The gradients are those of the
     sum of all ranks' losses, as :class:`spark_hvd.torch.SyncBatchNorm`'s are.
 
+    Args:
+        fused: Horovod's; only False is possible.
+        **options: Those of ``keras.layers.BatchNormalization``.
+
     Raises:
+        ValueError: ``fused`` is True.
         NotInitializedError: From calls in training mode before init().
         CollectiveError: From calls in training mode and their backward: a peer or the network failed.
     """
 
     __module__ = "spark_hvd.keras"
+
+    def __init__(self, fused: bool = False, **options: Any) -> None:
+        if fused:
+            raise ValueError(
+                "fused=True: a fused operation has no place for the statistics of other ranks; leave it out"
+            )
+        super().__init__(**options)
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         # Keras' own place for it (private, so a test compares with one rank on the joined batch).

@@ -12,7 +12,16 @@ from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.collectives.start import Reducing
 from spark_hvd.tensorflow.standing import size_op
 from spark_hvd.tensorflow.tensors import apply, unconverted
-from spark_hvd.torch.gradients import Allgather, Allreduce, Alltoall, Broadcast, Call, ReduceScatter, gradients_by
+from spark_hvd.torch.gradients import (
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Broadcast,
+    Call,
+    ReduceScatter,
+    gradients_by,
+    reduced_alike,
+)
 from spark_hvd.torch.reduce import chosen_op
 from spark_hvd.transport.communicator import ReduceOp
 
@@ -85,7 +94,7 @@ def grouped_allreduce(
     dense = [place for place, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
     if dense:
         given = [tf.convert_to_tensor(tensors[place]) for place in dense]
-        kept = () if chosen in _LINEAR else [each.dtype for each in given]
+        kept = () if reduced_alike(call) else [each.dtype for each in given]
         for place, result in zip(dense, apply(Allreduce, given, call, kept=kept), strict=True):
             results[place] = result
     sparse = [place for place in range(len(results)) if place not in dense]
@@ -234,7 +243,7 @@ def grouped_reducescatter(
         name_of("reducescatter", name), process_set, Reducing(op, prescale_factor, postscale_factor), compression
     )
     given = [tf.convert_to_tensor(tensor) for tensor in tensors]
-    kept = () if op in _LINEAR else [each.dtype for each in given]
+    kept = () if reduced_alike(call) else [each.dtype for each in given]
     return apply(ReduceScatter, given, call, kept=kept, rows=True) if given else []
 
 

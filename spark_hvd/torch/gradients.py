@@ -69,12 +69,12 @@ class Allreduce:
     def forward(call: Call, tensors: Sequence[torch.Tensor], *, keep: bool) -> tuple[Tensors, Tensors]:
         """See Derivable."""
         results = compressed_allreduce(tensors, call.name, call.reducing, call.process_set, call.compression)
-        return results, [] if _reduced_alike(call) else list(tensors)
+        return results, [] if reduced_alike(call) else list(tensors)
 
     @staticmethod
     def backward(call: Call, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> Tensors:
         """See Derivable."""
-        if _reduced_alike(call):
+        if reduced_alike(call):
             return _total(call, grads, call.reducing)
         return _through_extremes(call, kept, _total(call, grads, SUM))
 
@@ -86,13 +86,13 @@ class ReduceScatter:
     def forward(call: Call, tensors: Sequence[torch.Tensor], *, keep: bool) -> tuple[Tensors, Tensors]:
         """See Derivable."""
         results = compressed_reducescatter(tensors, call.name, call.reducing, call.process_set, call.compression)
-        return results, [] if _reduced_alike(call) else list(tensors)
+        return results, [] if reduced_alike(call) else list(tensors)
 
     @staticmethod
     def backward(call: Call, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> Tensors:
         """See Derivable."""
         totals = start_allgather(grads, call.name_of("gradient"), call.process_set, all_results, urgent=True).wait()
-        if not _reduced_alike(call):
+        if not reduced_alike(call):
             return _through_extremes(call, kept, totals)
         reducing, size = call.reducing, len(queue_of(call.process_set).ranks)
         factor = reducing.prescale * reducing.postscale / (size if reducing.op is ReduceOp.AVERAGE else 1)
@@ -200,8 +200,8 @@ def gradients_by(op: ReduceOp | None) -> Reducing:
     return Reducing(op)
 
 
-def _reduced_alike(call: Call) -> bool:
-    """Whether gradients are reduced as the tensors were; in Horovod's dialect they always are."""
+def reduced_alike(call: Call) -> bool:
+    """Whether gradients are reduced as the tensors were, which needs no tensors kept; always in Horovod's dialect."""
     return call.reducing.op in (ReduceOp.SUM, ReduceOp.AVERAGE) or speaks_horovod()
 
 

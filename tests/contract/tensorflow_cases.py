@@ -230,6 +230,27 @@ def it_learns(rank: int, size: int) -> None:
     assert np.allclose(train(slice(rank, None, size), True), train(slice(None), False), atol=1e-5)
 
 
+def in_horovods_dialect(rank: int, size: int) -> None:
+    """Gradients are reduced as the tensors were."""
+    tf, hvd = _faces()
+    hvd.init(dialect="horovod")
+    hvd.barrier()
+    try:
+        for way in _ways(tf):
+            x = tf.Variable(tf.range(3.0) + rank)
+
+            @way
+            def step(x: Any = x) -> Any:
+                with tf.GradientTape() as tape:
+                    value = tf.reduce_sum(hvd.allreduce(x, op=hvd.Max)) * (rank + 1.0)
+                return tape.gradient(value, x)
+
+            assert np.allclose(step(), size)
+    finally:
+        hvd.init(dialect="spark_hvd")
+        hvd.barrier()
+
+
 def groups_are_scattered(rank: int, size: int) -> None:
     """Each tensor's rows, shared out as one by one, with gradients."""
     tf, hvd = _faces()
