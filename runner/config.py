@@ -186,8 +186,11 @@ class RunConfig(CommonConfig):
 
 
 def uses_tensorflow() -> bool:
-    """Whether this program trains with TensorFlow, as far as its imports tell: some import it without any need."""
-    return "spark_hvd.tensorflow" in sys.modules or {"tensorflow", "keras"} <= sys.modules.keys()
+    """Whether this program trains with TensorFlow, as far as its imports tell: others import it without any need."""
+    if "spark_hvd.tensorflow" in sys.modules:
+        return True
+    keras = sys.modules.get("keras") if "tensorflow" in sys.modules else None
+    return keras is not None and bool(keras.config.backend() == "tensorflow")
 
 
 def in_notebook() -> bool:

@@ -201,8 +201,8 @@ def fork_server(env: Mapping[str, str | None], anchor: int) -> ForkServer:
     that all other changes reach it too, whichever server forks it.
 
     Args:
-        env: Changes to this process' environment. A server that has started with some ends when its last user has; the
-            one without waits ten minutes for another run.
+        env: Changes to this process' environment. A server that has started with some ends when its last user has; one
+            without, or with modules to import alone, waits ten minutes for another run.
         anchor: The process with which the server ends: the Spark executor, or this one. Servers are shared by all
             processes that name the same anchor, environment and Python.
     """
@@ -259,7 +259,7 @@ def _connect_to_shared(env: Mapping[str, str | None], anchor: int) -> socket.soc
         if connection is None:
             with folder.listen(name) as listener:  # from now on connections wait while the server imports torch
                 folder.tidy()  # what servers have left that were killed
-                _start(folder.path, listener, env, anchor, 0.0 if env else _LINGER)
+                _start(folder.path, listener, env, anchor, 0.0 if env.keys() - {PRELOAD} else _LINGER)
                 connection = folder.connect(name)
         if connection is None or not is_ours(connection):
             raise PermissionError(f"who listens at {os.path.join(folder.path, name)} is in another container")

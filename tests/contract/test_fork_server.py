@@ -7,6 +7,7 @@ import select
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -93,6 +94,10 @@ def test_tensorflow_is_imported_before_where_the_driver_trains_with_it(monkeypat
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "tensorflow", sys)
     assert RunConfig.of({"num_proc": 2}).env == {}
-    monkeypatch.setitem(sys.modules, "keras", sys)
+    backend = "torch"
+    keras = SimpleNamespace(config=SimpleNamespace(backend=lambda: backend))
+    monkeypatch.setitem(sys.modules, "keras", keras)
+    assert RunConfig.of({"num_proc": 2}).env == {}
+    backend = "tensorflow"
     assert RunConfig.of({"env": {"A": "b"}}).env == {PRELOAD: "tensorflow", "A": "b"}
     assert RunConfig.of({"env": {PRELOAD: None}}).env == {PRELOAD: None}
