@@ -100,6 +100,7 @@ def through_generations(count: int) -> None:
         assert min(numbers[-some:]) <= max(numbers[half - some : half + 1]) + 2, (kind, numbers)
 
 
+@pytest.mark.slow
 def test_members_change_and_weights_agree() -> None:
     through_generations(4)
 

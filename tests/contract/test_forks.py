@@ -54,6 +54,7 @@ def child_of_a_rank(rank: int, step: Callable[[], None], handle: Any) -> None:
     hvd.shutdown()
 
 
+@pytest.mark.slow
 def test_a_child_that_ends_as_programs_do() -> None:
     def fn() -> list[float]:
         model = torch.nn.Linear(3, 1)

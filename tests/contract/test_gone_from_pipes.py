@@ -41,6 +41,7 @@ def end_beside_a_child(folder: Path) -> None:
 
 @pytest.mark.parametrize("small", [shared_memory.SMALL, 0], ids=["copies", "shares"])
 @pytest.mark.parametrize("go", [leave, end, end_beside_a_child], ids=lambda go: go.__name__)
+@pytest.mark.slow
 def test_a_rank_that_goes(go: Any, small: int, tmp_path: Path) -> None:
     def fn() -> str:
         shared_memory.SMALL = small

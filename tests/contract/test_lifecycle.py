@@ -168,6 +168,7 @@ open(f"{os.environ['FOLDER']}/{hvd.rank()}", "w").write(f"{total.item()} {again.
 """
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(TORCHRUN_PROGRAM)

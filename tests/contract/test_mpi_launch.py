@@ -76,6 +76,7 @@ open(f"{os.environ['FOLDER']}/{everyone.rank}", "w").write(str(seen))  # lines o
 """
 
 
+@pytest.mark.slow
 def test_worlds_out_of_communicators(tmp_path: Path) -> None:
     code, output, _ = run(WORLDS, 4, tmp_path)
     assert code == 0, output

@@ -69,6 +69,7 @@ def test_two_ranks(two: Ranks, case: Case) -> None:
     ],
     ids=lambda case: case.__name__,
 )
+@pytest.mark.slow
 def test_three_ranks(three: Ranks, case: Case) -> None:
     three.run(case)
 

@@ -96,6 +96,7 @@ def test_many_passes_lose_nothing_and_repeat(store: Store, workers: int) -> None
     reader.close()
 
 
+@pytest.mark.slow
 def test_processes(store: Store) -> None:
     """They are started once, transform in their own memory, and yield what threads yield."""
     me = os.getpid()
@@ -151,6 +152,7 @@ def test_a_process_that_is_killed(store: Store) -> None:
 
 
 @pytest.mark.parametrize("pool", ["thread", "process"])
+@pytest.mark.slow
 def test_closed_by_another_thread(store: Store, pool: str) -> None:
     def slow(frame: pd.DataFrame) -> pd.DataFrame:
         time.sleep(0.3)

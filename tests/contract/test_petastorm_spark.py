@@ -175,6 +175,7 @@ def test_reader_by_value(written: str) -> None:
 
 
 @pytest.mark.parametrize("pool", ["process", "dummy"])
+@pytest.mark.slow
 def test_every_pool_yields_the_same_batches(written: str, pool: str) -> None:
     options = {"shuffle": True, "seed": 3, "window_rows": 8, "columns": ("id", "image"), "size": 2, "rank": 1}
     reader, other = opened(written, **options), opened(written, pool=pool, **options)

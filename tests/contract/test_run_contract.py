@@ -65,6 +65,7 @@ def test_topology_and_environment(launch: Launcher) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_ranks_share_the_cores(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     def fn() -> int:
         import torch

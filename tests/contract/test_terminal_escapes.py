@@ -91,6 +91,7 @@ def test_no_combination_gets_through(text: str) -> None:
     assert not re.search("[\x1b\x9b]", harmless(text, colors=False))
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_text_only(tmp_path: Path) -> None:
     seen = look(tmp_path, "", 100, 40, source=PROGRAM)
     raw = seen.raw.decode()

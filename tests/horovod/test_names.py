@@ -75,6 +75,7 @@ for name in [*REFUSED, "horovod.nothing", "horovod.ray.runner"]:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_names_of_other_frameworks() -> None:
     pytest.importorskip("tensorflow")
     done = python("""

@@ -21,6 +21,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 @pytest.mark.parametrize(
     "options", [{"lr": 0.2, "momentum": 0.9, "weight_decay": 0.1, "centered": True}, {"lr": 0.2}], ids=["many", "lr"]
 )
+@pytest.mark.slow
 def test_broadcast_state_after_loading_a_checkpoint(three: LastingWorld, options: dict[str, Any]) -> None:
     def fn(options: dict[str, Any]) -> None:
         for cls in optimizer_classes():

@@ -74,6 +74,7 @@ def test_a_script_that_leaves_with_a_code_on_one_rank(folder: Path) -> None:
     assert "runner/" not in err, "no frame of ours"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "wait.py").write_text(
         "import os, time, pathlib, spark_hvd.torch as hvd\n"
@@ -90,6 +91,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("elastic", [[], ["--min-np", "1"]])
+@pytest.mark.slow
 def test_data_of_a_path(tmp_path: Path, elastic: list[str]) -> None:
     pq.write_table(pa.table({"row": range(10)}), tmp_path / "rows.parquet")
     (tmp_path / "read.py").write_text(

@@ -54,6 +54,7 @@ def test_errors_are_collected_and_named(spark: SparkSession, tmp_path: Path, mon
     assert of("network", report.findings).level is Level.WARNING, "not tried, since no rank could start"
 
 
+@pytest.mark.slow
 def test_a_driver_whose_address_is_in_brackets(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()

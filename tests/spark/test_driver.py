@@ -158,6 +158,7 @@ def test_spark_hvd_missing_on_an_executor(spark: SparkSession, tmp_path: Path, m
         "OSError: libcudart.so.12: cannot open shared object file",  # as a torch for CUDA raises it without CUDA
     ],
 )
+@pytest.mark.slow
 def test_torch_missing_on_an_executor(
     error: str, spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +196,7 @@ def cut_off(*partitions: int) -> Any:
     return make
 
 
+@pytest.mark.slow
 def test_executors_that_cannot_reach_the_driver_meet_without_it(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def test_cross_validator_with_threads(df: DataFrame) -> None:
     assert isinstance(model.bestModel.stages[-1], TorchModel)
 
 
+@pytest.mark.slow
 def test_train_validation_split(df: DataFrame) -> None:
     assembled = VectorAssembler(inputCols=["x0", "x1", "x2"], outputCol="features").transform(df)
     made = estimator(linear(), epochs=6)

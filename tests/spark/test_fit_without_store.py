@@ -66,6 +66,7 @@ def test_every_row_once_an_epoch(df: DataFrame, tmp_path: Path, shuffle: bool) -
 
 
 @pytest.mark.parametrize("validation", ["held", 0.25])
+@pytest.mark.slow
 def test_rows_for_validation_are_others(df: DataFrame, tmp_path: Path, validation: str | float) -> None:
     held = df.withColumn("held", F.col("id") % 5 == 0)
     estimator(Recorder(tmp_path), feature_cols=["x"], validation=validation, epochs=2).fit(held)
@@ -84,6 +85,7 @@ def test_a_mark_that_is_null(df: DataFrame, tmp_path: Path) -> None:
         estimator(Recorder(tmp_path), feature_cols=["x"], validation="held").fit(held)
 
 
+@pytest.mark.slow
 def test_no_rows_are_written_where_checkpoints_are(df: DataFrame, tmp_path: Path) -> None:
     estimator(Recorder(tmp_path), feature_cols=["x"], run_id="first").fit(df)
     (folder,) = plan._temporary  # of all fits of this process

@@ -78,6 +78,7 @@ def test_history_as_frame_and_plot(df: DataFrame) -> None:
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])
+@pytest.mark.slow
 def test_same_seed_same_bytes(df: DataFrame, num_proc: int) -> None:
     def fit(seed: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)

@@ -104,6 +104,7 @@ class Breaks(Callback):
             raise RuntimeError("broken on purpose")
 
 
+@pytest.mark.slow
 def test_after_a_failure_the_run_goes_on_from_the_last_whole_epoch(df: DataFrame, store: Store) -> None:
     settings = {"store": store, "epochs": 3, "validation": "held"}
     whole = estimator(**settings).fit(df)
@@ -144,6 +145,7 @@ class StopsOnOneRank(Callback):
             state.stop = True
 
 
+@pytest.mark.slow
 def test_one_rank_can_stop_all(df: DataFrame) -> None:
     assert len(estimator(epochs=5, callbacks=[StopsOnOneRank()]).fit(df).getHistory()) == 1
 
@@ -171,6 +173,7 @@ class Records(Callback):
             file.write("\n".join([*self.seen, "done"]))
 
 
+@pytest.mark.slow
 def test_callbacks_see_every_moment_on_every_rank(df: DataFrame, tmp_path: Path) -> None:
     estimator(callbacks=[Records(str(tmp_path))], batch_size=60).fit(df)
     expected = ["train 2 x 2", "epoch 0", "batch 1 1", "batch 2 2", "end 1"]
@@ -232,6 +235,7 @@ def test_nan_in_the_data_is_named_by_its_column(df: DataFrame) -> None:
         estimator().fit(frame)
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_finite_can_be_left_out(df: DataFrame) -> None:
     fitted = estimator(loss=NanOnce(), terminate_on_nan=False, validation="held").fit(df)
     history = fitted.getHistory()

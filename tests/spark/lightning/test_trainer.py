@@ -71,6 +71,7 @@ class Ranked(Net):
         return self.loss(batch)
 
 
+@pytest.mark.slow
 def test_metrics_of_ranks(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
     row = estimator(model=Ranked(), epochs=1, batch_size=20).fit(df).getHistory()[0]
     assert row["rank"] == 0.5

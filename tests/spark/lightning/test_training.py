@@ -200,6 +200,7 @@ class Breaking(Net):
         return self.loss(batch) * (float("nan") if broken else 1.0)
 
 
+@pytest.mark.slow
 def test_not_finite_and_resumed(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
     def fit(model: type[Net], run_id: str, **options: Any) -> LightningModel:
         torch.manual_seed(0)
