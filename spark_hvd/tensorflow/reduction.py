@@ -38,8 +38,13 @@ class GradientReduction:
             )
 
     def apply(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients reduced over all ranks, dense ones in one exchange; None stays None."""
+        """The gradients reduced over all ranks, dense ones in one exchange; None stays None.
+
+        Ranks outside the process set keep their own.
+        """
         found = list(gradients)
+        if self.process_set.included() is False:
+            return found
         shared = [
             place
             for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))

@@ -251,6 +251,23 @@ def in_horovods_dialect(rank: int, size: int) -> None:
         hvd.barrier()
 
 
+def ranks_outside_a_set_keep_their_gradients(rank: int, size: int) -> None:
+    """As the optimizers of the other faces do."""
+    tf, hvd = _faces()
+    first = hvd.add_process_set([0])
+    for way in _ways(tf):
+        x = tf.Variable([rank + 1.0])
+
+        @way
+        def step(x: Any = x) -> Any:
+            with tf.GradientTape() as tape:
+                value = tf.reduce_sum(x * x)
+            return hvd.DistributedGradientTape(tape, process_set=first).gradient(value, [x])
+
+        assert np.allclose(step()[0], 2 * (rank + 1.0))
+    hvd.remove_process_set(first)
+
+
 def groups_are_scattered(rank: int, size: int) -> None:
     """Each tensor's rows, shared out as one by one, with gradients."""
     tf, hvd = _faces()
