@@ -378,3 +378,22 @@ def batches_are_normalized_together(rank: int, size: int) -> None:
     optimizer.apply([keras.ops.convert_to_tensor(each) for each in gradients], [layer.kernel, other])
     np.testing.assert_allclose(np.array(layer.kernel), 1 - (rank + 1) / size)
     np.testing.assert_allclose(np.array(other), -(size + 1) / 2)
+
+
+def uneven_data(rank: int, size: int) -> None:
+    """A rank that has no more batches joins, and the others go on by themselves."""
+    import spark_hvd.torch as ranks
+
+    keras, hvd = _keras()
+    model = keras.Sequential(
+        [keras.layers.Input((2,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")]
+    )
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    x, y = np.ones((4 * (2 + rank), 2), "float32"), np.full((4 * (2 + rank), 1), 5.0, "float32")
+    model.fit(x, y, batch_size=4, epochs=1, verbose=0, shuffle=False)
+    ranks.join()
+    reference, kernel = [], np.ones(2)
+    for _ in range(2 + rank):
+        kernel = kernel - 0.01 * 2 * (kernel.sum() - 5.0) * np.ones(2)
+        reference.append(kernel)
+    np.testing.assert_allclose(np.array(model.get_weights()[0])[:, 0], reference[-1], 1e-5)

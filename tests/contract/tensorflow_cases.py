@@ -350,3 +350,22 @@ def batches_are_normalized_together(rank: int, size: int) -> None:
         for name in ("moving_mean", "moving_variance"):
             assert np.allclose(getattr(together, name), getattr(alone, name), 1e-5)
         assert np.allclose(together(slices[rank]), alone(slices[rank]), 1e-4, 1e-5)
+
+
+def uneven_data(rank: int, size: int) -> None:
+    """A rank that has no more data joins, and the others go on by themselves."""
+    tf, hvd = _faces()
+    weights = tf.Variable([0.0])
+
+    @tf.function
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weights * (rank + 1.0))
+        (gradient,) = hvd.DistributedGradientTape(tape).gradient(loss, [weights])
+        weights.assign_sub(gradient)
+
+    for _ in range(2 + rank):
+        step()
+    hvd.join()
+    # Two steps of the mean of both, then one of rank 1 alone.
+    assert weights.numpy() == (-3.0 if rank == 0 else -5.0)
