@@ -10,7 +10,9 @@ import tensorflow as tf
 
 from spark_hvd.collectives.process_set import ProcessSet
 from spark_hvd.tensorflow.collectives import grouped_allreduce
+from spark_hvd.tensorflow.planned import fits, handed_of, reduced, variable_of
 from spark_hvd.tensorflow.standing import size_op
+from spark_hvd.torch.optimizer.recipe import Recipe
 from spark_hvd.transport.communicator import ReduceOp
 
 
@@ -38,9 +40,10 @@ class GradientReduction:
             )
 
     def apply(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients reduced over all ranks, dense ones in one exchange; None stays None.
+        """The gradients reduced over all ranks; None stays None. Ranks outside the process set keep their own.
 
-        Ranks outside the process set keep their own.
+        Those of variables are reduced in buckets, as a step's; sparse ones and those of other tensors by name, and so
+        are all of them in a plain graph, whose operations have no order that ranks could share.
         """
         found = list(gradients)
         if self.process_set.included() is False:
@@ -50,16 +53,25 @@ class GradientReduction:
             for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
             if gradient is not None and id(variable) not in self.local
         ]
-        given = [tf.convert_to_tensor(found[place]) if self.sparse_as_dense else found[place] for place in shared]
-        reduced = grouped_allreduce(
-            given,
+        for place in shared:
+            found[place] = tf.convert_to_tensor(found[place]) if self.sparse_as_dense else found[place]
+        planned: list[int] = []
+        if self.op in (ReduceOp.AVERAGE, ReduceOp.SUM) and (tf.executing_eagerly() or tf.inside_function()):
+            planned = [place for place in shared if fits(found[place], variable_of(variables[place]))]
+        if planned:
+            given = self._in_buckets([found[place] for place in planned], [variables[place] for place in planned])
+            for place, gradient in zip(planned, given, strict=True):
+                found[place] = gradient
+        named = [place for place in shared if place not in planned]
+        by_name = grouped_allreduce(
+            [found[place] for place in named],
             op=self.op,
             compression=self.compression,
             process_set=self.process_set,
             prescale_factor=1.0 / self.predivide_factor,
             postscale_factor=self.predivide_factor,
         )
-        for place, gradient in zip(shared, reduced, strict=True):
+        for place, gradient in zip(named, by_name, strict=True):
             found[place] = gradient
         if self.scale_local and self.local and self.op is ReduceOp.AVERAGE:
             size = size_op(self.process_set)
@@ -67,3 +79,19 @@ class GradientReduction:
                 if id(variable) in self.local and found[place] is not None:
                     found[place] /= tf.cast(size, found[place].dtype)
         return found
+
+    def _in_buckets(self, gradients: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
+        recipe = Recipe(
+            [f"source {place}" for place in range(len(sources))],
+            [],
+            self.op,
+            self.compression,
+            passes=1,
+            gradient_predivide_factor=self.predivide_factor,
+            sparse_as_dense=True,
+            process_set=self.process_set,
+            bucket_cap_mb=None,
+            shared_memory=True,
+        )
+        handed = handed_of([variable_of(source) for source in sources], recipe)
+        return reduced(handed, range(len(sources)), gradients, for_the_step=False)

@@ -45,13 +45,14 @@ def DistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Make the gradients of a tape those of all ranks; dense ones are reduced in one exchange.
+    """Make the gradients of a tape those of all ranks; those of variables are reduced together.
 
     Args:
         gradtape: The tape. It is changed, and returned.
         device_dense: Horovod's; means nothing here.
         device_sparse: Horovod's; means nothing here.
-        compression: Compression.none, .fp16, .bf16, or anything with their two methods, which are given torch tensors.
+        compression: Compression.none, .fp16, .bf16, or anything with their two methods, which are given torch tensors:
+            one-dimensional buckets of gradients.
         sparse_as_dense: Reduce IndexedSlices as dense tensors, instead of gathering the rows of all ranks.
         op: Average, Sum or Adasum.
         gradient_predivide_factor: With Average: divides before the sum; size / this divides after it.
@@ -67,6 +68,7 @@ def DistributedGradientTape(
     Raises:
         TypeError: `gradtape` is no tape.
         ValueError: `gradient_predivide_factor` is given with another op than Average.
+        PlanMismatchError: From ``gradient()``: ranks have gradients of other variables. Raised on every rank.
     """
     if not isinstance(gradtape, tf.GradientTape):
         raise TypeError(f"gradtape={gradtape!r}: expected a tf.GradientTape")

@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from spark_hvd.collectives.compression import Compression
+from spark_hvd.collectives.process_set import global_process_set
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
+from spark_hvd.torch.optimizer.recipe import HandedGradients, Recipe, placeholder
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.world.errors import CollectiveError, PlanMismatchError
 from tests.contract.optimizer_cases import (
@@ -76,6 +79,29 @@ def used_first_and_unused_later(rank: int, size: int) -> None:
         nn.utils.clip_grad_norm_(oracle.parameters(), 0.1)
         plain.step()
     assert_matches(model, oracle, 1e-5)
+
+
+def handed_over_by_some_ranks(rank: int, size: int) -> None:
+    """What a rank does not hand over counts as zeros there, also in the step after one that other ranks had it in."""
+    recipe = Recipe(
+        ["both", "first"],
+        [],
+        ReduceOp.AVERAGE,
+        Compression.none,
+        passes=1,
+        gradient_predivide_factor=1.0,
+        sparse_as_dense=False,
+        process_set=global_process_set,
+        bucket_cap_mb=None,
+        shared_memory=True,
+    )
+    handed = HandedGradients(recipe, [placeholder((3,), torch.float32, torch.device("cpu")) for _ in range(2)])
+    for step in range(1, 4):
+        gradients = [torch.full((3,), float(step)), torch.full((3,), float(step))]
+        places = [0, 1] if rank == 0 else [0]
+        found = handed.reduce(places, gradients[: len(places)])
+        assert [each.tolist() for each in found if each is not None] == [[step] * 3, [step / size] * 3][: len(places)]
+        handed.forget()
 
 
 def two_losses(rank: int, size: int) -> None:

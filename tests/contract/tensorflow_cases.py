@@ -12,7 +12,7 @@ import pytest
 Case = Callable[[int, int], None]
 
 
-def _faces() -> tuple[Any, Any]:
+def faces() -> tuple[Any, Any]:
     os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
     import tensorflow as tf
 
@@ -21,13 +21,13 @@ def _faces() -> tuple[Any, Any]:
     return tf, hvd
 
 
-def _ways(tf: Any) -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
+def ways(tf: Any) -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
     return [lambda function: function, tf.function]
 
 
 def dtypes(rank: int, size: int) -> None:
     """Each dtype, reduced, gathered and sent, also as one row, a number and nothing."""
-    tf, hvd = _faces()
+    tf, hvd = faces()
     for name in ("float16", "float32", "float64", "bfloat16", "int8", "uint8", "int32", "int64", "bool"):
         kind = tf.as_dtype(name)
         for shape in ((), (3,), (2, 5), (0, 4)):
@@ -44,16 +44,16 @@ def dtypes(rank: int, size: int) -> None:
 
 def no_text(rank: int, size: int) -> None:
     """An error that names the dtype."""
-    tf, hvd = _faces()
+    tf, hvd = faces()
     with pytest.raises(TypeError, match="dtype string: collectives move numbers"):
         hvd.allreduce(tf.constant(["text"]))
 
 
 def gradients_of_collectives(rank: int, size: int) -> None:
     """Those of the sum of all ranks' losses, eagerly and in a graph."""
-    tf, hvd = _faces()
+    tf, hvd = faces()
     scale = tf.repeat(tf.range(float(size)), 6)
-    for way in _ways(tf):
+    for way in ways(tf):
         weights = tf.Variable(tf.range(6.0) + rank)
 
         def gradient(loss: Callable[[Any], Any], way: Any = way, weights: Any = weights) -> Any:
@@ -81,8 +81,8 @@ def gradients_of_collectives(rank: int, size: int) -> None:
 
 def other_rows_on_each_rank(rank: int, size: int) -> None:
     """Gathered and exchanged, with gradients, eagerly and in a graph; IndexedSlices are rows, too."""
-    tf, hvd = _faces()
-    for way in _ways(tf):
+    tf, hvd = faces()
+    for way in ways(tf):
 
         @way
         def gathered(mine: Any) -> Any:
@@ -115,7 +115,7 @@ def other_rows_on_each_rank(rank: int, size: int) -> None:
 
 def many_in_one(rank: int, size: int) -> None:
     """A group, of dense tensors and slices, keeps its order."""
-    tf, hvd = _faces()
+    tf, hvd = faces()
     mixed = [
         tf.constant(1.0),
         tf.IndexedSlices(tf.ones((1, 2)), tf.constant([rank]), tf.constant([size, 2])),
@@ -126,45 +126,10 @@ def many_in_one(rank: int, size: int) -> None:
     assert sorted(slices.indices.numpy().tolist()) == list(range(size))
 
 
-def tapes(rank: int, size: int) -> None:
-    """Gradients of all ranks, of one, and of a part that stays here."""
-    tf, hvd = _faces()
-    for way in _ways(tf):
-        dense, table = tf.Variable([2.0, 3.0]), tf.Variable(tf.ones((4, 2)))
-
-        def tape_of(**options: Any) -> Any:
-            return hvd.DistributedGradientTape(tf.GradientTape(), **options)
-
-        def gradients(tape: Any, sources: Any, dense: Any = dense, table: Any = table, way: Any = way) -> Any:
-            @way
-            def step() -> Any:
-                with tape:
-                    loss = (rank + 1.0) * (tf.reduce_sum(dense) + tf.reduce_sum(tf.gather(table, [rank, rank])))
-                return tape.gradient(loss, sources)
-
-            return step()
-
-        mean = (size + 1) / 2
-        unused = tf.Variable(1.0)
-        first, rows, none = gradients(tape_of(), [dense, table, unused])
-        assert none is None
-        assert np.allclose(first, mean)
-        whole = tf.convert_to_tensor(rows).numpy()[:, 0]
-        assert np.allclose(whole[:size], [2.0 * (r + 1) / size for r in range(size)])
-        found = gradients(tape_of(sparse_as_dense=True, op=hvd.Sum), {"table": table})["table"]
-        assert not isinstance(found, tf.IndexedSlices)
-        assert np.allclose(found[:size, 0], [2.0 * (r + 1) for r in range(size)])
-        assert np.allclose(gradients(tape_of(gradient_predivide_factor=4.0), dense), mean)
-        local = tape_of()
-        local.register_local_source(dense)
-        assert np.allclose(gradients(local, dense), (rank + 1.0) / size)
-        assert isinstance(local, tf.GradientTape)
-
-
 def alike_at_the_start(rank: int, size: int) -> None:
     """Variables and objects of one rank."""
-    tf, hvd = _faces()
-    for way in _ways(tf):
+    tf, hvd = faces()
+    for way in ways(tf):
         variables = [tf.Variable(tf.fill((3,), float(rank))), tf.Variable(rank)]
         way(lambda variables=variables: hvd.broadcast_variables(variables, size - 1))()
         assert [variable.numpy().tolist() for variable in variables] == [[size - 1.0] * 3, size - 1]
@@ -174,7 +139,7 @@ def alike_at_the_start(rank: int, size: int) -> None:
 
 def asked_in_a_graph(rank: int, size: int) -> None:
     """rank_op and its kin are answered when they are run."""
-    tf, hvd = _faces()
+    tf, hvd = faces()
     asked = tf.function(
         lambda: [hvd.size_op(), hvd.rank_op(), hvd.local_size_op(), hvd.local_rank_op(), hvd.process_set_included_op()]
     )
@@ -183,7 +148,7 @@ def asked_in_a_graph(rank: int, size: int) -> None:
 
 def what_differs_is_an_error_on_all(rank: int, size: int) -> None:
     """Eagerly of the type that it has in torch; in a graph with its text."""
-    tf, hvd = _faces()
+    tf, hvd = faces()
     from spark_hvd.world.errors import MismatchError
 
     with pytest.raises(MismatchError, match="shape"):
@@ -195,7 +160,7 @@ def what_differs_is_an_error_on_all(rank: int, size: int) -> None:
 
 def in_a_plain_graph(rank: int, size: int) -> None:
     """Where nothing orders operations, each is matched by its name in the graph."""
-    tf, hvd = _faces()
+    tf, hvd = faces()
     with tf.Graph().as_default():
         results = [hvd.allreduce(tf.fill((number + 1,), float(rank)), op=hvd.Sum) for number in range(2)]
         with tf.compat.v1.Session() as session:
@@ -205,7 +170,7 @@ def in_a_plain_graph(rank: int, size: int) -> None:
 
 def it_learns(rank: int, size: int) -> None:
     """A loop with a tape ends with the same weights on all ranks, those of one rank that has all rows."""
-    tf, hvd = _faces()
+    tf, hvd = faces()
     generator = np.random.default_rng(3)
     x = generator.normal(size=(32, 4)).astype("float32")
     y = (x @ generator.normal(size=(4, 1))).astype("float32")
@@ -232,11 +197,11 @@ def it_learns(rank: int, size: int) -> None:
 
 def in_horovods_dialect(rank: int, size: int) -> None:
     """Gradients are reduced as the tensors were."""
-    tf, hvd = _faces()
+    tf, hvd = faces()
     hvd.init(dialect="horovod")
     hvd.barrier()
     try:
-        for way in _ways(tf):
+        for way in ways(tf):
             x = tf.Variable(tf.range(3.0) + rank)
 
             @way
@@ -251,27 +216,10 @@ def in_horovods_dialect(rank: int, size: int) -> None:
         hvd.barrier()
 
 
-def ranks_outside_a_set_keep_their_gradients(rank: int, size: int) -> None:
-    """As the optimizers of the other faces do."""
-    tf, hvd = _faces()
-    first = hvd.add_process_set([0])
-    for way in _ways(tf):
-        x = tf.Variable([rank + 1.0])
-
-        @way
-        def step(x: Any = x) -> Any:
-            with tf.GradientTape() as tape:
-                value = tf.reduce_sum(x * x)
-            return hvd.DistributedGradientTape(tape, process_set=first).gradient(value, [x])
-
-        assert np.allclose(step()[0], 2 * (rank + 1.0))
-    hvd.remove_process_set(first)
-
-
 def groups_are_scattered(rank: int, size: int) -> None:
     """Each tensor's rows, shared out as one by one, with gradients."""
-    tf, hvd = _faces()
-    for way in _ways(tf):
+    tf, hvd = faces()
+    for way in ways(tf):
         tensors = [tf.fill((5, 2), rank + 1.0), tf.range(4.0) * (rank + 1)]
         total = sum(range(1, size + 1))
         both = way(lambda tensors=tensors: hvd.grouped_reducescatter(tensors, op=hvd.Sum))()
@@ -283,7 +231,7 @@ def groups_are_scattered(rank: int, size: int) -> None:
 
 def plain_graphs(rank: int, size: int) -> None:
     """Variables of a session are rank 0's, and an optimizer of TensorFlow 1 steps by the mean of all gradients."""
-    tf, hvd = _faces()
+    tf, hvd = faces()
     old = tf.compat.v1
     with tf.Graph().as_default():
         weights = old.get_variable("weights", initializer=tf.fill((3,), rank + 1.0), use_resource=True)
@@ -321,13 +269,13 @@ def plain_graphs(rank: int, size: int) -> None:
 
 def batches_are_normalized_together(rank: int, size: int) -> None:
     """As one rank normalizes the joined batch, with its gradients; ranks differ in rows."""
-    tf, hvd = _faces()
+    tf, hvd = faces()
     import keras
 
     assert isinstance(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), keras.optimizers.SGD)
     everyones = np.random.default_rng(0).normal(3.0, 2.0, (4 * size + size - 1, 3, 5)).astype("float32")
     slices = np.split(everyones, [4 * (each + 1) for each in range(size - 1)])
-    for way in _ways(tf):
+    for way in ways(tf):
         together, alone = hvd.SyncBatchNormalization(axis=-1), keras.layers.BatchNormalization(axis=-1)
 
         def run(layer: Any, rows: Any, way: Any = way) -> tuple[Any, Any]:
@@ -350,22 +298,3 @@ def batches_are_normalized_together(rank: int, size: int) -> None:
         for name in ("moving_mean", "moving_variance"):
             assert np.allclose(getattr(together, name), getattr(alone, name), 1e-5)
         assert np.allclose(together(slices[rank]), alone(slices[rank]), 1e-4, 1e-5)
-
-
-def uneven_data(rank: int, size: int) -> None:
-    """A rank that has no more data joins, and the others go on by themselves."""
-    tf, hvd = _faces()
-    weights = tf.Variable([0.0])
-
-    @tf.function
-    def step() -> None:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(weights * (rank + 1.0))
-        (gradient,) = hvd.DistributedGradientTape(tape).gradient(loss, [weights])
-        weights.assign_sub(gradient)
-
-    for _ in range(2 + rank):
-        step()
-    hvd.join()
-    # Two steps of the mean of both, then one of rank 1 alone.
-    assert weights.numpy() == (-3.0 if rank == 0 else -5.0)

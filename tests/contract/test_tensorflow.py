@@ -14,7 +14,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from tests.contract import tensorflow_cases
+from tests.contract import tape_cases, tensorflow_cases
 from tests.contract.optimizer_ranks import Ranks
 from tests.elastic_ranks import elastic_job
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, 
 
 CASES = [
     case
-    for case in vars(tensorflow_cases).values()
+    for case in (*vars(tensorflow_cases).values(), *vars(tape_cases).values())
     if inspect.isfunction(case) and list(inspect.signature(case).parameters) == ["rank", "size"]
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
 from spark_hvd.context.standing import Context, current
+from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.optimizer.arguments import exchange_device, spec_of
 from spark_hvd.torch.optimizer.buckets import MEGABYTE
 from spark_hvd.torch.optimizer.flat import GradientCompressor, Reduction
@@ -118,3 +120,84 @@ class Recipe:
             "shared_memory": self.shared_memory,
             "autotune": config.autotune and [config.autotune_steps_per_sample, config.autotune_max_samples],
         }
+
+
+class HandedGradients:
+    """Gradients that are handed over, instead of being waited for: reduced in one world after the other.
+
+    Args:
+        recipe: How.
+        params: What they are of: parameters, whose gradients may come from autograd while backward goes on, or
+            placeholders for what another framework trains.
+    """
+
+    def __init__(self, recipe: Recipe, params: Sequence[torch.nn.Parameter]) -> None:
+        self._recipe, self._params = recipe, params
+        self._reducer: GradientReducer | None = None
+        self._context: Context | None = None
+        _handed.add(self)
+
+    def ready(self) -> GradientReducer | None:
+        """The reducer in the present world, None where there is nobody to reduce with; collective when it is new.
+
+        Raises:
+            NotInitializedError, PlanMismatchError: See :meth:`Recipe.open`.
+        """
+        if self._context is not current():
+            self.close()
+            self._reducer = self._recipe.open(self._params)
+            self._context = current()
+        return self._reducer
+
+    def reduce(self, places: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of all ranks, in the buckets' memory, until the next step; None for what no rank has one of.
+
+        Args:
+            places: Which of the parameters these are of.
+            gradients: This rank's; they are left as they are.
+
+        Raises:
+            CollectiveError: A peer or the network failed.
+        """
+        reducer = self.ready()
+        if reducer is None:
+            return list(gradients)
+        params = [self._params[place] for place in places]
+        for param, gradient in zip(params, gradients, strict=True):
+            if param.grad is not gradient:
+                param.grad = None if gradient is None else gradient.detach()
+        reducer.synchronize()
+        return [param.grad for param in params]
+
+    def stepped(self) -> None:
+        """The gradients have been used."""
+        if self._reducer is not None:
+            self._reducer.stepped()
+
+    def forget(self) -> None:
+        """The gradients have been used, and are nobody else's: what is not handed over next time is missing then."""
+        self.stepped()
+        for param in self._params:
+            param.grad = None
+
+    def close(self) -> None:
+        """The world is over."""
+        if self._reducer is not None:
+            self._reducer.close()
+        self._reducer = self._context = None
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
+    """A parameter that has no memory, for gradients of what is none."""
+    return torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=device).expand(tuple(shape)))
+
+
+_handed: weakref.WeakSet[HandedGradients] = weakref.WeakSet()
+
+
+def _release() -> None:
+    for each in list(_handed):
+        each.close()
+
+
+register_world_hook(WorldHook(lambda: None, _release))
