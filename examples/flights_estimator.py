@@ -1,7 +1,7 @@
 """Late flights again, as a Spark ML Pipeline: StringIndexer, VectorAssembler, TorchEstimator, an evaluator.
 
 The same question and the same held-out days as in flights.py. Beside the network, Spark's own logistic regression and
-gradient-boosted trees learn from the same rows.
+gradient-boosted trees learn from the same rows, and with --keras the same network in Keras.
 
     python examples/flights_estimator.py            the real thing, two or three minutes
     python examples/flights_estimator.py --help     the knobs
@@ -10,8 +10,10 @@ gradient-boosted trees learn from the same rows.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from flights import CATEGORIES, NUMBERS, build_features, load_tables
@@ -23,7 +25,7 @@ from pyspark.ml.feature import Imputer, OneHotEncoder, StandardScaler, StringInd
 from pyspark.sql import functions as F  # noqa: N812 - every Spark program calls it F
 from torch import nn
 
-from spark_hvd.estimators import EarlyStopping, TorchEstimator
+from spark_hvd.estimators import EarlyStopping, KerasEstimator, TorchEstimator
 
 CODES = [f"{name}_code" for name in CATEGORIES]
 FILLED = [f"{name}_filled" for name in NUMBERS]
@@ -46,6 +48,38 @@ class Lateness(nn.Module):
         return self.layers(torch.cat([*embedded, numbers], dim=1))
 
 
+def lateness_in_keras(sizes: list[int], numbers: int) -> Any:
+    """The same network as a functional model; gives the probability of `late`."""
+    os.environ.setdefault("KERAS_BACKEND", "torch")  # before it is imported
+    import keras
+    from keras import layers
+
+    codes, rest = keras.Input((len(sizes),), dtype="int64"), keras.Input((numbers,))
+    embedded = [layers.Embedding(size + 1, min(16, size))(codes[:, i]) for i, size in enumerate(sizes)]
+    hidden = layers.Dropout(0.3)(layers.Dense(128, "relu")(layers.Concatenate()([*embedded, rest])))
+    return keras.Model([codes, rest], layers.Dense(1, "sigmoid")(layers.Dense(64, "relu")(hidden)))
+
+
+def keras_estimator(sizes: list[int], arguments: argparse.Namespace) -> KerasEstimator:
+    """An estimator of that, trained as the other one is."""
+    model = lateness_in_keras(sizes, len(NUMBERS))
+    import keras
+
+    return KerasEstimator(
+        model=model,
+        optimizer=keras.optimizers.AdamW(1e-3, weight_decay=1e-2),
+        loss="binary_crossentropy",
+        feature_cols=["codes", "numbers"],
+        label_cols=["label"],
+        validation=0.1,
+        batch_size=512,
+        epochs=arguments.epochs,
+        num_proc=arguments.num_proc,
+        callbacks=[keras.callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True)],
+        random_seed=0,
+    )
+
+
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -53,6 +87,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=8, help="passes over the training days (default: 8)")
     parser.add_argument("--rows", type=int, help="use a random sample of this many flights (default: all)")
     parser.add_argument("--trees", type=int, default=20, help="gradient-boosted trees (default: 20)")
+    parser.add_argument("--keras", action="store_true", help="the same network in Keras, too (needs spark_hvd[keras])")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the loss curve (default: out)")
     return parser.parse_args()
 
@@ -104,6 +139,9 @@ def main() -> None:
         ),
         f"network on {arguments.num_proc} ranks (spark_hvd)": network,
     }
+    if arguments.keras:
+        name = f"Keras network on {arguments.num_proc} ranks (spark_hvd)"
+        contenders = {name: keras_estimator(sizes, arguments), **contenders}  # the last one's history is shown
     judge = BinaryClassificationEvaluator(labelCol="label", metricName="areaUnderROC")
     results = {}
     for name, contender in contenders.items():

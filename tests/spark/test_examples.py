@@ -79,14 +79,17 @@ def test_flights(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 def test_flights_estimator(tmp_path: Path) -> None:
     printed = run_example(
-        "flights_estimator.py", "--rows", "40000", "--epochs", "4", "--trees", "5", "--out", str(tmp_path), timeout=230
-    )
+        "flights_estimator.py", "--rows", "40000", "--epochs", "4", "--trees", "5", "--keras", "--out", str(tmp_path),
+        timeout=230,
+    )  # fmt: skip
     auc = {
-        name: float(value) for name, value in re.findall(r"^(logistic|5 grad|network).*? (0\.\d{3}) ", printed, re.M)
+        name: float(value)
+        for name, value in re.findall(r"^(logistic|5 grad|network|Keras).*? (0\.\d{3}) ", printed, re.M)
     }
     assert auc["logistic"] > 0.65
     assert auc["5 grad"] > 0.6
     assert auc["network"] > 0.65
+    assert auc["Keras"] > 0.65
     assert (tmp_path / "flights_estimator_loss.png").read_bytes().startswith(b"\x89PNG")
 
 
