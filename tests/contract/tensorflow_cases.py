@@ -158,6 +158,18 @@ def what_differs_is_an_error_on_all(rank: int, size: int) -> None:
     assert hvd.allreduce(tf.ones(1), op=hvd.Sum).numpy().tolist() == [size], "the world goes on"
 
 
+def keras_by_its_other_name(rank: int, size: int) -> None:
+    """One module, whichever way it is imported."""
+    faces()
+    import spark_hvd.keras
+    import spark_hvd.tensorflow.keras as hvd
+    import spark_hvd.tensorflow.keras.callbacks as callbacks
+    from spark_hvd.tensorflow.keras import elastic
+
+    assert (hvd, callbacks, elastic) == (spark_hvd.keras, spark_hvd.keras.callbacks, spark_hvd.keras.elastic)
+    assert spark_hvd.tensorflow.keras is spark_hvd.keras
+
+
 def in_a_plain_graph(rank: int, size: int) -> None:
     """Where nothing orders operations, each is matched by its name in the graph."""
     tf, hvd = faces()
