@@ -2,9 +2,10 @@
 
     python -m benchmarks.fit --runs 5
 
-Each fit is of Parquet that was not fitted before, or again of the same, on a session that has trained before: by
-handing the rows to the ranks, or through a store. The phases are measured where they happen. Horovod cannot run beside
-today's pyarrow: its figure, 16.6 s, was measured on the same kind of machine with pyspark 3.5 and pyarrow 10.
+KerasEstimator on torch fits the same. Each fit is of Parquet that was not fitted before, or again of the same, on a
+session that has trained before: by handing the rows to the ranks, or through a store. The phases are measured where
+they happen. Horovod cannot run beside today's pyarrow: its figure, 16.6 s, was measured on the same kind of machine
+with pyspark 3.5 and pyarrow 10.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["KERAS_BACKEND"] = "torch"
 
 HOROVOD = 16.6
 
@@ -69,7 +71,7 @@ def main() -> None:
     import torch
     from torch import nn
 
-    from spark_hvd.estimators import SparkBackend, TorchEstimator
+    from spark_hvd.estimators import KerasEstimator, SparkBackend, TorchEstimator
     from spark_hvd.estimators.data.materialize import materialize
     from spark_hvd.estimators.fit import estimator as module
 
@@ -78,22 +80,26 @@ def main() -> None:
     vars(module)["materialize"] = timed(phases, "prepare", materialize)
     SparkBackend.run = timed(phases, "train", SparkBackend.run)  # type: ignore[method-assign]
 
-    def fit(df: Any, store: str | None = None) -> dict[str, float]:
-        phases.clear()
+    def of_torch(settings: dict[str, Any]) -> Any:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
-        estimator = TorchEstimator(
-            model=net,
-            optimizer=lambda params: torch.optim.Adam(params, lr=1e-3),
-            loss=nn.MSELoss(),
-            feature_cols=["features"],
-            label_cols=["y"],
-            batch_size=256,
-            epochs=2,
-            num_proc=2,
-            store=store,
-            verbose=0,
+        return TorchEstimator(
+            model=net, optimizer=lambda params: torch.optim.Adam(params, lr=1e-3), loss=nn.MSELoss(), **settings
         )
+
+    def of_keras(settings: dict[str, Any]) -> Any:
+        import keras
+        from keras import layers
+
+        net = keras.Sequential([keras.Input((20,)), *(layers.Dense(64, "relu") for _ in range(2)), layers.Dense(1)])
+        return KerasEstimator(model=net, optimizer=keras.optimizers.Adam(1e-3), loss="mse", **settings)
+
+    def fit(df: Any, store: str | None = None, make: Callable[[dict[str, Any]], Any] = of_torch) -> dict[str, float]:
+        phases.clear()
+        estimator = make({
+            "feature_cols": ["features"], "label_cols": ["y"], "batch_size": 256, "epochs": 2, "num_proc": 2,
+            "store": store, "verbose": 0,
+        })  # fmt: skip
         began = time.perf_counter()
         model = estimator.fit(df)
         total = time.perf_counter() - began
@@ -108,6 +114,7 @@ def main() -> None:
         for number in range(arguments.runs):
             df = data(spark, folder, arguments.rows, number + 2)
             results["new data"].append(fit(df))
+            results["the same, KerasEstimator on torch"].append(fit(df, make=of_keras))
             results["new data, through a store"].append(fit(df, store))
             results["the same data again, found in the store"].append(fit(df, store))
     keys = ["total", "prepare", "train", "of that the two epochs", "the rest"]

@@ -39,8 +39,13 @@ def _measure(rounds: int, calls: int) -> Times:
     import spark_hvd.torch
 
     def compiled(function: Callable[..., Any], given: Any) -> Callable[[], Any]:
-        graph = tf.function(function)
-        return lambda: graph(given)
+        """What is reduced is made in the graph and used there, as in a step: to hand 40 tensors back takes 1 ms."""
+        there = tf.nest.map_structure(tf.Variable, given)
+        return tf.function(
+            lambda: tf.add_n(
+                tf.nest.flatten(function(tf.nest.map_structure(lambda each: each + 1, there), name="graph"))
+            )
+        )
 
     one, forty = torch.zeros(1), [torch.zeros(1024) for _ in range(40)]
     megabytes = torch.zeros(4 << 20)

@@ -72,6 +72,7 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
         max_restarts=settings["max_restarts"],
         min_num_proc=settings["min_num_proc"],
         tracker=settings["tracker"],
+        env=settings.get("env"),
     )
     seed = settings["random_seed"]
     alone = settings["store"] is None and not isinstance(backend, LocalBackend) and not is_local(active_session(None))
@@ -142,6 +143,12 @@ def check_together(name: str, settings: Settings, required: Mapping[str, str]) -
                     f"{parameter} has {len(settings[parameter])} entries for {len(settings[columns])} {columns}: "
                     "expected one for each; None leaves one as it is"
                 )
+    every, passes = settings.get("checkpoint_every"), settings.get("backward_passes_per_step", 1)
+    if every is not None and every % passes:
+        raise ValueError(
+            f"checkpoint_every={every} with backward_passes_per_step={passes}: expected a multiple of it, for a "
+            "checkpoint has no gradients"
+        )
     if settings["backend"] is None:
         return
     if settings["num_proc"] is not None:

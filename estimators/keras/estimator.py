@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.fit.estimator import SparkEstimator, model_fields
@@ -22,6 +24,7 @@ from spark_hvd.estimators.training.head import Head
 from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.inputs import argument_names, tensors_of
 from spark_hvd.estimators.training.spec import TrainSpec
+from spark_hvd.runner.config import PRELOAD
 
 _REGRESSION = "mse mean_squared_error mae mean_absolute_error msle mean_squared_logarithmic_error mape log_cosh huber"
 _HEADS = {
@@ -93,6 +96,8 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
             )
 
     def _derived(self, settings: Settings) -> dict[str, Any]:
+        import keras
+
         settings["model"].environment = settings["backend_env"]
         derived: dict[str, Any] = {
             "optimizer": Described.of(_optimizer(settings)),
@@ -100,12 +105,19 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
             "loss_weights": None,
             "metrics": Described.of(settings["metrics"]),
         }
+        if keras.config.backend() == "torch" and not settings["backend_env"]:  # which is for before Keras is imported
+            derived["env"] = {PRELOAD: "spark_hvd.estimators.keras.on_torch"}
         if (checkpoint := settings["checkpoint_callback"]) is not None:
             best = any(word in checkpoint.monitor for word in ("acc", "auc", "fmeasure", "f1"))
             mode = {"auto": "max" if best else "min"}.get(checkpoint.mode, checkpoint.mode)
             derived |= {"monitor": checkpoint.monitor, "monitor_mode": mode}
             derived["restore_best_weights"] = checkpoint.save_best_only
         return derived
+
+    def _tried(self, plan: FitPlan, batch: Batch, columns: tuple[Column, ...]) -> TrainSpec:
+        if plan.settings["input_shapes"] is None:
+            plan = replace(plan, settings={**plan.settings, "input_shapes": _shapes_taken(plan, batch)})
+        return super()._tried(plan, batch, columns)
 
     def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> None:
         module: Any = copy.deepcopy(plan.objects.model)
@@ -135,6 +147,19 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
         fields = model_fields(plan, spec, module, history)
         fields["metadata"] = replace(fields["metadata"], head=_head_of(self.value_of("loss")))
         return KerasModel(**fields, custom_objects=plan.settings["custom_objects"])
+
+
+def _shapes_taken(plan: FitPlan, batch: Batch) -> list[list[int] | None] | None:
+    """For each column the shape that the model's input says it has, if that holds as many numbers as a row does."""
+    names, inputs = plan.settings["feature_cols"], getattr(plan.objects.model.keras_model, "inputs", None) or []
+    if plan.settings["stack_features"] or len(inputs) != len(names):
+        return None
+    shapes: list[list[int] | None] = []
+    for name, taken in zip(names, inputs, strict=True):
+        wanted, there = tuple(taken.shape[1:]), tuple(batch[name].shape[1:])
+        fits = wanted != there and None not in wanted and math.prod(wanted) == math.prod(there)
+        shapes.append([-1, *wanted] if fits else None)
+    return shapes
 
 
 def _optimizer(settings: Settings) -> Any:

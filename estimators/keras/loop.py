@@ -19,6 +19,8 @@ from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.estimators.training.train import Framework, Job, not_finite, speed
 
 Logs = dict[str, float]
+_BEGINNING: dict[str, Any] = {"step": 0, "seconds": 0.0, "lr": None, "ranks": []}
+"""The state of an epoch that begins."""
 
 
 class KerasFramework(Framework):
@@ -72,6 +74,8 @@ class _KerasFit:
             average_aggregated_gradients=True,
         )
         self.model = compiled(self.spec, job.objects, self.optimizer)
+        self.partial_epoch = job.partial_epoch
+        self.factor = 1.0  # of the learning rate, now that there are so many ranks
         self._start()
 
     def _start(self) -> None:
@@ -79,19 +83,21 @@ class _KerasFit:
 
         model, optimizer, resumed = self.model, self.optimizer, self.job.resumed
         optimizer.build(model.trainable_variables)
-        factor = float(hvd.size()) if self.spec.scale_lr else 1.0
+        if self.spec.scale_lr:
+            self.factor = hvd.size() / (resumed["size"] if resumed else 1)
         if resumed is not None:
-            factor /= resumed["size"] if self.spec.scale_lr else 1.0
             for place, each in enumerate(optimizer.variables):
                 assign(each, resumed["optimizer"][name_of(place, each)])
-        if factor != 1.0:
-            optimizer.learning_rate = self._rate() * factor
+        if self.factor != 1.0:
+            optimizer.learning_rate = self._rate() * self.factor
         self.keras_hvd.broadcast_variables([*model.weights, *optimizer.variables], 0)
 
-    def _optimizer_state(self) -> dict[str, torch.Tensor]:
+    def _rest(self) -> dict[str, Any]:
         from spark_hvd.keras.backend import name_of, tensor_of
 
-        return {name_of(place, each): tensor_of(each) for place, each in enumerate(self.optimizer.variables)}
+        return {
+            "optimizer": {name_of(place, each): tensor_of(each) for place, each in enumerate(self.optimizer.variables)}
+        }
 
     def _rate(self) -> float:
         import keras
@@ -114,30 +120,41 @@ class _KerasFit:
         return job.history
 
     def _epoch(self, callbacks: Any) -> Logs:
-        job, model = self.job, self.model
+        from spark_hvd.keras.backend import assign
+
+        job, model, every = self.job, self.model, self.spec.checkpoint_every
         epoch = len(job.history)
-        self._seed(epoch)
+        # An epoch that was cut off goes on where its checkpoint is.
+        partial, self.partial_epoch = self.partial_epoch or _BEGINNING, None
+        done = partial["step"]
+        steps = done + job.steps_left(done)
+        self._seed(epoch, done)
         model.reset_metrics()
         callbacks.on_epoch_begin(epoch)
-        rate, began, rows = self._rate(), time.monotonic(), 0
-        latest: Logs = {}
-        batches = itertools.islice(job.feed, job.steps)
+        rate = self._rate() if partial["lr"] is None else partial["lr"] * self.factor
+        began = time.monotonic() - partial["seconds"]
+        rows, metrics, latest = _of_this_rank(partial["ranks"])
+        batches = itertools.islice(job.feed, steps - done)
         where: dict[str, Any] = {"epoch": epoch, "epochs": self.spec.epochs, "loss": lambda: latest.get("loss")}
-        job.progress = hvd.progress(batches, total=job.steps, **where)
-        for number, batch in enumerate(job.progress):
+        job.progress = hvd.progress(batches, total=steps - done, **where)
+        for number, batch in enumerate(job.progress, done):
+            given = batch_of(self.spec, batch, job.device)
+            if number == done:
+                self._prepare(given)
+                for variable, value in zip(self.model.metrics_variables, metrics, strict=False):  # else they are none
+                    assign(variable, value)
             callbacks.on_train_batch_begin(number)
-            inputs, labels, weights = batch_of(self.spec, batch, job.device)
-            latest.update(self._step(inputs, labels, weights))
+            latest.update(self._step(given))
             callbacks.on_train_batch_end(number, latest)
             rows += len(next(iter(batch.values())))
             if self.spec.terminate_on_nan and not math.isfinite(latest["loss"]):
-                raise not_finite(latest["loss"], epoch, number, job.steps, batch)
+                raise not_finite(latest["loss"], epoch, number, steps, batch)
+            if every and (number + 1) % every == 0 and number + 1 < steps:
+                self._save_partial(number + 1, rows, latest, time.monotonic() - began, rate)
         mine, seconds = dict(latest), time.monotonic() - began
         if epoch + 1 == self.spec.epochs:
             self.optimizer.finalize_variable_values(model.trainable_variables)
-        trained = {id(each) for each in model.trainable_weights}
-        # Running statistics differ between ranks; rank 0's are the ones that are saved.
-        self.keras_hvd.broadcast_variables([each for each in model.weights if id(each) not in trained], 0)
+        self._share_statistics()
         validated, val_rows = self._validate()
         ranks = hvd.allgather_object((rows, mine, val_rows, validated), name="spark_hvd.epoch")
         means = _means([(each[0], each[1]) for each in ranks]) | {
@@ -145,26 +162,44 @@ class _KerasFit:
         }
         job.add(means, lr=rate, **speed(seconds, sum(each[0] for each in ranks)))
         callbacks.on_epoch_end(epoch, dict(means))
-        job.save(job.objects.model.state_dict(), lambda: {"optimizer": self._optimizer_state()})
+        job.save(job.objects.model.state_dict(), self._rest)
         job.report()
         if job.objects.callbacks:
             wishes = hvd.allgather_object(bool(model.stop_training), name="spark_hvd.stop")
             model.stop_training = any(wishes)
         return means
 
-    def _step(self, *batch: Any) -> Logs:
-        """Train on a batch; the means of the epoch so far."""
-        model = self.model
-        if model.train_function is None:
-            model.test_on_batch(*batch)  # makes the variables of the metrics, and trains nothing
-            model.make_train_function()
-            model.reset_metrics()
-        # train_on_batch would begin the means anew.
-        return {name: float(value) for name, value in model.train_function([batch]).items()}
+    def _share_statistics(self) -> None:
+        """Running statistics differ between ranks; rank 0's are the ones that are saved."""
+        trained = {id(each) for each in self.model.trainable_weights}
+        self.keras_hvd.broadcast_variables([each for each in self.model.weights if id(each) not in trained], 0)
+
+    def _save_partial(self, step: int, rows: int, logs: Logs, seconds: float, rate: float) -> None:
+        """Write a checkpoint within an epoch. Whoever goes on from it does what this run does, to the bit."""
+        from spark_hvd.keras.backend import tensor_of
+
+        self._share_statistics()
+        metrics = [tensor_of(each).cpu() for each in self.model.metrics_variables]
+        ranks = hvd.allgather_object({"rows": rows, "metrics": metrics, "logs": logs}, name="spark_hvd.partial_epoch")
+        partial = {"step": step, "seconds": seconds, "lr": rate, "ranks": ranks}
+        self.job.save(self.job.objects.model.state_dict(), self._rest, partial)
+        self._seed(len(self.job.history), step)
+
+    def _prepare(self, batch: tuple[Any, Any, Any]) -> None:
+        """Make the variables of the metrics, which takes a batch, and the function of a step."""
+        if self.model.train_function is None:
+            self.model.test_on_batch(*batch)  # trains nothing
+            self.model.make_train_function()
+            self.model.reset_metrics()
+
+    def _step(self, batch: tuple[Any, Any, Any]) -> Logs:
+        """Train on a batch; the means of the epoch so far, which train_on_batch would begin anew."""
+        return {name: float(value) for name, value in self.model.train_function([batch]).items()}
 
     def _validate(self) -> tuple[Logs, int]:
         if self.job.validation is None:
             return {}, 0
+        self.model.make_test_function()
         self.model.reset_metrics()
         rows, logs = 0, Logs()
         for batch in self.job.validation_batches():
@@ -173,9 +208,9 @@ class _KerasFit:
             rows += len(next(iter(batch.values())))
         return logs, rows
 
-    def _seed(self, epoch: int) -> None:
+    def _seed(self, epoch: int, done: int) -> None:
         """Seeds of layers, which Keras keeps in variables that are no weights: others on each rank, in each epoch."""
-        self.job.seed(epoch)
+        self.job.seed(epoch, done)
         for number, variable in enumerate(_seeds(self.model)):
             generator = torch.Generator().manual_seed(torch.initial_seed() + number)
             variable.assign(torch.randint(2**31 - 1, (2,), generator=generator).numpy().astype("uint32"))
@@ -183,6 +218,20 @@ class _KerasFit:
 
 def _seeds(model: Any) -> Iterator[Any]:
     return (each for each in model.variables if each.name == "seed_generator_state")
+
+
+def _of_this_rank(ranks: Sequence[Mapping[str, Any]]) -> tuple[int, list[torch.Tensor], Logs]:
+    """What a checkpoint within an epoch has for this rank: its rows, the variables of its metrics, and what they say.
+
+    Of another number of ranks the sums are rank 0's, so that all together have them once.
+    """
+    if len(ranks) == hvd.size():
+        mine = ranks[hvd.rank()]
+        return mine["rows"], mine["metrics"], dict(mine["logs"])
+    if hvd.rank() or not ranks:
+        return 0, [], {}
+    sums = [sum(each[1:], each[0]) for each in zip(*(rank["metrics"] for rank in ranks), strict=True)]
+    return sum(rank["rows"] for rank in ranks), sums, _means([(rank["rows"], rank["logs"]) for rank in ranks])
 
 
 def _means(ranks: Sequence[tuple[int, Mapping[str, float]]]) -> Logs:

@@ -70,10 +70,11 @@ class KerasModule(torch.nn.Module):
         for place, each in enumerate(self.keras_model.weights):
             ours.assign(each, state_dict[ours.name_of(place, each)])
 
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        """The outputs, as in inference; tensors of torch, whatever Keras computes with."""
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The outputs, as in inference; tensors of torch, whatever Keras computes with. By name, too."""
         given = [given_to_keras(each) for each in inputs]
-        return _from_keras(self.keras_model(given[0] if len(given) == 1 else given, training=False))
+        by_name = {name: given_to_keras(each) for name, each in named.items()}
+        return _from_keras(self.keras_model(by_name or (given[0] if len(given) == 1 else given), training=False))
 
     def __reduce__(self) -> tuple[Any, ...]:
         data = self._data
@@ -86,9 +87,9 @@ class KerasModule(torch.nn.Module):
         return restored, (data, self._backend, dict(self.environment), cloudpickle.dumps(dict(self.custom_objects)))
 
 
-def given_to_keras(tensor: torch.Tensor) -> Any:
-    """A tensor as Keras takes it on its backend: numbers of numpy are everybody's, and no copies."""
-    return tensor if _on_torch() else tensor.numpy()
+def given_to_keras(tensor: Any) -> Any:
+    """A tensor as Keras takes it on its backend: numbers of numpy are everybody's, and no copies. Others stay."""
+    return tensor if _on_torch() or not isinstance(tensor, torch.Tensor) else tensor.numpy(force=True)
 
 
 def _from_keras(value: Any) -> Any:

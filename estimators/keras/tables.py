@@ -9,8 +9,8 @@ from typing import Any
 from spark_hvd.estimators.keras.module import KerasModule
 from spark_hvd.estimators.params import checks as c
 from spark_hvd.estimators.params.params import rows
+from spark_hvd.estimators.params.tables import CHECKPOINT_EVERY, SHARED
 from spark_hvd.estimators.params.tables import GONE as GONE_EVERYWHERE
-from spark_hvd.estimators.params.tables import SHARED
 from spark_hvd.estimators.torch.model import TABLE
 
 
@@ -64,6 +64,7 @@ _CUSTOM: tuple[Any, ...] = (
 _OTHER: dict[str, dict[str, Any]] = {
     "model": {"check": keras_model, "doc": "The keras.Model to train, built; it is not changed."},
     "callbacks": {"doc": "Callbacks of Keras; they run on every rank, with the metrics of all ranks."},
+    "input_shapes": {"doc": "Shape of each input with -1 for the rows; by default the model's, if it is as large."},
     "label_shapes": {"doc": "Shape of each label with -1 for the rows; by default as the column has it."},
     "label_dtypes": {"doc": "Dtype of each label; by default the column's, float32 for doubles."},
 }
@@ -78,6 +79,7 @@ KERAS = tuple(replace(row, **_OTHER.get(row.name, {})) for row in SHARED) + rows
     ("gradient_compression", None, c.compression, "hvd.Compression.fp16, .bf16, or one with compress and decompress."),
     ("backward_passes_per_step", 1, c.whole(1), "Batches whose gradients are averaged into one step."),
     ("terminate_on_nan", True, c.flag, "Fail when a loss is not finite."),
+    CHECKPOINT_EVERY,
     (
         "checkpoint_callback",
         None,
@@ -104,6 +106,5 @@ GONE = {
     "gradient_clip_value": "give the optimizer clipvalue=",
     "train_minibatch_fn": "override train_step of the model",
     "loss_constructors": "give custom_objects=",
-    "checkpoint_every": "a fit goes on between epochs; for more checkpoints, make them shorter: train_steps_per_epoch=",
 }
 """What Horovod or TorchEstimator have and KerasEstimator has not -> what to do."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from spark_hvd.estimators.params import checks as c
 from spark_hvd.estimators.params.params import rows
 from spark_hvd.estimators.training.spec import PRECISIONS
@@ -93,6 +95,13 @@ _DATA = rows(
     ("reader_pool_type", "thread", c.one_of("thread", "process", "dummy"), "Kind of Petastorm's workers."),
 )
 
+CHECKPOINT_EVERY: Any = (
+    "checkpoint_every",
+    None,
+    c.whole(1),
+    "Batches between checkpoints within an epoch; default: after epochs only.",
+)
+
 _TORCH = rows(
     "Loss and optimizer",
     ("optimizer", None, c.optimizer, "A torch optimizer of model.parameters(), or a function of them that makes one."),
@@ -109,7 +118,7 @@ _TORCH = rows(
     ("gradient_clip_norm", None, c.number(above=0), "Largest norm of all gradients together, after averaging."),
     ("gradient_clip_value", None, c.number(above=0), "Largest absolute value of an element of a gradient."),
     ("terminate_on_nan", True, c.flag, "Fail when a loss is not finite; else leave such steps out and go on."),
-    ("checkpoint_every", None, c.whole(1), "Batches between checkpoints within an epoch; default: after epochs only."),
+    CHECKPOINT_EVERY,
     (
         "train_minibatch_fn",
         None,

@@ -97,8 +97,17 @@ def unpack(packed: PackedModule) -> Any:
         ModuleNotFoundError, AttributeError: its code is not here, or is another version.
         Exception: the bytes are damaged (pickle's and safetensors' own errors).
     """
-    entries, body = _ByDoor(io.BytesIO(packed.structure)).load()
-    return _Unpickler(io.BytesIO(body), entries, safetensors.torch.load(packed.weights)).load()
+    return _restored(packed.structure, safetensors.torch.load(packed.weights))
+
+
+def unpack_file(structure: bytes, weights: str) -> Any:
+    """As :func:`unpack`, with the weights in a file: they stay in its pages, which processes share until one writes."""
+    return _restored(structure, safetensors.torch.load_file(weights))
+
+
+def _restored(structure: bytes, values: dict[str, torch.Tensor]) -> Any:
+    entries, body = _ByDoor(io.BytesIO(structure)).load()
+    return _Unpickler(io.BytesIO(body), entries, values).load()
 
 
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc] # cloudpickle has no types

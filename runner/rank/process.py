@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from spark_hvd.world.env import read_threads, share_cores
+
 _OURS = re.compile(r"spark_hvd\.runner\.|runpy$")
 """Modules whose frames above fn, or above a script, are no part of the user's program."""
 
@@ -25,7 +27,7 @@ class SetupFailure(Exception):  # noqa: N818  users see a SetupError or the caus
 
 
 def check_torch() -> None:
-    """Import torch, with as many threads as this rank's environment says.
+    """Import torch, with as many threads as this rank's environment says; TensorFlow will have so many, too.
 
     Raises:
         SetupFailure: there is none, or it cannot be loaded.
@@ -39,9 +41,10 @@ def check_torch() -> None:
             error,
         ) from error
     # The fork server read OMP_NUM_THREADS when it started; this rank's environment may say otherwise.
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdigit() and int(threads) > 0 and int(threads) != torch.get_num_threads():
-        torch.set_num_threads(int(threads))
+    if (threads := read_threads()) is not None:
+        if threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
+        share_cores(threads)
 
 
 def unpickle_call(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.objects import allgather_object, broadcast_object
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.context.init import init, start_timeline, stop_timeline
@@ -47,6 +46,7 @@ from spark_hvd.tensorflow.collectives import (
     grouped_reducescatter,
     reducescatter,
 )
+from spark_hvd.tensorflow.compression import TensorFlowCompression as Compression
 from spark_hvd.tensorflow.optimizer import DistributedOptimizer
 from spark_hvd.tensorflow.standing import (
     local_rank_op,
@@ -63,9 +63,12 @@ from spark_hvd.tensorflow.sync import (
     broadcast_variables,
 )
 from spark_hvd.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from spark_hvd.tensorflow.threads import prepare_threads
 from spark_hvd.torch.move import barrier, join
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.world.errors import CollectiveError
+
+prepare_threads()
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM

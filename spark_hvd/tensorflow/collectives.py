@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+import torch
 
 from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
-from spark_hvd.collectives.start import Reducing
+from spark_hvd.collectives.start import Reducing, Tensors
 from spark_hvd.tensorflow.standing import size_op
 from spark_hvd.tensorflow.tensors import apply, unconverted
 from spark_hvd.torch.gradients import (
@@ -18,6 +19,7 @@ from spark_hvd.torch.gradients import (
     Alltoall,
     Broadcast,
     Call,
+    Derivable,
     ReduceScatter,
     gradients_by,
     reduced_alike,
@@ -25,6 +27,8 @@ from spark_hvd.torch.gradients import (
 from spark_hvd.torch.reduce import chosen_op
 from spark_hvd.transport.communicator import ReduceOp
 
+_JOINED_BYTES = 4 << 20
+"""Tensors of a graph that are small together are handed over as one."""
 _LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE)
 
 
@@ -87,6 +91,8 @@ def grouped_allreduce(
 ) -> list[Any]:
     """Reduce several tensors as one unit, fused by dtype. See :func:`allreduce`."""
     chosen = chosen_op(op, average)
+    if chosen not in _LINEAR and any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+        raise NotImplementedError(f"op={chosen} of IndexedSlices: expected Sum or Average; tf.convert_to_tensor")
     call = Call(
         name_of("allreduce", name), process_set, Reducing(chosen, prescale_factor, postscale_factor), compression
     )
@@ -94,8 +100,7 @@ def grouped_allreduce(
     dense = [place for place, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
     if dense:
         given = [tf.convert_to_tensor(tensors[place]) for place in dense]
-        kept = () if reduced_alike(call) else [each.dtype for each in given]
-        for place, result in zip(dense, apply(Allreduce, given, call, kept=kept), strict=True):
+        for place, result in zip(dense, _reduced(given, call), strict=True):
             results[place] = result
     sparse = [place for place in range(len(results)) if place not in dense]
     for place, result in zip(sparse, _gathered([tensors[place] for place in sparse], call), strict=True):
@@ -103,11 +108,51 @@ def grouped_allreduce(
     return results
 
 
+def _reduced(tensors: Sequence[Any], call: Call) -> list[Any]:
+    if not _joinable(tensors, call):
+        return apply(Allreduce, tensors, call, kept=() if reduced_alike(call) else [each.dtype for each in tensors])
+    shapes = [each.shape for each in tensors]
+    joined = tf.concat([tf.reshape(each, [-1]) for each in tensors], 0)
+    (found,) = apply(_allreduce_of(shapes), [joined], call)
+    parts = tf.split(found, [shape.num_elements() for shape in shapes])
+    return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _joinable(tensors: Sequence[Any], call: Call) -> bool:
+    """Whether tensors are better handed over as one: a py_function takes 20 us or more for each, and a copy less."""
+    return (
+        not tf.executing_eagerly()
+        and len(tensors) > 1
+        and reduced_alike(call)
+        and len({each.dtype for each in tensors}) == 1
+        and all(each.shape.is_fully_defined() for each in tensors)
+        and sum(each.shape.num_elements() for each in tensors) * tensors[0].dtype.size <= _JOINED_BYTES
+    )
+
+
+def _allreduce_of(shapes: Sequence[Any]) -> type[Derivable]:
+    """The all-reduce of tensors that come as one; to the other ranks it is that of the several."""
+
+    def several(joined: torch.Tensor, reduced: Callable[[list[torch.Tensor]], Tensors]) -> Tensors:
+        parts = torch.split(joined, [shape.num_elements() for shape in shapes])
+        results = reduced([part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)])
+        return [torch.cat([each.reshape(-1) for each in results])]
+
+    class AllreduceOfOne:
+        @staticmethod
+        def forward(call: Call, tensors: Sequence[torch.Tensor], *, keep: bool) -> tuple[Tensors, Tensors]:
+            return several(tensors[0], lambda each: Allreduce.forward(call, each, keep=keep)[0]), []
+
+        @staticmethod
+        def backward(call: Call, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> Tensors:
+            return several(grads[0], lambda each: Allreduce.backward(call, kept, each))
+
+    return AllreduceOfOne
+
+
 def _gathered(slices: Sequence[Any], call: Call) -> list[Any]:
     """The rows of all ranks, which stay apart where several have the same."""
     reducing = call.reducing
-    if slices and reducing.op not in _LINEAR:
-        raise NotImplementedError(f"op={reducing.op} of IndexedSlices: expected Sum or Average; tf.convert_to_tensor")
     name = None if call.name is None else f"{call.name}.slices"
     found = grouped_allgather([part for each in slices for part in (each.values, each.indices)], name, call.process_set)
     results = []

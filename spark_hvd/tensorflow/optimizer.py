@@ -27,6 +27,10 @@ class _ReducedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc] # T
         gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
         return list(zip(self._reduction.apply(gradients, variables), variables, strict=True))
 
+    @property
+    def _optimizer(self) -> Any:
+        return self  # Horovod's wrapper has there what it wraps
+
     def register_local_var(self, variable: Any) -> None:
         """Leave the gradient of a variable to this rank."""
         self._reduction.local.add(id(variable))

@@ -131,8 +131,15 @@ def apply(
             result.set_shape(_later_rows(each.shape) if rows else each.shape)
 
         def gradient(*grads: Any) -> list[Any]:
+            now = call
+            # In a plain graph results may be derived one by one, at one time. Elsewhere there is an order, and ranks that
+            # compute eagerly meet those that do it in a function: their names must be the same.
+            if call.name is not None and not tf.executing_eagerly() and not tf.inside_function():
+                unique = tf.compat.v1.get_default_graph().unique_name("spark_hvd_derived")
+                now = replace(call, name=f"{call.name}.{unique}")
+
             def backward(*values: torch.Tensor) -> Sequence[torch.Tensor]:
-                return kind.backward(call, values[: len(needed)], values[len(needed) :])
+                return kind.backward(now, values[: len(needed)], values[len(needed) :])
 
             wanted = grads[: len(given)]
             parts = through(backward, [*needed, *wanted], [each.dtype for each in wanted])

@@ -143,6 +143,22 @@ def read_log_level(env: Mapping[str, str] = os.environ) -> int | None:
     return _LEVELS[text]
 
 
+def share_cores(threads: int) -> None:
+    """Have TensorFlow compute with so many threads, like torch; for a process in which it has not begun to.
+
+    It does not look at OMP_NUM_THREADS: beside other ranks, each would take all cores. What the user has set stays. Of
+    the threads that run operations there are two at least: a collective waits in one.
+    """
+    os.environ.setdefault("TF_NUM_INTRAOP_THREADS", str(threads))
+    os.environ.setdefault("TF_NUM_INTEROP_THREADS", str(max(2, threads)))
+
+
+def read_threads(env: Mapping[str, str] = os.environ) -> int | None:
+    """The number in OMP_NUM_THREADS; None if there is none."""
+    text = env.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
 _LEVELS = {"trace": 5, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
 
 

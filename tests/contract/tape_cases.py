@@ -83,7 +83,7 @@ def uneven_data(rank: int, size: int) -> None:
 
 
 def gradients_are_the_users(rank: int, size: int) -> None:
-    """They stay what they are when the next ones come, also where a gradient has no other rank's."""
+    """They stay what they are when the next ones come."""
     tf, hvd = faces()
     for way in ways(tf):
         x, y = tf.Variable([1.0, 2.0]), tf.Variable(tf.ones((3, 2)))
@@ -116,7 +116,7 @@ def other_shapes_of_batches(rank: int, size: int) -> None:
         assert np.allclose(step(tf.fill((rows[rank % 2], 2), rank + 1.0)), (size + 1) / 2)
 
 
-def several_optimizers(rank: int, size: int) -> None:
+def several_sets_of_variables(rank: int, size: int) -> None:
     """Each set of variables is reduced for itself; those that are gone leave nothing behind."""
     tf, hvd = faces()
     from spark_hvd.tensorflow.planned import _handed
@@ -151,7 +151,7 @@ def a_gradient_that_one_rank_lacks(rank: int, size: int) -> None:
 
 
 def gradients_of_what_is_no_variable(rank: int, size: int) -> None:
-    """Of a tensor, and of more than one rank's rows."""
+    """Of a tensor, beside a variable."""
     tf, hvd = faces()
     x, y = tf.constant([1.0, 2.0]), tf.Variable([3.0])
     with tf.GradientTape() as tape:

@@ -49,6 +49,29 @@ def no_text(rank: int, size: int) -> None:
         hvd.allreduce(tf.constant(["text"]))
 
 
+def slices_that_cannot_be(rank: int, size: int) -> None:
+    """They are refused before the dense tensors beside them are sent."""
+    tf, hvd = faces()
+    slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([rank]), tf.constant([size, 2]))
+    for op in (hvd.Min, hvd.Adasum):
+        with pytest.raises(NotImplementedError, match="of IndexedSlices: expected Sum or Average"):
+            hvd.grouped_allreduce([tf.ones([2], tf.int32), slices], op=op)
+
+
+def compression(rank: int, size: int) -> None:
+    """For collectives, and by hand for tensors of TensorFlow's; what is narrow or no float stays."""
+    tf, hvd = faces()
+    for compressor, narrow in ((hvd.Compression.fp16, tf.float16), (hvd.Compression.bf16, tf.bfloat16)):
+        for way in ways(tf):
+            found = way(lambda x, compressor=compressor: hvd.allreduce(x, op=hvd.Sum, compression=compressor))
+            summed = found(tf.fill([3], rank + 1.0))
+            assert (summed.dtype, summed.numpy().tolist()) == (tf.float32, [3.0] * 3)
+        for kind, wanted in ((tf.float64, narrow), (tf.float16, tf.float16), (tf.int32, tf.int32), (tf.bool, tf.bool)):
+            sent, context = compressor.compress(tf.ones([2], kind))
+            assert sent.dtype == wanted
+            assert compressor.decompress(sent, context).dtype == kind
+
+
 def gradients_of_collectives(rank: int, size: int) -> None:
     """Those of the sum of all ranks' losses, eagerly and in a graph."""
     tf, hvd = faces()
@@ -124,6 +147,29 @@ def many_in_one(rank: int, size: int) -> None:
     one, slices, three = hvd.grouped_allreduce(mixed, op=hvd.Sum)
     assert (one.numpy(), three.numpy().tolist()) == (size, [0, size, 2 * size])
     assert sorted(slices.indices.numpy().tolist()) == list(range(size))
+
+
+def many_small_ones_in_one(rank: int, size: int) -> None:
+    """In graphs they come as one; their gradients and what other ranks are told of them are those of several."""
+    tf, hvd = faces()
+    values = [tf.fill(shape, float(rank + place)) for place, shape in enumerate([(), (2, 3), (0,), (4,)])]
+
+    def reduced(*given: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            found = hvd.grouped_allreduce(list(given), op=hvd.Sum, name="small")
+            loss = sum(place * tf.reduce_sum(each) for place, each in enumerate(found))
+        return found, tape.gradient(loss, given)
+
+    of_all, of_a_graph = reduced, tf.function(reduced)
+    for step in (of_a_graph, of_all, of_a_graph if rank else of_all):
+        found, gradients = step(*values)
+        for place, (each, gradient, mine) in enumerate(zip(found, gradients, values, strict=True)):
+            assert each.shape == gradient.shape == mine.shape
+            assert np.allclose(each, sum(r + place for r in range(size)))
+            assert np.allclose(gradient, place * size)
+    with pytest.raises(Exception, match=r"MismatchError.*small"):
+        of_a_graph(*([values[0], tf.reshape(values[1], (3, 2)), *values[2:]] if rank else values))
 
 
 def alike_at_the_start(rank: int, size: int) -> None:
@@ -239,6 +285,19 @@ def groups_are_scattered(rank: int, size: int) -> None:
             alone = hvd.reducescatter(tensor, op=hvd.Sum)
             assert np.array_equal(mine.numpy(), alone.numpy())
         assert np.all(both[0].numpy() == total)
+
+
+def results_of_a_group_derived_at_one_time(rank: int, size: int) -> None:
+    """In a plain graph each result's derivative is a collective of its own; all of them run at once."""
+    tf, hvd = faces()
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        for call in (hvd.grouped_reducescatter, hvd.grouped_allreduce, hvd.grouped_allgather):
+            given = [tf.fill([2 * size], rank + 1.0) for _ in range(4)]
+            found = call(given) if call is hvd.grouped_allgather else call(given, op=hvd.Sum)
+            gradients = [tf.gradients(one, other)[0] for one, other in zip(found, given, strict=True)]
+            ones = size if call is not hvd.grouped_reducescatter else 1
+            for gradient in session.run(gradients):
+                assert gradient.tolist() == [ones] * 2 * size
 
 
 def plain_graphs(rank: int, size: int) -> None:

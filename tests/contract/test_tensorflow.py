@@ -6,14 +6,17 @@ import importlib.util
 import inspect
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import pytest
 
+from spark_hvd import run_local
 from tests.contract import tape_cases, tensorflow_cases
 from tests.contract.optimizer_ranks import Ranks
 from tests.elastic_ranks import elastic_job
@@ -89,3 +92,46 @@ def test_a_lost_rank_is_replaced_without_a_trace() -> None:
         job.form(members)
         results = job.finish(members)
     assert results == expected == [expected[0]] * 2
+
+
+def shares_of_threads() -> list[float]:
+    """Which part of a rank's computing in TensorFlow each of its threads does, the busiest first."""
+    import tensorflow as tf
+
+    def ticks() -> dict[str, int]:
+        files = Path("/proc/self/task").glob("*/stat")
+        return {each.parent.name: sum(map(int, each.read_text().rpartition(")")[2].split()[11:13])) for each in files}
+
+    matrix = tf.ones((1024, 1024))
+    before = ticks()
+    for _ in range(40):
+        matrix = tf.tanh(matrix @ matrix)
+    matrix.numpy()
+    spent = [after - before.get(thread, 0) for thread, after in ticks().items()]
+    return sorted((each / sum(spent) for each in spent), reverse=True)
+
+
+@pytest.mark.slow  # imports TensorFlow
+def test_a_rank_computes_in_as_many_threads_as_it_has_cores() -> None:
+    for threads, alone in (("1", True), ("2", False)):
+        (shares,) = run_local(shares_of_threads, num_proc=1, env={"OMP_NUM_THREADS": threads})
+        assert (shares[0] > 0.95) is alone, shares
+
+
+@pytest.mark.slow  # imports TensorFlow
+def test_so_does_one_that_others_have_launched() -> None:
+    code = "import spark_hvd.tensorflow, tests.contract.test_tensorflow as t; assert t.shares_of_threads()[0] > 0.95"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.slow  # imports TensorFlow
+def test_one_thread_for_all_operations_is_warned_of() -> None:
+    code = "import tensorflow as tf; {}; import spark_hvd.tensorflow"
+    says = [
+        subprocess.run(
+            [sys.executable, "-c", code.format(f"tf.config.threading.set_inter_op_parallelism_threads({threads})")],
+            check=True, capture_output=True, text=True,
+        ).stderr
+        for threads in (1, 2)
+    ]  # fmt: skip
+    assert ["one thread to run operations in" in each for each in says] == [True, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 from pyspark.ml import Pipeline
 
 from spark_hvd.estimators import KerasEstimator, KerasModel, LocalBackend, ModelError, Store
-from tests.spark.estimator_support import ROWS, frame, numbers
+from spark_hvd.runner import RankFailedError
+from tests.spark.estimator_support import ROWS, frame, means, numbers
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -96,6 +98,21 @@ def test_weights_of_samples_count(df: DataFrame) -> None:
         np.testing.assert_allclose(one, two, 1e-5)
 
 
+def test_rows_have_the_shape_of_the_models_input(df: DataFrame) -> None:
+    """As with Horovod: a column of numbers is an image where the model takes images of as many numbers."""
+
+    def images(rows: int) -> Any:
+        layers = [keras.layers.Input((rows, 1)), keras.layers.Conv1D(2, 3), keras.layers.Flatten()]
+        return keras.Sequential([*layers, keras.layers.Dense(1)])
+
+    fitted = estimator(images(3), epochs=1).fit(df)
+    features, _, _ = numbers()
+    wanted = fitted.getModel().predict(features[..., None], verbose=0)[:, 0]
+    np.testing.assert_allclose(predicted(fitted, df, "prediction"), wanted, 1e-4)
+    with pytest.raises(ModelError, match="a step of training failed"):
+        estimator(images(4), epochs=1).fit(df)
+
+
 def test_the_history_has_the_means_of_epochs(df: DataFrame) -> None:
     """And not what the last batch had: the model does not change, so they are those of all rows."""
     fitted = estimator(net(), optimizer=keras.optimizers.SGD(0.0), metrics=["mae"], epochs=1).fit(df)
@@ -118,7 +135,8 @@ layers = [keras.layers.Input((2,)), keras.layers.Dense(8, "relu"), keras.layers.
 model = keras.Sequential([*layers, keras.layers.Lambda(lambda x: x + 1)])
 options = {"feature_cols": ["f"], "label_cols": ["y"], "batch_size": 20, "num_proc": 2, "random_seed": 1}
 estimator = KerasEstimator(
-    model=model, optimizer=keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"], validation=0.2, epochs=4, **options
+    model=model, optimizer=keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"], validation=0.2, epochs=4,
+    checkpoint_every=2, **options
 )
 fitted = estimator.fit(df)
 first, *_, last = fitted.getHistory()
@@ -175,6 +193,59 @@ def test_a_run_goes_on_to_the_same_end(df: DataFrame, tmp_path: Path) -> None:
     for one, two in zip(whole.getModel().get_weights(), parts.getModel().get_weights(), strict=True):
         np.testing.assert_array_equal(one, two)
     assert [row["loss"] for row in whole.getHistory()] == [row["loss"] for row in parts.getHistory()]
+
+
+def killed_in_the_second_epoch() -> Any:
+    """A callback by which rank 1 is killed after five of its batches, unless ranks were started again."""
+    import spark_hvd.torch as hvd
+
+    class Killed(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if (hvd.rank(), self.epoch, batch, hvd.generation()) == (1, 1, 4, 0):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return Killed()
+
+
+@pytest.mark.slow
+def test_an_epoch_that_was_cut_off_goes_on_to_the_same_end(df: DataFrame) -> None:
+    def fit(backend: LocalBackend, *callbacks: Any) -> KerasModel:
+        layers = [keras.layers.BatchNormalization(), *net(dropout=0.3).layers]
+        model = keras.Sequential([keras.layers.Input((3,)), *layers])
+        params = {"optimizer": "adam", "metrics": ["mae"], "shuffle": True, "validation": 0.2, "epochs": 3}
+        return estimator(
+            model, **params, batch_size=12, checkpoint_every=3, backend=backend, callbacks=list(callbacks)
+        ).fit(df)
+
+    whole, again = fit(LocalBackend(2)), fit(LocalBackend(2, max_restarts=1), killed_in_the_second_epoch())
+    for one, two in zip(whole.getModel().get_weights(), again.getModel().get_weights(), strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert [row.get("restarts", 0) for row in again.getHistory()] == [0, 1, 1]
+    assert list(map(means, whole.getHistory())) == list(map(means, again.getHistory()))
+
+
+@pytest.mark.slow
+def test_an_epoch_that_was_cut_off_goes_on_with_fewer_ranks(df: DataFrame, tmp_path: Path) -> None:
+    """The model does not change, so that the means of the epoch are those of all rows if each was used once."""
+    df.repartition(4).write.parquet(str(tmp_path / "data"))
+    settings: dict[str, Any] = {
+        "optimizer": keras.optimizers.SGD(0.0),
+        "metrics": ["mae"],
+        "batch_size": 16,
+        "checkpoint_every": 3,
+        "store": Store.create(str(tmp_path / "store")),
+        "run_id": "shrunk",
+    }
+    with pytest.raises(RankFailedError, match="SIGKILL"):
+        estimator(net(), **settings, callbacks=[killed_in_the_second_epoch()]).fit_on_parquet(str(tmp_path / "data"))
+    fitted = estimator(net(), **settings, backend=LocalBackend(1)).fit_on_parquet(str(tmp_path / "data"))
+    features, value, _ = numbers()
+    errors = fitted.getModel().predict(features, verbose=0)[:, 0] - value
+    for row in fitted.getHistory():
+        np.testing.assert_allclose([row["loss"], row["mae"]], [np.mean(errors**2), np.mean(np.abs(errors))], 1e-4)
 
 
 def test_callbacks_and_the_best_model(df: DataFrame) -> None:
@@ -234,6 +305,20 @@ def test_saved_and_loaded_in_another_process(df: DataFrame, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr[-2000:]
     wanted = fitted.stages[0].getModel().predict(np.array([[1.0, 2.0, 3.0]], "float32"), verbose=0)
     np.testing.assert_allclose(float(done.stdout.split()[-1]), wanted[0, 0], 1e-5)
+
+
+@pytest.mark.slow
+def test_ranks_are_forked_from_a_process_that_has_keras(df: DataFrame, tmp_path: Path) -> None:
+    class Tells(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+        def on_train_begin(self, logs: Any = None) -> None:
+            import spark_hvd.estimators.keras.on_torch as imported
+
+            Path(tmp_path, str(os.getpid())).write_text(str(imported.PID))
+
+    estimator(net(), backend=None, num_proc=2, epochs=1, callbacks=[Tells()]).fit(df)
+    servers = [file.read_text() for file in tmp_path.iterdir()]
+    assert len(servers) == 2
+    assert len(set(servers)) == 1
 
 
 def test_what_cannot_work_is_said_before_ranks_start(df: DataFrame) -> None:

@@ -1,0 +1,48 @@
+"""Compressors that take TensorFlow's tensors as well as torch's: programs call them themselves, as Horovod's."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import tensorflow as tf
+import torch
+
+from spark_hvd.collectives import compression
+
+
+class _OfBoth(compression.Compressor):
+    _torchs: ClassVar[type[compression.Compressor]]
+    _dtype: ClassVar[Any]
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        """See base class."""
+        if isinstance(tensor, torch.Tensor):
+            return cls._torchs.compress(tensor)
+        wide = tensor.dtype.is_floating and tensor.dtype.size > 2
+        return tf.cast(tensor, cls._dtype) if wide else tensor, tensor.dtype
+
+    @classmethod
+    def decompress(cls, tensor: Any, ctx: Any) -> Any:
+        """See base class."""
+        return cls._torchs.decompress(tensor, ctx) if isinstance(tensor, torch.Tensor) else tf.cast(tensor, ctx)
+
+
+class TensorFlowFP16Compressor(_OfBoth):
+    """Sends floating-point numbers wider than 16 bits as IEEE half precision."""
+
+    _torchs, _dtype = compression.FP16Compressor, tf.float16
+
+
+class TensorFlowBF16Compressor(_OfBoth):
+    """Sends floating-point numbers wider than 16 bits as bfloat16."""
+
+    _torchs, _dtype = compression.BF16Compressor, tf.bfloat16
+
+
+class TensorFlowCompression:
+    """The compressors that come with spark_hvd, for ``compression=``."""
+
+    none = compression.NoneCompressor
+    fp16 = TensorFlowFP16Compressor
+    bf16 = TensorFlowBF16Compressor
