@@ -9,11 +9,12 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.process_set import ProcessSet, look_up_with
 from spark_hvd.collectives.queue import NegotiatedQueue
 from spark_hvd.engine.engine import Engine
@@ -76,6 +77,8 @@ class Context:
     """See :func:`ordinal`."""
     registry: ConnectionRegistry | None = None
     """The connections of an elastic world."""
+    handles: dict[int, NamedHandle[Any]] = field(default_factory=dict)
+    """In Horovod's dialect: handles by their numbers, until they are waited for."""
     stand_ins: weakref.WeakValueDictionary[int, StandIn] = field(default_factory=weakref.WeakValueDictionary)
     """What this rank stands in for while it has joined, besides named collectives; by numbers that all ranks share."""
 

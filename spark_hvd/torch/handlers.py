@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from spark_hvd.context.local import require_no_tables
 from spark_hvd.elastic.skeleton import TensorRef, tensor_key, tensors_in
 from spark_hvd.torch.sampler import ElasticSampler
 from spark_hvd.torch.sync import load_optimizer_state
@@ -88,6 +89,10 @@ class ModelStateHandler(StateDictHandler):
     __module__ = "spark_hvd.torch.elastic"
 
     copies = True
+
+    def __init__(self, value: Any) -> None:
+        require_no_tables(value, "a TorchState")
+        super().__init__(value)
 
     def state(self) -> Any:
         """See base class."""

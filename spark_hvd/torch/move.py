@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
 
 import torch
 
@@ -21,9 +20,9 @@ from spark_hvd.collectives.start import (
 from spark_hvd.context.join import join as stand_in
 from spark_hvd.context.standing import speaks_horovod
 from spark_hvd.torch.gradients import Allgather, Alltoall, Broadcast, Call, apply, gradients_by
+from spark_hvd.torch.handles import numbered
 from spark_hvd.transport.communicator import ReduceOp
 
-T = TypeVar("T")
 Tensors = list[torch.Tensor]
 Splits = Sequence[int] | torch.Tensor
 
@@ -55,6 +54,7 @@ def allgather(
     return apply(Allgather, [tensor], Call(name, process_set, gradients_by(grad_op)))[0]
 
 
+@numbered
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> NamedHandle[torch.Tensor]:
@@ -75,6 +75,7 @@ def grouped_allgather(
     return apply(Allgather, tensors, Call(name, process_set, gradients_by(grad_op))) if tensors else []
 
 
+@numbered
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> NamedHandle[Tensors]:
@@ -109,6 +110,7 @@ def broadcast(
     return apply(Broadcast, [tensor], Call(name, process_set, gradients_by(grad_op), root_rank=root_rank))[0]
 
 
+@numbered
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> NamedHandle[torch.Tensor]:
@@ -125,6 +127,7 @@ def broadcast_(
     return start_broadcast([tensor], root_rank, name, process_set, single_result, in_place=True, urgent=True).wait()
 
 
+@numbered
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> NamedHandle[torch.Tensor]:
@@ -160,6 +163,7 @@ def alltoall(
     return rows if splits is None else (rows, counts)
 
 
+@numbered
 def alltoall_async(
     tensor: torch.Tensor,
     splits: Splits | None = None,
@@ -202,27 +206,3 @@ def join(device: int = -1, *, count_in_average: bool | None = None) -> int:
         AssertionError: Gradients of this rank are being reduced; call `step` or `synchronize` first.
     """
     return stand_in(counts=speaks_horovod() if count_in_average is None else count_in_average)
-
-
-def poll(handle: NamedHandle[Any]) -> bool:
-    """Whether :func:`synchronize` would return or raise at once.
-
-    Raises:
-        TypeError: `handle` is none.
-    """
-    return _handle(handle).poll()
-
-
-def synchronize(handle: NamedHandle[T]) -> T:
-    """Wait for an asynchronous collective and return its result; see NamedHandle.wait.
-
-    Raises:
-        TypeError: `handle` is none.
-    """
-    return _handle(handle).wait()
-
-
-def _handle(handle: NamedHandle[T]) -> NamedHandle[T]:
-    if not isinstance(handle, NamedHandle):
-        raise TypeError(f"expected a handle, as the _async functions return it; got {handle!r}.")
-    return handle

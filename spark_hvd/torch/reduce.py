@@ -14,6 +14,7 @@ from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.collectives.start import Reducing, require_tensor, require_tensors, start_allreduce, start_reducescatter
 from spark_hvd.torch.gradients import Allreduce, Call, ReduceScatter, apply
+from spark_hvd.torch.handles import numbered
 from spark_hvd.transport.communicator import ReduceOp
 
 Tensors = list[torch.Tensor]
@@ -59,6 +60,7 @@ def allreduce(
     return apply(Allreduce, [tensor], Call(name, process_set, reducing, compression))[0]
 
 
+@numbered
 def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -92,6 +94,7 @@ def allreduce_(
     return start_allreduce([tensor], name, reducing, process_set, single_result, in_place=True, urgent=True).wait()
 
 
+@numbered
 def allreduce_async_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -123,6 +126,7 @@ def grouped_allreduce(
     return apply(Allreduce, tensors, Call(name, process_set, reducing, compression)) if tensors else []
 
 
+@numbered
 def grouped_allreduce_async(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -154,6 +158,7 @@ def grouped_allreduce_(
     return handle.wait()
 
 
+@numbered
 def grouped_allreduce_async_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -190,6 +195,7 @@ def reducescatter(
     return apply(ReduceScatter, [tensor], Call(name, process_set, reducing, compression))[0]
 
 
+@numbered
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -219,6 +225,7 @@ def grouped_reducescatter(
     return apply(ReduceScatter, tensors, Call(name, process_set, reducing, compression)) if tensors else []
 
 
+@numbered
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,

@@ -135,6 +135,54 @@ def test_the_optimizer(horovods: LastingWorld) -> None:
     horovods.run(fn)
 
 
+def test_handles_are_ints(horovods: LastingWorld) -> None:
+    """They go into arrays and tensors and come back as other ints; each is waited for once."""
+
+    def fn() -> None:
+        x = torch.full((2,), hvd.rank() + 1.0)
+        started = [
+            hvd.allreduce_async(x, op=hvd.Sum),
+            hvd.allreduce_async_(x.clone(), op=hvd.Sum),
+            hvd.grouped_allreduce_async([x, x], op=hvd.Sum),
+            hvd.grouped_allreduce_async_([x.clone()], op=hvd.Sum),
+            hvd.allgather_async(x),
+            hvd.grouped_allgather_async([x]),
+            hvd.broadcast_async(x, 1),
+            hvd.broadcast_async_(x.clone(), 1),
+            hvd.alltoall_async(torch.ones(hvd.size())),
+            hvd.reducescatter_async(torch.ones(hvd.size()), op=hvd.Sum),
+            hvd.grouped_reducescatter_async([torch.ones(hvd.size())], op=hvd.Sum),
+        ]
+        assert all(isinstance(handle, int) for handle in started)
+        numbers = torch.tensor(started).tolist()
+        assert sorted({*numbers}) == numbers, "no two are the same, and they count up"
+        names = dict(zip(started, "abcdefghijk", strict=True))
+        assert "".join(names[number] for number in numbers) == "abcdefghijk"
+        results = {number: hvd.synchronize(number) for number in reversed(numbers)}
+        assert results[started[0]].tolist() == results[started[1]].tolist() == [6.0, 6.0]
+        assert results[started[4]].tolist() == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+        assert results[started[6]].tolist() == results[started[7]].tolist() == [2.0, 2.0]
+        assert hvd.synchronize(numbers[0]) is None
+        with pytest.raises(ValueError, match=f"handle {numbers[0]} is none of this world"):
+            hvd.poll(numbers[0])
+        with pytest.raises(TypeError, match="expected a handle"):
+            hvd.synchronize("allreduce")
+        handle = hvd.allreduce_async(torch.ones(hvd.rank() + 1), name="shapes")
+        with pytest.raises(hvd.HorovodInternalError, match="every rank must pass the same shape"):
+            hvd.synchronize(handle)
+        assert hvd.synchronize(handle) is None
+        late = hvd.allreduce_async(x, name="late", op=hvd.Sum) if hvd.rank() == 0 else None
+        if late is not None:
+            assert not hvd.poll(late)
+            with pytest.raises(TimeoutError):
+                late.wait(timeout=0.01)
+        hvd.barrier()
+        late = late or hvd.allreduce_async(x, name="late", op=hvd.Sum)
+        assert late.wait(timeout=60).tolist() == [6.0, 6.0], "they have the methods of other handles too"
+
+    horovods.run(fn)
+
+
 def test_results_of_a_group_are_derived_one_by_one(horovods: LastingWorld) -> None:
     def fn() -> None:
         for call in (hvd.grouped_allreduce, hvd.grouped_allgather):

@@ -26,7 +26,8 @@ from horovod.torch.mpi_ops import allreduce_
 import horovod.torch as hvd
 hvd.init()
 value = allreduce_(torch.full((2,), float(hvd.rank())), op=hvd.Sum)
-print("rank", os.environ["HOROVOD_RANK"], "of", os.environ["HOROVOD_SIZE"], value.tolist(), sys.argv[1:])
+rank, size = os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"]
+sys.stdout.write(f"rank {rank} of {size} {value.tolist()} {sys.argv[1:]}\\n")  # in one piece, beside the other rank
 """
 
 

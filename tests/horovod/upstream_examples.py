@@ -1,12 +1,14 @@
 """Horovod's examples, unchanged, on us: ``PYTHONPATH=. python tests/horovod/upstream_examples.py CHECKOUT``.
 
-CHECKOUT is a clone of horovod/horovod. Digits of scikit-learn stand in for MNIST, a module made here for torchvision.
+CHECKOUT is a clone of horovod/horovod. Digits of scikit-learn stand in for MNIST, modules made here for torchvision and
+Keras' loader.
 """
 
 from __future__ import annotations
 
 import bz2
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,8 +37,33 @@ class transforms:
     Compose = ToTensor = Normalize = staticmethod(lambda *args: None)
 """
 
+KERAS_MNIST = """
+def load_data(path=""):
+    import numpy as np
+    from sklearn.datasets import load_digits
+    images, labels = load_digits(return_X_y=True)
+    images = np.kron(images.reshape(-1, 8, 8), np.ones((4, 4)))[:, 2:-2, 2:-2] * 15
+    images, labels = images.astype("uint8"), labels.astype("uint8")
+    return (images[:1500], labels[:1500]), (images[1500:], labels[1500:])
+"""
+SITE = """
+import importlib.util, os, sys
+
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "keras.src.datasets.mnist":
+            return importlib.util.spec_from_file_location(name, os.path.dirname(__file__) + "/keras_mnist.py")
+
+
+sys.meta_path.insert(0, Finder)
+"""
+
 RUN = [sys.executable, "-m", "spark_hvd.runner.cli", "run", "-np", "2"]
+HOROVODRUN = ["site/bin/horovodrun", "-np", "2", "-H", "localhost:2", "--gloo", sys.executable]
 OURS = [sys.executable, "-m", "spark_hvd.horovod"]
+SMALL = ["--model", "MobileNetV2", "--batch-size", "2", "--num-iters", "2", "--num-warmup-batches", "1", "--no-cuda"]
 EXAMPLES = (
     (RUN, "pytorch/pytorch_mnist.py", ["--epochs", "2", "--no-cuda"]),
     (RUN, "pytorch/pytorch_mnist.py", ["--epochs", "1", "--no-cuda", "--use-adasum", "--fp16-allreduce"]),
@@ -44,6 +71,20 @@ EXAMPLES = (
     (RUN, "adasum/adasum_small_model.py", []),
     (RUN, "elastic/pytorch/pytorch_mnist_elastic.py", ["--epochs", "1", "--no-cuda"]),
     (OURS, "spark/pytorch/pytorch_spark_mnist.py", ["--num-proc", "2", "--epochs", "2"]),
+    (HOROVODRUN, "pytorch/pytorch_mnist.py", ["--epochs", "1", "--no-cuda"]),
+    (OURS, "spark/keras/keras_spark_mnist.py", ["--num-proc", "2", "--epochs", "2"]),
+    (HOROVODRUN, "elastic/tensorflow2/tensorflow2_mnist_elastic.py", []),
+    (RUN, "elastic/tensorflow2/tensorflow2_synthetic_benchmark_elastic.py", SMALL),
+)
+KERAS_3_LACKS = (
+    (RUN, "keras/keras_mnist.py", []),
+    (RUN, "keras/keras_mnist_advanced.py", []),
+    (RUN, "keras/keras_imagenet_resnet50.py", []),
+    (RUN, "tensorflow2/tensorflow2_keras_mnist.py", []),
+    (RUN, "tensorflow2/tensorflow2_keras_synthetic_benchmark.py", SMALL),
+    (RUN, "tensorflow2/tensorflow2_mnist.py", []),
+    (RUN, "tensorflow2/tensorflow2_synthetic_benchmark.py", SMALL),
+    (RUN, "elastic/tensorflow2/tensorflow2_keras_mnist_elastic.py", []),
 )
 
 
@@ -52,15 +93,33 @@ def main(checkout: str, only: str = "") -> None:
     from sklearn.datasets import load_digits
 
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "torchvision.py").write_text(TORCHVISION)
+        for name, text in {"torchvision": TORCHVISION, "keras_mnist": KERAS_MNIST, "sitecustomize": SITE}.items():
+            Path(folder, f"{name}.py").write_text(text)
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "--target",
+            f"{folder}/site",
+        ]
+        subprocess.run([*pip, shutil.copytree("examples/horovod_package", f"{folder}/package")], check=True)
         images, labels = load_digits(return_X_y=True)
         lines = []
         for image, label in zip(images, labels, strict=True):
             cells = ((10 + number // 8) * 28 + 10 + number % 8 + 1 for number in range(64))
             lines.append(f"{label} " + " ".join(f"{c}:{v:g}" for c, v in zip(cells, image, strict=True) if v))
         Path(folder, "mnist.bz2").write_bytes(bz2.compress("\n".join(lines).encode()))
-        env = os.environ | {"PYTHONPATH": f"{folder}:{os.getcwd()}", "HOME": folder, "OMP_NUM_THREADS": "1"}
-        for command, name, options in (each for each in EXAMPLES if only in each[1]):
+        env = os.environ | {
+            "PYTHONPATH": f"{folder}:{os.getcwd()}",
+            "HOME": folder,
+            "OMP_NUM_THREADS": "1",
+            "KERAS_BACKEND": "tensorflow",
+        }
+        for command, name, options in (each for each in EXAMPLES + KERAS_3_LACKS if only in each[1]):
             script = Path(checkout).resolve() / "examples" / name
             more = ["--data-dir", folder, "--work-dir", folder] if "spark/" in name else []
             start = time.monotonic()
