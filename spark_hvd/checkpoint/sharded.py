@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from spark_hvd.checkpoint.folder import SHARDED, Folder, stem
 from spark_hvd.checkpoint.format import FORMAT, Found, NewerFormatError, on_rank_0, read, read_by_rank_0, write
 from spark_hvd.collectives.objects import allgather_object, broadcast_object
+from spark_hvd.context.local import require_no_tables
 from spark_hvd.context.who import size
 from spark_hvd.store.errors import CheckpointError, StoreError
 from spark_hvd.store.paths import one_name
@@ -36,6 +37,7 @@ def save(store: Store, model: Any, optimizers: Any, state: Mapping[str, Any], st
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
+    require_no_tables(model, "save_sharded")
     folder, ranks = Folder(store, SHARDED), size()
 
     def begin() -> str:

@@ -37,6 +37,11 @@ from spark_hvd.context.who import (
 )
 from spark_hvd.data.handed import get_dataset_shard
 from spark_hvd.torch import elastic
+from spark_hvd.torch.embedding.look_up import LookUp, look_up, look_up_async
+from spark_hvd.torch.embedding.rowwise import RowWiseAdagrad
+from spark_hvd.torch.embedding.table import ShardedEmbedding
+from spark_hvd.torch.embedding.whole import load_whole_state_dict, whole_state_dict
+from spark_hvd.torch.handles import poll, synchronize
 from spark_hvd.torch.move import (
     allgather,
     allgather_async,
@@ -50,8 +55,6 @@ from spark_hvd.torch.move import (
     grouped_allgather,
     grouped_allgather_async,
     join,
-    poll,
-    synchronize,
 )
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
 from spark_hvd.torch.preparation import prepare
@@ -103,6 +106,7 @@ __all__ = [
     "DistributedOptimizer",
     "DuplicateNameError",
     "HorovodInternalError",
+    "LookUp",
     "Max",
     "Min",
     "MismatchError",
@@ -112,6 +116,8 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Progress",
+    "RowWiseAdagrad",
+    "ShardedEmbedding",
     "StalledError",
     "Sum",
     "SyncBatchNorm",
@@ -157,8 +163,11 @@ __all__ = [
     "is_homogeneous",
     "is_initialized",
     "join",
+    "load_whole_state_dict",
     "local_rank",
     "local_size",
+    "look_up",
+    "look_up_async",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
@@ -177,4 +186,5 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
     "synchronize",
+    "whole_state_dict",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from spark_hvd.collectives.objects import allgather_object
+from spark_hvd.context.local import is_local, shares_local
 from spark_hvd.context.standing import current, speaks_horovod
 from spark_hvd.elastic.skeleton import broadcast_all
 from spark_hvd.elastic.sync import broadcast_content
@@ -22,7 +23,7 @@ Description = list[tuple[str, str, list[int]]]
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
-    """Overwrite tensors with those of one rank, in place.
+    """Overwrite tensors with those of one rank, in place; rank-local parameters stay as they are.
 
     Args:
         params: ``model.state_dict()`` or another dict of tensors, ``model.named_parameters()``, or a list of tensors or
@@ -38,7 +39,9 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
     """
     communicator = current().communicator
     require_root(root_rank, communicator.size)
-    named = _named(params)
+    given = _named(params)
+    local = shares_local([tensor for _, tensor in given])
+    named = [pair for pair, own in zip(given, local, strict=True) if not own]
     description = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in named]
     _require_same(communicator, description, root_rank)
     broadcast_all(communicator, [tensor for _, tensor in named], root_rank)
@@ -48,7 +51,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     """Give every rank's optimizer the state and the hyper-parameters of one rank's.
 
     The others load the root's ``state_dict()``; no step is taken and no weight changes. Works for optimizers that have
-    not made a step yet as well.
+    not made a step yet as well. The state of rank-local parameters stays each rank's own.
 
     Args:
         optimizer: Any torch optimizer, of the same parameters on every rank.
@@ -74,10 +77,16 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
                 f"broadcast_optimizer_state: the optimizer of rank {rank} has parameter groups of {sizes} parameters, "
                 f"that of rank {root_rank} of {groups[root_rank]}; build it alike on every rank."
             )
-    content = {"optimizer": optimizer.state_dict()}
+    mine = optimizer.state_dict()
+    numbers = [number for group in mine["param_groups"] for number in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    local = {number for number, param in zip(numbers, params, strict=True) if is_local(param)}
+    own = {number: state for number, state in mine["state"].items() if number in local}
+    content = {"optimizer": {**mine, "state": {n: state for n, state in mine["state"].items() if n not in local}}}
     received = broadcast_content(communicator, content, root_rank, "broadcast_optimizer_state")
     if communicator.rank != root_rank:
-        load_optimizer_state(optimizer, received["optimizer"])
+        state = received["optimizer"]
+        load_optimizer_state(optimizer, {**state, "state": {**state["state"], **own}})
     if speaks_horovod() and not received["optimizer"]["state"]:
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             if parameter.requires_grad and parameter.grad is None:

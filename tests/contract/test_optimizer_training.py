@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.contract import join_cases, optimizer_cases, optimizer_odd_cases, shared_memory_cases
+from tests.contract import join_cases, local_cases, optimizer_cases, optimizer_odd_cases, shared_memory_cases
 from tests.contract.optimizer_ranks import Ranks
 
 Case = Callable[[int, int], None]
@@ -43,7 +43,13 @@ def three() -> Iterator[Ranks]:
 
 @pytest.mark.parametrize(
     "case",
-    cases_of(optimizer_cases) + cases_of(optimizer_odd_cases) + cases_of(shared_memory_cases) + cases_of(join_cases),
+    [
+        *cases_of(optimizer_cases),
+        *cases_of(optimizer_odd_cases),
+        *cases_of(shared_memory_cases),
+        *cases_of(join_cases),
+        *cases_of(local_cases),
+    ],
     ids=lambda case: case.__name__,
 )
 def test_two_ranks(two: Ranks, case: Case) -> None:

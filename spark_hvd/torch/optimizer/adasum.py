@@ -10,6 +10,7 @@ import torch
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
 from spark_hvd.collectives.start import Reducing, compressed_allreduce
+from spark_hvd.context.local import is_local
 from spark_hvd.context.standing import current, in_world, ordinal
 from spark_hvd.torch.optimizer.arguments import spec_of
 from spark_hvd.torch.optimizer.plan import require_same
@@ -59,7 +60,7 @@ class _Deltas:
                 (param, param.clone())
                 for group in optimizer.param_groups
                 for param in group["params"]
-                if param.requires_grad
+                if param.requires_grad and not is_local(param)
             ]
 
     @torch.no_grad()
@@ -100,7 +101,7 @@ def take_over_with_adasum(
     if (not elastic or in_world()) and _has_others(process_set):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         require_same(
-            [spec_of(name, param) for name, param in zip(names, params, strict=True)],
+            [spec_of(name, param) for name, param in zip(names, params, strict=True) if not is_local(param)],
             {"op": "ADASUM", "compression": getattr(compression, "__name__", type(compression).__name__)},
             lambda fact: allgather_object(fact, name="DistributedOptimizer.adasum", process_set=process_set),
         )

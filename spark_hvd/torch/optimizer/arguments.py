@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import spark_hvd
+from spark_hvd.context.local import is_local, mark_local
 from spark_hvd.torch.optimizer.buckets import ParamSpec, split_evenly
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -100,6 +101,20 @@ def group_indices(
         placed.update(members)
         result.append(members)
     return result
+
+
+def mark_chosen(params: Sequence[torch.nn.Parameter], local: Iterable[torch.nn.Parameter]) -> None:
+    """Make some of the optimizer's parameters the rank's own; ValueError if one of them is none of `params`."""
+    own = set(map(id, params))
+    for number, param in enumerate(chosen := list(local)):
+        if id(param) not in own:
+            raise ValueError(
+                f"local_parameters[{number}] is {type(param).__name__}, and no parameter of the optimizer: give "
+                "parameters that the optimizer was made for, such as model.embedding.weight"
+            )
+    for param in chosen:
+        if not is_local(param):
+            mark_local(param)
 
 
 def exchange_device(group: dist.ProcessGroup, params: Sequence[torch.nn.Parameter]) -> torch.device:

@@ -14,6 +14,7 @@ from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
 from spark_hvd.context.join import require_everyone
+from spark_hvd.context.local import is_local
 from spark_hvd.context.standing import in_world, speaks_horovod
 from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.optimizer.adasum import AdasumOptimizer, take_over_with_adasum
@@ -22,6 +23,7 @@ from spark_hvd.torch.optimizer.arguments import (
     check_passes,
     chosen_groups,
     group_indices,
+    mark_chosen,
     names_of,
     spec_of,
 )
@@ -132,8 +134,30 @@ class ReducedOptimizer(torch.optim.Optimizer):
         added = self.param_groups[number]["params"]
         names = [f"group{number}.param{i}" for i in range(len(added))]
         self._recipe.names += names
+        self._recipe.scale_gradients(self)
         if self._reducer is not None:
-            self._reducer.extend(added, [spec_of(name, param) for name, param in zip(names, added, strict=True)])
+            named = [(name, param) for name, param in zip(names, added, strict=True) if not is_local(param)]
+            self._reducer.extend([param for _, param in named], [spec_of(*each) for each in named])
+        elif self._unbound is None:  # all former ones are local ones
+            self._reducer = self._recipe.open(_params_of(self))
+
+    def register_local_var(self, param: torch.nn.Parameter) -> None:
+        """Leave the gradient of a parameter to this rank; collective, every rank calls it before the first backward.
+
+        Raises:
+            ValueError: `param` is no parameter of the optimizer.
+            RuntimeError: gradients have been reduced, or are being reduced.
+            PlanMismatchError: ranks register different parameters.
+        """
+        mark_chosen(_params_of(self), [param])
+        if self._reducer is not None:
+            if self._reducer.started or self._reducer.buckets:
+                raise RuntimeError(
+                    "register_local_var() was called after the first backward(): call it before training, on every "
+                    "rank, or pass local_parameters= to DistributedOptimizer"
+                )
+            self._reducer.restart(*self._recipe.reduced(_params_of(self)))
+        self._recipe.scale_gradients(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See torch.optim.Optimizer.load_state_dict; the count of backward passes starts anew."""
@@ -156,6 +180,8 @@ def DistributedOptimizer(
     *,
     bucket_cap_mb: float | None = None,
     shared_memory: bool = True,
+    local_parameters: Iterable[torch.nn.Parameter] = (),
+    scale_local_gradients: bool = True,
 ) -> ReducedOptimizer | AdasumOptimizer:
     """Make `optimizer` reduce gradients over all ranks; collective, every rank must call it.
 
@@ -184,6 +210,10 @@ def DistributedOptimizer(
         bucket_cap_mb: upper bound of a bucket in MiB, 25 by default. A given one is not changed by autotuning.
         shared_memory: where all ranks are on one Linux host, reduce uncompressed buckets on the CPU in shared memory
             instead of over Gloo.
+        local_parameters: parameters that are each rank's own, the same ones on every rank: their gradients are not
+            reduced, and broadcast_parameters and broadcast_optimizer_state leave them and their state alone. The
+            table of a ShardedEmbedding is one of its own accord.
+        scale_local_gradients: with Average, divide the gradients of `local_parameters` by the number of ranks.
 
     Returns:
         `optimizer`.
@@ -202,9 +232,10 @@ def DistributedOptimizer(
         raise ValueError(f"op={op!r}: DistributedOptimizer can reduce gradients with Average, Sum or Adasum")
     if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
         raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average, got op={op!r}")
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = _params_of(optimizer)
     names = names_of(optimizer, named_parameters)
     grouped = group_indices(chosen_groups(groups, num_groups), params)
+    mark_chosen(params, local_parameters)
 
     if op is ReduceOp.ADASUM:
         return take_over_with_adasum(optimizer, names, process_set, compression)
@@ -219,6 +250,7 @@ def DistributedOptimizer(
         process_set=process_set,
         bucket_cap_mb=bucket_cap_mb,
         shared_memory=shared_memory,
+        scale_local=scale_local_gradients,
     )
     if elastic_launcher.installed() is None or in_world():
         return _take_over(optimizer, recipe, recipe.open(params))
@@ -243,12 +275,17 @@ def _take_over(
     optimizer._unbound = unbound
     optimizer._goes_along = unbound is not None
     optimizer._synchronizes, optimizer._synchronized = True, False
+    recipe.scale_gradients(optimizer)
     if elastic_launcher.installed() is not None:
         _elastic.append(weakref.ref(optimizer))
     # Hooks, because a scheduler made before the swap has bound the old class's step to the instance.
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
     return optimizer
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _before_step(
@@ -302,7 +339,7 @@ def _reducing(closure: Callable[[], Any], optimizer: ReducedOptimizer, reducer: 
 def _fill_missing(optimizer: ReducedOptimizer) -> None:
     """In Horovod's dialect parameters that no rank has used have zeros for gradients: weight decay moves them."""
     if speaks_horovod():
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
+        for param in _params_of(optimizer):
             if param.requires_grad and param.grad is None:
                 param.grad = torch.zeros_like(param)
 
@@ -310,7 +347,7 @@ def _fill_missing(optimizer: ReducedOptimizer) -> None:
 def _make_sparse_again(optimizer: ReducedOptimizer) -> None:
     """Where gradients were reduced as dense ones, but the optimizer takes sparse ones alone."""
     if optimizer._recipe.sparse_as_dense and isinstance(optimizer, torch.optim.SparseAdam):
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
+        for param in _params_of(optimizer):
             if param.grad is not None and param.grad.layout is torch.strided:
                 param.grad = param.grad.to_sparse(1)
 
@@ -341,8 +378,7 @@ def bind_optimizers() -> None:
                 f"{rank} made {count}; every rank must make the same ones in the same order, and keep them."
             )
     for optimizer in waiting:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        optimizer._reducer = optimizer._recipe.open(params)
+        optimizer._reducer = optimizer._recipe.open(_params_of(optimizer))
         optimizer._unbound = None
 
 

@@ -64,7 +64,7 @@ class GradientPlan:
         """Indices of the parameters without a place."""
         self._params = params
         self._specs = specs
-        self._groups = groups
+        self.groups = groups
         self._reduction = reduction
         self._pipes = pipes
         self._in_memory = pipes is not None
@@ -152,7 +152,7 @@ class GradientPlan:
 
     def _pack(self, dense: Sequence[int], exchange: Exchange) -> list[FlatBucket]:
         cap = self._cap_bytes
-        plans = plan_buckets(self._specs, dense, self._groups, cap_bytes=cap, tail_bytes=min(TAIL_BYTES, cap))
+        plans = plan_buckets(self._specs, dense, self.groups, cap_bytes=cap, tail_bytes=min(TAIL_BYTES, cap))
         pipes = self._pipes if self._in_memory else None
         fresh = make_buckets(plans, self._params, self._specs, self._reduction, pipes, exchange)
         self.buckets.extend(fresh)

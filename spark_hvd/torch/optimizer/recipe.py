@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,11 +13,13 @@ import torch.distributed as dist
 
 from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
-from spark_hvd.context.standing import Context, current
+from spark_hvd.context.local import is_averaged, is_local
+from spark_hvd.context.standing import Context, current, in_world
 from spark_hvd.elastic.run import WorldHook, register_world_hook
 from spark_hvd.torch.optimizer.arguments import exchange_device, spec_of
-from spark_hvd.torch.optimizer.buckets import MEGABYTE
+from spark_hvd.torch.optimizer.buckets import MEGABYTE, ParamSpec
 from spark_hvd.torch.optimizer.flat import GradientCompressor, Reduction
+from spark_hvd.torch.optimizer.hooks import remove_all
 from spark_hvd.torch.optimizer.reducer import GradientReducer
 from spark_hvd.torch.optimizer.tuner import GLOO_THREADS, StepTuner, TunedGroups
 from spark_hvd.transport.communicator import ReduceOp
@@ -43,6 +45,47 @@ class Recipe:
     process_set: ProcessSet
     bucket_cap_mb: float | None
     shared_memory: bool
+    scale_local: bool = True
+    """Whether Average divides the gradients of local parameters, too."""
+    scaled: dict[int, torch.utils.hooks.RemovableHandle] = field(default_factory=dict)
+    """The hooks that do so, by the parameters' ids."""
+
+    def reduced(
+        self, params: Sequence[torch.nn.Parameter]
+    ) -> tuple[list[torch.nn.Parameter], list[ParamSpec], list[list[int]]]:
+        """The parameters that are no rank's own, what they are, and which of them are kept in one bucket."""
+        here = [index for index, param in enumerate(params) if not is_local(param)]
+        place = {index: number for number, index in enumerate(here)}
+        groups = [[place[index] for index in group if index in place] for group in self.grouped]
+        return [params[i] for i in here], [spec_of(self.names[i], params[i]) for i in here], [g for g in groups if g]
+
+    def scale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Scale gradients of the optimizer's local parameters on their way into ``grad``, so that passes add up."""
+        if not self.scaled:
+            weakref.finalize(optimizer, lambda scaled: remove_all(list(scaled.values())), self.scaled)
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if is_local(param) and id(param) not in self.scaled:
+                self.scaled[id(param)] = self._scale(param, is_averaged(param))
+
+    def _scale(self, param: torch.nn.Parameter, averaged: bool) -> torch.utils.hooks.RemovableHandle:
+        def scale(gradient: torch.Tensor) -> torch.Tensor | None:
+            factor = self._local_scale(averaged)
+            return None if factor == 1.0 else gradient * factor
+
+        trained = param.requires_grad  # torch hooks no other, but this one may be unfrozen
+        handle: torch.utils.hooks.RemovableHandle = param.requires_grad_(True).register_hook(scale)  # type: ignore[no-untyped-call]
+        param.requires_grad_(trained)
+        return handle
+
+    def _local_scale(self, averaged: bool) -> float:
+        """By what the gradient of a local parameter is multiplied; `averaged`: it is a mean over all ranks already."""
+        if not in_world():
+            return 1.0
+        included = self.process_set is global_process_set or self.process_set.included()
+        size = len(queue_of(self.process_set).ranks) if included else 1
+        if averaged:
+            return 1.0 if self.op is ReduceOp.AVERAGE else float(size)
+        return 1.0 / size if self.scale_local and self.op is ReduceOp.AVERAGE else 1.0
 
     def open(self, params: Sequence[torch.nn.Parameter]) -> GradientReducer | None:
         """Make a reducer in the present world; collective over the process set.
@@ -60,13 +103,14 @@ class Recipe:
         context = current()
         included = self.process_set is global_process_set or self.process_set.included()
         ranks = list(queue_of(self.process_set).ranks) if included else []
-        if len(ranks) <= 1:
+        if len(ranks) <= 1 or (params and all(map(is_local, params))):
             return None
         with context.establishing():
             return self._open(params, context, ranks)
 
     def _open(self, params: Sequence[torch.nn.Parameter], context: Context, ranks: Sequence[int]) -> GradientReducer:
         size, config = len(ranks), context.engine.config
+        params, specs, groups = self.reduced(params)
         cap_mb = DEFAULT_CAP_MB if self.bucket_cap_mb is None else self.bucket_cap_mb
         average = self.op is ReduceOp.AVERAGE
         if self.gradient_predivide_factor != 1.0:
@@ -85,8 +129,8 @@ class Recipe:
         pipes = context.pipes(set_id, group, device) if in_memory else None
         reducer = GradientReducer(
             params,
-            [spec_of(name, param) for name, param in zip(self.names, params, strict=True)],
-            self.grouped,
+            specs,
+            groups,
             group=group,
             device=device,
             reduction=Reduction(*scales, self.compression, self.sparse_as_dense, average, size, dist.get_rank(group)),

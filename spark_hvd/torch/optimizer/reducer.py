@@ -161,6 +161,17 @@ class GradientReducer:
             if self._params[index].requires_grad:
                 self._watch(index)
 
+    def restart(
+        self, params: Sequence[torch.nn.Parameter], specs: Sequence[ParamSpec], groups: Sequence[Sequence[int]]
+    ) -> None:
+        """Reduce these instead, as if made with them; collective, to be called before the first backward."""
+        remove_all(self._handles)
+        progress, unplanned = self._progress, self._plan.unplanned
+        for each in (self._params, self._specs, progress.left, progress.units, unplanned, self._watched):
+            each.clear()
+        self._plan.groups = groups
+        self.extend(params, specs)
+
     def _watch(self, index: int) -> None:
         if index in self._watched:
             return
@@ -268,11 +279,8 @@ class GradientReducer:
             if self.phase is Phase.EAGER:
                 self._finish()
         if self.phase is Phase.LATE and not self._finished:
-            self._marks = [
-                (index, param.grad, changes(param.grad))
-                for index, param in enumerate(self._params)
-                if param.grad is not None
-            ]
+            graded = [(index, param.grad) for index, param in enumerate(self._params) if param.grad is not None]
+            self._marks = [(index, grad, changes(grad)) for index, grad in graded]
 
     # ---- reducing -------------------------------------------------------------------------------------------------
 

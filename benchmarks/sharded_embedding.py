@@ -1,0 +1,129 @@
+"""Time of a step on an embedding table, two ranks: ShardedEmbedding beside nn.Embedding(sparse=True).
+
+`python -m benchmarks.sharded_embedding [--rounds 9] [--steps 20] [--rows 1000000] [--dim 32] [--batch 4096]`
+
+Both live in the same processes and take turns. DistributedOptimizer gathers the sparse gradients of nn.Embedding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+
+import spark_hvd.torch as hvd
+
+WARM_UP = 5
+BATCHES = 8
+KINDS = ("nn.Embedding, sparse allgather", "ShardedEmbedding", "ShardedEmbedding, ids ahead")
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.01),
+    "SparseAdam": lambda params: torch.optim.SparseAdam(params, lr=0.01),
+    "RowWiseAdagrad": lambda params: hvd.RowWiseAdagrad(params, lr=0.01),
+}
+Step = Callable[[], None]
+
+
+def _make_step(kind: str, optimizer_name: str, given: argparse.Namespace) -> tuple[Step, int]:
+    """A step, and the bytes of the weight here."""
+    generator = torch.Generator().manual_seed(hvd.rank())
+    batches = [torch.randint(given.rows, (given.batch,), generator=generator) for _ in range(BATCHES)]
+    sharded = kind.startswith("Sharded")
+    table: nn.Module = (
+        hvd.ShardedEmbedding(given.rows, given.dim) if sharded else nn.Embedding(given.rows, given.dim, sparse=True)
+    )
+    layer = nn.Linear(given.dim, 1)
+    hvd.broadcast_parameters([*table.parameters(), *layer.parameters()])
+    optimizers = [
+        hvd.DistributedOptimizer(OPTIMIZERS[optimizer_name](list(table.parameters()))),
+        hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.01)),
+    ]
+    ahead: list[hvd.LookUp] = []
+    number = 0
+
+    def step() -> None:
+        nonlocal number
+        ids, following = batches[number % BATCHES], batches[(number + 1) % BATCHES]
+        number += 1
+        if "ahead" in kind:
+            assert isinstance(table, hvd.ShardedEmbedding)
+            [rows] = (ahead.pop() if ahead else hvd.look_up_async([table], [ids])).wait()
+            ahead.append(hvd.look_up_async([table], [following]))
+        else:
+            rows = table(ids)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        layer(rows).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return step, sum(param.nbytes for param in table.parameters())
+
+
+def _rank(rank: int, meeting: str, given: argparse.Namespace) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    hvd.init()
+    for name in OPTIMIZERS:
+        made = {kind: _make_step(kind, name, given) for kind in KINDS}
+        times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        for step, _ in made.values():
+            for _ in range(WARM_UP):
+                step()
+        for turn in range(given.rounds):
+            for kind in KINDS if turn % 2 == 0 else KINDS[::-1]:
+                dist.barrier()
+                each = []
+                for _ in range(given.steps):
+                    start = time.perf_counter()
+                    made[kind][0]()
+                    each.append(1e3 * (time.perf_counter() - start))
+                times[kind].append(statistics.median(each))
+        if rank == 0:
+            _report(name, times, {kind: size for kind, (_, size) in made.items()})
+    hvd.shutdown()
+    dist.destroy_process_group()
+
+
+def _report(name: str, times: dict[str, list[float]], sizes: dict[str, int]) -> None:
+    if name == next(iter(OPTIMIZERS)):
+        print("| optimizer | table | ms a step | x as fast | by round | of the table here |\n|---|---|---|---|---|---|")
+    base = times[KINDS[0]]
+    for kind, mine in times.items():
+        ratios = sorted(other / own for other, own in zip(base, mine, strict=True))
+        cells = [
+            name,
+            kind,
+            f"{statistics.median(mine):.2f}",
+            f"{statistics.median(ratios):.2f}",
+            f"{ratios[0]:.2f}-{ratios[-1]:.2f}",
+            f"{sizes[kind] / sizes[KINDS[0]]:.1%}",
+        ]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--dim", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=4096, help="ids of each rank")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_rank, args=(str(Path(folder) / "meeting"), given), nprocs=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Rank-local tensors: parameters that differ between ranks by intention, so nothing reduces or broadcasts them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+_marks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def mark_local(param: torch.Tensor, *, averaged: bool = False) -> None:
+    """Make a parameter this rank's own.
+
+    Args:
+        param: It.
+        averaged: Whether its gradient is the mean over all ranks already, as that of a table cut over them.
+    """
+    _marks[param] = averaged
+
+
+def is_local(param: torch.Tensor) -> bool:
+    """Whether this parameter is this rank's own."""
+    return param in _marks
+
+
+def is_averaged(param: torch.Tensor) -> bool:
+    """Whether the gradient of a rank-local parameter is a mean over the ranks already."""
+    return param in _marks and bool(_marks[param])
+
+
+def require_no_tables(model: Any, what: str) -> None:
+    """Raise a ValueError if a part of a model is cut over the ranks, as one rank's is not the others' then."""
+    for name, param in model.named_parameters() if isinstance(model, torch.nn.Module) else ():
+        if is_averaged(param):
+            raise ValueError(
+                f"{what} would take this rank's rows of {name!r} for the whole of a ShardedEmbedding: save "
+                "hvd.whole_state_dict(model) and that of its optimizer, and load them with any number of ranks"
+            )
+
+
+def shares_local(tensors: list[torch.Tensor]) -> list[bool]:
+    """Whether each tensor is a rank-local parameter or lies in the memory of one, as those of a state dict do."""
+    memory = {_address(each) for each in list(_marks)} - {0}
+    return [each in _marks or (bool(memory) and _address(each) in memory) for each in tensors]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0

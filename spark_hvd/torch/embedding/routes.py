@@ -1,0 +1,123 @@
+"""Which rank has which row, and what a look-up of several tables sends where: decided here, sent elsewhere.
+
+Row ``i`` of a table is row ``i // size`` of rank ``i % size``. Ids that are popular lie together as a rule (they were
+numbered by frequency, or by age), so blocks of rows would leave most of the work to one rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """This rank's part of a table."""
+
+    rows: int
+    """Of the whole table."""
+    rank: int
+    size: int
+
+    @property
+    def here(self) -> int:
+        """Rows of this rank."""
+        return self.rows_of(self.rank)
+
+    def rows_of(self, rank: int) -> int:
+        """Rows of a rank."""
+        return (self.rows - rank + self.size - 1) // self.size
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """A copy of this rank's rows of the whole."""
+        return whole[self.rank :: self.size].clone()
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What one rank asks of the others."""
+
+    wanted: torch.Tensor
+    """Each row once, sorted by its owner, then by table: int32 or int64. Tables are numbered through."""
+    counts: list[list[int]]
+    """How many rows of each owner, of each table."""
+    places: list[torch.Tensor]
+    """For each table and id: the place of its row among the table's rows in `wanted`; in the ids' shape."""
+
+
+def strides(rows: Sequence[int], size: int) -> list[int]:
+    """Where the rows of each table begin on a rank that has those of all tables in one line; the last is their end."""
+    ends = [0]
+    for each in rows:
+        ends.append(ends[-1] + -(-each // size))
+    return ends
+
+
+def plan(ids: Sequence[torch.Tensor], rows: Sequence[int], size: int) -> Route:
+    """Find out what to ask whom for.
+
+    Args:
+        ids: Of each table, int64, of any shape; valid.
+        rows: Of each table.
+        size: Of the world.
+    """
+    starts = strides(rows, size)
+    total, device = starts[-1], ids[0].device
+    keys = [
+        each.reshape(-1) % size * total + (each.reshape(-1) // size + start)
+        for each, start in zip(ids, starts, strict=False)
+    ]
+    # One sort removes what is asked for twice, orders by owner, and by table within it.
+    unique, inverse = torch.unique(torch.cat(keys), return_inverse=True)
+    edges = torch.tensor([owner * total + start for owner in range(size) for start in starts[:-1]], device=device)
+    bounds = [*torch.searchsorted(unique, edges).tolist(), len(unique)]
+    lengths = [end - begin for begin, end in itertools.pairwise(bounds)]
+    tables = len(rows)
+    counts = [lengths[owner * tables : (owner + 1) * tables] for owner in range(size)]
+    wanted = unique % total
+    if total < 2**31:
+        wanted = wanted.int()
+    if tables > 1:
+        inverse = inverse - _shift(counts, device)[inverse]
+    places = inverse.split([each.numel() for each in ids])
+    return Route(wanted, counts, [place.view(each.shape) for place, each in zip(places, ids, strict=True)])
+
+
+def _shift(counts: list[list[int]], device: torch.device) -> torch.Tensor:
+    """By how much the place of each wanted row is greater than its place among the rows of its table."""
+    shifts, lengths, before, table_before = [], [], 0, [0] * len(counts[0])
+    for owner in counts:
+        for table, count in enumerate(owner):
+            shifts.append(before - table_before[table])
+            lengths.append(count)
+            before += count
+            table_before[table] += count
+    return torch.repeat_interleave(torch.tensor(shifts, device=device), torch.tensor(lengths, device=device))
+
+
+def by_table(flat: torch.Tensor, counts: list[list[int]], dims: Sequence[int]) -> list[torch.Tensor]:
+    """Split what comes rank by rank, and table by table within it.
+
+    Args:
+        flat: One-dimensional.
+        counts: Rows, of each rank and table.
+        dims: Elements of a row of each table.
+
+    Returns:
+        For each table a matrix of the rows of all ranks.
+    """
+    if len(dims) == 1:
+        return [flat.view(-1, dims[0])]
+    pieces = torch.split(flat, [count * dim for rank in counts for count, dim in zip(rank, dims, strict=True)])
+    return [torch.cat(pieces[table :: len(dims)]).view(-1, dim) for table, dim in enumerate(dims)]
+
+
+def by_rank(matrices: Sequence[torch.Tensor], counts: list[list[int]]) -> torch.Tensor:
+    """The inverse of :func:`by_table`."""
+    if len(matrices) == 1:
+        return matrices[0].reshape(-1)
+    columns = [torch.split(matrix, [rank[table] for rank in counts]) for table, matrix in enumerate(matrices)]
+    return torch.cat([column[rank].reshape(-1) for rank in range(len(counts)) for column in columns])

@@ -1,0 +1,73 @@
+"""Adagrad with one number of state a row, for embedding tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class RowWiseAdagrad(torch.optim.Optimizer):
+    """Adagrad whose sum of squares is the mean over a row: for a table of `dim` columns 1/dim of Adagrad's memory.
+
+    As Gupta et al. (arXiv 1404.2405) and the tables of DLRM are trained. Takes sparse gradients, and dense ones.
+
+    Args:
+        params: Parameters of two dimensions or more, or groups of them.
+        lr: Learning rate.
+        eps: Added to the root of the sum.
+        initial_accumulator_value: What the sums begin with.
+
+    Raises:
+        ValueError: A number is negative.
+    """
+
+    __module__: str = "spark_hvd.torch"
+
+    def __init__(
+        self, params: Any, lr: float = 0.01, eps: float = 1e-10, initial_accumulator_value: float = 0.0
+    ) -> None:
+        for name, value in (("lr", lr), ("eps", eps), ("initial_accumulator_value", initial_accumulator_value)):
+            if not value >= 0:
+                raise ValueError(f"{name}={value}: must be 0 or more")
+        super().__init__(params, {"lr": lr, "eps": eps, "initial_accumulator_value": initial_accumulator_value})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """See torch.optim.Optimizer.step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group)
+        return loss
+
+    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        gradient, state = param.grad, self.state[param]
+        assert gradient is not None
+        if not state:
+            state["sum"] = torch.full(
+                (len(param),), group["initial_accumulator_value"], dtype=param.dtype, device=param.device
+            )
+        if gradient.is_sparse:
+            gradient = gradient.coalesce()
+            rows, values = gradient.indices()[0], gradient.values()
+            total = state["sum"].index_select(0, rows).add_(values.square().flatten(1).mean(1))
+            state["sum"].index_copy_(0, rows, total)
+            # index_add_ takes the rows one by one on the CPU.
+            step = torch.sparse_coo_tensor(
+                gradient.indices(), values / _like(total, values, group["eps"]), param.shape, check_invariants=False
+            )
+            param.add_(step, alpha=-group["lr"])
+        else:
+            state["sum"] += gradient.square().flatten(1).mean(1)
+            param.sub_(gradient / _like(state["sum"], gradient, group["eps"]), alpha=group["lr"])
+
+
+def _like(total: torch.Tensor, values: torch.Tensor, eps: float) -> torch.Tensor:
+    """The root of the sums, for division of rows."""
+    return total.sqrt().add_(eps).view(-1, *[1] * (values.dim() - 1))

@@ -1,0 +1,200 @@
+"""ShardedEmbedding: a table that is cut by rows over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from spark_hvd.context.local import mark_local
+from spark_hvd.context.standing import current, in_world
+from spark_hvd.torch.embedding.look_up import look_up
+from spark_hvd.torch.embedding.routes import Cut
+from spark_hvd.torch.embedding.whole import note_cut
+
+T = TypeVar("T", bound="ShardedEmbedding")
+_MODES = (None, "sum", "mean")
+
+
+class ShardedEmbedding(nn.Module):
+    """An embedding table of which each rank holds a part of the rows; looked up and trained as a whole.
+
+    Its weight is a rank-local parameter: DistributedOptimizer does not reduce it, and nothing broadcasts it. Its
+    gradient is the mean over the ranks, as that of an nn.Embedding under DistributedOptimizer. Without a world the
+    table is whole. Calls are collective: every rank calls its tables in the same order, forward and backward.
+
+    Args:
+        rows: Of the whole table; as many as there are ranks at least.
+        dim: Elements of a row.
+        name: What to call the table in errors.
+        mode: "sum" or "mean" make bags, as nn.EmbeddingBag does; None: each id has its row.
+        padding_idx: The id whose row is zeros and is not trained; in bags it counts for nothing.
+        sparse: Whether gradients are sparse, for SparseAdam, RowWiseAdagrad, Adagrad and SGD; else they are dense, of
+            the size of this rank's rows.
+        initialize: Fills this rank's rows; from N(0, 1) by default, in each row from other numbers.
+        dtype: Of the weight.
+        device: Of the weight.
+
+    Attributes:
+        weight: This rank's rows, shape (rows of this rank, dim): row ``i`` is row ``i // size`` of rank ``i % size``.
+        cut: Which rows these are.
+
+    Raises:
+        ValueError: An argument does not fit, as its message says.
+    """
+
+    __module__: str = "spark_hvd.torch"
+
+    def __init__(
+        self,
+        rows: int,
+        dim: int,
+        *,
+        name: str = "embedding",
+        mode: str | None = None,
+        padding_idx: int | None = None,
+        sparse: bool = True,
+        initialize: Callable[[torch.Tensor], Any] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.cut = _cut_for_here(rows)
+        if rows < self.cut.size or dim < 1:
+            raise ValueError(
+                f"ShardedEmbedding({rows}, {dim}) of {name!r}: expected a row for each of the {self.cut.size} ranks "
+                "and a dim of 1 at least; use nn.Embedding for small tables"
+            )
+        if mode not in _MODES:
+            raise ValueError(f"mode={mode!r} of the table {name!r}: expected one of {_MODES}")
+        if padding_idx is not None and not 0 <= padding_idx < rows:
+            raise ValueError(f"padding_idx={padding_idx} is beyond the table {name!r} of {rows:,} rows")
+        self.rows, self.dim, self.name = rows, dim, name
+        self.mode, self.padding_idx, self.sparse = mode, padding_idx, sparse
+        self.weight = nn.Parameter(torch.empty(self.cut.here, dim, dtype=dtype, device=device))
+        self._note()
+        with torch.no_grad():
+            if initialize is None:
+                # Ranks that have one seed must not give different ids the same row.
+                seed = int(torch.randint(2**31, ())) * self.cut.size + self.cut.rank
+                self.weight.normal_(generator=torch.Generator(self.weight.device).manual_seed(seed))
+            else:
+                initialize(self.weight)
+            if padding_idx is not None and self._local_padding() is not None:
+                self.weight[self._local_padding()] = 0
+
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
+        """Look up rows; collective.
+
+        Args:
+            ids: int64 or int32; of any shape. With a `mode` of shape (bags, ids of a bag), or (ids,) with `offsets`.
+            offsets: Where each bag begins in `ids`, shape (bags,).
+
+        Returns:
+            Shape (each dimension of the ids, dim), or (bags, dim) with a `mode`.
+
+        Raises:
+            IndexError, TypeError, ValueError, CollectiveError: See :func:`spark_hvd.torch.look_up`.
+        """
+        [rows] = look_up([self], [ids])
+        return rows if self.mode is None else self._bags(rows, ids, offsets)
+
+    def _bags(self, rows: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+        if ids.dim() != (2 if offsets is None else 1):
+            raise ValueError(
+                f"ids of the table {self.name!r} have shape {tuple(ids.shape)}: bags take (bags, ids of a bag), or "
+                "(ids,) with offsets="
+            )
+        counted = torch.ones_like(ids, dtype=rows.dtype)
+        if self.padding_idx is not None:
+            counted = (ids != self.padding_idx).to(rows.dtype)
+            rows = rows * counted.unsqueeze(-1)
+        if offsets is None:
+            total, count = rows.sum(1), counted.sum(1)
+        else:
+            ends = torch.cat([offsets[1:], offsets.new_tensor([len(ids)])])
+            bag = torch.repeat_interleave(torch.arange(len(offsets), device=ids.device), ends - offsets)
+            total = rows.new_zeros(len(offsets), self.dim).index_add(0, bag, rows)
+            count = counted.new_zeros(len(offsets)).index_add(0, bag, counted)
+        return total / count.clamp(min=1).unsqueeze(-1) if self.mode == "mean" else total
+
+    def gradient(self, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The gradient of the weight that is made of those of its rows `ids`, which may come more than once."""
+        padding = self._local_padding()
+        if padding is not None:
+            kept = ids != padding
+            ids, values = ids[kept], values[kept]
+        if not self.sparse:
+            return torch.zeros_like(self.weight).index_add_(0, ids, values)
+        return torch.sparse_coo_tensor(ids.long().unsqueeze(0), values, self.weight.shape, check_invariants=False)
+
+    def require_cut_for_here(self) -> None:
+        """Raise a ValueError if the table was cut for another world than this one."""
+        here = _cut_for_here(self.rows)
+        if self.cut != here:
+            raise ValueError(
+                f"the table {self.name!r} is rank {self.cut.rank}'s of {self.cut.size} ranks, and this is rank "
+                f"{here.rank} of {here.size}: make it inside the function that run() calls, or load a whole state "
+                "into it after table.cut_again()"
+            )
+
+    def cut_again(self) -> None:
+        """Make the weight that of this rank in the world of now; not collective.
+
+        A table that is whole keeps its rows. Those of a part are undefined until a whole state is loaded.
+        """
+        here = _cut_for_here(self.rows)
+        if here == self.cut:
+            return
+        with torch.no_grad():
+            if self.cut.size == 1:
+                self.weight.data = here.take(self.weight.data)
+            else:
+                self.weight.data = self.weight.data.new_zeros(here.here, self.dim)
+        self.weight.grad = None
+        self.cut = here
+        self._note()
+
+    def _local_padding(self) -> int | None:
+        """The row of the padding, if it is here."""
+        pad = self.padding_idx
+        return None if pad is None or pad % self.cut.size != self.cut.rank else pad // self.cut.size
+
+    def _note(self) -> None:
+        mark_local(self.weight, averaged=True)
+        note_cut(self.weight, self.cut, self.name)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        key = prefix + "weight"
+        value = state_dict.get(key)
+        if value is not None and len(value) != self.cut.here:
+            if len(value) != self.rows:
+                args[-1].append(
+                    f"the table {self.name!r} has {self.rows:,} rows, {self.cut.here:,} of them on this rank of "
+                    f"{self.cut.size}, and {key!r} has {len(value):,}: load a whole state, see hvd.whole_state_dict"
+                )
+                return
+            state_dict = {**state_dict, key: self.cut.take(value)}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _apply(self: T, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> T:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._note()  # torch may have made another parameter
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._note()  # a copy
+
+    def extra_repr(self) -> str:
+        """See nn.Module."""
+        return f"{self.rows}, {self.dim}, name={self.name!r}, rows {self.cut.rank}::{self.cut.size} here"
+
+
+def _cut_for_here(rows: int) -> Cut:
+    if not in_world():
+        return Cut(rows, 0, 1)
+    me = current().communicator
+    return Cut(rows, me.rank, me.size)

@@ -1,0 +1,106 @@
+"""State of sharded tables as a whole: gathered from the ranks, and cut for any number of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from spark_hvd.context.standing import current
+from spark_hvd.torch.embedding.routes import Cut
+
+_CHUNK = 64 << 20
+"""Bytes that are gathered at once; bounds the copies that are in memory."""
+
+_cuts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def note_cut(weight: torch.Tensor, cut: Cut, name: str) -> None:
+    """Remember how a table was cut."""
+    _cuts[weight] = cut, name
+
+
+def whole_state_dict(
+    of: torch.nn.Module | torch.optim.Optimizer, root_rank: int | None = None
+) -> dict[str, Any] | None:
+    """The ``state_dict()`` of a model or an optimizer with whole tables in place of this rank's rows; collective.
+
+    Model: ``load_state_dict`` takes it on any number of ranks, each its rows; so does an nn.Embedding of as many rows.
+    Optimizer: :func:`load_whole_state_dict` does.
+
+    Args:
+        of: The model or the optimizer.
+        root_rank: The rank that gets it, as others may lack the memory. None: all ranks get it.
+
+    Returns:
+        Tensors of tables are new ones on the CPU, others those of ``state_dict()``. None on ranks that are not to get
+        it.
+
+    Raises:
+        NotInitializedError: Outside a world.
+        CollectiveError: A peer or the network failed.
+    """
+    state: dict[str, Any] = of.state_dict()
+    if isinstance(of, torch.nn.Module):
+        for name, param in of.named_parameters(remove_duplicate=False):
+            if param in _cuts:
+                state[name] = _gather(param.detach(), _cuts[param][0], root_rank)
+    else:
+        state = {**state, "state": dict(state["state"])}
+        for number, held in _numbered(of, state):
+            if held in _cuts and number in state["state"]:
+                cut = _cuts[held][0]
+                state["state"][number] = {
+                    key: _gather(value, cut, root_rank) if _of_rows(value, cut.here) else value
+                    for key, value in state["state"][number].items()
+                }
+    return state if root_rank in (None, current().communicator.rank) else None
+
+
+def load_whole_state_dict(into: torch.nn.Module | torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load what :func:`whole_state_dict` gave, with any number of ranks: each takes its rows; not collective.
+
+    Args:
+        into: The model or the optimizer.
+        state: The whole state.
+    """
+    if isinstance(into, torch.nn.Module):
+        into.load_state_dict(state)
+        return
+    parts = dict(state["state"])
+    for number, param in _numbered(into, state):
+        if param in _cuts and number in parts:
+            cut = _cuts[param][0]
+            parts[number] = {
+                key: cut.take(value) if _of_rows(value, cut.rows) else value for key, value in parts[number].items()
+            }
+    into.load_state_dict({**state, "state": parts})
+
+
+def _numbered(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> list[tuple[int, torch.Tensor]]:
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return list(zip(numbers, params, strict=True))
+
+
+def _of_rows(value: Any, rows: int) -> bool:
+    """Whether this has an entry for each row of a table."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
+
+
+def _gather(part: torch.Tensor, cut: Cut, root_rank: int | None) -> torch.Tensor:
+    """The whole that has these parts; empty on ranks that are not to get it."""
+    communicator = current().communicator
+    kept = root_rank in (None, communicator.rank)
+    whole = torch.empty(cut.rows if kept else 0, *part.shape[1:], dtype=part.dtype)
+    step = max(1, _CHUNK // max(1, part[:1].nbytes * cut.size))
+    for start in range(0, cut.rows_of(0), step):
+        counts = [max(0, min(step, cut.rows_of(rank) - start)) for rank in range(cut.size)]
+        mine = part[start : start + step].contiguous()
+        gathered = communicator.allgather(mine, counts).wait() if cut.size > 1 else mine
+        if kept:
+            for rank, rows in enumerate(torch.split(gathered, counts)):
+                first = start * cut.size + rank
+                whole[first : first + (len(rows) - 1) * cut.size + 1 : cut.size] = rows.cpu() if len(rows) else rows
+    return whole
