@@ -8,8 +8,8 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 LOG_SETTINGS = Path(__file__).with_name("log4j2.properties")
-SHORT_LIVED = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-"""For a JVM that lives for a minute: much of its time is its compiler's otherwise."""
+SHORT_LIVED = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xss4m"
+"""For a JVM that lives for a minute: much of its time is its compiler's otherwise. ALS has plans that are deep."""
 
 
 def local_session(app_name: str, slots: int) -> SparkSession:

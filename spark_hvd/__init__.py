@@ -1,4 +1,4 @@
-"""Distributed deep-learning training as a Spark job: ``spark_hvd.run``, and ``import spark_hvd.torch as hvd``."""
+"""Distributed deep learning on Spark: ``spark_hvd.run``, ``import spark_hvd.torch as hvd``, ``spark_hvd.predict``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spark_hvd.data.readers.errors import DataError
+    from spark_hvd.estimators.inference.function import predict
     from spark_hvd.runner import doctor, run, run_elastic, run_elastic_local, run_local
     from spark_hvd.world.errors import (
         CollectiveError,
@@ -31,6 +32,7 @@ __all__ = [
     "StalledError",
     "__version__",
     "doctor",
+    "predict",
     "run",
     "run_elastic",
     "run_elastic_local",
@@ -39,7 +41,7 @@ __all__ = [
 
 # The launchers bring pyspark; a rank that imports the collectives loads none of it (PEP 562).
 _LAUNCHERS = ("doctor", "run", "run_elastic", "run_elastic_local", "run_local")
-_HOMES = {"DataError": "spark_hvd.data.readers.errors"}
+_HOMES = {"DataError": "spark_hvd.data.readers.errors", "predict": "spark_hvd.estimators.inference.function"}
 
 
 def __getattr__(name: str) -> Any:

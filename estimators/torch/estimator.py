@@ -52,13 +52,6 @@ class TorchEstimator(SparkEstimator[TorchModel]):
                 "loss is missing: validation needs it, also where train_minibatch_fn has a loss of its own"
             )
 
-        every, passes = settings["checkpoint_every"], settings["backward_passes_per_step"]
-        if every is not None and every % passes:
-            raise ValueError(
-                f"checkpoint_every={every} with backward_passes_per_step={passes}: expected a multiple of it, for a "
-                "checkpoint has no gradients"
-            )
-
     def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> None:
         try_batch(spec, plan.objects, batch)
         try_transform(

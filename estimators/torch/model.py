@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from pyspark.ml import Model
-from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
-from pyspark.sql.types import UserDefinedType
 
 from spark_hvd.data.readers.dataset import listed
-from spark_hvd.data.readers.errors import DataError
 from spark_hvd.estimators.data.columns import expression_of, session_of
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.params import checks
@@ -20,19 +17,21 @@ from spark_hvd.estimators.params.tables import MODEL_SETTINGS, SHARED
 from spark_hvd.estimators.training.head import Head, head_of
 from spark_hvd.estimators.training.history import History, as_history
 from spark_hvd.estimators.training.packing import pack, unpack
+from spark_hvd.estimators.transform.feeds import TensorFeed
+from spark_hvd.estimators.transform.frame import appended, check_new
 from spark_hvd.estimators.transform.meta import ModelMeta, inputs_as_trained, inputs_of, probed_shapes
+from spark_hvd.estimators.transform.models import sent
 from spark_hvd.estimators.transform.outputs import Output, Shape, head_outputs, label_output, to_arrow
-from spark_hvd.estimators.transform.predict import Prediction, arrow_function, pandas_function, run
+from spark_hvd.estimators.transform.predict import Prediction, run
 from spark_hvd.runner.spark.session import choose_python, is_connect
 
 if TYPE_CHECKING:
     import torch
     from matplotlib.figure import Figure
-    from pyspark.sql import Column as SparkColumn
     from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
 
-_ROW = "__spark_hvd_row"
+_OTHER_NAMES = "output_cols, prediction_col, probability_col and raw_prediction_col ('' leaves one out)"
 
 TABLE = (
     *rows(
@@ -140,24 +139,18 @@ class TorchModel(SavedParams, Model):
         known = meta.shapes if meta is not None and meta.shapes else None
         shapes = known or probed_shapes(dataset, packed, specs, decoders) or self._assumed_shapes()
         plan = self._plan(self._label_types(dataset.schema), shapes)
-        _check_new(dataset, [output.name for output in plan])
+        check_new(dataset, [output.name for output in plan], "transform", _OTHER_NAMES)
         choose_python(session)
-        used = {name: decoder for name, decoder in decoders.items() if name in names}
         job = Prediction(
-            packed=packed if is_connect(session) else session.sparkContext.broadcast(packed),
-            digest=packed.digest(),
-            inputs=specs,
-            decoders=used,
-            shapes=shapes,
+            model=sent(packed, session, is_connect(session)),
+            feed=TensorFeed(specs, {name: decoder for name, decoder in decoders.items() if name in names}),
             plan=plan,
+            outputs=len(shapes),
             head=self._head(),
             batch_size=self.value_of("batch_size"),
             use_gpu=self.value_of("use_gpu"),
         )
-        # one expression for all columns: Spark runs it once, and only where one of them is used
-        result = _predicted(job)
-        columns = [_taken_out(result[f"c{i}"], output) for i, output in enumerate(plan)]
-        return _row_by_row(dataset).select("*", *columns).drop(_ROW)
+        return appended(dataset, job, [expression_of(spec.column) for spec in specs])
 
     def _head(self) -> Head:
         meta: ModelMeta | None = self.value_of("metadata")
@@ -199,50 +192,3 @@ class TorchModel(SavedParams, Model):
             return [label.spark_type for label in meta.labels]
         there = {field.name: field.dataType.simpleString() for field in schema.fields} if schema else {}
         return [there.get(label, "") for label in labels]
-
-
-def _row_by_row(dataset: DataFrame) -> DataFrame:
-    """The same DataFrame and a column ``_ROW``, planned so that an Arrow UDF can stand on it.
-
-    From Spark 4.3 on, a UDF directly on a columnar scan (Parquet, cached data) gets all columns as columns, and fails
-    on vectors, UNSUPPORTED_DATATYPE, also where it takes none. An explode into one row each hands over rows; unlike
-    other ways it lets filters through and keeps partitions as they are.
-    """
-    if any(isinstance(field.dataType, UserDefinedType) for field in dataset.schema.fields):
-        return dataset.select("*", F.explode(F.array(F.lit(0))).alias(_ROW))
-    return dataset
-
-
-def _check_new(dataset: DataFrame, names: Sequence[str]) -> None:
-    exact = dataset.sparkSession.conf.get("spark.sql.caseSensitive", "false") == "true"
-    fold = str if exact else str.casefold
-    taken = {fold(column) for column in dataset.columns}
-    for name in names:
-        if fold(name) in taken:
-            raise DataError(
-                f"the DataFrame has a column {name!r} already, which transform would append: drop it, or choose other "
-                "names with output_cols, prediction_col, probability_col and raw_prediction_col ('' leaves one out)"
-            )
-        taken.add(fold(name))
-
-
-def _predicted(job: Prediction) -> SparkColumn:
-    """The struct of all outputs."""
-    ddl = ", ".join(f"c{i} {output.arrow_ddl}" for i, output in enumerate(job.plan))
-    columns = [expression_of(spec.column).alias(f"c{i}") for i, spec in enumerate(job.inputs)]
-    if hasattr(F, "arrow_udf"):  # from Spark 4.1 on
-        return F.arrow_udf(arrow_function(job), ddl)(F.struct(*columns))  # type: ignore[no-any-return]
-    for i, spec in enumerate(job.inputs):  # pandas would make NaN of null
-        message = f"column {spec.column.name!r} has nulls: fill or drop them before transform"
-        columns[i] = F.coalesce(columns[i], F.raise_error(F.lit(message))).alias(f"c{i}")
-    return F.pandas_udf(pandas_function(job), ddl)(F.struct(*columns))  # type: ignore[attr-defined, no-any-return]
-
-
-def _taken_out(field: SparkColumn, output: Output) -> SparkColumn:
-    """One output as a column of its type."""
-    if output.spark_type == "vector":
-        from pyspark.ml.functions import array_to_vector
-
-        return array_to_vector(field).alias(output.name)
-    same = output.spark_type == output.arrow_ddl
-    return (field if same else field.cast(output.spark_type)).alias(output.name)

@@ -1,10 +1,11 @@
-"""What transform appends to a DataFrame: planned from the labels' types, then made of a model's outputs in Arrow."""
+"""Columns that are appended to a DataFrame: planned from labels' types, then made of a model's outputs in Arrow."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,8 +23,21 @@ _ELEMENTS = {
     "double": torch.float64,
     "boolean": torch.bool,
 }
+ARROW = {
+    "tinyint": pa.int8(),
+    "smallint": pa.int16(),
+    "int": pa.int32(),
+    "bigint": pa.int64(),
+    "float": pa.float32(),
+    "double": pa.float64(),
+    "boolean": pa.bool_(),
+    "string": pa.string(),
+    "binary": pa.binary(),
+}
 _ODD = Head("other")
 Shape = tuple[int, ...]
+Values = torch.Tensor | list[Any]
+"""Of an output for some rows: (rows, *shape of a row), or a value for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +64,14 @@ class Output:
     def arrow_ddl(self) -> str:
         """The type in which Python hands it over."""
         return "array<" * self.depth + self.element + ">" * self.depth
+
+    @property
+    def arrow_type(self) -> pa.DataType:
+        """The same, as Arrow's."""
+        kind = ARROW[self.element]
+        for _ in range(self.depth):
+            kind = pa.list_(kind)
+        return kind
 
 
 def label_output(name: str, index: int, label_type: str, shape: Shape) -> Output:
@@ -91,11 +113,11 @@ def head_outputs(head: Head, shape: Shape, raw: str, probability: str, predictio
     return tuple(found)
 
 
-def to_arrow(outputs: Sequence[torch.Tensor], plan: Sequence[Output], head: Head = _ODD) -> pa.StructArray:
+def to_arrow(outputs: Sequence[Values], plan: Sequence[Output], head: Head = _ODD) -> pa.StructArray:
     """The columns of some rows.
 
     Args:
-        outputs: The model's, each (rows, *shape of a row), on the CPU.
+        outputs: The model's, on the CPU; tensors where ``plan`` has columns of Spark ML.
         plan: What to make of them.
         head: What the output is, for the columns of Spark ML and for boolean labels.
 
@@ -103,10 +125,11 @@ def to_arrow(outputs: Sequence[torch.Tensor], plan: Sequence[Output], head: Head
         A struct with the fields "c0", "c1" ... of ``plan``. Values that an integer cannot be (NaN) are null.
 
     Raises:
-        ModelError: an output has several numbers a row where one was expected.
+        ModelError: an output has several numbers a row where one was expected, or values of another type.
     """
     scored: dict[str, torch.Tensor] = {}
     if any(output.role != "value" for output in plan):
+        assert isinstance(outputs[0], torch.Tensor)
         scored = _scores(outputs[0].double().unsqueeze(-1).flatten(1), head)  # (rows,) too
     arrays = [
         _array(outputs[output.index] if output.role == "value" else scored[output.role], output, head)
@@ -130,7 +153,15 @@ def _scores(scores: torch.Tensor, head: Head) -> dict[str, torch.Tensor]:
     return {"raw": scores, "probability": probability, "prediction": scores.argmax(1)}
 
 
-def _array(tensor: torch.Tensor, output: Output, head: Head) -> pa.Array:
+def _array(tensor: Values, output: Output, head: Head) -> pa.Array:
+    if isinstance(tensor, list):
+        try:
+            return pa.array(tensor, output.arrow_type)
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise ModelError(
+                f"output {output.name!r} of the model was declared as {output.spark_type}, and not all of its "
+                f"{len(tensor)} values are that: {error}"
+            ) from error
     rows, shape = len(tensor), tuple(tensor.shape[1:])
     if not output.depth and rows and math.prod(shape) != 1:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""The Python side of transform: Arrow batches of features in, Arrow batches of outputs out, on Spark's executors.
+"""The Python side of transform and predict: Arrow batches in, Arrow batches of outputs out, on Spark's executors.
 
 A model is loaded once in each Python worker, which Spark keeps for many tasks, and stays until others push it out.
 """
@@ -6,46 +6,44 @@ A model is loaded once in each Python worker, which Spark keeps for many tasks, 
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import torch
 
-from spark_hvd.data.readers.errors import DataError
-from spark_hvd.data.readers.tensors import to_tensor
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.head import Head
-from spark_hvd.estimators.training.inputs import TensorSpec, outputs_of, stacked
-from spark_hvd.estimators.training.packing import PackedModule, unpack
-from spark_hvd.estimators.transform.outputs import Output, Shape, to_arrow
+from spark_hvd.estimators.training.inputs import outputs_of
+from spark_hvd.estimators.transform.declared import taken
+from spark_hvd.estimators.transform.feeds import Arguments, ModelFeed
+from spark_hvd.estimators.transform.models import ModelSource, memory_named, model_of
+from spark_hvd.estimators.transform.outputs import Output, Values, to_arrow
 from spark_hvd.runner.rank.gpus import ordinal_of
-
-if TYPE_CHECKING:
-    from pyspark import Broadcast
-
-MODELS_KEPT = 4
-"""How many models a worker keeps loaded; the one not used for longest goes first."""
-_loaded: OrderedDict[tuple[str, str], Any] = OrderedDict()
+from spark_hvd.world.env import share_cores
 
 
 @dataclass(frozen=True)
 class Prediction:
     """All that a Python worker is told.
 
-    Inputs are in the order of the struct's fields, decoders by the name of their column, and shapes those of one row.
+    Attributes:
+        model: Where it gets the model from.
+        feed: What the model is called with.
+        plan: The columns to make of its outputs.
+        outputs: How many outputs of tensors the model has, in order; None where ``plan`` declares names and types.
+        head: What the output is.
+        batch_size: Rows that go through the model at once.
+        use_gpu: Whether a GPU is used where there is one.
     """
 
-    packed: PackedModule | Broadcast[PackedModule]
-    digest: str
-    inputs: tuple[TensorSpec, ...]
-    decoders: Mapping[str, Callable[[bytes], Any]]
-    shapes: tuple[Shape, ...]
+    model: ModelSource
+    feed: ModelFeed
     plan: tuple[Output, ...]
+    outputs: int | None
     head: Head
     batch_size: int
     use_gpu: bool
@@ -71,39 +69,55 @@ def pandas_function(job: Prediction) -> Callable[[Iterator[pd.DataFrame]], Itera
 
 
 def predictions(job: Prediction, batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
-    """The outputs for each batch, a struct of features.
+    """The outputs for the rows of each batch, a struct of the feed's columns.
 
     Raises:
-        DataError: nulls, or lists of different lengths, in a feature.
-        ModelError: the model returns another number of outputs or of rows than expected.
+        DataError: nulls, or lists of different lengths, in a column.
+        ModelError: the model cannot be loaded, fails, or returns something else than expected.
     """
     cores, device = _resources(job.use_gpu)
+    share_cores(cores)
     torch.set_num_threads(cores)  # tasks run side by side: each with torch's default would start a thread for all cores
-    model = _model(job, device)
-    for batch in batches:
-        columns = [feature(array, spec, job.decoders) for array, spec in zip(batch.flatten(), job.inputs, strict=True)]
-        parts = []
-        for at in range(0, len(batch), job.batch_size):
-            pieces = (column[at : at + job.batch_size] for column in columns)
-            inputs = [spec.of(each, device) for spec, each in zip(job.inputs, pieces, strict=True)]
-            parts.append(run(model, stacked(job.inputs, inputs)))
-        outputs = [torch.cat(each) for each in zip(*parts, strict=True)]
-        if not parts:
-            outputs = [torch.empty(0, *shape) for shape in job.shapes]
-        if len(outputs) != len(job.shapes):
-            raise ModelError(f"the model returns {len(outputs)} outputs, expected {len(job.shapes)}")
-        yield to_arrow(outputs, job.plan, job.head)
+    model = model_of(job.model, device)
+    for window in job.feed.windows(batches):
+        calls, order = job.feed.calls(window, job.batch_size, device)
+        parts = [_outputs(model, given, job) for given in calls]
+        yield _together(parts, order, job)
+
+
+def _outputs(model: Any, given: Arguments, job: Prediction) -> list[Values]:
+    """What the model gives for some rows, for each output, on the CPU."""
+    what = f"a batch of {given.rows} rows does not fit into the memory of this Python worker"
+    with memory_named(what, "Give a smaller batch_size, or cut what is longest. "), torch.inference_mode():
+        try:
+            result = model(*given.positional, **given.named)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"the model failed on a batch of {given.rows} rows, called with ({given}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if job.outputs is None:
+            return taken(result, job.plan, given.rows)
+        outputs = _tensors(result, given.rows)
+    if len(outputs) != job.outputs:
+        raise ModelError(f"the model returns {len(outputs)} outputs, expected {job.outputs}")
+    return list(outputs)
 
 
 def run(model: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The model's outputs for some rows, on the CPU.
+    """The outputs of a model of tensors for some rows, on the CPU.
 
     Raises:
         ModelError: an output has another number of rows than the inputs.
     """
     with torch.inference_mode():
-        outputs = [output.cpu() for output in outputs_of(model(*inputs))]
-    rows = len(inputs[0])
+        return _tensors(model(*inputs), len(inputs[0]))
+
+
+def _tensors(result: Any, rows: int) -> list[torch.Tensor]:
+    outputs = [output.cpu() for output in outputs_of(result)]
     for number, output in enumerate(outputs):
         if not output.ndim or len(output) != rows:
             raise ModelError(
@@ -113,32 +127,19 @@ def run(model: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return outputs
 
 
-def feature(array: pa.Array, spec: TensorSpec, decoders: Mapping[str, Callable[[bytes], Any]]) -> torch.Tensor:
-    """A feature's values (rows, *shape).
-
-    Raises:
-        DataError: there are nulls, or rows of different shapes.
-    """
-    column = spec.column
-    if column.name not in decoders:
-        return to_tensor(array, column, "transform")
-    if array.null_count:
-        raise DataError(f"column {column.name!r} has {array.null_count} null(s) in {len(array)} rows of transform")
-    decoded = [np.asarray(decoders[column.name](value)) for value in array.to_pylist()]
-    if len({value.shape for value in decoded}) > 1:
-        raise DataError(f"column {column.name!r}: the decoder returns arrays of different shapes in transform")
-    return torch.from_numpy(np.stack(decoded)) if decoded else torch.empty(0, *(column.shape or ()))
-
-
-def _model(job: Prediction, device: torch.device) -> Any:
-    key = (job.digest, str(device))
-    if key not in _loaded:
-        packed = job.packed if isinstance(job.packed, PackedModule) else job.packed.value
-        _loaded[key] = unpack(packed).to(device).eval()
-    _loaded.move_to_end(key)
-    while len(_loaded) > MODELS_KEPT:
-        _loaded.popitem(last=False)
-    return _loaded[key]
+def _together(parts: list[list[Values]], order: Any, job: Prediction) -> pa.StructArray:
+    """The columns of a window, whose rows are those of ``parts`` in ``order``."""
+    back = None if order is None else np.argsort(order)
+    if not parts:
+        return pa.array([], pa.struct([(f"c{i}", output.arrow_type) for i, output in enumerate(job.plan)]))
+    joined: list[Values] = []
+    for each in zip(*parts, strict=True):
+        if not all(isinstance(values, torch.Tensor) and values.shape[1:] == each[0].shape[1:] for values in each):
+            arrays = pa.concat_arrays([to_arrow(part, job.plan, job.head) for part in parts])
+            return arrays if back is None else arrays.take(pa.array(back))
+        tensor = torch.cat(each) if len(each) > 1 else each[0]
+        joined.append(tensor if back is None else tensor[torch.from_numpy(back)])
+    return to_arrow(joined, job.plan, job.head)
 
 
 def _resources(use_gpu: bool) -> tuple[int, torch.device]:

@@ -327,3 +327,14 @@ def _files(spark: Any, location: Any) -> list[tuple[str, int, int]] | None:
 def _cached(execution: Any) -> list[Any]:
     leaves = items(execution.withCachedData().collectLeaves())
     return [leaf for leaf in leaves if leaf.getClass().getSimpleName() == "InMemoryRelation"]
+
+
+# -- what tasks are sent
+
+
+def read_once(sent: Any) -> Any:
+    """The value of a broadcast, in a task, without keeping it in this process; anything else as it is."""
+    path = getattr(sent, "_path", None)
+    if path is not None and hasattr(sent, "load_from_path"):
+        return sent.load_from_path(path)
+    return sent.value if hasattr(sent, "value") else sent  # encrypted ones are there already

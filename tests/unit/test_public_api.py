@@ -38,6 +38,7 @@ def test_public_names() -> None:
         "StalledError",
         "__version__",
         "doctor",
+        "predict",
         "run",
         "run_elastic",
         "run_elastic_local",

@@ -1,0 +1,187 @@
+"""Rows a second by spark_hvd.predict and by PySpark's predict_batch_udf: fixed shapes and texts of many lengths.
+
+`python -m benchmarks.inference [--rows 1000000] [--texts 8000] [--rounds 5] [--kinds numbers wide texts]`
+
+Both have the same model, the same batch size, one thread a task, and workers that are warm: a first pass over few rows
+starts them and loads torch. In each round each has a turn. "numbers" are 20 float32 into an MLP with one output, "wide"
+are 784 float32 into an embedding of 128. "texts" have 3 to 250 words, log-normal with a median of 30; a function makes
+ids of the words and pads a batch, a Transformer of two layers makes an embedding of 128 of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from pyspark.ml.functions import predict_batch_udf
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import ArrayType, FloatType
+from torch import nn
+
+import spark_hvd
+
+CORES, WORDS, WIDTH = 2, 1 << 13, 128
+KINDS = {"numbers": (20, 1, 1024), "wide": (784, WIDTH, 256), "texts": (0, WIDTH, 32)}
+"""Numbers a row (0 for a text), numbers of the output, rows of a batch."""
+
+
+class TextEncoder(nn.Module):
+    """Word ids (rows, words), 0 for padding, to the mean of what a Transformer makes of them: (rows, WIDTH)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
+        self.words = nn.Embedding(WORDS, WIDTH, padding_idx=0)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        there = ids != 0
+        found = self.layers(self.words(ids), src_key_padding_mask=~there)
+        return (found * there.unsqueeze(-1)).sum(1) / there.sum(1, keepdim=True)
+
+
+def ids_of(texts: list[str]) -> torch.Tensor:
+    """Ids of the words, padded to the longest of these texts."""
+    ids = [[1 + zlib.crc32(word.encode()) % (WORDS - 1) for word in text.split()] for text in texts]
+    longest = max(map(len, ids))
+    return torch.tensor([each + [0] * (longest - len(each)) for each in ids])
+
+
+def _net(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    inputs, outputs, _ = KINDS[kind]
+    if not inputs:
+        return TextEncoder()
+    return nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, outputs))
+
+
+def _write(path: Path, kind: str, rows: int) -> None:
+    """Two Parquet files with a column x."""
+    generator = np.random.default_rng(0)
+    width = KINDS[kind][0]
+    path.mkdir()
+    for part in range(CORES):
+        count = rows // CORES
+        if width:
+            values = generator.standard_normal((count, width), np.float32)
+            offsets = np.arange(0, values.size + 1, width, dtype=np.int32)
+            column = pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.ravel()))
+        else:
+            lengths = np.exp(generator.normal(np.log(30), 0.8, count)).astype(int).clip(3, 250)
+            column = pa.array([" ".join(map(str, generator.integers(0, 9000, length))) for length in lengths])
+        pq.write_table(pa.table({"x": column}), path / f"{part}.parquet")
+
+
+def _session() -> SparkSession:
+    return (
+        SparkSession.builder.master(f"local[{CORES}]")
+        .config("spark.ui.enabled", "false")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.driver.memory", "2g")
+        .config("spark.log.level", "ERROR")
+        .config("spark.ui.showConsoleProgress", "false")
+        .getOrCreate()
+    )
+
+
+def _total(frame: DataFrame, output: int) -> float:
+    """Adds up the predictions, so that they come back to Spark."""
+    value = F.col("prediction") if output == 1 else F.aggregate("prediction", F.lit(0.0), lambda a, b: a + b)
+    row = frame.agg(F.sum(value)).first()
+    assert row is not None
+    return float(row[0])
+
+
+def _ours(frame: DataFrame, kind: str) -> float:
+    inputs, outputs, batch = KINDS[kind]
+    found = spark_hvd.predict(
+        frame,
+        _net(kind),
+        columns="x",
+        collate=None if inputs else ids_of,
+        outputs="float" if outputs == 1 else "array<float>",
+        batch_size=batch,
+    )
+    return _total(found, outputs)
+
+
+def _theirs(frame: DataFrame, kind: str) -> float:
+    """As the documentation of predict_batch_udf has it."""
+    inputs, outputs, batch = KINDS[kind]
+    net = _net(kind)
+
+    def make() -> Callable[[Any], Any]:
+        torch.set_num_threads(1)
+        model = net.eval()
+
+        def predict(x: Any) -> Any:
+            with torch.inference_mode():
+                found = model(torch.from_numpy(x) if inputs else ids_of(x.tolist()))
+            return found.squeeze(1).numpy() if outputs == 1 else found.numpy()
+
+        return predict
+
+    udf: Any = predict_batch_udf(
+        make,
+        return_type=FloatType() if outputs == 1 else ArrayType(FloatType()),
+        batch_size=batch,
+        input_tensor_shapes=[[inputs]] if inputs else None,
+    )
+    return _total(frame.select(udf("x").alias("prediction")), outputs)
+
+
+def _measure(frame: DataFrame, kind: str, rows: int, rounds: int) -> None:
+    ways = {"predict": _ours, "predict_batch_udf": _theirs}
+    for work in ways.values():
+        work(frame.sample(fraction=100 / rows, seed=0), kind)  # of each file, so that both workers have loaded torch
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds):
+        totals = []
+        for name in ways if number % 2 == 0 else reversed(ways):
+            start = time.perf_counter()
+            totals.append(ways[name](frame, kind))
+            times[name].append(time.perf_counter() - start)
+        assert abs(totals[0] - totals[1]) < 1e-3 * rows, totals
+    ratios = [theirs / ours for ours, theirs in zip(*times.values(), strict=True)]
+    print(f"\n{kind}, {rows:,} rows, batches of {KINDS[kind][2]}\n| | s | rows/s |\n|---|---|---|")
+    for name, each in times.items():
+        print(f"| {name} | {statistics.median(each):.2f} | {rows / statistics.median(each):,.0f} |")
+    each_round = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    print(f"predict is {statistics.median(ratios):.2f} x as fast (rounds: {each_round})", flush=True)
+
+
+def main() -> None:
+    """Measure and print one table a kind of column."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="of numbers; a tenth of it where they are wide")
+    parser.add_argument("--texts", type=int, default=8_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    arguments = parser.parse_args()
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    counts = {"numbers": arguments.rows, "wide": arguments.rows // 10, "texts": arguments.texts}
+    with tempfile.TemporaryDirectory() as name:
+        spark = _session()
+        for kind in arguments.kinds:
+            _write(Path(name, kind), kind, counts[kind])
+            _measure(spark.read.parquet(str(Path(name, kind))), kind, counts[kind], arguments.rounds)
+        spark.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""``predict``: a DataFrame and a model, or a function that loads one, to a DataFrame with the model's outputs."""
+
+from __future__ import annotations
+
+import inspect
+import socket
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch
+from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
+from pyspark.sql.types import ArrayType, BinaryType, StringType
+
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.estimators.data.columns import check_columns, columns_of, expression_of, quoted, session_of
+from spark_hvd.estimators.errors import ModelError
+from spark_hvd.estimators.keras.module import KerasModule
+from spark_hvd.estimators.training.head import Head
+from spark_hvd.estimators.training.inputs import TensorSpec
+from spark_hvd.estimators.training.packing import pack
+from spark_hvd.estimators.transform.declared import declared_outputs
+from spark_hvd.estimators.transform.feeds import CollatedFeed, ModelFeed, TensorFeed
+from spark_hvd.estimators.transform.frame import appended, check_new
+from spark_hvd.estimators.transform.models import ModelSource, memory_named, sent
+from spark_hvd.estimators.transform.predict import Prediction
+from spark_hvd.runner.outcome.payload import UnpicklableError, explain
+from spark_hvd.runner.spark.session import choose_python, is_connect
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType, StructType
+
+_OTHER = "a torch.nn.Module, a keras.Model, or a function without arguments that returns something to call"
+
+
+def predict(
+    df: DataFrame,
+    model_or_loader: Any,
+    *,
+    columns: str | Sequence[str] | Mapping[str, str],
+    outputs: str | DataType | Mapping[str, str | DataType],
+    collate: Callable[..., Any] | None = None,
+    batch_size: int = 256,
+    window: int | None = None,
+    use_gpu: bool = True,
+) -> DataFrame:
+    """Append what a model gives for the rows of a DataFrame: predictions, embeddings, labels.
+
+        spark_hvd.predict(df, net, columns=["features"], outputs={"score": "float"})
+
+        def load():  # on executors
+            return Encoder("/models/encoder")
+
+        spark_hvd.predict(
+            df, load, columns="title", outputs={"embedding": "array<float>"},
+            collate=lambda titles: tokenizer(titles, padding=True, truncation=True, return_tensors="pt"),
+        )
+
+    Each Python worker loads the model once, whatever the number of batches and tasks. The weights of a torch model lie
+    in a file of each executor, whose pages its workers share: the memory of one model for all of them.
+
+    Args:
+        df: The rows. They keep their columns and their order.
+        model_or_loader: A ``torch.nn.Module`` (models of Transformers are such) or a ``keras.Model``, sent to the
+            executors; or a function without arguments that is called there and returns one of these, or anything that
+            can be called. A module that it returns is loaded once an executor, if it can be pickled, and anything else
+            once a worker. Modules are put into evaluation mode and onto the device.
+        columns: Names of the inputs: one name, or several in the order of the model's arguments, or a mapping of
+            arguments' names to columns. Numbers, arrays of them and vectors become a tensor (rows, ...) each, double
+            and decimal as float32. Other types, and arrays of different lengths, need ``collate``.
+        outputs: The type of the new column "prediction", or types by names, as DDL or as Spark's objects: numbers,
+            boolean, string, binary, arrays of these, "vector". A model that returns a mapping is asked for these
+            names; one that returns a tuple or list gives them in order. An output is a tensor (rows, ...), an array,
+            or a list of values.
+        collate: Makes the model's arguments of a batch: a function of a list of values for each column (by name if
+            ``columns`` is a mapping) that returns a tuple of arguments, a mapping of them by name, or the only one. It
+            runs on executors: a tokenizer with padding, a decoder of images.
+        batch_size: Rows that go through the model at once.
+        window: With ``collate``, rows among which those of like length (of text, bytes or arrays) go into one batch,
+            so that little is padded; None for what Spark hands over at once
+            (``spark.sql.execution.arrow.maxRecordsPerBatch``, 10,000).
+        use_gpu: Use the GPU that Spark assigned to the task (``spark.task.resource.gpu.amount``), or any there.
+
+    Returns:
+        ``df`` and the new columns. Nothing is computed before an action.
+
+    Raises:
+        TypeError, ValueError: an argument is none of these.
+        DataError: a column is missing, or of a type of which no tensor is made; one of ``outputs`` is there already.
+            In an action, nulls, or arrays of different lengths.
+        ModelError: in an action, the model cannot be loaded, fails, returns other outputs, rows or shapes, or does not
+            fit into memory.
+        UnpicklableError: the model, the loader or ``collate`` cannot be sent to executors.
+    """
+    session = session_of(df, "predict")
+    for name, number in (("batch_size", batch_size), ("window", window)):
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+            raise ValueError(f"{name}={number!r}: expected a whole number from 1")
+    if window is not None and collate is None:
+        raise ValueError(f"window={window}: it sorts what collate is called with, and there is no collate=")
+    plan = declared_outputs(outputs)
+    names, arguments = _names(columns)
+    check_columns(df.schema, names, "columns")
+    check_new(df, [output.name for output in plan], "predict", "outputs={'name': type}")
+    feed: ModelFeed
+    if collate is None:
+        _check_types(df.schema, names)
+        specs = tuple(TensorSpec(column) for column in columns_of(df.schema, names))
+        feed, inputs = TensorFeed(specs, {}, arguments, "predict"), [expression_of(spec.column) for spec in specs]
+    else:
+        _check_pickles("collate", collate)
+        feed = CollatedFeed(names, collate, arguments, window)
+        inputs = [_value_of(df.schema, name) for name in names]
+    choose_python(session)
+    job = Prediction(
+        model=_source(model_or_loader, session, is_connect(session)),
+        feed=feed,
+        plan=plan,
+        outputs=None,
+        head=Head("other"),
+        batch_size=batch_size,
+        use_gpu=use_gpu,
+    )
+    return appended(df, job, inputs)
+
+
+def _names(columns: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of columns, and of arguments if they have some."""
+    named = isinstance(columns, Mapping)
+    names = (columns,) if isinstance(columns, str) else tuple(columns.values() if named else columns)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"columns={columns!r}: expected names of columns, at least one, or a mapping to such")
+    if not named and len(set(names)) < len(names):
+        raise ValueError(f"columns={columns!r}: a name is there twice. Give a mapping of arguments to columns")
+    if named and len(set(names)) < len(names):
+        raise ValueError(f"columns={columns!r}: a column is there twice. Give it once, and use it twice in the model")
+    return names, tuple(columns) if named else ()
+
+
+def _check_types(schema: StructType, names: Sequence[str]) -> None:
+    for name in names:
+        if isinstance(schema[name].dataType, StringType | BinaryType):
+            raise DataError(
+                f"column {name!r} is of type {schema[name].dataType.simpleString()}, of which no tensor is made: give "
+                "collate=, a function of a list of values that returns what the model is called with (a tokenizer)"
+            )
+
+
+def _value_of(schema: StructType, name: str) -> SparkColumn:
+    """What collate sees of a column: its values; a vector is a list of numbers."""
+    kind = schema[name].dataType
+    if kind.simpleString() == "vector":
+        return expression_of(columns_of(schema, [name])[0])
+    inner = kind
+    while isinstance(inner, ArrayType):
+        inner = inner.elementType
+    if hasattr(inner, "sqlType"):
+        raise DataError(f"column {name!r} is of type {kind.simpleString()}, which Python is not sent: cast it first")
+    return F.col(quoted(name))
+
+
+def _source(given: Any, session: Any, connect: bool) -> ModelSource:
+    model = _module(given)
+    if model is not None:
+        return sent(pack(model), session, connect)
+    if not callable(given):
+        raise TypeError(f"predict got {given!r} as its model: expected {_OTHER}")
+    try:
+        needed = [each.name for each in inspect.signature(given).parameters.values() if each.default is each.empty]
+        needed = [] if all(each in ("args", "kwargs") for each in needed) else needed
+    except (TypeError, ValueError):
+        needed = []
+    if needed:
+        raise TypeError(
+            f"predict got {given!r}, which takes {', '.join(needed)}, as its model: expected {_OTHER}. For a function "
+            "that is the model itself give `lambda: function`"
+        )
+    _check_pickles("model_or_loader", given)
+    return ModelSource(uuid.uuid4().hex, loader=_ModelLoader(given))  # what it loads may be another thing the next time
+
+
+def _module(given: Any) -> Any:
+    """A module that stands for a model of torch or Keras; None if it is none."""
+    keras = sys.modules.get("keras")
+    if keras and isinstance(given, keras.Model):  # first: on the torch backend it is a module, too
+        return KerasModule(given)
+    return given if isinstance(given, torch.nn.Module) else None
+
+
+def _check_pickles(name: str, value: Any) -> None:
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:
+        raise UnpicklableError(
+            f"cannot pickle {name}: {explain([(name, value)], error)}\nIt is sent to executors. Load what cannot be "
+            "sent in model_or_loader, a function without arguments"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _ModelLoader:
+    """Calls the user's function in a worker, and says what went wrong."""
+
+    function: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        name = getattr(self.function, "__qualname__", repr(self.function))
+        with memory_named(f"what {name} loads does not fit into the memory of this Python worker"):
+            try:
+                found = self.function()
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise ModelError(
+                    f"{name} failed on {socket.gethostname()}: {type(error).__name__}: {error}\nIt is called on "
+                    "executors: files that it reads, and packages that it imports, must be there"
+                ) from error
+        if not callable(found):
+            raise ModelError(f"{name} returned {found!r}: expected {_OTHER.rsplit(', or', 1)[0]}, or a function")
+        module = _module(found)
+        return found if module is None else module

@@ -1,0 +1,135 @@
+"""Outputs whose names and types the caller declares: planned from these, and taken out of what a model returns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from spark_hvd.data.readers.dataset import listed
+from spark_hvd.estimators.errors import ModelError
+from spark_hvd.estimators.transform.outputs import ARROW, Output, Values
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType
+
+DEFAULT = "prediction"
+_ALIASES = {"byte": "tinyint", "short": "smallint", "integer": "int", "long": "bigint", "real": "float"}
+
+
+def declared_outputs(outputs: str | DataType | Mapping[str, str | DataType]) -> tuple[Output, ...]:
+    """The columns that ``outputs`` asks for: a type for one called "prediction", or types by names.
+
+    Raises:
+        TypeError, ValueError: none is named, or a type is not one that a column can have here.
+    """
+    asked = outputs if isinstance(outputs, Mapping) else {DEFAULT: outputs}
+    if not asked:
+        raise ValueError("outputs={}: expected a type, or types by names, such as {'embedding': 'array<float>'}")
+    return tuple(_declared(name, index, kind) for index, (name, kind) in enumerate(asked.items()))
+
+
+def _declared(name: str, index: int, kind: str | DataType) -> Output:
+    text = kind if isinstance(kind, str) else getattr(kind, "simpleString", lambda: None)()
+    if not isinstance(name, str) or not isinstance(text, str):
+        raise TypeError(f"outputs has {name!r}: {kind!r}, expected a name and a type of Spark")
+    inner = text.replace(" ", "").lower()
+    depth = inner.count("array<")
+    inner = inner.removeprefix("array<" * depth).removesuffix(">" * depth)
+    inner = _ALIASES.get(inner, inner)
+    if inner == "vector" and not depth:
+        return Output(name, index, "value", "vector", depth=1)
+    decimal = inner == "decimal" or inner.startswith("decimal(")
+    if inner not in ARROW and not decimal:
+        raise ValueError(
+            f"outputs declares {name!r} as {text!r}: expected one of {', '.join(ARROW)}, decimal(p,s), arrays of "
+            "these, or vector"
+        )
+    return Output(name, index, "value", "array<" * depth + inner + ">" * depth, "double" if decimal else inner, depth)
+
+
+def taken(result: Any, plan: Sequence[Output], rows: int) -> list[Values]:
+    """The values of each declared output in what a model returned for ``rows`` rows, on the CPU.
+
+    Args:
+        result: A mapping by the names of the outputs; a sequence of them in order; a list of mappings, one for each
+            row; or the only one. An output is a tensor, an array, or a list of values.
+        plan: What was declared, in order.
+        rows: How many.
+
+    Raises:
+        ModelError: an output is not there, or has another number of rows, or a shape that is not of its type.
+    """
+    found = [_values(each) for each in _each(result, plan, rows)]
+    for values, output in zip(found, plan, strict=True):
+        count = len(values) if isinstance(values, list) or values.ndim else None
+        if count != rows:
+            has = f"{count} values" if isinstance(values, list) else f"the shape {tuple(values.shape)}"
+            raise ModelError(
+                f"output {output.name!r} of the model has {has} for {rows} rows: expected one for each row, "
+                "in their order"
+            )
+        if isinstance(values, torch.Tensor):
+            _check_shape(values, output)
+    return found
+
+
+def _each(result: Any, plan: Sequence[Output], rows: int) -> list[Any]:
+    names = [output.name for output in plan]
+    if isinstance(result, list) and len(result) == rows and rows and all(isinstance(row, Mapping) for row in result):
+        missing = next((name for name in names if name not in result[0]), None)
+        if missing is None:
+            return [[row[name] for row in result] for name in names]
+        result = result[0]
+    if isinstance(result, Mapping):
+        if all(name in result for name in names):
+            return [result[name] for name in names]
+        if len(names) == len(result) == 1:
+            return list(result.values())
+        raise ModelError(
+            f"the model returns {listed(result)}, and outputs declares {listed(names)}: name outputs as the model does"
+        )
+    if len(plan) == 1:
+        single = (
+            isinstance(result, list | tuple) and len(result) == 1 and _is_array(result[0]) and len(result[0]) == rows
+        )
+        return [result[0] if single else result]
+    if not isinstance(result, list | tuple) or len(result) != len(plan):
+        what = f"{len(result)} outputs" if isinstance(result, list | tuple) else f"one {type(result).__name__}"
+        raise ModelError(f"the model returns {what}, and outputs declares {len(plan)}: {listed(names)}")
+    return list(result)
+
+
+def _is_array(value: Any) -> bool:
+    return bool(getattr(value, "ndim", 0))
+
+
+def _values(value: Any) -> Values:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if not isinstance(value, np.ndarray) and hasattr(value, "numpy"):
+        value = value.numpy()  # TensorFlow's
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return torch.from_numpy(np.ascontiguousarray(value))
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, str) or not hasattr(value, "__iter__"):
+        raise ModelError(f"the model returned {type(value).__name__}: expected a tensor, an array or a list of values")
+    return [each.tolist() if hasattr(each, "tolist") else each for each in value]
+
+
+def _check_shape(tensor: torch.Tensor, output: Output) -> None:
+    shape, text = tuple(tensor.shape[1:]), output.element in ("string", "binary")
+    if not text and (len(shape) == output.depth if output.depth else math.prod(shape) == 1):
+        return
+    expected = "(rows" + "".join(f", n{i}" for i in range(1, output.depth + 1)) + ")"
+    would_do = "array<" * len(shape) + "float" + ">" * len(shape)
+    raise ModelError(
+        f"output {output.name!r} of the model is {str(tensor.dtype).removeprefix('torch.')} of shape "
+        f"{tuple(tensor.shape)}, and was declared as {output.spark_type}: expected "
+        + (f"a list of {output.element}" if text else f"the shape {expected}")
+        + f". Pool or reshape it in the model, or declare it as {would_do!r}"
+    )

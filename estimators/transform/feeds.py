@@ -1,0 +1,221 @@
+"""What a model is called with: batches of tensors, or what a function of the user's makes of values of like length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from spark_hvd.data.readers.dataset import listed
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.tensors import to_tensor
+from spark_hvd.estimators.errors import ModelError
+from spark_hvd.estimators.training.inputs import TensorSpec, stacked
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What a model is called with for ``rows`` rows."""
+
+    rows: int
+    positional: Sequence[Any] = ()
+    named: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        named = [f"{name}={_described(value)}" for name, value in self.named.items()]
+        return ", ".join([*map(_described, self.positional), *named])
+
+
+def _described(value: Any) -> str:
+    if hasattr(value, "shape"):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    return f"{type(value).__name__} of {len(value)}" if hasattr(value, "__len__") else repr(value)
+
+
+class ModelFeed(Protocol):
+    """From Arrow batches, structs with a field for each of ``columns``, to calls of the model."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns, in the order of the struct's fields."""
+
+    def windows(self, batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
+        """The same rows, as many together as :meth:`calls` may reorder."""
+
+    def calls(self, window: pa.Array, size: int, device: torch.device) -> tuple[Iterator[Arguments], Any]:
+        """Calls of at most ``size`` rows, and the order of their rows: places in the window; None for its own."""
+
+
+@dataclass(frozen=True)
+class TensorFeed:
+    """One tensor for each column.
+
+    Attributes:
+        inputs: In the order of the struct's fields.
+        decoders: Functions of one value, by the name of their column.
+        names: Of the arguments; none where the model takes them in order.
+        what: Is done with the rows, for messages.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    decoders: Mapping[str, Callable[[bytes], Any]]
+    names: tuple[str, ...] = ()
+    what: str = "transform"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """See base class."""
+        return tuple(spec.column.name for spec in self.inputs)
+
+    def windows(self, batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
+        """See base class."""
+        return batches
+
+    def calls(self, window: pa.Array, size: int, device: torch.device) -> tuple[Iterator[Arguments], None]:
+        """See base class.
+
+        Raises:
+            DataError: nulls, or lists of different lengths.
+        """
+        columns = [
+            feature(array, spec, self.decoders, self.what)
+            for array, spec in zip(window.flatten(), self.inputs, strict=True)
+        ]
+        return self._calls(columns, len(window), size, device), None
+
+    def _calls(self, columns: list[torch.Tensor], rows: int, size: int, device: torch.device) -> Iterator[Arguments]:
+        for at in range(0, rows, size):
+            pieces = (column[at : at + size] for column in columns)
+            tensors = stacked(
+                self.inputs, [spec.of(each, device) for spec, each in zip(self.inputs, pieces, strict=True)]
+            )
+            count = min(size, rows - at)
+            if self.names:
+                yield Arguments(count, named=dict(zip(self.names, tensors, strict=True)))
+            else:
+                yield Arguments(count, tensors)
+
+
+def feature(
+    array: pa.Array, spec: TensorSpec, decoders: Mapping[str, Callable[[bytes], Any]], what: str
+) -> torch.Tensor:
+    """A feature's values (rows, *shape); ``what`` is done with them, for messages.
+
+    Raises:
+        DataError: there are nulls, or rows of different shapes.
+    """
+    column = spec.column
+    if column.name not in decoders:
+        return to_tensor(array, column, what)
+    if array.null_count:
+        raise DataError(f"column {column.name!r} has {array.null_count} null(s) in {len(array)} rows of {what}")
+    decoded = [np.asarray(decoders[column.name](value)) for value in array.to_pylist()]
+    if len({value.shape for value in decoded}) > 1:
+        raise DataError(f"column {column.name!r}: the decoder returns arrays of different shapes in {what}")
+    return torch.from_numpy(np.stack(decoded)) if decoded else torch.empty(0, *(column.shape or ()))
+
+
+@dataclass(frozen=True)
+class CollatedFeed:
+    """What ``collate`` makes of lists of values, one list for each column.
+
+    Attributes:
+        columns: In the order of the struct's fields.
+        collate: Returns a tuple of arguments, a mapping of them by their names, or the only one.
+        names: Of the arguments of ``collate``; none where it takes the lists in order.
+        window: Rows among which those of like length go into one batch; None for what Spark hands over at once.
+    """
+
+    columns: tuple[str, ...]
+    collate: Callable[..., Any]
+    names: tuple[str, ...] = ()
+    window: int | None = None
+
+    def windows(self, batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
+        """See base class."""
+        if self.window is None:
+            yield from batches
+            return
+        held: list[pa.Array] = []
+        for batch in batches:
+            held.append(batch)
+            while sum(map(len, held)) >= self.window:
+                together = pa.concat_arrays(held)
+                yield together[: self.window]
+                held = [together[self.window :]]
+        if any(len(each) for each in held):
+            yield pa.concat_arrays(held)
+
+    def calls(self, window: pa.Array, size: int, device: torch.device) -> tuple[Iterator[Arguments], Any]:
+        """See base class.
+
+        Raises:
+            DataError: nulls.
+        """
+        columns = window.flatten()
+        for name, column in zip(self.columns, columns, strict=True):
+            if column.null_count:
+                raise DataError(
+                    f"column {name!r} has {column.null_count} null(s) in {len(column)} rows of predict: fill or drop "
+                    f"them first, e.g. df.na.drop(subset=[{name!r}])"
+                )
+        order = _longest_first(columns)
+        if order is not None:
+            columns = [column.take(pa.array(order)) for column in columns]
+        return self._calls(columns, len(window), size, device), order
+
+    def _calls(self, columns: list[pa.Array], rows: int, size: int, device: torch.device) -> Iterator[Arguments]:
+        for at in range(0, rows, size):
+            values = [column[at : at + size].to_pylist() for column in columns]
+            count = min(size, rows - at)
+            try:
+                if self.names:
+                    made = self.collate(**dict(zip(self.names, values, strict=True)))
+                else:
+                    made = self.collate(*values)
+            except Exception as error:
+                raise ModelError(
+                    f"collate failed on {count} values of {listed(self.columns)}: {type(error).__name__}: {error}\n"
+                    "It is called with a list of values for each column, and returns what the model is called with"
+                ) from error
+            made = _moved(made, device)
+            if isinstance(made, Mapping):
+                yield Arguments(count, named=dict(made.items()))
+            else:
+                yield Arguments(count, made if isinstance(made, tuple) else (made,))
+
+
+def _longest_first(columns: Sequence[pa.Array]) -> Any:
+    """The order of the rows by the length of their text, bytes and lists; None where they have none.
+
+    The longest come first: a batch that takes too much memory fails at once, and the others fit into what it leaves.
+    """
+    lengths = [each for each in map(_lengths, columns) if each is not None]
+    if not lengths or len(columns[0]) < 2:
+        return None
+    return np.argsort(-sum(lengths), kind="stable")
+
+
+def _lengths(column: pa.Array) -> Any:
+    kind = column.type
+    if any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary)):
+        return pc.binary_length(column).to_numpy().astype(np.int64)
+    if any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list)):
+        return pc.list_value_length(column).to_numpy().astype(np.int64)
+    return None
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """The same structure, with tensors on ``device``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {name: _moved(each, device) for name, each in value.items()}
+    if type(value) in (list, tuple) and device.type != "cpu":
+        return type(value)(_moved(each, device) for each in value)
+    return value

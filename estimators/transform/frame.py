@@ -1,0 +1,91 @@
+"""A DataFrame with the outputs of a model as new columns: one Arrow UDF, or a pandas UDF before Spark 4.1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
+from pyspark.sql.types import UserDefinedType
+
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.estimators.transform.outputs import Output
+from spark_hvd.estimators.transform.predict import Prediction, arrow_function, pandas_function
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
+    from pyspark.sql import DataFrame
+
+_ROW = "__spark_hvd_row"
+
+
+def appended(dataset: DataFrame, job: Prediction, inputs: Sequence[SparkColumn]) -> DataFrame:
+    """``dataset`` and a column for each output that ``job`` plans; nothing is computed yet.
+
+    Args:
+        dataset: Has none of these columns.
+        job: What Python workers do.
+        inputs: An expression for each column of the job's feed.
+    """
+    # one expression for all columns: Spark runs it once, and only where one of them is used
+    result = _predicted(job, inputs)
+    columns = [_taken_out(result[f"c{i}"], output) for i, output in enumerate(job.plan)]
+    return _row_by_row(dataset).select("*", *columns).drop(_ROW)
+
+
+def check_new(dataset: DataFrame, names: Sequence[str], what: str, parameters: str) -> None:
+    """Check that columns can be appended.
+
+    Args:
+        dataset: To which.
+        names: Of the columns.
+        what: Is to append them, for the message.
+        parameters: Which choose other names.
+
+    Raises:
+        DataError: one of them is there, or is named twice.
+    """
+    exact = dataset.sparkSession.conf.get("spark.sql.caseSensitive", "false") == "true"
+    fold = str if exact else str.casefold
+    taken = {fold(column) for column in dataset.columns}
+    for name in names:
+        if fold(name) in taken:
+            raise DataError(
+                f"the DataFrame has a column {name!r} already, which {what} would append: drop it, or choose other "
+                f"names with {parameters}"
+            )
+        taken.add(fold(name))
+
+
+def _row_by_row(dataset: DataFrame) -> DataFrame:
+    """The same DataFrame and a column ``_ROW``, planned so that an Arrow UDF can stand on it.
+
+    From Spark 4.3 on, a UDF directly on a columnar scan (Parquet, cached data) gets all columns as columns, and fails
+    on vectors, UNSUPPORTED_DATATYPE, also where it takes none. An explode into one row each hands over rows; unlike
+    other ways it lets filters through and keeps partitions as they are.
+    """
+    if any(isinstance(field.dataType, UserDefinedType) for field in dataset.schema.fields):
+        return dataset.select("*", F.explode(F.array(F.lit(0))).alias(_ROW))
+    return dataset
+
+
+def _predicted(job: Prediction, inputs: Sequence[SparkColumn]) -> SparkColumn:
+    """The struct of all outputs."""
+    ddl = ", ".join(f"c{i} {output.arrow_ddl}" for i, output in enumerate(job.plan))
+    columns = [each.alias(f"c{i}") for i, each in enumerate(inputs)]
+    if hasattr(F, "arrow_udf"):  # from Spark 4.1 on
+        return F.arrow_udf(arrow_function(job), ddl)(F.struct(*columns))  # type: ignore[no-any-return]
+    for i, name in enumerate(job.feed.columns):  # pandas would make NaN of null
+        message = f"column {name!r} has nulls: fill or drop them before transform or predict"
+        columns[i] = F.coalesce(columns[i], F.raise_error(F.lit(message))).alias(f"c{i}")
+    return F.pandas_udf(pandas_function(job), ddl)(F.struct(*columns))  # type: ignore[attr-defined, no-any-return]
+
+
+def _taken_out(field: SparkColumn, output: Output) -> SparkColumn:
+    """One output as a column of its type."""
+    if output.spark_type == "vector":
+        from pyspark.ml.functions import array_to_vector
+
+        return array_to_vector(field).alias(output.name)
+    same = output.spark_type == output.arrow_ddl
+    return (field if same else field.cast(output.spark_type)).alias(output.name)

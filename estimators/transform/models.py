@@ -1,0 +1,232 @@
+"""The model in a Python worker: loaded once, and its weights in pages of a file that workers of an executor share."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from spark_hvd.estimators.errors import ModelError
+from spark_hvd.estimators.training.packing import PackedModule, pack, unpack, unpack_file
+from spark_hvd.runner.outcome.payload import UnpicklableError
+from spark_hvd.runner.spark.private import read_once
+
+if TYPE_CHECKING:
+    from pyspark import Broadcast
+    from pyspark.sql import SparkSession
+
+    Sent = bytes | Broadcast[bytes]
+
+MODELS_KEPT = 4
+"""How many models a worker keeps loaded, and an executor keeps files of; the one not used for longest goes first."""
+CHUNK = 64 << 20
+"""Bytes of weights in one broadcast: of those that a worker writes to the file it holds one at a time."""
+_STRUCTURE, _WEIGHTS, _LOADING, _ALONE = "structure", "weights.safetensors", "loading", "alone"
+_loaded: OrderedDict[tuple[str, str], Any] = OrderedDict()
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a worker gets its model from.
+
+    Attributes:
+        key: The same for the same model, hex digits.
+        structure: Of a PackedModule.
+        weights: Of a PackedModule, in pieces.
+        loader: Makes the model instead; called in a worker.
+    """
+
+    key: str
+    structure: Sent | None = None
+    weights: tuple[Sent, ...] = ()
+    loader: Callable[[], Any] | None = None
+
+
+def sent(packed: PackedModule, session: SparkSession, connect: bool) -> ModelSource:
+    """A packed module on its way to the executors: by broadcasts, over Spark Connect, which has none, in the plan."""
+    pieces = [packed.weights[at : at + CHUNK] for at in range(0, len(packed.weights), CHUNK)]
+    if connect:
+        return ModelSource(packed.digest(), packed.structure, tuple(pieces))
+    broadcast = session.sparkContext.broadcast
+    return ModelSource(packed.digest(), broadcast(packed.structure), tuple(map(broadcast, pieces)))
+
+
+def model_of(source: ModelSource, device: torch.device) -> Any:
+    """The model, ready for inference on ``device``; the one that this process has, if it has it.
+
+    Raises:
+        ModelError: there is no memory for it; or the worker that this task had before was killed while it loaded it.
+    """
+    key = (source.key, str(device))
+    if key not in _loaded:
+        while len(_loaded) >= MODELS_KEPT:
+            _loaded.popitem(last=False)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a loader's model.cuda() goes there, too
+        with memory_named("the model does not fit into the memory of this Python worker"):
+            found = _load(source, device)
+            _loaded[key] = found.to(device).eval() if isinstance(found, torch.nn.Module) else found
+    _loaded.move_to_end(key)
+    return _loaded[key]
+
+
+@contextmanager
+def memory_named(what: str, remedy: str = "") -> Iterator[None]:
+    """Raise ``ModelError`` where there was no memory, which several libraries say in their own words.
+
+    Raises:
+        ModelError: ``what``, how much memory there is here, and what to change.
+    """
+    try:
+        yield
+    except Exception as error:
+        text = str(error).lower()
+        known = isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", 0) == errno.ENOMEM
+        if not known and not any(words in text for words in ("allocate memory", "out of memory", "not enough memory")):
+            raise
+        raise ModelError(
+            f"{what} on {socket.gethostname()} ({_memory()}): {type(error).__name__}: {error}\n{remedy}Give workers "
+            "more memory (spark.executor.memoryOverhead, or spark.executor.pyspark.memory where that is set), have "
+            "fewer at a time (a higher spark.task.cpus), or take a smaller model (half precision, quantised)"
+        ) from error
+
+
+def _memory() -> str:
+    import resource
+
+    import psutil
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    free = f"{psutil.virtual_memory().available >> 20} MiB free"
+    return free if limit == resource.RLIM_INFINITY else f"{free}, limit of this process {limit >> 20} MiB"
+
+
+def _load(source: ModelSource, device: torch.device) -> Any:
+    folder = _folder()
+    if folder is None or (source.loader and device.type == "cuda"):  # what is on a GPU anyway shares nothing
+        return _loaded_alone(source)
+    try:
+        with _locked(folder):
+            place = folder / source.key
+            if not (place / _ALONE).exists():
+                return _shared(source, place)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise
+    return _loaded_alone(source)  # without the lock: workers side by side
+
+
+def _shared(source: ModelSource, place: Path) -> Any:
+    """The model on the pages of its file, which the first worker writes. With the lock held."""
+    _check_predecessor(place)
+    if (place / _STRUCTURE).exists():
+        os.utime(place)
+        return unpack_file((place / _STRUCTURE).read_bytes(), str(place / _WEIGHTS))
+    _make_room(place.parent)
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(mode=0o700)
+    (place / _LOADING).write_text(json.dumps(_attempt()))
+    try:
+        found = None
+        if source.loader is not None:
+            found = source.loader()
+            if not _worth_sharing(found):
+                (place / _ALONE).touch()
+                return found
+            try:
+                packed = pack(found)
+                _write(place, packed.structure, [packed.weights])
+                return unpack_file(packed.structure, str(place / _WEIGHTS))
+            except UnpicklableError:
+                (place / _STRUCTURE).unlink(missing_ok=True)
+                (place / _ALONE).touch()
+                return found
+        _write(place, read_once(source.structure), map(read_once, source.weights))
+        return unpack_file((place / _STRUCTURE).read_bytes(), str(place / _WEIGHTS))
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    finally:
+        (place / _LOADING).unlink(missing_ok=True)
+
+
+def _write(place: Path, structure: bytes, weights: Any) -> None:
+    with open(place / _WEIGHTS, "wb") as file:
+        for piece in weights:
+            file.write(piece)
+    (place / _STRUCTURE).write_bytes(structure)
+
+
+def _worth_sharing(found: Any) -> bool:
+    return isinstance(found, torch.nn.Module) and any(each.device.type == "cpu" for each in found.parameters())
+
+
+def _loaded_alone(source: ModelSource) -> Any:
+    if source.loader is not None:
+        return source.loader()
+    weights = b"".join(map(read_once, source.weights))
+    return unpack(PackedModule(read_once(source.structure), weights))
+
+
+def _folder() -> Path | None:
+    """Where the workers of this executor meet: in Spark's own folder, which goes with the executor. None outside."""
+    given = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0]
+    if not given or not os.path.isdir(given):
+        return None
+    folder = Path(given, f"spark_hvd-models-{os.getuid()}")
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid == os.getuid() and not folder.is_symlink():
+            return folder
+    return None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with open(folder / "lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make_room(folder: Path) -> None:
+    """Leave room for one more. Who has a file mapped keeps its pages."""
+    there = sorted((each for each in folder.iterdir() if each.is_dir()), key=lambda each: each.stat().st_mtime)
+    for each in there[: max(0, len(there) - MODELS_KEPT + 1)]:
+        shutil.rmtree(each, ignore_errors=True)
+
+
+def _attempt() -> list[int]:
+    """Stage, partition and attempt of this task."""
+    from pyspark import TaskContext
+
+    task = TaskContext.get()
+    return [task.stageId(), task.partitionId(), task.attemptNumber()] if task else []
+
+
+def _check_predecessor(place: Path) -> None:
+    """Tell the retry of a task what became of the one before: Spark only knows that its worker is gone.
+
+    Workers are also killed for other reasons, such as a query that is cancelled, so nobody else hears of it.
+    """
+    now = _attempt()
+    try:
+        before = json.loads((place / _LOADING).read_text())
+    except (OSError, ValueError):
+        return
+    if now and before[:2] == now[:2] and before[2] < now[2]:
+        raise ModelError(
+            f"the Python worker that this task had in its attempt {before[2]} was killed on {socket.gethostname()} "
+            f"while it loaded the model ({_memory()}): most likely it took more memory than it may. Give workers more "
+            "(spark.executor.memoryOverhead), have fewer at a time (a higher spark.task.cpus), or take a smaller model"
+        )
