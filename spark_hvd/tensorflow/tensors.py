@@ -132,8 +132,8 @@ def apply(
 
         def gradient(*grads: Any) -> list[Any]:
             now = call
-            # In a plain graph results may be derived one by one, at one time. Elsewhere there is an order, and ranks that
-            # compute eagerly meet those that do it in a function: their names must be the same.
+            # In a plain graph results may be derived one by one, at one time. Elsewhere there is an order, and ranks
+            # that compute eagerly meet those that do it in a function: their names must be the same.
             if call.name is not None and not tf.executing_eagerly() and not tf.inside_function():
                 unique = tf.compat.v1.get_default_graph().unique_name("spark_hvd_derived")
                 now = replace(call, name=f"{call.name}.{unique}")
