@@ -1,6 +1,7 @@
 """Executes the notebooks of this folder and keeps their outputs, without what belongs to the machine they ran on.
 
-python examples/notebooks/execute.py        # all of them; needs nbclient and ipykernel
+python examples/notebooks/execute.py                # all of them; needs nbclient and ipykernel
+python examples/notebooks/execute.py keras.ipynb    # those named
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def _cleaned(value: Any) -> Any:
 
 
 def main() -> None:
-    """Execute all, and write them with their outputs."""
-    for path in sorted(HERE.glob("*.ipynb")):
+    """Execute those named, or all, and write them with their outputs."""
+    for path in [HERE / name for name in sys.argv[1:]] or sorted(HERE.glob("*.ipynb")):
         nbformat.write(execute(path), path)
         print(f"{path.relative_to(ROOT)} ({path.stat().st_size / 1024:.0f} KiB)")
 

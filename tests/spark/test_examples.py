@@ -48,6 +48,14 @@ def test_digits_on_spark() -> None:
 
 
 @pytest.mark.slow
+def test_a_loop_of_tensorflow() -> None:
+    pytest.importorskip("tensorflow")
+    accuracy = re.search(r"accuracy (\S+)", run_program("tensorflow_loop.py", "--local", "--epochs", "8").stdout)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.93
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_elastic_digits() -> None:
     done = run_program("elastic_digits.py")

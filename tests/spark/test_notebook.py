@@ -1,4 +1,4 @@
-"""The notebook: what is committed was made by its code, tells nothing of a machine, and comes out the same again."""
+"""The notebooks: what is committed was made by their code, tells nothing of a machine, and comes out the same again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ nbformat: Any = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
-QUICKSTART = FOLDER / "quickstart.ipynb"
+NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 FAILS_ON_PURPOSE = "raises-exception"
 
 
@@ -39,31 +39,31 @@ def kinds(cell: Any) -> set[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def committed() -> Any:
-    return nbformat.read(QUICKSTART, as_version=4)
+def committed(name: str) -> Any:
+    return nbformat.read(FOLDER / name, as_version=4)
 
 
 def code_cells(notebook: Any) -> list[Any]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def test_outputs_are_of_this_code(committed: Any) -> None:
-    nbformat.validate(committed)
-    assert committed.metadata["executed"] == executor.code_of(committed), "run examples/notebooks/execute.py"
-    cells = code_cells(committed)
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_outputs_are_of_this_code(name: str) -> None:
+    notebook = committed(name)
+    nbformat.validate(notebook)
+    assert notebook.metadata["executed"] == executor.code_of(notebook), "run examples/notebooks/execute.py"
+    cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     shown = [kinds(cell) for cell in cells]
-    assert sum("image/png" in each for each in shown) == 4
-    assert sum("text/html" in each for each in shown) >= 5
+    assert sum("image/png" in each for each in shown) >= 1
     for cell, each in zip(cells, shown, strict=True):
         assert ("error" in each) == (FAILS_ON_PURPOSE in cell.metadata.get("tags", [])), cell.source
 
 
-def test_the_last_frame_of_an_elastic_run_is_its_end(committed: Any) -> None:
+def test_the_last_frame_of_an_elastic_run_is_its_end() -> None:
     (table,) = (
         output.data["text/plain"]
-        for cell in code_cells(committed)
+        for cell in code_cells(committed("quickstart.ipynb"))
         for output in cell.outputs
         if "train_elastic on" in output.get("data", {}).get("text/plain", "")
     )
@@ -72,9 +72,10 @@ def test_the_last_frame_of_an_elastic_run_is_its_end(committed: Any) -> None:
     assert all(done == whole for done, whole in progress)
 
 
-def test_it_is_small_and_tells_nothing_of_a_machine(committed: Any) -> None:
-    assert QUICKSTART.stat().st_size < 400_000
-    for cell in code_cells(committed):
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_it_is_small_and_tells_nothing_of_a_machine(name: str) -> None:
+    assert (FOLDER / name).stat().st_size < 400_000
+    for cell in code_cells(committed(name)):
         for output in cell.outputs:
             text = json.dumps({**output, "data": {**output.get("data", {}), "image/png": ""}})
             assert not re.search(r"(?<![\w.])/(home|root|tmp|usr|opt|work|var|Users)/", text), text
@@ -85,12 +86,12 @@ def test_it_is_small_and_tells_nothing_of_a_machine(committed: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
-def test_it_runs_and_shows_the_same_kinds_of_things(committed: Any) -> None:
-    again = executor.execute(QUICKSTART)
-    for before, after in zip(code_cells(committed), code_cells(again), strict=True):
-        assert before.source == after.source
-        assert kinds(before) - {"stderr"} == kinds(after) - {"stderr"}, after.source
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_it_runs_and_shows_the_same_kinds_of_things(name: str) -> None:
+    before = committed(name)
+    again = executor.execute(FOLDER / name)
+    for old, new in zip(code_cells(before), code_cells(again), strict=True):
+        assert old.source == new.source
+        assert kinds(old) - {"stderr"} == kinds(new) - {"stderr"}, new.source
     text = json.dumps([cell.outputs for cell in code_cells(again)])
-    accuracies = re.findall(r"accuracy (0\.\d+)", text)
-    assert len(accuracies) == 2
-    assert min(map(float, accuracies)) > 0.9
+    assert all(float(accuracy) > 0.9 for accuracy in re.findall(r"accuracy (0\.\d+)", text)), text
