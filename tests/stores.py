@@ -102,7 +102,7 @@ class GatedFileSystem(LocalFileSystem):  # type: ignore[misc] # Any
 
     protocol = "gated"
 
-    def __init__(self, gate: str, **options: Any) -> None:
+    def __init__(self, gate: str = "", **options: Any) -> None:
         super().__init__(auto_mkdir=True, **options)
         self.gate = gate
 

@@ -145,7 +145,8 @@ def save_sharded(
     *,
     step: int,
     keep: int | None = 2,
-) -> None:
+    wait: bool = True,
+) -> SaveHandle:
     """Write a checkpoint of which each rank writes its part: for FSDP2 and DTensor. To be called by all ranks.
 
     ``torch.distributed.checkpoint`` writes the parts; a manifest, written last, makes them a checkpoint.
@@ -157,13 +158,21 @@ def save_sharded(
         state: What is the same on all ranks besides: tensors and plain data, as in :func:`save`.
         step: Its number, from 0.
         keep: How many sharded checkpoints to keep; None for all.
+        wait: Whether to return only when it is written; see :func:`save`. If not, each rank needs memory for a second
+            copy of its part.
+
+    Returns:
+        What tells when it is written, and waits for that; done with ``wait=True``.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        StoreError: it cannot be written. Raised on every rank.
+        StoreError: it cannot be written, or, with ``wait=False``, what was saved before could not be. Raised on every
+            rank.
+        CollectiveError: a peer or the network failed.
     """
     check_step(step, keep)
-    checkpoint_sharded.save(store_of(where), model, optimizers, dict(state or {}), step, keep)
+    settle()
+    return checkpoint_sharded.save(store_of(where), model, optimizers, dict(state or {}), step, keep, wait)
 
 
 def load_sharded(

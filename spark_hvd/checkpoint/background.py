@@ -1,6 +1,6 @@
 """Writing while training goes on: in a thread, one save at a time, and no failure is lost.
 
-Nothing here needs another rank, so that what is written ends whether peers live or not.
+Nothing here needs another rank, so that what a rank writes alone ends whether its peers live or not.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from spark_hvd.checkpoint.copies import Memory, copied
 from spark_hvd.context import leave
+from spark_hvd.context.standing import generation, is_initialized
 from spark_hvd.store.errors import StoreError, store_error
+from spark_hvd.world.errors import CollectiveError
 
 _log = logging.getLogger(__name__)
 _latest: Write | None = None
@@ -35,6 +39,8 @@ class Write:
         self.failure: StoreError | None = None
         self.is_told = False
         self._path, self._do = path, do
+        self._generation = generation() if is_initialized() else 0
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         # No daemon: a process that ends waits for it.
         self._thread = threading.Thread(target=self._run, name="spark_hvd-checkpoint")
         self._thread.start()
@@ -47,9 +53,14 @@ class Write:
     def join(self) -> None:
         """Wait until nothing is left to do."""
         self._thread.join()
+        if isinstance(self.failure and self.failure.__cause__, CollectiveError) and is_initialized():
+            # The ranks that it needed are no more: whoever goes on without them was told by the end of their world.
+            self.is_told = self.is_told or generation() != self._generation
 
     def _run(self) -> None:
         try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
             self._do()
         except Exception as error:
             cause = error if isinstance(error, StoreError) else store_error("write", self._path, error)

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from spark_hvd.transport.torch_private import local_part, storage_key, with_local_part
+
 Bytes = npt.NDArray[np.uint8]
 
 _ALIGNMENT = 64
@@ -27,25 +29,29 @@ def copied(state: Mapping[str, Any], memory: Memory) -> dict[str, Any]:
     What shares memory in ``state``, such as tied weights, does so in the copy: it is written once, as without a copy.
 
     Args:
-        state: What :func:`spark_hvd.checkpoint.format.check_plain` lets pass.
+        state: What :func:`spark_hvd.checkpoint.format.check_plain` lets pass, and DTensors, whose parts on this rank are
+            copied.
         memory: Where the numbers go. A former copy there is overwritten.
     """
     tensors = {id(tensor): tensor for tensor in _tensors_in(state)}
-    plain = [tensor for tensor in tensors.values() if _has_plain_memory(tensor)]
-    storages = _copies_of({each.untyped_storage()._cdata: each.untyped_storage() for each in plain}, memory)
+    parts = {key: tensor if (part := local_part(tensor)) is None else part for key, tensor in tensors.items()}
+    plain = [part for part in parts.values() if _has_plain_memory(part)]
+    storages = _copies_of({storage_key(part): part.untyped_storage() for part in plain}, memory)
     # deepcopy takes what is in its memo as copied. It keeps the order and the attributes of a module's state_dict.
     memo: dict[int, Any] = {}
     for key, tensor in tensors.items():
-        if _has_plain_memory(tensor):
-            storage = storages[tensor.untyped_storage()._cdata]
-            whole = torch.empty(0, dtype=tensor.dtype)
-            whole.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        part = parts[key]
+        if _has_plain_memory(part):
+            copy_of = torch.empty(0, dtype=part.dtype)
+            copy_of.set_(storages[storage_key(part)], part.storage_offset(), part.size(), part.stride())
         else:
-            whole = tensor.detach().to("cpu", copy=True) if tensor.device.type != "meta" else tensor.detach().clone()
-        if type(tensor) is torch.nn.Parameter:
-            memo[key] = torch.nn.Parameter(whole, tensor.requires_grad)
+            copy_of = part.detach().clone() if part.device.type == "meta" else part.detach().to("cpu", copy=True)
+        if part is not tensor:
+            memo[key] = with_local_part(tensor, copy_of)
+        elif type(tensor) is torch.nn.Parameter:
+            memo[key] = torch.nn.Parameter(copy_of, tensor.requires_grad)
         else:
-            memo[key] = whole.requires_grad_() if tensor.requires_grad else whole
+            memo[key] = copy_of.requires_grad_() if tensor.requires_grad else copy_of
     return copy.deepcopy(dict(state), memo)
 
 

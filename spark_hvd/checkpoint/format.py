@@ -102,8 +102,12 @@ def unpack(
     return state
 
 
-def on_rank_0(do: Callable[[], T]) -> T:
+def on_rank_0(do: Callable[[], T], name: str = "spark_hvd.checkpoint") -> T:
     """What ``do`` returns on rank 0, on all ranks. Alone where there is no world.
+
+    Args:
+        do: Called on rank 0.
+        name: By which ranks match their calls. One thread at a time uses it.
 
     Raises:
         Exception: what ``do`` raised on rank 0, on all ranks.
@@ -116,7 +120,7 @@ def on_rank_0(do: Callable[[], T]) -> T:
             outcome = (True, do())
         except Exception as error:
             outcome = (False, error)
-    done, value = broadcast_object(outcome, name="spark_hvd.checkpoint")
+    done, value = broadcast_object(outcome, name=name)
     if not done:
         raise value
     return cast(T, value)

@@ -26,6 +26,7 @@ from spark_hvd.estimators import (
     TrainState,
 )
 from spark_hvd.runner import RankFailedError
+from spark_hvd.store.errors import StoreError
 from tests.spark.estimator_support import estimator, frame, linear, ordered, same
 
 if TYPE_CHECKING:
@@ -127,10 +128,9 @@ class LosesTheStore(Callback):
                 pass
 
 
-@pytest.mark.parametrize("epochs", [2, 3], ids=["at the end", "by the next epoch"])
-def test_a_store_that_goes_away_while_training_fails_the_fit(df: DataFrame, tmp_path: Path, epochs: int) -> None:
-    made = estimator(store=Store.create(tmp_path), run_id="lost", epochs=epochs, callbacks=[LosesTheStore()])
-    with pytest.raises(RankFailedError, match=r"StoreError: saving .*lost/last.ckpt in the background failed: cannot"):
+def test_a_store_that_goes_away_while_training_fails_the_fit(df: DataFrame, tmp_path: Path) -> None:
+    made = estimator(store=Store.create(tmp_path), run_id="lost", callbacks=[LosesTheStore()])
+    with pytest.raises(StoreError, match=r"saving .*lost/last.ckpt in the background failed: cannot write .*lost/"):
         made.fit(df)
 
 
