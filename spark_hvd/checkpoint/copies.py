@@ -29,8 +29,8 @@ def copied(state: Mapping[str, Any], memory: Memory) -> dict[str, Any]:
     What shares memory in ``state``, such as tied weights, does so in the copy: it is written once, as without a copy.
 
     Args:
-        state: What :func:`spark_hvd.checkpoint.format.check_plain` lets pass, and DTensors, whose parts on this rank are
-            copied.
+        state: What :func:`spark_hvd.checkpoint.format.check_plain` lets pass, and DTensors. Of those this rank's part
+            is copied.
         memory: Where the numbers go. A former copy there is overwritten.
     """
     tensors = {id(tensor): tensor for tensor in _tensors_in(state)}
