@@ -135,6 +135,8 @@ class Job:
     ) -> None:
         """Write a checkpoint, on rank 0: after an epoch, whose row is the last of ``history``, or within one.
 
+        It is copied here, and written while training goes on.
+
         Args:
             weights: Of the model.
             rest: Gives the state of optimizer and scheduler, as plain data and tensors.
@@ -150,12 +152,14 @@ class Job:
             "position": self.feed.position.to_json(),
             "order": order_of(self.spec, self.rows.sharding.rows, self.rows.layout),
         }
+        states: dict[str, Mapping[str, Any]] = {}
         if partial_epoch is None:
             key = monitored(self.history[-1], self.spec.monitor)
             # Without a loss, which a LightningModule may not report, no epoch is the best.
             if key in self.history[-1] and self.history.best(key, self.spec.monitor_mode) is self.history[-1]:
-                self.checkpoints.save(common, BEST)
-        self.checkpoints.save({**common, **rest(), _PARTIAL_EPOCH: partial_epoch}, LAST)
+                states[BEST] = common
+        states[LAST] = {**common, **rest(), _PARTIAL_EPOCH: partial_epoch}
+        self.checkpoints.save(states)
 
     def report(self) -> None:
         """Print the last row of the history, on rank 0."""
@@ -210,7 +214,9 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> Histo
             validation = rows_of("validation", reader, spec.val_batch_size)
             cleanup.enter_context(closing(validation.reader))
         job = Job(spec, objects, device, resumed, history, checkpoints, rows, feed, validation)
-        return framework.fit(job)
+        history = framework.fit(job)
+        checkpoints.finish()
+        return history
 
 
 def order_of(spec: TrainSpec, rows: int, layout: int) -> dict[str, Any]:
