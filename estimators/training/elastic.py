@@ -21,6 +21,7 @@ class FitState(hvd.elastic.TorchState):
     """
 
     content: dict[str, Any] | None
+    optimizer: Any
 
     def __init__(self) -> None:
         super().__init__(content=None)
