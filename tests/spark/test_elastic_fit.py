@@ -26,6 +26,7 @@ from spark_hvd.estimators import (
     TrainState,
 )
 from spark_hvd.runner import RankFailedError, StateLostError
+from tests.elastic_jobs import note
 from tests.spark.estimator_support import ROWS, estimator, frame, means, same
 from tests.spark.test_fit_restarts import network, plain, straight_line
 
@@ -104,6 +105,20 @@ class DiesSometime(Callback):
         state.stop = hvd.generation() >= 4
 
 
+class Notes(Callback):
+    """Tells a script of each step, and trains until the script has ended."""
+
+    def __init__(self, log: Path, until: Path) -> None:
+        self.log, self.until = log, until
+
+    def on_batch_end(self, state: TrainState) -> None:
+        time.sleep(0.02)
+        note(str(self.log), state.global_step)
+
+    def on_epoch_end(self, state: TrainState) -> None:
+        state.stop = self.until.exists()
+
+
 SETTINGS: dict[str, Any] = {
     "optimizer": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
@@ -127,6 +142,7 @@ def test_killed_ranks_that_are_replaced_cost_nothing_but_time(df: DataFrame, tmp
     assert plain(again.getHistory()) == plain(whole.getHistory())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
 def test_ranks_come_and_go_at_any_moment(df: DataFrame, tmp_path: Path, seed: int) -> None:
     backend = LocalBackend(2, min_num_proc=1, max_num_proc=3, host_failure_limit=9, verbose=0)
