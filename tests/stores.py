@@ -7,12 +7,15 @@ import os
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from spark_hvd.store import Store
 
@@ -92,3 +95,28 @@ def forbidden() -> Iterator[Store]:
         yield Store.create("s3://bucket/fits", storage_options=options)
         server.shutdown()
         thread.join()
+
+
+class GatedFileSystem(LocalFileSystem):  # type: ignore[misc] # Any
+    """Folders of this host in which files wait for a gate to open, which is a file, before they are written."""
+
+    protocol = "gated"
+
+    def __init__(self, gate: str = "", **options: Any) -> None:
+        super().__init__(auto_mkdir=True, **options)
+        self.gate = gate
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.removeprefix("gated://")))
+
+    def put_file(self, *args: Any, **options: Any) -> None:
+        while not os.path.exists(self.gate):
+            time.sleep(0.005)
+        super().put_file(*args, **options)
+
+
+def gated(folder: Path) -> Store:
+    """A store in ``folder / "run"`` whose files are written once there is ``folder / "open"``."""
+    fsspec.register_implementation("gated", GatedFileSystem, clobber=True)
+    return Store.create(f"gated://{folder / 'run'}", storage_options={"gate": str(folder / "open")})

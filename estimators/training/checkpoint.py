@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from spark_hvd.checkpoint.format import Found, read, read_by_rank_0, write
+from spark_hvd.checkpoint import background
+from spark_hvd.checkpoint.format import Found, check_state, read, read_by_rank_0, write
 from spark_hvd.store import Store
 from spark_hvd.store.errors import CheckpointError
 
@@ -27,14 +28,33 @@ class Checkpoints:
         """Whether there is one."""
         return self.store.exists(self.store.checkpoint_path(self.run_id, name))
 
-    def save(self, state: Mapping[str, Any], name: str = LAST) -> None:
-        """Write ``state``: dicts, lists, numbers, text and tensors, nothing else.
+    def save(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Copy states, and have them written one after the other while training goes on; one such save at a time.
+
+        Args:
+            states: By the names of the checkpoints: dicts, lists, numbers, text and tensors, nothing else.
 
         Raises:
-            TypeError: something else is in it.
-            StoreError: it cannot be written; a former one is still there, whole.
+            TypeError: something else is in one.
+            StoreError: the ones before could not be written; former ones are still there, whole.
         """
-        write(self.store, self.store.checkpoint_path(self.run_id, name), state)
+        background.finish()
+        for state in states.values():
+            check_state(state)
+
+        def put(copies: Mapping[str, Mapping[str, Any]]) -> None:
+            for name, state in copies.items():
+                write(self.store, self.store.checkpoint_path(self.run_id, name), state)
+
+        background.start(self.store.checkpoint_path(self.run_id), states, put)
+
+    def finish(self) -> None:
+        """Wait until what was saved is written.
+
+        Raises:
+            StoreError: it could not be; former ones are still there, whole.
+        """
+        background.finish()
 
     def load(self, name: str = LAST) -> dict[str, Any]:
         """Read one, onto the CPU; on ranks, rank 0 reads for all. No code is run by it.

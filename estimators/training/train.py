@@ -151,7 +151,8 @@ class Job:
     ) -> None:
         """Write a checkpoint, on rank 0: after an epoch, whose row is the last of ``history``, or within one.
 
-        In an elastic fit it is also committed, on all ranks, which may end here and go on from it.
+        It is copied here, and written while training goes on. In an elastic fit it is also committed, on all ranks,
+        which may end here and go on from it.
 
         Args:
             weights: Of the model.
@@ -175,15 +176,19 @@ class Job:
             "order": order_of(self.spec, self.rows.sharding.rows, self.rows.layout),
         }
         content = {**common, **rest(), _PARTIAL_EPOCH: partial_epoch}
+        done = partial_epoch is None and (stop or len(self.history) >= self.spec.epochs)
         if stores:
+            states: dict[str, Mapping[str, Any]] = {}
             if partial_epoch is None:
                 key = monitored(self.history[-1], self.spec.monitor)
                 # Without a loss, which a LightningModule may not report, no epoch is the best.
                 if key in self.history[-1] and self.history.best(key, self.spec.monitor_mode) is self.history[-1]:
-                    self.checkpoints.save(common, BEST)
-            self.checkpoints.save(content, LAST)
+                    states[BEST] = common
+            states[LAST] = content
+            self.checkpoints.save(states)
+            if self.state is not None and (done or BEST in states):
+                self.checkpoints.finish()  # for who goes on from the commit without this rank will not write them
         if self.state is not None:
-            done = partial_epoch is None and (stop or len(self.history) >= self.spec.epochs)
             self.state.put({**content, _STOPPED: stop}, done)
 
     def report(self) -> None:
@@ -244,7 +249,9 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
             validation = rows_of("validation", reader, spec.val_batch_size)
             cleanup.enter_context(closing(validation.reader))
         job = Job(spec, objects, device, resumed, history, checkpoints, rows, feed, validation, state)
-        return framework.fit(job)
+        history = framework.fit(job)
+        checkpoints.finish()
+        return history
 
 
 def order_of(spec: TrainSpec, rows: int, layout: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pickle
 import re
@@ -66,10 +67,23 @@ def unpickle_call(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], 
 
 
 def call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call fn. A process that it forks, and that comes out of it, ends here as a program does: it is not the rank."""
+    """Call fn, and finish what it has left under way.
+
+    A process that it forks, and that comes out of it, ends here as a program does: it is not the rank.
+    """
+    from spark_hvd.context import leave  # not above: this module is there before torch is known to be
+
     rank = os.getpid()
     try:
-        return fn(*args, **kwargs)
+        value = fn(*args, **kwargs)
+        if os.getpid() == rank:
+            leave.finish()
+        return value
+    except BaseException:
+        if os.getpid() == rank:
+            with contextlib.suppress(Exception):  # what fn raised is the one to tell
+                leave.finish()
+        raise
     finally:
         if os.getpid() != rank:
             _end_fork(sys.exc_info()[1])

@@ -10,13 +10,13 @@
     for step in range(first, steps):
         ...
         if (step + 1) % 100 == 0:
-            hvd.checkpoint.save(folder, {"model": model.state_dict()}, step + 1)
+            hvd.checkpoint.save(folder, {"model": model.state_dict()}, step + 1, wait=False)
 
 May import the context and what is below it, and spark_hvd.store.
 """
 
 from __future__ import annotations
 
-from spark_hvd.checkpoint.api import Checkpoint, latest, load, load_sharded, save, save_sharded
+from spark_hvd.checkpoint.api import Checkpoint, SaveHandle, latest, load, load_sharded, save, save_sharded
 
-__all__ = ["Checkpoint", "latest", "load", "load_sharded", "save", "save_sharded"]
+__all__ = ["Checkpoint", "SaveHandle", "latest", "load", "load_sharded", "save", "save_sharded"]

@@ -50,8 +50,7 @@ def write(store: Store, path: str, state: Mapping[str, Any]) -> None:
         TypeError: something else is in it, which could not be read again.
         StoreError: it cannot be written; a former file of that name is still there, whole.
     """
-    for name, part in state.items():
-        check_plain(part, name)
+    check_state(state)
     with store.writing(path) as file:
         torch.save({"format": FORMAT, **state}, file)
 
@@ -103,8 +102,12 @@ def unpack(
     return state
 
 
-def on_rank_0(do: Callable[[], T]) -> T:
+def on_rank_0(do: Callable[[], T], name: str = "spark_hvd.checkpoint") -> T:
     """What ``do`` returns on rank 0, on all ranks. Alone where there is no world.
+
+    Args:
+        do: Called on rank 0.
+        name: By which ranks match their calls. One thread at a time uses it.
 
     Raises:
         Exception: what ``do`` raised on rank 0, on all ranks.
@@ -117,7 +120,7 @@ def on_rank_0(do: Callable[[], T]) -> T:
             outcome = (True, do())
         except Exception as error:
             outcome = (False, error)
-    done, value = broadcast_object(outcome, name="spark_hvd.checkpoint")
+    done, value = broadcast_object(outcome, name=name)
     if not done:
         raise value
     return cast(T, value)
@@ -153,6 +156,16 @@ def read_by_rank_0(choose: Callable[[], Found | None]) -> dict[str, Any] | None:
         part = mine[0].data[start : start + _CHUNK] if mine else b""
         parts.append(broadcast_object(part, name="spark_hvd.checkpoint.data"))
     return mine[0].state if mine else unpack(b"".join(parts), path, "", tested=True)
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """Make sure that :func:`write` can write ``state``.
+
+    Raises:
+        TypeError: something else than dicts, lists, numbers, text and tensors is in it.
+    """
+    for name, part in state.items():
+        check_plain(part, name)
 
 
 def check_plain(value: Any, where: str) -> None:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import uuid
 import warnings
@@ -15,8 +16,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from spark_hvd.checkpoint import background
 from spark_hvd.checkpoint.folder import SHARDED, Folder, stem
-from spark_hvd.checkpoint.format import FORMAT, Found, NewerFormatError, on_rank_0, read, read_by_rank_0, write
+from spark_hvd.checkpoint.format import (
+    FORMAT,
+    Found,
+    NewerFormatError,
+    check_state,
+    on_rank_0,
+    read,
+    read_by_rank_0,
+    write,
+)
+from spark_hvd.checkpoint.handle import SaveHandle, start_saving
 from spark_hvd.collectives.objects import allgather_object, broadcast_object
 from spark_hvd.context.local import require_no_tables
 from spark_hvd.context.who import size
@@ -29,10 +41,13 @@ if TYPE_CHECKING:
 
 _STATE = "state.pt"
 _SHARDS = ".shards"
+_SAVING = "spark_hvd.checkpoint.sharded"
 _PARTS = {"step": int, "directory": str, "state": dict}
 
 
-def save(store: Store, model: Any, optimizers: Any, state: Mapping[str, Any], step: int, keep: int | None) -> None:
+def save(
+    store: Store, model: Any, optimizers: Any, state: Mapping[str, Any], step: int, keep: int | None, wait: bool
+) -> SaveHandle:
     """See :func:`spark_hvd.checkpoint.save_sharded`."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save as save_parts
@@ -40,24 +55,32 @@ def save(store: Store, model: Any, optimizers: Any, state: Mapping[str, Any], st
     require_no_tables(model, "save_sharded")
     folder, ranks = Folder(store, SHARDED), size()
 
-    def begin() -> str:
-        directory = f"{stem(step)}-{uuid.uuid4().hex[:8]}{_SHARDS}"
-        write(store, store.join(directory, _STATE), {"step": step, "directory": directory, "state": state})
-        return directory
+    def put(content: Mapping[str, Any]) -> None:
+        def begin() -> str:
+            directory = f"{stem(step)}-{uuid.uuid4().hex[:8]}{_SHARDS}"
+            write(
+                store, store.join(directory, _STATE), {"step": step, "directory": directory, "state": content["state"]}
+            )
+            return directory
 
-    def commit() -> None:
-        files = {path.rpartition("/")[2]: store.size(path) for path in store.list(store.join(directory))}
-        manifest = {"format": FORMAT, "step": step, "size": ranks, "directory": directory, "files": files}
-        store.write_bytes(folder.path(step), json.dumps(manifest, indent=1).encode())
-        _tidy(folder, step, keep)
+        def commit() -> None:
+            files = {path.rpartition("/")[2]: store.size(path) for path in store.list(store.join(directory))}
+            manifest = {"format": FORMAT, "step": step, "size": ranks, "directory": directory, "files": files}
+            store.write_bytes(folder.path(step), json.dumps(manifest, indent=1).encode())
+            _tidy(folder, step, keep)
 
-    directory = on_rank_0(begin)
+        directory = on_rank_0(begin, _SAVING)
+        with _explaining("write", store.join(directory), StoreError):
+            save_parts(content["parts"], storage_writer=sharded_writer(store, store.join(directory)))
+        on_rank_0(commit, _SAVING)
+
     weights, moments = get_state_dict(model, optimizers)
-    with _explaining("write", store.join(directory), StoreError):
-        save_parts(
-            {"model": weights, "optimizer": moments}, storage_writer=sharded_writer(store, store.join(directory))
-        )
-    on_rank_0(commit)
+    content = {"state": state, "parts": {"model": weights, "optimizer": moments}}
+    if wait:
+        put(content)
+        return SaveHandle(None, settled=True)
+    check_state({"state": state})
+    return start_saving(background.start(folder.path(step), content, put))
 
 
 def load(store: Store, model: Any, optimizers: Any, step: int | None) -> tuple[int, dict[str, Any]] | None:
@@ -140,10 +163,14 @@ def _explaining(verb: str, path: str, kind: type[StoreError]) -> Iterator[None]:
     """Turn what torch raises when parts cannot be written or read into one of our errors."""
     from torch.distributed.checkpoint.api import CheckpointException
 
+    # A world of one has no process group, which is what it should be. For good: a thread cannot undo it alone.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    # Saving may go on beside the program's own collectives, of which those without a name are matched by their order.
+    names = (f"{_SAVING}.{number}" for number in itertools.count())
     try:
-        with warnings.catch_warnings(), sharded_objects_by(broadcast_object, allgather_object):
-            # A world of one has no process group, which is what it should be.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with sharded_objects_by(
+            lambda obj, root: broadcast_object(obj, root, next(names)), lambda obj: allgather_object(obj, next(names))
+        ):
             yield
     except CheckpointException as error:
         number, failure = min(error.failures.items())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -16,6 +17,21 @@ from spark_hvd.transport.mpi.ends import at_exit
 
 _LAST_SECONDS = 1.0
 """How long leaving waits for what is still on the wire."""
+
+_log = logging.getLogger("spark_hvd")
+
+at_end: list[Callable[[], None]] = []
+"""Each finishes something that a program leaves under way when it ends, and raises what failed; none needs a world."""
+
+
+def finish() -> None:
+    """Finish what the program has left under way; whoever calls its function calls this when that has ended.
+
+    Raises:
+        Exception: The first failure.
+    """
+    for each in at_end:
+        each()
 
 
 def shutdown() -> None:
@@ -131,6 +147,10 @@ def _hold(queue: NegotiatedQueue) -> None:
 def _leave() -> None:
     if standing.forked is not None:
         return
+    try:
+        finish()
+    except Exception as error:  # nobody is left to take it, and the world is to be left in order
+        _log.error("%s", error)
     shutdown()
     for end in at_exit:
         end()

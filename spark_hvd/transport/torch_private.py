@@ -5,6 +5,7 @@ docs/versions.md lists them by version, tests/unit/test_private_names.py touches
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,19 @@ def changes(tensor: torch.Tensor) -> int:
 def storage_key(tensor: torch.Tensor) -> int:
     """The same for tensors that share memory, and no others, while these live; also where there is no memory."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of a DTensor; None for other tensors."""
+    return getattr(tensor, "_local_tensor", None)
+
+
+def with_local_part(tensor: Any, local: torch.Tensor) -> torch.Tensor:
+    """The DTensor with another local part, which may be on another device than its mesh, as for a checkpoint."""
+    names, meta = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names} | {"_local_tensor": local}
+    made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, meta, tensor.shape, tensor.stride())
+    return made
 
 
 def children(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module | None]]:
@@ -144,7 +158,7 @@ def process_group(
 
 @contextmanager
 def sharded_objects_by(broadcast: Callable[[Any, int], Any], allgather: Callable[[Any], list[Any]]) -> Iterator[None]:
-    """Let ``torch.distributed.checkpoint`` exchange its plans and metadata by these functions.
+    """Let ``torch.distributed.checkpoint`` exchange its plans and metadata by these functions, in this thread.
 
     Its own unpickle whatever comes. It has no way to be given others.
 
@@ -171,13 +185,19 @@ def sharded_objects_by(broadcast: Callable[[Any, int], Any], allgather: Callable
             return gathered[self.rank]
 
     users: list[Any] = [state_dict_loader, state_dict_saver]
-    for user in users:
-        user._DistWrapper = Wrapper
+    thread = threading.get_ident()
+    before = [user._DistWrapper for user in users]
+
+    def chosen(otherwise: Any) -> Callable[..., Any]:
+        return lambda *args, **options: (Wrapper if threading.get_ident() == thread else otherwise)(*args, **options)
+
+    for user, otherwise in zip(users, before, strict=True):
+        user._DistWrapper = chosen(otherwise)
     try:
         yield
     finally:
-        for user in users:
-            user._DistWrapper = _DistWrapper
+        for user, otherwise in zip(users, before, strict=True):
+            user._DistWrapper = otherwise
 
 
 def sharded_writer(store: FileStore, path: str) -> Any:

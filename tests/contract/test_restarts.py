@@ -21,7 +21,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 STEPS = 6
 
 
-def train(folder: str, deaths: dict[int, int]) -> dict[str, Any]:
+def train(folder: str, deaths: dict[int, int], wait: bool = True) -> dict[str, Any]:
     """Six steps of SGD with a checkpoint after each. At the step that `deaths` has for a start, rank 1 is killed."""
     torch.manual_seed(hvd.rank())  # rank 0's weights go to all
     model = torch.nn.Linear(4, 2)
@@ -41,7 +41,8 @@ def train(folder: str, deaths: dict[int, int]) -> dict[str, Any]:
         reduced.zero_grad()
         model(torch.randn(8, 4, generator=generator)).square().mean().backward()
         reduced.step()
-        hvd.checkpoint.save(folder, {"model": model.state_dict(), "optimizer": reduced.state_dict()}, step + 1)
+        state = {"model": model.state_dict(), "optimizer": reduced.state_dict()}
+        hvd.checkpoint.save(folder, state, step + 1, wait=wait)
     return {
         "first": first,
         "generation": generation,
@@ -55,14 +56,15 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one["weights"], other["weights"], strict=True))
 
 
+@pytest.mark.parametrize("wait", [True, False], ids=["waiting", "in the background"])
 def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wait: bool
 ) -> None:
     (whole, _) = run_local(train, (str(tmp_path / "whole"), {}), verbose=0)
     assert (whole["generation"], whole["count"]) == (0, "0")
-    again = run_local(train, (str(tmp_path / "again"), {0: 3, 1: 5}), verbose=0, max_restarts=2)
+    again = run_local(train, (str(tmp_path / "again"), {0: 3, 1: 5}, wait), verbose=0, max_restarts=2)
     assert [(one["generation"], one["count"]) for one in again] == [(2, "2")] * 2
-    assert all(4 <= one["first"] <= 5 for one in again)
+    assert all(4 - (not wait) <= one["first"] <= 5 for one in again)
     assert all(same(one, whole) for one in again)
     assert [record.message[:12] for record in caplog.records] == ["restart 1 of", "restart 2 of"]
     assert "rank 1 on host 127.0.0.1: the process was killed by SIGKILL" in caplog.records[0].message

@@ -11,6 +11,7 @@ import torch
 from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 
+from spark_hvd.checkpoint import background
 from spark_hvd.estimators import (
     Callback,
     CheckpointError,
@@ -25,6 +26,7 @@ from spark_hvd.estimators import (
     TrainState,
 )
 from spark_hvd.runner import RankFailedError
+from spark_hvd.store.errors import StoreError
 from tests.spark.estimator_support import estimator, frame, linear, ordered, same
 
 if TYPE_CHECKING:
@@ -112,6 +114,24 @@ def test_after_a_failure_the_run_goes_on_from_the_last_whole_epoch(df: DataFrame
         estimator(**settings, run_id="failed", callbacks=[Breaks()]).fit(df)
     assert len(torch.load(store.checkpoint_path("failed"), weights_only=True)["history"]) in (1, 2)
     same(estimator(**settings, run_id="failed").fit(df).getModel(), dict(whole.getModel().state_dict()), 1e-12)
+
+
+class LosesTheStore(Callback):
+    """Puts a file where the run's folder was, when the first epoch's checkpoint has been saved."""
+
+    def on_epoch_begin(self, state: TrainState) -> None:
+        if state.rank == 0 and state.epoch == 1:
+            background.ended()
+            folder = state.store.run_path(state.run_id)
+            shutil.rmtree(folder)
+            with open(folder, "w"):
+                pass
+
+
+def test_a_store_that_goes_away_while_training_fails_the_fit(df: DataFrame, tmp_path: Path) -> None:
+    made = estimator(store=Store.create(tmp_path), run_id="lost", callbacks=[LosesTheStore()])
+    with pytest.raises(StoreError, match=r"saving .*lost/last.ckpt in the background failed: cannot write .*lost/"):
+        made.fit(df)
 
 
 class WorseAfterTwo(Callback):

@@ -59,6 +59,24 @@ def test_process_groups() -> None:
         torch_private.forget_names()
 
 
+def test_local_parts() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        whole = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)))
+        assert torch_private.local_part(torch.ones(2)) is None
+        other = torch_private.with_local_part(whole, torch.zeros(2))
+        assert type(other) is type(whole)
+        local = torch_private.local_part(other)
+        assert local is not None
+        assert local.tolist() == [0.0, 0.0]
+    finally:
+        dist.destroy_process_group()
+        torch_private.forget_names()
+
+
 class NcclBackend:
     """Of a CUDA build; newer ones have kinds without the group calls."""
 
@@ -92,7 +110,7 @@ def test_what_sharded_checkpoints_exchange() -> None:
     own = saver._DistWrapper
     with torch_private.sharded_objects_by(lambda value, root: value, lambda value: [value]):
         assert saver._DistWrapper(None, False, 0).all_gather_object("mine") == ["mine"]
-        assert issubclass(saver._DistWrapper, own)
+        assert isinstance(saver._DistWrapper(None, False, 0), own)
     assert saver._DistWrapper is own
 
 
