@@ -187,8 +187,10 @@ class Job:
             states[LAST] = content
             self.checkpoints.save(states)
             if self.state is not None and (done or BEST in states):
-                self.checkpoints.finish()  # for who goes on from the commit without this rank will not write them
+                self.checkpoints.finish()
         if self.state is not None:
+            if partial_epoch is None:
+                hvd.barrier()  # who goes on from this commit without rank 0 will not write its checkpoints
             self.state.put({**content, _STOPPED: stop}, done)
 
     def report(self) -> None:
