@@ -6,10 +6,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from spark_hvd.runner import run, run_local
+from spark_hvd.runner import run, run_elastic, run_elastic_local, run_local
 from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.launch.run import tasks_of
+from spark_hvd.runner.spark.profiles import Ask, task_resources
 from spark_hvd.runner.spark.session import active_session
+from spark_hvd.runner.spark.slots import wait_for_slots
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -33,30 +36,54 @@ class Backend(Protocol):
         ...
 
 
+def max_num_proc_of(backend: Backend) -> int | None:
+    """The most ranks that an elastic backend has at once; None of a backend whose number of ranks is fixed."""
+    most: int | None = getattr(backend, "max_num_proc", None)
+    return most
+
+
 class SparkBackend(Backend):
     """Ranks in one barrier stage of the Spark application, by :func:`spark_hvd.run`.
 
     Args:
         num_proc: Number of ranks; None for as many as can run at once.
+        max_num_proc: With it the ranks come and go, by :func:`spark_hvd.run_elastic`, and are never more.
         spark: The session; None for the active one.
-        options: Further keywords of :func:`spark_hvd.run`.
+        options: Further keywords of the function that runs them.
     """
 
     __module__ = "spark_hvd.estimators"
 
-    def __init__(self, num_proc: int | None = None, *, spark: SparkSession | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        num_proc: int | None = None,
+        *,
+        max_num_proc: int | None = None,
+        spark: SparkSession | None = None,
+        **options: Any,
+    ) -> None:
+        self.max_num_proc = max_num_proc
         self._num_proc = num_proc
         self._spark = spark
         self._options = options
 
     def num_processes(self) -> int:
-        """See base class.
+        """See base class; of ranks that come and go, the number of the first.
 
         Raises:
+            ValueError: the numbers do not fit together.
             NotEnoughSlotsError: fewer tasks can run at once than were asked for.
         """
-        config = RunConfig.of({**self._options, "num_proc": self._num_proc})
-        return tasks_of(active_session(self._spark), config)[0] * config.procs_per_task
+        session = active_session(self._spark)
+        if self.max_num_proc is None:
+            config = RunConfig.of({**self._options, "num_proc": self._num_proc})
+            return tasks_of(session, config)[0] * config.procs_per_task
+        elastic = ElasticConfig.of({**self._options, "num_proc": self._num_proc, "max_num_proc": self.max_num_proc})
+        if self._num_proc is not None:
+            return self._num_proc
+        resources = task_resources(session, Ask(elastic.cpus_per_proc, elastic.gpus_per_proc, 1))
+        there = wait_for_slots(session, None, elastic.start_timeout, resources)
+        return max(min(there, self.max_num_proc), elastic.min_num_proc or 1)
 
     def run(
         self,
@@ -66,8 +93,11 @@ class SparkBackend(Backend):
         data: Mapping[str, Any] | None = None,
     ) -> list[R]:
         """See base class. Waits for other trainings that this process has under way; ``data`` is that of the run."""
+        options = {"spark": self._spark, "data": data, **self._options}
         with _turn:
-            return run(fn, args, kwargs, self._num_proc, spark=self._spark, data=data, **self._options)
+            if self.max_num_proc is None:
+                return run(fn, args, kwargs, self._num_proc, **options)
+            return run_elastic(fn, args, kwargs, self.num_processes(), max_num_proc=self.max_num_proc, **options)
 
 
 class LocalBackend(Backend):
@@ -75,12 +105,15 @@ class LocalBackend(Backend):
 
     Args:
         num_proc: Number of ranks.
-        options: Further keywords of :func:`spark_hvd.run_local`.
+        max_num_proc: With it ranks that are lost are replaced while the others go on, by
+            :func:`spark_hvd.run_elastic_local`.
+        options: Further keywords of the function that runs them.
     """
 
     __module__ = "spark_hvd.estimators"
 
-    def __init__(self, num_proc: int = 2, **options: Any) -> None:
+    def __init__(self, num_proc: int = 2, *, max_num_proc: int | None = None, **options: Any) -> None:
+        self.max_num_proc = max_num_proc
         self._num_proc = num_proc
         self._options = options
 
@@ -91,4 +124,6 @@ class LocalBackend(Backend):
     def run(self, fn: Callable[..., R], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list[R]:
         """See base class. Waits for other trainings that this process has under way."""
         with _turn:
-            return run_local(fn, args, kwargs, self._num_proc, **self._options)
+            if self.max_num_proc is None:
+                return run_local(fn, args, kwargs, self._num_proc, **self._options)
+            return run_elastic_local(fn, args, kwargs, self._num_proc, max_num_proc=self.max_num_proc, **self._options)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from spark_hvd.data.readers.dataset import DatasetMeta
-from spark_hvd.estimators.fit.backend import Backend, LocalBackend, SparkBackend
+from spark_hvd.estimators.fit.backend import Backend, LocalBackend, SparkBackend, max_num_proc_of
+from spark_hvd.estimators.training.elastic import COMMIT_EVERY
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.runner.spark.session import active_session, is_local
 from spark_hvd.scratch import Scratch
@@ -67,17 +68,21 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
     weight = [settings["sample_weight_col"]] if settings["sample_weight_col"] else []
     backend: Backend = settings["backend"] or SparkBackend(
         settings["num_proc"],
+        max_num_proc=settings["max_num_proc"],
         verbose=min(settings["verbose"], 1),
         progress=settings["progress"],
-        max_restarts=settings["max_restarts"],
         min_num_proc=settings["min_num_proc"],
         tracker=settings["tracker"],
         env=settings.get("env"),
+        **({} if settings["max_num_proc"] else {"max_restarts": settings["max_restarts"]}),
     )
+    elastic = max_num_proc_of(backend) is not None
     seed = settings["random_seed"]
     alone = settings["store"] is None and not isinstance(backend, LocalBackend) and not is_local(active_session(None))
     if alone and settings["run_id"] is not None:
         raise ValueError(store_missing(f"run_id={settings['run_id']!r} goes on from checkpoints"))
+    if alone and elastic:
+        raise ValueError(store_missing("ranks that come and go (max_num_proc) read their rows from files"))
     store = _store(settings["store"], alone)
     spec: dict[str, Any] = {
         **_fields_of(TrainSpec, settings),
@@ -91,6 +96,8 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
         "run_id": settings["run_id"] or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}",
         "val_batch_size": settings["val_batch_size"] or settings["batch_size"],
         "returns_state": alone,
+        "elastic": elastic,
+        "commit_every": _commit_every(settings, elastic),
         "seed": random.SystemRandom().randrange(2**31) if seed is None else seed,
         "reshape_labels": settings["label_shapes"] is None,
         "reader": {
@@ -113,6 +120,18 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
         objects=Objects(**objects),
         spec=TrainSpec(**spec),
     )
+
+
+def _commit_every(settings: Settings, elastic: bool) -> int | None:
+    if "commit_every" not in settings:  # Lightning's loop goes on between epochs
+        return None
+    every: int | None = settings["commit_every"]
+    if every is not None and not elastic:
+        raise ValueError(
+            f"commit_every={every} without max_num_proc: it says how often an elastic fit commits; give max_num_proc "
+            "too, or checkpoint_every for checkpoints in the store"
+        )
+    return every or COMMIT_EVERY * settings["backward_passes_per_step"] if elastic else None
 
 
 def store_missing(reason: str) -> str:
@@ -143,18 +162,25 @@ def check_together(name: str, settings: Settings, required: Mapping[str, str]) -
                     f"{parameter} has {len(settings[parameter])} entries for {len(settings[columns])} {columns}: "
                     "expected one for each; None leaves one as it is"
                 )
-    every, passes = settings.get("checkpoint_every"), settings.get("backward_passes_per_step", 1)
-    if every is not None and every % passes:
-        raise ValueError(
-            f"checkpoint_every={every} with backward_passes_per_step={passes}: expected a multiple of it, for a "
-            "checkpoint has no gradients"
-        )
+    passes = settings.get("backward_passes_per_step", 1)
+    for parameter in ("checkpoint_every", "commit_every"):
+        if (every := settings.get(parameter)) is not None and every % passes:
+            raise ValueError(
+                f"{parameter}={every} with backward_passes_per_step={passes}: expected a multiple of it, for a "
+                "checkpoint has no gradients"
+            )
     if settings["backend"] is None:
+        _check_numbers(settings)
         return
     if settings["num_proc"] is not None:
         raise ValueError(
             f"num_proc={settings['num_proc']} and backend are both given: give the number to the backend, "
             "SparkBackend(num_proc=...)"
+        )
+    if settings["max_num_proc"] is not None:
+        raise ValueError(
+            f"max_num_proc={settings['max_num_proc']} and backend are given: give it to the backend, "
+            "SparkBackend(max_num_proc=...)"
         )
     if settings["max_restarts"] or settings["min_num_proc"] is not None:
         raise ValueError(
@@ -163,6 +189,22 @@ def check_together(name: str, settings: Settings, required: Mapping[str, str]) -
         )
     if settings["tracker"] is not None:
         raise ValueError("tracker and backend are given: give it to the backend, SparkBackend(tracker=...)")
+
+
+def _check_numbers(settings: Settings) -> None:
+    most, least, number = (settings[name] for name in ("max_num_proc", "min_num_proc", "num_proc"))
+    if most is None:
+        return
+    if settings["max_restarts"]:
+        raise ValueError(
+            f"max_restarts={settings['max_restarts']} with max_num_proc={most}: an elastic fit goes on with the ranks "
+            "that are left and takes in others, and starts none again from a checkpoint. Give one of the two"
+        )
+    if not (least or 1) <= (number or least or 1) <= most:
+        raise ValueError(
+            f"min_num_proc={least}, num_proc={number}, max_num_proc={most}: expected 1 <= min_num_proc <= num_proc "
+            "<= max_num_proc"
+        )
 
 
 def _store(store: Store | None, alone: bool) -> Store:

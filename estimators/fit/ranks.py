@@ -8,7 +8,7 @@ from typing import Any
 
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.estimators.errors import EstimatorError
-from spark_hvd.estimators.fit.backend import SparkBackend
+from spark_hvd.estimators.fit.backend import SparkBackend, max_num_proc_of
 from spark_hvd.estimators.fit.plan import FitPlan
 from spark_hvd.estimators.training.checkpoint import Checkpoints, check_fits
 from spark_hvd.estimators.training.history import History
@@ -16,7 +16,7 @@ from spark_hvd.estimators.training.packing import pack
 from spark_hvd.estimators.training.rows import layout_of, too_few
 from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.training.train import Framework, check_order, order_of, train
-from spark_hvd.runner.outcome.errors import ExecutorLostError, RankFailedError
+from spark_hvd.runner.outcome.errors import ElasticError, ExecutorLostError, RankFailedError
 from spark_hvd.runner.outcome.payload import renamed
 from spark_hvd.store.errors import StoreError
 
@@ -38,9 +38,10 @@ def train_on_ranks(
         CheckpointError: the run has a checkpoint that does not fit.
         RunError: ranks failed.
     """
+    most = max(num_proc, max_num_proc_of(plan.backend) or 0)
     for what, data in (("training", spec.train), ("validation", spec.validation)):
-        if rows is None and data is not None and data.rows < num_proc:
-            raise DataError(too_few(data.rows, what, num_proc))
+        if rows is None and data is not None and data.rows < most:
+            raise DataError(too_few(data.rows, what, most))
     checkpoints = Checkpoints(plan.store, spec.run_id)
     spec = replace(spec, resume=plan.settings["run_id"] is not None and checkpoints.exists())
     if not spec.returns_state:
@@ -66,15 +67,19 @@ def train_on_ranks(
             if isinstance(error.__cause__, DataError | EstimatorError | StoreError):
                 raise type(error.__cause__)(str(error.__cause__)) from error
             raise
+        except ElasticError as error:
+            error.args = (f"{error}\n{_kept(spec)}", *error.args[1:])
+            raise
         except ExecutorLostError as error:
             if spec.returns_state:
                 raise
-            raise ExecutorLostError(
-                f"{error} The last checkpoint, if there was one, is kept: fit again with "
-                f"run_id={spec.run_id!r} to go on from it."
-            ) from error
+            raise ExecutorLostError(f"{error} {_kept(spec)}") from error
         assert values[0] is not None
         history, returned = values[0]
         if returned is not None:
             return returned, history
     return checkpoints.trained(spec.restore_best_weights), history
+
+
+def _kept(spec: TrainSpec) -> str:
+    return f"The last checkpoint, if there was one, is kept: fit again with run_id={spec.run_id!r} to go on from it."

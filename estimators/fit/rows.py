@@ -37,10 +37,11 @@ class RowsForRanks:
 
 
 def feeds(plan: FitPlan) -> bool:
-    """Whether ranks are handed their rows: no store is asked for, and nothing that reads files again."""
+    """Whether ranks are handed their rows: no store is asked for, and nothing that reads files again or elsewhere."""
     settings = plan.settings
     return (
         settings["store"] is None
+        and not plan.spec.elastic
         and isinstance(plan.backend, SparkBackend)
         and settings["reader"] in (None, "arrow")
         and not settings["inmemory_cache_all"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -28,7 +29,14 @@ class KerasFramework(Framework):
 
     def fit(self, job: Job) -> History:
         """See base class."""
-        return _KerasFit(job).run()
+        try:
+            return _KerasFit(job).run()
+        except Exception as error:
+            # What a collective raised inside a graph of TensorFlow is raised as itself.
+            cause = None if "tensorflow" not in sys.modules else _raised_in_graph(error)
+            if cause is None:
+                raise
+            raise cause from error
 
 
 def compiled(spec: TrainSpec, objects: Objects, optimizer: Any) -> Any:
@@ -113,6 +121,7 @@ class _KerasFit:
         )
         model.stop_training = False
         callbacks.on_train_begin()
+        model.stop_training = model.stop_training or job.stopped
         logs: Logs = {}
         while len(job.history) < spec.epochs and not model.stop_training:
             logs = self._epoch(callbacks)
@@ -122,7 +131,7 @@ class _KerasFit:
     def _epoch(self, callbacks: Any) -> Logs:
         from spark_hvd.keras.backend import assign
 
-        job, model, every = self.job, self.model, self.spec.checkpoint_every
+        job, model = self.job, self.model
         epoch = len(job.history)
         # An epoch that was cut off goes on where its checkpoint is.
         partial, self.partial_epoch = self.partial_epoch or _BEGINNING, None
@@ -149,7 +158,7 @@ class _KerasFit:
             rows += len(next(iter(batch.values())))
             if self.spec.terminate_on_nan and not math.isfinite(latest["loss"]):
                 raise not_finite(latest["loss"], epoch, number, steps, batch)
-            if every and (number + 1) % every == 0 and number + 1 < steps:
+            if job.saves_after(number + 1) and number + 1 < steps:
                 self._save_partial(number + 1, rows, latest, time.monotonic() - began, rate)
         mine, seconds = dict(latest), time.monotonic() - began
         if epoch + 1 == self.spec.epochs:
@@ -162,11 +171,11 @@ class _KerasFit:
         }
         job.add(means, lr=rate, **speed(seconds, sum(each[0] for each in ranks)))
         callbacks.on_epoch_end(epoch, dict(means))
-        job.save(job.objects.model.state_dict(), self._rest)
-        job.report()
         if job.objects.callbacks:
             wishes = hvd.allgather_object(bool(model.stop_training), name="spark_hvd.stop")
             model.stop_training = any(wishes)
+        job.report()
+        job.save(job.objects.model.state_dict(), self._rest, stop=model.stop_training)
         return means
 
     def _share_statistics(self) -> None:
@@ -214,6 +223,14 @@ class _KerasFit:
         for number, variable in enumerate(_seeds(self.model)):
             generator = torch.Generator().manual_seed(torch.initial_seed() + number)
             variable.assign(torch.randint(2**31 - 1, (2,), generator=generator).numpy().astype("uint32"))
+
+
+def _raised_in_graph(error: Exception) -> Exception | None:
+    import tensorflow as tf
+
+    from spark_hvd.tensorflow.tensors import cause_of
+
+    return cause_of(error) if isinstance(error, tf.errors.OpError) else None
 
 
 def _seeds(model: Any) -> Iterator[Any]:

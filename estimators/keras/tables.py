@@ -9,7 +9,7 @@ from typing import Any
 from spark_hvd.estimators.keras.module import KerasModule
 from spark_hvd.estimators.params import checks as c
 from spark_hvd.estimators.params.params import rows
-from spark_hvd.estimators.params.tables import CHECKPOINT_EVERY, SHARED
+from spark_hvd.estimators.params.tables import CHECKPOINT_EVERY, COMMIT_EVERY, SHARED
 from spark_hvd.estimators.params.tables import GONE as GONE_EVERYWHERE
 from spark_hvd.estimators.torch.model import TABLE
 
@@ -80,6 +80,7 @@ KERAS = tuple(replace(row, **_OTHER.get(row.name, {})) for row in SHARED) + rows
     ("backward_passes_per_step", 1, c.whole(1), "Batches whose gradients are averaged into one step."),
     ("terminate_on_nan", True, c.flag, "Fail when a loss is not finite."),
     CHECKPOINT_EVERY,
+    COMMIT_EVERY,
     (
         "checkpoint_callback",
         None,

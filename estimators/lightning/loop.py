@@ -24,6 +24,8 @@ class LightningFramework(Framework):
 
     def fit(self, job: Job) -> History:
         """See base class."""
+        if job.stopped:
+            return job.history
         parts.be_quiet()
         files = RunFiles(job.spec.store, job.spec.run_id, resumed=job.resumed is not None)
         try:
@@ -149,8 +151,8 @@ class _Fit:
             raise not_finite(float(loss), self.trainer.current_epoch, number, self.job.steps, batch)
         self.sums.add(rows, loss, ())
 
-    def finish_epoch(self) -> None:
-        """Row of the history, checkpoint and files of an epoch that is over."""
+    def finish_epoch(self, last: bool = False) -> None:
+        """Row of the history, files and checkpoint of an epoch that is over; after the ``last`` one no other begins."""
         job, trainer = self.job, self.trainer
         seconds = time.monotonic() - self.began - self.validating
         mine = (self.rows, self.sums.values.tolist(), _numbers(trainer.callback_metrics))
@@ -166,11 +168,11 @@ class _Fit:
         weights = self.module.state_dict()
         if kept is not None and kept["state_dict"].keys() == weights.keys():
             weights = kept["state_dict"]  # those that were validated, where a callback averages weights
-        job.save(weights, lambda: {"lightning": parts.to_bytes(kept or {}), "root": self.files.root})
         job.report()
         for logger in trainer.loggers:
             logger.save()
         self.files.copy()
+        job.save(weights, lambda: {"lightning": parts.to_bytes(kept or {}), "root": self.files.root}, stop=last)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -221,6 +223,6 @@ def _last(fit: _Fit) -> Any:
     class Last(fit.pl.callbacks.Checkpoint):  # type: ignore[misc, name-defined] # Any. Lightning puts these last.
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             if trainer.current_epoch > len(fit.job.history):
-                fit.finish_epoch()
+                fit.finish_epoch(last=True)
 
     return Last()

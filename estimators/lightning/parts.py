@@ -135,6 +135,13 @@ def make_strategy(pl: Any, device: torch.device, checkpoint_io: Any, find_unused
         def root_device(self) -> torch.device:
             return device
 
+        def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+            """What is kept in memory is kept on every rank."""
+            if filepath == KEEP:
+                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
+            else:
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+
         def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
             """A mean of whole numbers is not a whole number.
 

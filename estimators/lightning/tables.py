@@ -91,6 +91,8 @@ GONE = {
     "lr_scheduler_interval": _OPTIMIZERS,
     "scale_lr": f"{_OPTIMIZERS}, where self.trainer.world_size is the number of ranks",
     "gradient_compression": "gradients are averaged by DDP",
+    "commit_every": "Lightning's loop goes on between epochs, and an elastic fit commits after each; for more commits, "
+    "make epochs shorter: train_steps_per_epoch",
     "checkpoint_every": "Lightning's loop goes on between epochs; for more checkpoints, make epochs shorter: "
     "train_steps_per_epoch=",
     "backward_passes_per_step": "give trainer_args={'accumulate_grad_batches': ...}",

@@ -39,7 +39,18 @@ _WHERE = rows(
     ),
     ("run_id", None, c.text, "Name of the run. If the store has a checkpoint of that name, the run goes on from it."),
     ("max_restarts", 0, c.whole(0), "Restarts from the last checkpoint after an executor is lost or a rank is killed."),
-    ("min_num_proc", None, c.whole(1), "Ranks that are enough to restart on a smaller cluster; by default num_proc."),
+    (
+        "min_num_proc",
+        None,
+        c.whole(1),
+        "Ranks that are enough to go on with on a smaller cluster; by default num_proc.",
+    ),
+    (
+        "max_num_proc",
+        None,
+        c.whole(1),
+        "Makes the fit elastic: it goes on in memory when ranks are lost, and takes in others, up to so many.",
+    ),
     ("tracker", None, _TRACKER, "Records the training elsewhere, from the driver: `MlflowTracker()`. Not saved."),
     ("use_gpu", True, c.flag, "Train on GPUs where ranks have them."),
     ("verbose", 1, c.whole(0), "0: print nothing; 1: a line an epoch."),
@@ -102,6 +113,13 @@ CHECKPOINT_EVERY: Any = (
     "Batches between checkpoints within an epoch; default: after epochs only.",
 )
 
+COMMIT_EVERY: Any = (
+    "commit_every",
+    None,
+    c.whole(1),
+    "Batches between commits of an elastic fit, where ranks come and go; by default those of 16 steps.",
+)
+
 _TORCH = rows(
     "Loss and optimizer",
     ("optimizer", None, c.optimizer, "A torch optimizer of model.parameters(), or a function of them that makes one."),
@@ -119,6 +137,7 @@ _TORCH = rows(
     ("gradient_clip_value", None, c.number(above=0), "Largest absolute value of an element of a gradient."),
     ("terminate_on_nan", True, c.flag, "Fail when a loss is not finite; else leave such steps out and go on."),
     CHECKPOINT_EVERY,
+    COMMIT_EVERY,
     (
         "train_minibatch_fn",
         None,

@@ -60,6 +60,7 @@ class _Loop:
             epoch=len(job.history),
             global_step=job.resumed["global_step"] if job.resumed else 0,
             history=job.history,
+            stop=job.stopped,
         )
 
     def _optimizer(self) -> tuple[Any, Scheduler | None]:
@@ -80,6 +81,8 @@ class _Loop:
             compression=objects.gradient_compression or hvd.Compression.none,
             backward_passes_per_step=spec.backward_passes_per_step,
         )
+        if self.job.state is not None:
+            self.job.state.optimizer = reduced
         return reduced, scheduler
 
     def run(self) -> History:
@@ -108,12 +111,12 @@ class _Loop:
         if partial["sums"]:
             sums.values = _on_rank_0(torch.tensor(partial["sums"], dtype=sums.values.dtype, device=job.device))
         self.optimizer.zero_grad()
-        every, left = self.spec.checkpoint_every, state.steps - state.step
+        left = state.steps - state.step
         where: dict[str, Any] = {"epoch": state.epoch, "epochs": self.spec.epochs}
         job.progress = hvd.progress(itertools.islice(job.feed, left), total=left, loss=lambda: state.loss, **where)
         for number, batch in enumerate(job.progress, state.step):
             self._batch(batch, number, sums)
-            if every and state.step % every == 0 and state.step < state.steps:
+            if job.saves_after(state.step) and state.step < state.steps:
                 self._save_partial(sums, began, rate)
         seconds = time.monotonic() - began
         validation = self._validate()
@@ -131,9 +134,9 @@ class _Loop:
         state.stop = values[-1] > 0
         for callback in job.objects.callbacks:
             callback.on_epoch_end(state)
-        job.save(self.model.state_dict(), self._rest)
-        job.report()
         state.stop = self._anyone_stops(state.stop)
+        job.report()
+        job.save(self.model.state_dict(), self._rest, stop=state.stop)
         state.epoch += 1
 
     def _save_partial(self, sums: Sums, began: float, rate: float) -> None:

@@ -19,14 +19,15 @@ class History(list[Row]):
     ``lr`` (of the first parameter group, during the epoch), ``seconds`` and ``rows_per_second`` (of training, over all
     ranks). Losses and metrics are means over all rows of the epoch, on all ranks. ``skipped_steps`` counts steps left
     out because gradients were not finite, where ``terminate_on_nan`` is off. ``restarts`` counts how often the ranks
-    had been started again when the epoch ended (``max_restarts``); without any there is no such key.
+    had been started again when the epoch ended (``max_restarts``), or had changed (``max_num_proc``); without any there
+    is no such key.
     """
 
     __module__ = "spark_hvd.estimators"
 
     @property
     def restarts(self) -> int:
-        """How often the ranks were started again."""
+        """How often the ranks were started again, or have changed."""
         return max((int(row.get("restarts", 0)) for row in self), default=0)
 
     def to_pandas(self) -> pd.DataFrame:

@@ -71,6 +71,8 @@ class TrainSpec:
     reader: Mapping[str, Any] = field(default_factory=dict)
     val_reader_num_workers: int = 2
     checkpoint_every: int | None = None
+    elastic: bool = False
+    commit_every: int | None = None
     resume: bool = False
     returns_state: bool = False
     restore_best_weights: bool = False

@@ -17,6 +17,7 @@ from spark_hvd.data.readers.reader import Batch
 from spark_hvd.data.readers.sharding import Position
 from spark_hvd.estimators.errors import NotFiniteLossError
 from spark_hvd.estimators.training.checkpoint import BEST, LAST, Checkpoints, check_fits
+from spark_hvd.estimators.training.elastic import FitState
 from spark_hvd.estimators.training.history import History, monitored
 from spark_hvd.estimators.training.readers import reader_spec
 from spark_hvd.estimators.training.rows import Rows, rows_of
@@ -24,6 +25,7 @@ from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.scratch import Scratch
 from spark_hvd.store import Store
 from spark_hvd.store.errors import CheckpointError
+from spark_hvd.transport.torch_private import with_versions
 from spark_hvd.world.activity import activity
 from spark_hvd.world.words import count
 
@@ -35,6 +37,8 @@ NAN_CHECK_EVERY = 16
 """Batches between looks at the loss on a GPU, where each look waits for it."""
 _PARTIAL_EPOCH = "begun"
 """Its key in checkpoints; those written before the code had a better word are read too."""
+_STOPPED = "stopped"
+"""Of commits only: a checkpoint in a store may be gone on from with other callbacks."""
 
 
 class Framework(Protocol):
@@ -44,7 +48,7 @@ class Framework(Protocol):
         """Train on this rank, together with the others.
 
         Epochs ``len(job.history)`` to ``spec.epochs`` are to be done, the first from ``job.partial_epoch`` on.
-        ``job.save`` is to be called after each.
+        ``job.save`` is to be called after each, at the end of all that is to be done for it: ranks may change there.
         """
         ...
 
@@ -59,6 +63,7 @@ class Job:
         history: Rows of the epochs done.
         rows: To train on; ``feed`` gives them.
         validation: Rows to validate on.
+        state: Of an elastic fit; None of others.
         progress: The loop over this epoch's batches, for displays.
     """
 
@@ -71,6 +76,7 @@ class Job:
     rows: Rows
     feed: Feed[Batch]
     validation: Rows | None
+    state: FitState | None = None
     progress: hvd.Progress[Batch] | None = None
 
     @property
@@ -88,6 +94,15 @@ class Job:
     def partial_epoch(self) -> dict[str, Any] | None:
         """What the checkpoint has of an epoch that was cut off: what was given to :meth:`save`."""
         return self.resumed[_PARTIAL_EPOCH] if self.resumed else None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether callbacks had ended the training when the ranks changed."""
+        return bool(self.resumed and self.resumed.get(_STOPPED))
+
+    def saves_after(self, step: int) -> bool:
+        """Whether :meth:`save` is to be called within an epoch, after that many of its batches."""
+        return any(every and step % every == 0 for every in (self.spec.checkpoint_every, self.spec.commit_every))
 
     def steps_left(self, done: int) -> int:
         """Batches that an epoch has left on each rank after ``done``; to be asked when it begins or goes on."""
@@ -132,17 +147,25 @@ class Job:
         weights: Mapping[str, Any],
         rest: Callable[[], dict[str, Any]],
         partial_epoch: Mapping[str, Any] | None = None,
+        stop: bool = False,
     ) -> None:
         """Write a checkpoint, on rank 0: after an epoch, whose row is the last of ``history``, or within one.
 
-        It is copied here, and written while training goes on.
+        It is copied here, and written while training goes on. In an elastic fit it is also committed, on all ranks,
+        which may end here and go on from it.
 
         Args:
             weights: Of the model.
             rest: Gives the state of optimizer and scheduler, as plain data and tensors.
-            partial_epoch: Within an epoch, what it needs to go on, as plain data.
+            partial_epoch: Within an epoch, what it needs to go on, as plain data; its "step" is the batches done.
+            stop: Whether this epoch is the last one, since a callback wishes so.
+
+        Raises:
+            HostsUpdatedInterrupt: the ranks of an elastic fit are to change; to be left to who has called ``fit``.
         """
-        if hvd.rank() != 0:
+        every = self.spec.checkpoint_every
+        stores = hvd.rank() == 0 and (partial_epoch is None or bool(every and partial_epoch["step"] % every == 0))
+        if not stores and self.state is None:
             return
         common = {
             "model": weights,
@@ -152,14 +175,23 @@ class Job:
             "position": self.feed.position.to_json(),
             "order": order_of(self.spec, self.rows.sharding.rows, self.rows.layout),
         }
-        states: dict[str, Mapping[str, Any]] = {}
-        if partial_epoch is None:
-            key = monitored(self.history[-1], self.spec.monitor)
-            # Without a loss, which a LightningModule may not report, no epoch is the best.
-            if key in self.history[-1] and self.history.best(key, self.spec.monitor_mode) is self.history[-1]:
-                states[BEST] = common
-        states[LAST] = {**common, **rest(), _PARTIAL_EPOCH: partial_epoch}
-        self.checkpoints.save(states)
+        content = {**common, **rest(), _PARTIAL_EPOCH: partial_epoch}
+        done = partial_epoch is None and (stop or len(self.history) >= self.spec.epochs)
+        if stores:
+            states: dict[str, Mapping[str, Any]] = {}
+            if partial_epoch is None:
+                key = monitored(self.history[-1], self.spec.monitor)
+                # Without a loss, which a LightningModule may not report, no epoch is the best.
+                if key in self.history[-1] and self.history.best(key, self.spec.monitor_mode) is self.history[-1]:
+                    states[BEST] = common
+            states[LAST] = content
+            self.checkpoints.save(states)
+            if self.state is not None and (done or BEST in states):
+                self.checkpoints.finish()
+        if self.state is not None:
+            if partial_epoch is None:
+                hvd.barrier()  # who goes on from this commit without rank 0 will not write its checkpoints
+            self.state.put({**content, _STOPPED: stop}, done)
 
     def report(self) -> None:
         """Print the last row of the history, on rank 0."""
@@ -177,7 +209,10 @@ def train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> tuple[
     with ExitStack() as cleanup:
         if spec.returns_state:
             spec = replace(spec, store=Store.create(cleanup.enter_context(Scratch("fit"))))
-        history = _train(spec, packed, framework)
+        if spec.elastic:
+            history = hvd.elastic.run(lambda state: _train(spec, packed, framework, state))(FitState())
+        else:
+            history = _train(spec, packed, framework)
         if hvd.rank() != 0:
             return None
         if not spec.returns_state:
@@ -185,7 +220,7 @@ def train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> tuple[
         return history, Checkpoints(spec.store, spec.run_id).trained(spec.restore_best_weights)
 
 
-def _train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> History:
+def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: FitState | None = None) -> History:
     from spark_hvd.estimators.training.packing import unpack
 
     hvd.init()
@@ -193,10 +228,12 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> Histo
     objects: Objects = unpack(packed)
     device = _device(spec.use_gpu)
     checkpoints = Checkpoints(spec.store, spec.run_id)
-    # After a restart the run has a checkpoint that it had not when it was started, unless it was lost before the first.
-    started_again = hvd.generation() > 0 and on_rank_0(checkpoints.exists)
-    resumed = checkpoints.load() if spec.resume or started_again else None
+    resumed = None if state is None else state.content
     if resumed is not None:
+        objects.model.load_state_dict(with_versions(resumed["model"], objects.model))
+    # After a restart the run has a checkpoint that it had not when it was started, unless it was lost before the first.
+    elif spec.resume or (hvd.generation() > 0 and on_rank_0(checkpoints.exists)):
+        resumed = checkpoints.load()
         check_fits(resumed, objects.model, spec.run_id)
         objects.model.load_state_dict(resumed["model"])
     history = History(resumed["history"]) if resumed else History()
@@ -213,7 +250,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> Histo
             reader = replace(reader, dataset=spec.validation, shuffle=False, workers=spec.val_reader_num_workers)
             validation = rows_of("validation", reader, spec.val_batch_size)
             cleanup.enter_context(closing(validation.reader))
-        job = Job(spec, objects, device, resumed, history, checkpoints, rows, feed, validation)
+        job = Job(spec, objects, device, resumed, history, checkpoints, rows, feed, validation, state)
         history = framework.fit(job)
         checkpoints.finish()
         return history

@@ -72,9 +72,10 @@ def children(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module | None]
 
 
 def with_versions(state: Mapping[str, Any], module: torch.nn.Module) -> dict[str, Any]:
-    """A state_dict that `module` loads as its own: with the versions of the module's parts."""
+    """A state_dict that `module` loads as its own: with the versions of the module's parts, if it knows them."""
     loaded = OrderedDict(state)
-    loaded._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
+    if (versions := getattr(module.state_dict(), "_metadata", None)) is not None:
+        loaded._metadata = versions  # type: ignore[attr-defined]
     return loaded
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from spark_hvd.estimators import Store
 from spark_hvd.runner import (
     RankFailedError,
     ResetLimitError,
@@ -21,8 +22,11 @@ from spark_hvd.runner import (
     run_elastic,
 )
 from spark_hvd.testing import FaultPlan
+from tests.conftest import by_value
 from tests.elastic_jobs import Job, Result, checked, read, train
 from tests.spark.elastic_cluster import ElasticCluster, Progress, directed, elastic_cluster
+from tests.spark.estimator_support import estimator, frame
+from tests.spark.test_elastic_fit import COUNTING, Counts, Notes, each_row_once_an_epoch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("no_leaks")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -270,3 +274,31 @@ def test_an_executor_that_is_decommissioned_is_no_failure(hosts: ElasticCluster,
     results = direct(hosts, progress, script, late=(2, 1), min_num_proc=1, reset_limit=0)
     assert results[0].sizes == [2, 1, 2]
     assert {result.host for result in results} == {H2, H3}
+
+
+# ---- fits -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fit_goes_on_without_a_lost_executor_and_with_its_replacement(
+    hosts: ElasticCluster, progress: Progress, tmp_path: Path
+) -> None:
+    hosts.provide(h2=1, h3=1)
+    df = frame(hosts.session)
+
+    def script(progress: Progress) -> None:
+        progress.wait(lambda line: line.step >= 10, 120)
+        hosts.kill_executor(H3)
+        progress.wait(lambda line: line.generation > 0 and line.size == 2, 120)
+
+    settings = {**COUNTING, "num_proc": 2, "min_num_proc": 1, "max_num_proc": 2, "epochs": 5000}
+    settings["callbacks"] = [Notes(progress.log, progress.until)]
+    with by_value("tests.spark.test_elastic_fit", "tests.spark.estimator_support"):
+        with pytest.raises(
+            ValueError, match=r"store is missing: ranks that come and go \(max_num_proc\) read their rows"
+        ):
+            estimator(Counts(), **settings).fit(df)
+        with directed(progress, script):
+            fitted = estimator(Counts(), **settings, store=Store.create(tmp_path / "store")).fit(df)
+    each_row_once_an_epoch(fitted)
+    assert fitted.getHistory().restarts >= 1
+    assert {line.size for line in read(progress.log) if line.generation > 0} >= {1, 2}
