@@ -58,11 +58,10 @@ def log_model(
         except Exception as error:
             raise ModelError(f"the model cannot be pickled for MLflow: {type(error).__name__}: {error}") from error
         predicted = scoring._load_pyfunc(data).predict(example)
-        given = {
-            "pip_requirements": [f"{each}=={importlib.metadata.version(each)}" for each in _NEEDED],
-            **options,
-            "code_paths": [code, *options.get("code_paths", ())],
-        }
+        given = {**options, "code_paths": [code, *options.get("code_paths", ())]}
+        if not {"pip_requirements", "conda_env"} & given.keys():
+            versions = [f"{each}=={importlib.metadata.version(each)}" for each in _NEEDED]
+            given["pip_requirements"] = [*versions, *given.pop("extra_pip_requirements", ())]
         return mlflow.pyfunc.log_model(
             name=name,
             loader_module=_LOADER,

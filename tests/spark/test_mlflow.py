@@ -216,7 +216,8 @@ def test_a_logged_model_predicts_the_same_without_us(df: DataFrame, tmp_path: Pa
     uris, expected = [], []
     for number, model in enumerate(models):
         names = model.value_of("feature_columns")
-        info = model.log_to_mlflow(vectors, registered_model_name=None if number else "lateness")
+        more = {"extra_pip_requirements": ["packaging"]} if number else {"metadata": {"of": "flights"}}
+        info = model.log_to_mlflow(vectors, registered_model_name=None if number else "lateness", **more)
         assert [each.name for each in info.signature.inputs] == names
         rows = vectors.toPandas()
         rows["vector"] = [each.toArray().tolist() for each in rows["vector"]]
