@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spark_hvd.data.series.pieces import checked, pieces_of_sorted
+from spark_hvd.data.series.windows import Windows, WindowSpec
 from spark_hvd.data.units import ID, ROW, SOURCE, STRIDE, UNIT, UNITS, struct_of
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import Column, DataFrame, SparkSession
     from pyspark.sql.types import StructType
 
@@ -46,20 +49,25 @@ class InputRows:
     schemas: Mapping[str, tuple[int, bytes]]
 
     @classmethod
-    def of(cls, frames: Mapping[str, DataFrame | Split], tasks: int) -> InputRows:
+    def of(cls, frames: Mapping[str, DataFrame | Split | Windows], tasks: int) -> InputRows:
         """Make it for so many tasks."""
         from pyspark.sql import functions as F  # noqa: N812
 
         shaped: list[tuple[DataFrame, Sequence[str], Column]] = []
         schemas: dict[str, tuple[int, bytes]] = {}
         for name, value in frames.items():
-            frame = _with_lists(value.frame if isinstance(value, Split) else value)
+            metadata = None
+            if isinstance(value, Windows):
+                frame, metadata = _series(value)
+            else:
+                frame = _with_lists(value.frame if isinstance(value, Split) else value)
             columns, first = frame.columns, len(schemas)
             source, names = F.lit(first), [name]
             if isinstance(value, Split):
                 columns = list(value.columns)
                 source, names = F.when(value.is_other, first + 1).otherwise(first), [name, value.other]
-            schema = _arrow_schema(_schema_of(frame, columns), frame.sparkSession)
+            arrow = _arrow_schema(_schema_of(frame, columns), frame.sparkSession).with_metadata(metadata)
+            schema = arrow.serialize().to_pybytes()
             schemas |= dict.fromkeys(names, (len(shaped), schema))
             shaped.append((frame, columns, source))
         return cls(_frame_of(shaped, tasks), schemas)
@@ -83,14 +91,40 @@ def _schema_of(frame: DataFrame, columns: Sequence[str]) -> StructType:
     return StructType([frame.schema[name] for name in columns])
 
 
-def _arrow_schema(schema: StructType, session: SparkSession) -> bytes:
+def _series(windows: Windows) -> tuple[DataFrame, Mapping[bytes, bytes]]:
+    """A row for each piece of a series, and what says so; Spark sorts, and Python cuts.
+
+    Raises:
+        DataError: a column is missing, or of a type that is of no use there.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+    from pyspark.sql.types import ArrayType, FloatType, LongType, StringType, StructField, StructType
+
+    rows, spec = windows.rows, windows.spec
+    known = checked(_arrow_schema(rows.schema, rows.sparkSession), spec)
+    names = [*spec.keys, spec.order_by, *spec.columns]
+    wanted = [F.col(_quoted(name)) for name in names]
+    wanted[len(spec.keys) + 1 :] = [column.cast("float") for column in wanted[len(spec.keys) + 1 :]]
+    # Numbers for names: mapInArrow takes those with dots for fields of structs.
+    keys = [f"c{at}" for at in range(len(spec.keys))]
+    long = rows.select(*[column.alias(f"c{at}") for at, column in enumerate(wanted)])
+    long = long.repartition(*keys) if keys else long.repartition(1)
+
+    def cut(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for pieces in pieces_of_sorted((batch.rename_columns(names) for batch in batches), spec):
+            yield pieces.rename_columns([f"c{at}" for at in range(len(known))])
+
+    kinds = [*(rows.schema[name].dataType for name in spec.keys), *[ArrayType(FloatType())] * len(spec.columns)]
+    made = StructType([StructField(f"c{at}", kind) for at, kind in enumerate([*kinds, StringType(), LongType()])])
+    return long.sortWithinPartitions(*keys, f"c{len(keys)}").mapInArrow(cut, made).toDF(*known.names), known.metadata
+
+def _arrow_schema(schema: StructType, session: SparkSession) -> pa.Schema:
     from pyspark.sql.pandas.types import to_arrow_schema
 
     given: dict[str, Any] = {}
     if "timezone" in inspect.signature(to_arrow_schema).parameters:  # PySpark 3.5 has no such argument
         given["timezone"] = session.conf.get("spark.sql.session.timeZone")
-    serialized: bytes = to_arrow_schema(schema, **given).serialize().to_pybytes()
-    return serialized
+    return to_arrow_schema(schema, **given)
 
 
 def _frame_of(frames: Sequence[tuple[DataFrame, Sequence[str], Column]], tasks: int) -> DataFrame:
