@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from spark_hvd.runner.spark.input import Split
 
 KINDS = (
-    "a Spark DataFrame, a pandas DataFrame, an Arrow table, Windows over one of these, a table of deltalake or pyiceberg, or the path of Parquet "
-    "files or of such a table"
+    "a Spark DataFrame, a pandas DataFrame, an Arrow table, Windows over one of these, a table of deltalake or "
+    "pyiceberg, or the path of Parquet files or of such a table"
 )
 _TABLES = {"deltalake": "DeltaTable", "pyiceberg.table": "Table"}
 
@@ -115,7 +115,7 @@ def given(data: Mapping[str, Any] | None) -> Given:
         elif _is_frame(value):
             frames[name] = value
             _check_names(name, value.columns)
-        elif (series := sys.modules.get("spark_hvd.data.series.windows")) and isinstance(value, series.Windows):
+        elif _is_windows(value):
             (frames if _is_frame(value.rows) else tables)[name] = _checked(name, value)
         elif (split := sys.modules.get("spark_hvd.runner.spark.input")) is not None and isinstance(value, split.Split):
             frames[name] = value
@@ -136,6 +136,11 @@ def _check_names(data: str, columns: list[str]) -> None:
         raise ValueError(f"data[{data!r}] has a column {ours[0]!r}, a name that rows on their way need: rename it")
     if twice := sorted({name for name in columns if columns.count(name) > 1}):
         raise ValueError(f"data[{data!r}] has more than one column {twice[0]!r}: rename them, or select one")
+
+
+def _is_windows(value: Any) -> TypeGuard[Windows]:
+    series = sys.modules.get("spark_hvd.data.series.windows")
+    return series is not None and isinstance(value, series.Windows)
 
 
 def _is_frame(value: Any) -> bool:
@@ -159,8 +164,7 @@ def _checked(name: str, windows: Windows) -> Windows:
 
 
 def _rows_of(value: pa.Table | Windows) -> pa.Table:
-    series = sys.modules.get("spark_hvd.data.series.windows")
-    if series is None or not isinstance(value, series.Windows):
+    if not _is_windows(value):
         return value
     from spark_hvd.data.series.pieces import pieces_of_table
 
@@ -184,11 +188,7 @@ def _table_of(value: Any) -> pa.Table | None:
 def _frame_of(session: SparkSession, table: pa.Table | Windows) -> DataFrame | Windows:
     import pyspark
 
-    series = sys.modules.get("spark_hvd.data.series.windows")
-    if series is not None and isinstance(table, series.Windows):
-        return table.over(_frame_of(session, table.rows))
-
-    if int(pyspark.__version__.partition(".")[0]) >= 4:
-        frame: DataFrame = session.createDataFrame(table)
-        return frame
-    return session.createDataFrame(table.to_pandas())
+    rows: pa.Table = table.rows if _is_windows(table) else table
+    arrow = int(pyspark.__version__.partition(".")[0]) >= 4
+    frame: DataFrame = session.createDataFrame(rows if arrow else rows.to_pandas())
+    return table.over(frame) if _is_windows(table) else frame

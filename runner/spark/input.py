@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from spark_hvd.data.series.pieces import checked, pieces_of_sorted
-from spark_hvd.data.series.windows import Windows, WindowSpec
+from spark_hvd.data.series.windows import Windows
 from spark_hvd.data.units import ID, ROW, SOURCE, STRIDE, UNIT, UNITS, struct_of
+from spark_hvd.runner.spark.series import arrow_schema, quoted, series_of
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql import Column, DataFrame
     from pyspark.sql.types import StructType
 
 
@@ -58,7 +56,7 @@ class InputRows:
         for name, value in frames.items():
             metadata = None
             if isinstance(value, Windows):
-                frame, metadata = _series(value)
+                frame, metadata = series_of(value)
             else:
                 frame = _with_lists(value.frame if isinstance(value, Split) else value)
             columns, first = frame.columns, len(schemas)
@@ -66,7 +64,7 @@ class InputRows:
             if isinstance(value, Split):
                 columns = list(value.columns)
                 source, names = F.when(value.is_other, first + 1).otherwise(first), [name, value.other]
-            arrow = _arrow_schema(_schema_of(frame, columns), frame.sparkSession).with_metadata(metadata)
+            arrow = arrow_schema(_schema_of(frame, columns), frame.sparkSession).with_metadata(metadata)
             schema = arrow.serialize().to_pybytes()
             schemas |= dict.fromkeys(names, (len(shaped), schema))
             shaped.append((frame, columns, source))
@@ -81,7 +79,7 @@ def _with_lists(frame: DataFrame) -> DataFrame:
     from pyspark.ml.functions import vector_to_array
     from pyspark.sql import functions as F  # noqa: N812
 
-    columns = {name: F.col(_quoted(name)) for name in vectors}  # vector_to_array fails on null
+    columns = {name: F.col(quoted(name)) for name in vectors}  # vector_to_array fails on null
     return frame.withColumns({name: F.when(its.isNotNull(), vector_to_array(its)) for name, its in columns.items()})
 
 
@@ -89,42 +87,6 @@ def _schema_of(frame: DataFrame, columns: Sequence[str]) -> StructType:
     from pyspark.sql.types import StructType
 
     return StructType([frame.schema[name] for name in columns])
-
-
-def _series(windows: Windows) -> tuple[DataFrame, Mapping[bytes, bytes]]:
-    """A row for each piece of a series, and what says so; Spark sorts, and Python cuts.
-
-    Raises:
-        DataError: a column is missing, or of a type that is of no use there.
-    """
-    from pyspark.sql import functions as F  # noqa: N812
-    from pyspark.sql.types import ArrayType, FloatType, LongType, StringType, StructField, StructType
-
-    rows, spec = windows.rows, windows.spec
-    known = checked(_arrow_schema(rows.schema, rows.sparkSession), spec)
-    names = [*spec.keys, spec.order_by, *spec.columns]
-    wanted = [F.col(_quoted(name)) for name in names]
-    wanted[len(spec.keys) + 1 :] = [column.cast("float") for column in wanted[len(spec.keys) + 1 :]]
-    # Numbers for names: mapInArrow takes those with dots for fields of structs.
-    keys = [f"c{at}" for at in range(len(spec.keys))]
-    long = rows.select(*[column.alias(f"c{at}") for at, column in enumerate(wanted)])
-    long = long.repartition(*keys) if keys else long.repartition(1)
-
-    def cut(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for pieces in pieces_of_sorted((batch.rename_columns(names) for batch in batches), spec):
-            yield pieces.rename_columns([f"c{at}" for at in range(len(known))])
-
-    kinds = [*(rows.schema[name].dataType for name in spec.keys), *[ArrayType(FloatType())] * len(spec.columns)]
-    made = StructType([StructField(f"c{at}", kind) for at, kind in enumerate([*kinds, StringType(), LongType()])])
-    return long.sortWithinPartitions(*keys, f"c{len(keys)}").mapInArrow(cut, made).toDF(*known.names), known.metadata
-
-def _arrow_schema(schema: StructType, session: SparkSession) -> pa.Schema:
-    from pyspark.sql.pandas.types import to_arrow_schema
-
-    given: dict[str, Any] = {}
-    if "timezone" in inspect.signature(to_arrow_schema).parameters:  # PySpark 3.5 has no such argument
-        given["timezone"] = session.conf.get("spark.sql.session.timeZone")
-    return to_arrow_schema(schema, **given)
 
 
 def _frame_of(frames: Sequence[tuple[DataFrame, Sequence[str], Column]], tasks: int) -> DataFrame:
@@ -137,7 +99,7 @@ def _frame_of(frames: Sequence[tuple[DataFrame, Sequence[str], Column]], tasks: 
     from pyspark.sql import functions as F  # noqa: N812
 
     selected = []
-    given = [[F.col(_quoted(name)) for name in columns] for _, columns, _ in frames]
+    given = [[F.col(quoted(name)) for name in columns] for _, columns, _ in frames]
     kinds = [_schema_of(frame, columns) for frame, columns, _ in frames]
     for number, (frame, _, source) in enumerate(frames):
         rows = [F.lit(None).cast(kind).alias(struct_of(at)) for at, kind in enumerate(kinds)]
@@ -185,7 +147,3 @@ _WORD = (1 << 32) - 1
 def _rotated(value: int, bits: int) -> int:
     value &= _WORD
     return (value << bits | value >> 32 - bits) & _WORD
-
-
-def _quoted(name: str) -> str:
-    return "`" + name.replace("`", "``") + "`"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,26 @@ TOGETHER = 1 << 20
 """Windows that are shuffled together: of each, only its number is in memory."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with some series.
+
+    Attributes:
+        times: How often in all.
+        series: In how many.
+        key: Of one of them.
+        there: How often in that one.
+    """
+
+    times: int
+    series: int
+    key: str
+    there: int
+
+    def __add__(self, other: Problem) -> Problem:
+        return replace(self, times=self.times + other.times, series=self.series + other.series)
 
 
 @dataclass(frozen=True)
@@ -61,17 +82,18 @@ class SeriesHere:
     Attributes:
         schema: Of the windows.
         counts: Windows of each unit; of other ranks' units none.
-        problems: What is wrong: how often, in how many series, the first one's key and how often there.
+        problems: What is wrong, by the values of :data:`PROBLEM`.
     """
 
     def __init__(self, spool: Spool, units: range, asked: Mapping[str, Any]) -> None:
         self._keys, self._columns = asked["keys"], asked["columns"]
         self.length, self._stride = asked["length"], asked["stride"]
-        self.problems: dict[str, tuple[int, int, str, int]] = {}
+        self.problems: dict[str, Problem] = {}
         keys, rows, whose = [], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         owners, at = np.repeat(np.array(units, np.int64), spool.counts[units.start : units.stop]), 0
-        files = {name: tempfile.TemporaryFile(dir=spool.folder) for name in self._columns}
-        with spool.disk():
+        with ExitStack() as closing, spool.disk():
+            opened = [closing.enter_context(tempfile.TemporaryFile(dir=spool.folder)) for _ in self._columns]
+            files = dict(zip(self._columns, opened, strict=True))
             for table in spool.tables([(unit, 0, int(spool.counts[unit])) for unit in units], None):
                 problems = table.column(PROBLEM)
                 fine = problems.is_null()
@@ -83,8 +105,12 @@ class SeriesHere:
                 for name, file in files.items():
                     file.write(pieces.column(name).combine_chunks().flatten().to_numpy())
                 rows.append(pieces.column(self._columns[0]).combine_chunks().value_lengths().to_numpy())
-            for file in files.values():
+            for file in opened:
                 file.flush()
+            # They have no names, and stay while they are mapped. What is empty cannot be, and has no windows.
+            self._values = {
+                name: np.memmap(file, np.float32, "r") for name, file in files.items() if any(map(len, rows))
+            }
         self._rows = np.concatenate(rows)
         windows = windows_in(self._rows, self.length, self._stride)
         self.counts: Ints = np.bincount(np.concatenate(whose), windows, minlength=UNITS).astype(np.int64)
@@ -94,10 +120,6 @@ class SeriesHere:
         fields = [spool.schema.field(name) for name in self._keys]
         self._key_columns = pa.concat_tables([pa.schema(fields).empty_table(), *keys]).combine_chunks()
         self.schema = pa.schema([*fields, *(pa.field(name, self._list()) for name in self._columns)])
-        # An empty file cannot be mapped; no window is asked for then.
-        self._values = {name: np.memmap(file, np.float32, "r") for name, file in files.items() if len(self._rows)}
-        for file in files.values():
-            file.close()
 
     def first_of(self, units: Ints) -> Ints:
         """The number of the first window of each unit."""
@@ -123,8 +145,7 @@ class SeriesHere:
     def _note(self, found: pa.Table) -> None:
         for row in found.select([*self._keys, PROBLEM, COUNT]).to_pylist():
             key = ", ".join(f"{name}={row[name]!r}" for name in self._keys) or "the only one"
-            times, series, *first = self.problems.get(row[PROBLEM], (0, 0, key, row[COUNT]))
-            self.problems[row[PROBLEM]] = (times + row[COUNT], series + 1, *first)
+            _add(self.problems, row[PROBLEM], Problem(row[COUNT], 1, key, row[COUNT]))
 
 
 class WindowReader(UnitReader[BatchT]):
@@ -148,7 +169,7 @@ class WindowReader(UnitReader[BatchT]):
                 yield self._form.of(pa.Table.from_batches([batch]), "the series")
 
     def _order(self, pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
-        """The windows of pieces that are left, in their order. As with rows, numbers of ranks and series decide none."""
+        """The windows of pieces that are left, in their order, which is the same whatever the number of ranks."""
         units, _, lengths = np.array(pieces, np.int64).T
         within = stretches(np.zeros_like(lengths), lengths)
         places = np.repeat(np.arange(len(units)), lengths)
@@ -158,9 +179,7 @@ class WindowReader(UnitReader[BatchT]):
         return found
 
 
-def window_source(
-    name: str, spool: Spool, units: range, part: int, asked: Mapping[str, Any]
-) -> WindowSource:
+def window_source(name: str, spool: Spool, units: range, part: int, asked: Mapping[str, Any]) -> WindowSource:
     """What this rank has of windows over series. To be called by all ranks.
 
     Raises:
@@ -169,42 +188,48 @@ def window_source(
     series = SeriesHere(spool, units, asked)
     ranks = allgather_object((series.counts, part, series.problems), name=f"spark_hvd.rows_of.{name}")
     counts: Ints = np.sum([its for its, *_ in ranks], axis=0)
-    problems: dict[str, tuple[int, int, str, int]] = {}
+    problems: dict[str, Problem] = {}
     for *_, its in ranks:
-        for problem, (times, of, *first) in its.items():
-            before = problems.get(problem, (0, 0, *first))
-            problems[problem] = (before[0] + times, before[1] + of, *before[2:])
+        for kind, problem in its.items():
+            _add(problems, kind, problem)
     _check(name, asked, problems, [int(its.sum()) for its, *_ in ranks])
     return WindowSource(spool, counts, tuple(its for _, its, _ in ranks), part, TOGETHER, series)
 
 
-def _check(name: str, asked: Mapping[str, Any], problems: Mapping[str, tuple[int, int, str, int]], windows: Sequence[int]) -> None:
-    left_out = ""
-    for problem, (times, series, key, first) in problems.items():
-        where, order = f"data set {name!r}: ", asked["order_by"]
-        if problem.startswith(NULL):
-            column = problem.removeprefix(NULL)
+def _add(problems: dict[str, Problem], kind: str, problem: Problem) -> None:
+    problems[kind] = problems[kind] + problem if kind in problems else problem
+
+
+def _check(name: str, asked: Mapping[str, Any], problems: Mapping[str, Problem], windows: Sequence[int]) -> None:
+    """Windows of each rank, and what is wrong with series."""
+    where, order, left_out = f"data set {name!r}: ", asked["order_by"], ""
+    for kind, found in problems.items():
+        here = f"{found.there} of them in {found.key}"
+        if kind.startswith(NULL):
+            column = kind.removeprefix(NULL)
             raise DataError(
-                f"{where}column {column!r} has {times} null(s) in {series} series, {first} of them in {key}. "
-                f"Next: fill or drop them, e.g. df.na.fill(0, [{column!r}])"
+                f"{where}column {column!r} has {found.times} null(s) in {found.series} series, {here}. Next: fill "
+                f"them, or drop such rows: df.na.drop(subset=[{column!r}])"
             )
-        if problem == REPEATED:
+        if kind == REPEATED:
             raise DataError(
-                f"{where}{series} series have a {order!r} more than once, {times} times in all; {key} {first} times. "
-                "Expected one row for each. Next: name more keys, or aggregate rows"
+                f"{where}{found.series} series have {found.times} rows with the {order!r} of another row, {here}. "
+                "Expected one row for each. Next: name more keys=, or aggregate such rows"
             )
-        if problem == GAP:
+        if kind == GAP:
             raise DataError(
-                f"{where}{series} series have steps of {order!r} other than every={asked['every']}, {times} in all; "
-                f"{key} has {first}. Next: insert the missing rows, or leave every= out to take rows as they follow "
-                "each other"
+                f"{where}{found.series} series have {found.times} steps of {order!r} other than "
+                f"every={asked['every']}, {here}. Next: insert the missing rows, or leave every= out to take rows as "
+                "they follow each other"
             )
-        assert problem == SHORT
-        left_out = f"{series} series have fewer rows than a window of {asked['length']}: {key} has {first}"
+        assert kind == SHORT
+        left_out = (
+            f"{found.series} series have fewer rows than a window of {asked['length']}, {found.key} has {found.there}"
+        )
         if asked["short"] == "error":
-            raise DataError(f"{where}{left_out}. Next: shorter windows, or short=\"skip\" to leave such series out")
+            raise DataError(f'{where}{left_out}. Next: shorter windows, or short="skip" to leave such series out')
         if who.rank() == 0:
-            _log.warning("%s%s; they are left out", where, left_out)
+            _log.warning("%s%s: they are left out", where, left_out)
     if not all(windows):
         raise DataError(
             f"data set {name!r} has {sum(windows)} windows of {asked['length']} rows, and none came to rank "

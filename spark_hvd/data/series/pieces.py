@@ -123,8 +123,8 @@ def pieces_of_table(table: pa.Table, spec: WindowSpec) -> pa.Table:
     schema = checked(table.schema, spec)
     chosen = table.select(list(dict.fromkeys([*spec.keys, spec.order_by, *spec.columns])))
     ordered = chosen.sort_by([(name, "ascending") for name in dict.fromkeys([*spec.keys, spec.order_by])])
-    found = pa.Table.from_batches(pieces_of_sorted(ordered.to_batches(max_chunksize=1 << 18), spec))
-    return found.cast(schema) if found.num_rows else schema.empty_table()
+    found = pieces_of_sorted(ordered.to_batches(max_chunksize=1 << 18), spec)
+    return pa.Table.from_batches(found, schema.remove_metadata()).replace_schema_metadata(schema.metadata)
 
 
 def pieces_of_sorted(batches: Iterable[pa.RecordBatch], spec: WindowSpec) -> Iterator[pa.RecordBatch]:

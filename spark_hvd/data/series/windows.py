@@ -77,13 +77,15 @@ class Windows:
                 raise DataError(f"{argument}={number!r}: expected a whole number of rows, at least 1")
         if short not in ("error", "skip"):
             raise DataError(f"short={short!r}: expected 'error' or 'skip'")
-        if every is not None and (not isinstance(every, int | timedelta) or every <= type(every)(0)):
+        if every is not None and not (every > timedelta(0) if isinstance(every, timedelta) else every > 0):
             raise DataError(f"every={every!r}: expected a positive whole number or a timedelta")
         if not columns:
             raise DataError("columns=[]: expected the columns of numbers that a window has")
         used = [*keys, order_by, *columns]
         if twice := sorted({name for name in used if used.count(name) > 1}):
-            raise DataError(f"column {twice[0]!r} is named twice among keys={list(keys)}, {order_by=} and columns={list(columns)}")
+            raise DataError(
+                f"column {twice[0]!r} is named twice among keys={list(keys)}, {order_by=} and columns={list(columns)}"
+            )
         self.rows = rows
         self.spec = WindowSpec(
             keys=tuple(keys),
