@@ -192,7 +192,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=10, help="passes over the training windows (default: 10)")
     parser.add_argument("--weeks", type=int, default=8, help="weeks that are held out, the last ones (default: 8)")
     parser.add_argument("--trees", type=int, default=30, help="trees of Spark ML's model; 0 for none (default: 30)")
-    parser.add_argument("--since", default="2013-01-01", help="learn from this day on (default: 2013-01-01)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the picture (default: out)")
     return parser.parse_args()
 
@@ -203,7 +202,7 @@ def main() -> None:
     began = time.monotonic()
     print("Starting Spark ...", flush=True)
     spark = local_session("departures", slots=arguments.num_proc)
-    hours = load_hours(spark).where(F.col("hour") >= arguments.since).cache()
+    hours = load_hours(spark).cache()
     begin = str(pd.Timestamp("2014-01-01") - pd.Timedelta(weeks=arguments.weeks))
     windows = Windows(
         hours.where(F.col("hour") < begin),

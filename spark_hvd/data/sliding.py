@@ -27,6 +27,9 @@ from spark_hvd.data.units import ROW, UNITS, Ints, Piece, Seed, mixing, order_in
 TOGETHER = 1 << 20
 """Windows that are shuffled together: of each, only its number is in memory."""
 
+PART_BYTES = 2 << 20
+"""Windows that are cut at once: small batches, which cost more to make than to copy, are made together."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -149,7 +152,7 @@ class SeriesHere:
 
 
 class WindowReader(UnitReader[BatchT]):
-    """Cuts windows out of series, a batch ahead of the consumer."""
+    """Cuts windows out of series, a few batches ahead of the consumer."""
 
     def __init__(
         self, series: SeriesHere, counts: Ints, units: range, asked: Asked, form: Form[Any, BatchT], together: int
@@ -160,7 +163,8 @@ class WindowReader(UnitReader[BatchT]):
     def _parts(self, pieces: Iterator[Piece], seed: Seed | None, sizes: Sequence[int]) -> Iterator[Any]:
         together = enumerate(windows_of(pieces, self._together))
         orders = (self._order(some, seed, number) for number, some in together)
-        for parts in pieces_of((order for order in orders if len(order)), sizes):
+        most = PART_BYTES // (4 * self._series.length * max(1, len(self._asked.columns)))
+        for parts in pieces_of((order for order in orders if len(order)), list(_together(sizes, most))):
             numbers = np.concatenate([order[start:stop] for order, start, stop in parts])
             batch = self._series.batch(numbers, self._asked.columns)
             if isinstance(self._form, ColumnForm):
@@ -177,6 +181,18 @@ class WindowReader(UnitReader[BatchT]):
         order = order_in_units(places.astype(np.int16), ids, seed)
         found: Ints = (self._series.first_of(units)[places] + within)[order][mixing(pieces, seed, number)]
         return found
+
+
+def _together(sizes: Sequence[int], most: int) -> Iterator[int]:
+    """Rows of as many batches as have at most so many together, or of one."""
+    rows = 0
+    for size in sizes:
+        if rows and rows + size > most:
+            yield rows
+            rows = 0
+        rows += size
+    if rows:
+        yield rows
 
 
 def window_source(name: str, spool: Spool, units: range, part: int, asked: Mapping[str, Any]) -> WindowSource:
