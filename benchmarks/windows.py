@@ -1,4 +1,4 @@
-"""Windows over series a second, in one rank: spark_hvd's loader beside the bare gather, and beside a Dataset of windows.
+"""Windows over series a second in one rank: spark_hvd's loader beside the bare gather and a Dataset of windows.
 
 `python -m benchmarks.windows [--rounds 5] [--series 200] [--rows 8760] [--length 192] [--batch 256]`
 
