@@ -8,17 +8,18 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
+    from spark_hvd.data.series.windows import Windows
     from spark_hvd.runner.spark.input import Split
 
 KINDS = (
-    "a Spark DataFrame, a pandas DataFrame, an Arrow table, a table of deltalake or pyiceberg, or the path of Parquet "
-    "files or of such a table"
+    "a Spark DataFrame, a pandas DataFrame, an Arrow table, Windows over one of these, a table of deltalake or "
+    "pyiceberg, or the path of Parquet files or of such a table"
 )
 _TABLES = {"deltalake": "DeltaTable", "pyiceberg.table": "Table"}
 
@@ -33,8 +34,8 @@ class Given:
         sources: Pickled: ranks read these themselves.
     """
 
-    frames: Mapping[str, DataFrame | Split] = field(default_factory=dict)
-    tables: Mapping[str, pa.Table] = field(default_factory=dict)
+    frames: Mapping[str, DataFrame | Split | Windows] = field(default_factory=dict)
+    tables: Mapping[str, pa.Table | Windows] = field(default_factory=dict)
     sources: Mapping[str, bytes] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -82,7 +83,7 @@ class Given:
         with Scratch("rows") as parent:
             folders = {name: os.path.join(parent, str(at)) for at, name in enumerate(self.tables)}
             for name, folder in folders.items():
-                spool_table(folder, self.tables[name])
+                spool_table(folder, _rows_of(self.tables[name]))
             yield folders
 
     def in_spark(self, session: SparkSession) -> Given:
@@ -111,9 +112,11 @@ def given(data: Mapping[str, Any] | None) -> Given:
             from spark_hvd.data.source import parquet_source  # and so pyarrow, which a run without data does not need
 
             sources[name] = pickle.dumps(parquet_source(value))
-        elif type(value).__module__.startswith("pyspark.sql.") and type(value).__name__ == "DataFrame":
+        elif _is_frame(value):
             frames[name] = value
             _check_names(name, value.columns)
+        elif _is_windows(value):
+            (frames if _is_frame(value.rows) else tables)[name] = _checked(name, value)
         elif (split := sys.modules.get("spark_hvd.runner.spark.input")) is not None and isinstance(value, split.Split):
             frames[name] = value
         elif (table := _table_of(value)) is not None:
@@ -135,6 +138,39 @@ def _check_names(data: str, columns: list[str]) -> None:
         raise ValueError(f"data[{data!r}] has more than one column {twice[0]!r}: rename them, or select one")
 
 
+def _is_windows(value: Any) -> TypeGuard[Windows]:
+    series = sys.modules.get("spark_hvd.data.series.windows")
+    return series is not None and isinstance(value, series.Windows)
+
+
+def _is_frame(value: Any) -> bool:
+    return type(value).__module__.startswith("pyspark.sql.") and type(value).__name__ == "DataFrame"
+
+
+def _checked(name: str, windows: Windows) -> Windows:
+    """Windows over what ranks can be given series of; over a table of Arrow where it was one of pandas."""
+    if _is_frame(windows.rows):
+        return windows  # types are looked at when the frame of series is made, still before anything is started
+    from spark_hvd.data.series.pieces import checked
+
+    table = _table_of(windows.rows)
+    if table is None:
+        raise TypeError(
+            f"data[{name!r}] is Windows over {type(windows.rows).__qualname__}: expected a Spark DataFrame, a pandas "
+            "DataFrame or an Arrow table. For files give spark.read.parquet(path)"
+        )
+    checked(table.schema, windows.spec)
+    return windows.over(table)
+
+
+def _rows_of(value: pa.Table | Windows) -> pa.Table:
+    if not _is_windows(value):
+        return value
+    from spark_hvd.data.series.pieces import pieces_of_table
+
+    return pieces_of_table(value.rows, value.spec)
+
+
 def _is_table(value: Any) -> bool:
     """Whether it is a table whose files ranks can read; nothing is imported for it."""
     return any(isinstance(value, getattr(sys.modules.get(name), kind, ())) for name, kind in _TABLES.items())
@@ -145,14 +181,14 @@ def _table_of(value: Any) -> pa.Table | None:
     if pandas is not None and isinstance(value, pandas.DataFrame):
         import pyarrow as pa
 
-        return pa.Table.from_pandas(value, preserve_index=False)
+        return pa.Table.from_pandas(value, preserve_index=False).replace_schema_metadata(None)
     return value if arrow is not None and isinstance(value, arrow.Table) else None
 
 
-def _frame_of(session: SparkSession, table: pa.Table) -> DataFrame:
+def _frame_of(session: SparkSession, table: pa.Table | Windows) -> DataFrame | Windows:
     import pyspark
 
-    if int(pyspark.__version__.partition(".")[0]) >= 4:
-        frame: DataFrame = session.createDataFrame(table)
-        return frame
-    return session.createDataFrame(table.to_pandas())
+    rows: pa.Table = table.rows if _is_windows(table) else table
+    arrow = int(pyspark.__version__.partition(".")[0]) >= 4
+    frame: DataFrame = session.createDataFrame(rows if arrow else rows.to_pandas())
+    return table.over(frame) if _is_windows(table) else frame

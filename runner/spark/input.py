@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from spark_hvd.data.series.windows import Windows
 from spark_hvd.data.units import ID, ROW, SOURCE, STRIDE, UNIT, UNITS, struct_of
+from spark_hvd.runner.spark.series import arrow_schema, quoted, series_of
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql import Column, DataFrame
     from pyspark.sql.types import StructType
 
 
@@ -46,20 +47,25 @@ class InputRows:
     schemas: Mapping[str, tuple[int, bytes]]
 
     @classmethod
-    def of(cls, frames: Mapping[str, DataFrame | Split], tasks: int) -> InputRows:
+    def of(cls, frames: Mapping[str, DataFrame | Split | Windows], tasks: int) -> InputRows:
         """Make it for so many tasks."""
         from pyspark.sql import functions as F  # noqa: N812
 
         shaped: list[tuple[DataFrame, Sequence[str], Column]] = []
         schemas: dict[str, tuple[int, bytes]] = {}
         for name, value in frames.items():
-            frame = _with_lists(value.frame if isinstance(value, Split) else value)
+            metadata = None
+            if isinstance(value, Windows):
+                frame, metadata = series_of(value)
+            else:
+                frame = _with_lists(value.frame if isinstance(value, Split) else value)
             columns, first = frame.columns, len(schemas)
             source, names = F.lit(first), [name]
             if isinstance(value, Split):
                 columns = list(value.columns)
                 source, names = F.when(value.is_other, first + 1).otherwise(first), [name, value.other]
-            schema = _arrow_schema(_schema_of(frame, columns), frame.sparkSession)
+            arrow = arrow_schema(_schema_of(frame, columns), frame.sparkSession).with_metadata(metadata)
+            schema = arrow.serialize().to_pybytes()
             schemas |= dict.fromkeys(names, (len(shaped), schema))
             shaped.append((frame, columns, source))
         return cls(_frame_of(shaped, tasks), schemas)
@@ -73,7 +79,7 @@ def _with_lists(frame: DataFrame) -> DataFrame:
     from pyspark.ml.functions import vector_to_array
     from pyspark.sql import functions as F  # noqa: N812
 
-    columns = {name: F.col(_quoted(name)) for name in vectors}  # vector_to_array fails on null
+    columns = {name: F.col(quoted(name)) for name in vectors}  # vector_to_array fails on null
     return frame.withColumns({name: F.when(its.isNotNull(), vector_to_array(its)) for name, its in columns.items()})
 
 
@@ -81,16 +87,6 @@ def _schema_of(frame: DataFrame, columns: Sequence[str]) -> StructType:
     from pyspark.sql.types import StructType
 
     return StructType([frame.schema[name] for name in columns])
-
-
-def _arrow_schema(schema: StructType, session: SparkSession) -> bytes:
-    from pyspark.sql.pandas.types import to_arrow_schema
-
-    given: dict[str, Any] = {}
-    if "timezone" in inspect.signature(to_arrow_schema).parameters:  # PySpark 3.5 has no such argument
-        given["timezone"] = session.conf.get("spark.sql.session.timeZone")
-    serialized: bytes = to_arrow_schema(schema, **given).serialize().to_pybytes()
-    return serialized
 
 
 def _frame_of(frames: Sequence[tuple[DataFrame, Sequence[str], Column]], tasks: int) -> DataFrame:
@@ -103,7 +99,7 @@ def _frame_of(frames: Sequence[tuple[DataFrame, Sequence[str], Column]], tasks: 
     from pyspark.sql import functions as F  # noqa: N812
 
     selected = []
-    given = [[F.col(_quoted(name)) for name in columns] for _, columns, _ in frames]
+    given = [[F.col(quoted(name)) for name in columns] for _, columns, _ in frames]
     kinds = [_schema_of(frame, columns) for frame, columns, _ in frames]
     for number, (frame, _, source) in enumerate(frames):
         rows = [F.lit(None).cast(kind).alias(struct_of(at)) for at, kind in enumerate(kinds)]
@@ -151,7 +147,3 @@ _WORD = (1 << 32) - 1
 def _rotated(value: int, bits: int) -> int:
     value &= _WORD
     return (value << bits | value >> 32 - bits) & _WORD
-
-
-def _quoted(name: str) -> str:
-    return "`" + name.replace("`", "``") + "`"

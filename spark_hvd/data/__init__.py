@@ -1,6 +1,6 @@
 """The rows that a rank trains on, for any framework.
 
-May import the context and what is below it, store, and its own readers; no pyspark. Doors: handed, shard, spool.
+May import the context and what is below it, store, its own readers and series; no pyspark. Doors: handed, shard, spool.
 Names are loaded when they are asked for: a Spark task that keeps rows on its disk needs no torch.
 """
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from spark_hvd.data.columns import padded, ragged
     from spark_hvd.data.handed import get_dataset_shard
     from spark_hvd.data.loader import ShardLoader
+    from spark_hvd.data.series.windows import Windows
     from spark_hvd.data.shard import DatasetShard
     from spark_hvd.data.torch_loader import TorchLoader
 
@@ -20,12 +21,13 @@ _HOMES = {
     "DatasetShard": "shard",
     "ShardLoader": "loader",
     "TorchLoader": "torch_loader",
+    "Windows": "series.windows",
     "get_dataset_shard": "handed",
     "padded": "columns",
     "ragged": "columns",
 }
 
-__all__ = ["DatasetShard", "ShardLoader", "TorchLoader", "get_dataset_shard", "padded", "ragged"]
+__all__ = ["DatasetShard", "ShardLoader", "TorchLoader", "Windows", "get_dataset_shard", "padded", "ragged"]
 
 
 def __getattr__(name: str) -> Any:

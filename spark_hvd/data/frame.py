@@ -168,14 +168,18 @@ class UnitSharding(Sharding):
         return self._known[position, size]
 
 
-class SpoolReader(Reader[BatchT]):
-    """Reads units, one window ahead of the consumer. Bounded by two windows of memory; files are mapped."""
+class UnitReader(Reader[BatchT]):
+    """Reads the rows of a rank's units; a subclass finds those of some pieces.
 
-    def __init__(
-        self, spool: Spool, counts: Ints, units: range, asked: Asked, form: Form[Any, BatchT], window_rows: int
-    ) -> None:
-        self._spool, self._counts, self._units, self._asked, self._form = spool, counts, units, asked, form
-        self._window_rows = window_rows
+    Args:
+        counts: Rows of each unit.
+        units: The rank's.
+        asked: What is read.
+        form: Makes batches.
+    """
+
+    def __init__(self, counts: Ints, units: range, asked: Asked, form: Form[Any, BatchT]) -> None:
+        self._counts, self._units, self._asked, self._form = counts, units, asked, form
 
     def batches(self, epoch: int, share: Sequence[Interval], sizes: Sequence[int]) -> Generator[BatchT, None, None]:
         """See base class."""
@@ -187,12 +191,28 @@ class SpoolReader(Reader[BatchT]):
         units = order[mine]
         pieces = _pieces(units, begins[mine], self._counts[units], share)
         with ThreadPoolExecutor(1, "spark_hvd-reader") as pool:
-            windows = self._spool.windows(pieces, seed, self._window_rows, self._asked.columns)
-            rows = (self._rows(window, "the DataFrame") for window in windows)
-            yield from self._form.cut(_ahead(pool, rows), sizes)
+            yield from self._form.cut(_ahead(pool, self._parts(pieces, seed, sizes)), sizes)
 
     def close(self) -> None:
         """See base class."""
+
+    def _parts(self, pieces: Iterator[Piece], seed: Seed | None, sizes: Sequence[int]) -> Iterator[Any]:
+        """The rows of pieces in the form asked for, some at once; the next are found while some are used."""
+        raise NotImplementedError
+
+
+class SpoolReader(UnitReader[BatchT]):
+    """Reads units, one window ahead of the consumer. Bounded by two windows of memory; files are mapped."""
+
+    def __init__(
+        self, spool: Spool, counts: Ints, units: range, asked: Asked, form: Form[Any, BatchT], window_rows: int
+    ) -> None:
+        super().__init__(counts, units, asked, form)
+        self._spool, self._window_rows = spool, window_rows
+
+    def _parts(self, pieces: Iterator[Piece], seed: Seed | None, sizes: Sequence[int]) -> Iterator[Any]:
+        windows = self._spool.windows(pieces, seed, self._window_rows, self._asked.columns)
+        return (self._rows(window, "the DataFrame") for window in windows)
 
     def _rows(self, window: PackedRows, where: str) -> Any:
         if isinstance(self._form, ColumnForm):

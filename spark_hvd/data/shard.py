@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +20,8 @@ from spark_hvd.data.readers.dataset import listed
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position, Sharding
+from spark_hvd.data.series.windows import METADATA
+from spark_hvd.data.sliding import window_source
 from spark_hvd.data.source import Asked, DataSource
 from spark_hvd.data.spool import SpoolSource
 
@@ -182,11 +185,13 @@ def source_here(name: str, told: DataSource | SpoolSource) -> DataSource:
     """What this rank reads of what it was told of a data set. To be called by all ranks.
 
     Raises:
-        DataError: the rows of a DataFrame do not come.
+        DataError: the rows of a DataFrame do not come, or its series are not what windows need.
     """
     if not isinstance(told, SpoolSource):
         return told
     spool = told.open()
+    if windows := (spool.schema.metadata or {}).get(METADATA):
+        return window_source(name, spool, told.units, told.part, json.loads(windows))
     counts = np.zeros_like(spool.counts)
     mine = slice(told.units.start, told.units.stop)
     all_ranks = allgather_object(

@@ -125,7 +125,7 @@ class SpoolWriter:
                     writer.write_batch(batch.slice(at, rows))
                     at += rows
             self._written += path.stat().st_size
-        self._schema = table.drop_columns([ID]).schema
+        self._schema = table.drop_columns([ID]).schema.with_metadata(self._schema.metadata)
         self._counts.append(counts)
 
     def _disk(self) -> _Disk:
@@ -175,18 +175,19 @@ class Spool:
         folder: Where.
 
     Attributes:
+        folder: The same.
         schema: Of the user's columns.
         counts: Rows of each unit.
         window_rows: Those that fit in :data:`WINDOW_BYTES`.
     """
 
     def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
-        self._counts = np.load(self._folder / _COUNTS)
+        self.folder = Path(folder)
+        self._counts = np.load(self.folder / _COUNTS)
         self.counts: Ints = self._counts.sum(0, dtype=np.int64)
         self._ends = np.cumsum(self._counts, axis=1, dtype=np.int64)
-        self.schema = pa.ipc.read_schema(pa.py_buffer((self._folder / _SCHEMA).read_bytes()))
-        files = [self._folder / _chunk(number) for number in range(len(self._counts))]
+        self.schema = pa.ipc.read_schema(pa.py_buffer((self.folder / _SCHEMA).read_bytes()))
+        files = [self.folder / _chunk(number) for number in range(len(self._counts))]
         row_bytes = sum(file.stat().st_size for file in files) // max(1, int(self.counts.sum()))
         self.window_rows = max(1, WINDOW_BYTES // max(1, row_bytes))
         self._mapped = [_mapped(str(file)) for file in files]
@@ -224,9 +225,13 @@ class Spool:
                 for start in range(0, mapped.num_rows, _SLICE):
                     yield unpack(mapped.slice(start, _SLICE), None, schema)
                 continue
-            with pa.memory_map(str(self._folder / _chunk(number))) as file, pa.ipc.open_file(file) as reader:
+            with pa.memory_map(str(self.folder / _chunk(number))) as file, pa.ipc.open_file(file) as reader:
                 for at in range(reader.num_record_batches):
                     yield reader.get_batch(at).select(columns)
+
+    def disk(self) -> _Disk:
+        """Where more is written beside the rows: a full disk is told of as such."""
+        return _Disk(self.folder, 0)
 
     def _gather(self, pieces: Sequence[Piece], seed: Seed | None, number: int, schema: pa.Schema) -> PackedRows:
         units, *_ = np.array(pieces, np.int64).T
@@ -248,7 +253,7 @@ class Spool:
             return mapped, stretches(self._ends[number, units] - lengths, lengths)
         places = np.cumsum(self._counts[number] > 0) - 1
         one_by_one = pa.ipc.IpcReadOptions(use_threads=False)  # threads for each small batch take four times as long
-        path = str(self._folder / _chunk(number))
+        path = str(self.folder / _chunk(number))
         with pa.memory_map(path) as file, pa.ipc.open_file(file, options=one_by_one) as reader:
             found = [reader.get_batch(places[unit]) for unit in units[lengths > 0]]
         return single(pa.Table.from_batches(found)), None

@@ -142,3 +142,19 @@ def test_titles_embeddings() -> None:
     assert shares.keys() == {"chance", "words", "embeddings"}
     assert all(30 < share < 60 for share in shares.values()), "too few titles to learn much from"
     assert "6,484 titles to learn from" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_departures_forecast(tmp_path: Path) -> None:
+    printed = run_example(
+        "departures_forecast.py", "--epochs", "6", "--trees", "3", "--out", str(tmp_path), timeout=290
+    )
+    assert "21,675 windows of 192 hours to learn from" in printed
+    off = {
+        name: float(mae) for name, mae in re.findall(r"^(the same hour|3 trees|network).*? (\d\.\d{3}) ", printed, re.M)
+    }
+    assert off["the same hour"] == 1.47
+    assert off["network"] < off["the same hour"] - 0.05
+    assert "3 trees" in off
+    assert (tmp_path / "departures_forecast.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,254 @@
+"""Windows over the pieces of series that came to this rank: a window is a place in a piece until its batch is made."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from spark_hvd.collectives.objects import allgather_object
+from spark_hvd.context import who
+from spark_hvd.data.column_form import ColumnForm
+from spark_hvd.data.frame import FrameSource, UnitReader
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.forms import BatchT, Form, pieces_of
+from spark_hvd.data.readers.reader import Reader
+from spark_hvd.data.series.pieces import COUNT, GAP, NULL, PROBLEM, REPEATED, SHORT, windows_in
+from spark_hvd.data.source import Asked
+from spark_hvd.data.spool import Spool
+from spark_hvd.data.units import ROW, UNITS, Ints, Piece, Seed, mixing, order_in_units, stretches, units_of, windows_of
+
+TOGETHER = 1 << 20
+"""Windows that are shuffled together: of each, only its number is in memory."""
+
+PART_BYTES = 2 << 20
+"""Windows that are cut at once: small batches, which cost more to make than to copy, are made together."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with some series.
+
+    Attributes:
+        times: How often in all.
+        series: In how many.
+        key: Of one of them.
+        there: How often in that one.
+    """
+
+    times: int
+    series: int
+    key: str
+    there: int
+
+    def __add__(self, other: Problem) -> Problem:
+        return replace(self, times=self.times + other.times, series=self.series + other.series)
+
+
+@dataclass(frozen=True)
+class WindowSource(FrameSource):
+    """See :class:`FrameSource`, whose rows are windows here.
+
+    Attributes:
+        series: What this rank has.
+    """
+
+    series: SeriesHere
+
+    @property
+    def schema(self) -> pa.Schema:
+        """See base class."""
+        return self.series.schema
+
+    def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
+        """See base class."""
+        units = units_of(self.part, len(self.parts))
+        return WindowReader(self.series, self.counts, units, asked, form, asked.window_rows or self.window_rows)
+
+
+class SeriesHere:
+    """The pieces of series of some units, their values in files without a name that are mapped into memory.
+
+    Args:
+        spool: Where the pieces are.
+        units: The rank's.
+        asked: What :class:`~spark_hvd.data.series.windows.WindowSpec` has, as JSON gives it back.
+
+    Attributes:
+        schema: Of the windows.
+        counts: Windows of each unit; of other ranks' units none.
+        problems: What is wrong, by the values of :data:`PROBLEM`.
+    """
+
+    def __init__(self, spool: Spool, units: range, asked: Mapping[str, Any]) -> None:
+        self._keys, self._columns = asked["keys"], asked["columns"]
+        self.length, self._stride = asked["length"], asked["stride"]
+        self.problems: dict[str, Problem] = {}
+        keys, rows, whose = [], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        owners, at = np.repeat(np.array(units, np.int64), spool.counts[units.start : units.stop]), 0
+        with ExitStack() as closing, spool.disk():
+            opened = [closing.enter_context(tempfile.TemporaryFile(dir=spool.folder)) for _ in self._columns]
+            files = dict(zip(self._columns, opened, strict=True))
+            for table in spool.tables([(unit, 0, int(spool.counts[unit])) for unit in units], None):
+                problems = table.column(PROBLEM)
+                fine = problems.is_null()
+                whose.append(owners[at : at + table.num_rows][fine.to_numpy()])
+                at += table.num_rows
+                self._note(table.filter(problems.is_valid()))
+                pieces = table.filter(fine)
+                keys.append(pieces.select(self._keys))
+                for name, file in files.items():
+                    file.write(pieces.column(name).combine_chunks().flatten().to_numpy())
+                rows.append(pieces.column(self._columns[0]).combine_chunks().value_lengths().to_numpy())
+            for file in opened:
+                file.flush()
+            # They have no names, and stay while they are mapped. What is empty cannot be, and has no windows.
+            self._values = {
+                name: np.memmap(file, np.float32, "r") for name, file in files.items() if any(map(len, rows))
+            }
+        self._rows = np.concatenate(rows)
+        windows = windows_in(self._rows, self.length, self._stride)
+        self.counts: Ints = np.bincount(np.concatenate(whose), windows, minlength=UNITS).astype(np.int64)
+        self._unit_ends = np.cumsum(self.counts)
+        self._ends, self._starts = np.cumsum(windows), np.cumsum(self._rows) - self._rows
+        self._firsts = self._ends - windows
+        fields = [spool.schema.field(name) for name in self._keys]
+        self._key_columns = pa.concat_tables([pa.schema(fields).empty_table(), *keys]).combine_chunks()
+        self.schema = pa.schema([*fields, *(pa.field(name, self._list()) for name in self._columns)])
+
+    def first_of(self, units: Ints) -> Ints:
+        """The number of the first window of each unit."""
+        found: Ints = self._unit_ends[units] - self.counts[units]
+        return found
+
+    def batch(self, numbers: Ints, columns: Sequence[str]) -> pa.RecordBatch:
+        """Windows by their numbers."""
+        pieces = np.searchsorted(self._ends, numbers, side="right")
+        starts = self._starts[pieces] + (numbers - self._firsts[pieces]) * self._stride
+        found = []
+        for name in columns:
+            if name in self._keys:
+                found.append(self._key_columns.column(name).take(pieces).combine_chunks())
+                continue
+            windows = np.lib.stride_tricks.sliding_window_view(self._values[name], self.length)[starts]
+            found.append(pa.FixedSizeListArray.from_arrays(pa.array(windows.reshape(-1)), type=self._list()))
+        return pa.RecordBatch.from_arrays(found, schema=pa.schema([self.schema.field(name) for name in columns]))
+
+    def _list(self) -> pa.DataType:
+        return pa.list_(pa.float32(), self.length)
+
+    def _note(self, found: pa.Table) -> None:
+        for row in found.select([*self._keys, PROBLEM, COUNT]).to_pylist():
+            key = ", ".join(f"{name}={row[name]!r}" for name in self._keys) or "the only one"
+            _add(self.problems, row[PROBLEM], Problem(row[COUNT], 1, key, row[COUNT]))
+
+
+class WindowReader(UnitReader[BatchT]):
+    """Cuts windows out of series, a few batches ahead of the consumer."""
+
+    def __init__(
+        self, series: SeriesHere, counts: Ints, units: range, asked: Asked, form: Form[Any, BatchT], together: int
+    ) -> None:
+        super().__init__(counts, units, asked, form)
+        self._series, self._together = series, together
+
+    def _parts(self, pieces: Iterator[Piece], seed: Seed | None, sizes: Sequence[int]) -> Iterator[Any]:
+        together = enumerate(windows_of(pieces, self._together))
+        orders = (self._order(some, seed, number) for number, some in together)
+        most = PART_BYTES // (4 * self._series.length * max(1, len(self._asked.columns)))
+        for parts in pieces_of((order for order in orders if len(order)), list(_together(sizes, most))):
+            numbers = np.concatenate([order[start:stop] for order, start, stop in parts])
+            batch = self._series.batch(numbers, self._asked.columns)
+            if isinstance(self._form, ColumnForm):
+                yield self._form.of_batch(batch, "the series")
+            else:
+                yield self._form.of(pa.Table.from_batches([batch]), "the series")
+
+    def _order(self, pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
+        """The windows of pieces that are left, in their order, which is the same whatever the number of ranks."""
+        units, _, lengths = np.array(pieces, np.int64).T
+        within = stretches(np.zeros_like(lengths), lengths)
+        places = np.repeat(np.arange(len(units)), lengths)
+        ids = units[places] * (ROW + 1) + within
+        order = order_in_units(places.astype(np.int16), ids, seed)
+        found: Ints = (self._series.first_of(units)[places] + within)[order][mixing(pieces, seed, number)]
+        return found
+
+
+def _together(sizes: Sequence[int], most: int) -> Iterator[int]:
+    """Rows of as many batches as have at most so many together, or of one."""
+    rows = 0
+    for size in sizes:
+        if rows and rows + size > most:
+            yield rows
+            rows = 0
+        rows += size
+    if rows:
+        yield rows
+
+
+def window_source(name: str, spool: Spool, units: range, part: int, asked: Mapping[str, Any]) -> WindowSource:
+    """What this rank has of windows over series. To be called by all ranks.
+
+    Raises:
+        DataError: series that are not as they were said to be, or too few windows; the same on all ranks.
+    """
+    series = SeriesHere(spool, units, asked)
+    ranks = allgather_object((series.counts, part, series.problems), name=f"spark_hvd.rows_of.{name}")
+    counts: Ints = np.sum([its for its, *_ in ranks], axis=0)
+    problems: dict[str, Problem] = {}
+    for *_, its in ranks:
+        for kind, problem in its.items():
+            _add(problems, kind, problem)
+    _check(name, asked, problems, [int(its.sum()) for its, *_ in ranks])
+    return WindowSource(spool, counts, tuple(its for _, its, _ in ranks), part, TOGETHER, series)
+
+
+def _add(problems: dict[str, Problem], kind: str, problem: Problem) -> None:
+    problems[kind] = problems[kind] + problem if kind in problems else problem
+
+
+def _check(name: str, asked: Mapping[str, Any], problems: Mapping[str, Problem], windows: Sequence[int]) -> None:
+    """Windows of each rank, and what is wrong with series."""
+    where, order, left_out = f"data set {name!r}: ", asked["order_by"], ""
+    for kind, found in problems.items():
+        here = f"{found.there} of them in {found.key}"
+        if kind.startswith(NULL):
+            column = kind.removeprefix(NULL)
+            raise DataError(
+                f"{where}column {column!r} has {found.times} null(s) in {found.series} series, {here}. Next: fill "
+                f"them, or drop such rows: df.na.drop(subset=[{column!r}])"
+            )
+        if kind == REPEATED:
+            raise DataError(
+                f"{where}{found.series} series have {found.times} rows with the {order!r} of another row, {here}. "
+                "Expected one row for each. Next: name more keys=, or aggregate such rows"
+            )
+        if kind == GAP:
+            raise DataError(
+                f"{where}{found.series} series have {found.times} steps of {order!r} other than "
+                f"every={asked['every']}, {here}. Next: insert the missing rows, or leave every= out to take rows as "
+                "they follow each other"
+            )
+        assert kind == SHORT
+        left_out = (
+            f"{found.series} series have fewer rows than a window of {asked['length']}, {found.key} has {found.there}"
+        )
+        if asked["short"] == "error":
+            raise DataError(f'{where}{left_out}. Next: shorter windows, or short="skip" to leave such series out')
+        if who.rank() == 0:
+            _log.warning("%s%s: they are left out", where, left_out)
+    if not all(windows):
+        raise DataError(
+            f"data set {name!r} has {sum(windows)} windows of {asked['length']} rows, and none came to rank "
+            f"{windows.index(0)} of {len(windows)}{f' ({left_out})' if left_out else ''}: each rank needs some. Next: "
+            "more or longer series, shorter windows, or fewer ranks"
+        )
