@@ -134,3 +134,15 @@ def test_titles_embeddings() -> None:
     assert shares.keys() == {"chance", "words", "embeddings"}
     assert all(30 < share < 60 for share in shares.values()), "too few titles to learn much from"
     assert "6,484 titles to learn from" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_titles_genres() -> None:
+    printed = run_example("titles_genres.py", "--rows", "8000", "--epochs", "3", timeout=290)
+    scores = {
+        name: float(best) for name, best in re.findall(r"^(how frequent|words|transformer).* ([\d.]+)$", printed, re.M)
+    }
+    assert scores.keys() == {"how frequent", "words", "transformer"}
+    assert all(0.4 < score < 0.6 for score in scores.values()), "too few titles to learn much from"
+    assert "6,484 titles to learn from" in printed
