@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spark_hvd.data.readers.errors import DataError
+    from spark_hvd.estimators.classifiers.text import TextClassificationModel, TextClassifier
     from spark_hvd.estimators.data.reuse import clear_materialized_data
     from spark_hvd.estimators.errors import EstimatorError, ModelError, NotFiniteLossError
     from spark_hvd.estimators.fit.backend import LocalBackend, SparkBackend
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from spark_hvd.store.errors import CheckpointError, StoreError
 
 _NAMES = {
+    "estimators.classifiers.text": "TextClassificationModel TextClassifier",
     "estimators.data.reuse": "clear_materialized_data",
     "data.readers.errors": "DataError",
     "estimators.errors": "EstimatorError ModelError NotFiniteLossError",
@@ -65,6 +67,8 @@ __all__ = [
     "Store",
     "StoreError",
     "TensorBoard",
+    "TextClassificationModel",
+    "TextClassifier",
     "TorchEstimator",
     "TorchModel",
     "TrainState",

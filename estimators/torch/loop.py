@@ -65,7 +65,8 @@ class _Loop:
     def _optimizer(self) -> tuple[Any, Scheduler | None]:
         spec, objects, resumed = self.spec, self.job.objects, self.job.resumed
         optimizer = make_optimizer(objects.optimizer, self.model)
-        scheduler = make_scheduler(objects.lr_scheduler, optimizer, hvd.size() if spec.scale_lr else 1)
+        steps = -(-self.job.steps // spec.backward_passes_per_step) * spec.epochs
+        scheduler = make_scheduler(objects.lr_scheduler, optimizer, hvd.size() if spec.scale_lr else 1, steps)
         if resumed:
             optimizer.load_state_dict(resumed["optimizer"])
             if scheduler is not None:
