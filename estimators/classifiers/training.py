@@ -13,6 +13,7 @@ from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.classifiers.labels import Labels
 from spark_hvd.estimators.fit.plan import FitPlan
+from spark_hvd.estimators.fit.trial import ROWS
 from spark_hvd.estimators.params import checks as c
 from spark_hvd.estimators.params.params import Parameter
 from spark_hvd.estimators.params.tables import TORCH
@@ -62,6 +63,8 @@ class CollatedEstimator(TorchEstimator):
     )
 
     def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> None:
+        if not len(batch[spec.labels[0].column.name]):
+            raise DataError(f"none of the first {ROWS} rows can be trained on: all were skipped. Look at the column")
         try_batch(spec, plan.objects, batch)
 
 
