@@ -29,9 +29,10 @@ from pyspark.ml.functions import array_to_vector
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - every Spark program calls it F
 
+from spark_hvd.data import ImageDecoder
 from spark_hvd.estimators import ImageClassificationModel, ImageClassifier
 
-PIXELS = 64
+PIXELS = 48
 """Height and width at which the network sees a digit: a fraction of the time that its usual 224 take."""
 
 
@@ -81,9 +82,7 @@ def fit(net: EfficientNet, digits: DataFrame, num_proc: int, epochs: int) -> Ima
         image_col="image",
         label_col="digit",
         num_proc=num_proc,
-        size=PIXELS,
-        mean=0.5,  # what this network was trained with
-        std=0.5,
+        decoder=ImageDecoder(PIXELS, mean=0.5, std=0.5),  # numbers from -1 to 1: what this network was trained with
         epochs=epochs,
         batch_size=32 // num_proc,
         learning_rate=3e-3,
@@ -119,7 +118,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-proc", type=int, default=2, help="ranks (default: 2)")
-    parser.add_argument("--epochs", type=int, default=4, help="passes over the digits (default: 4)")
+    parser.add_argument("--epochs", type=int, default=5, help="passes over the digits (default: 5)")
     parser.add_argument("--train", type=int, default=1000, help="digits to learn from (default: 1000)")
     parser.add_argument("--test", type=int, default=1000, help="digits held out (default: 1000)")
     parser.add_argument("--out", type=Path, help="draw some of the predictions into this folder")

@@ -117,6 +117,11 @@ class ImageClassifier(NeuralClassifier[ImageClassificationModel]):
                 f"image_col={name!r} is of type {kind.simpleString()}: expected binary, such as 'content' of "
                 "spark.read.format('binaryFile'), or 'image' of spark.read.format('image')"
             )
+        if sparks and settings["store"] is not None:
+            raise ValueError(
+                f"image_col={name!r} is of Spark's image type, which is not written to a store: leave store out, or "
+                "give a binary column, such as 'content' of spark.read.format('binaryFile')"
+            )
 
     def _prepared(self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels) -> Prepared:
         decoder = settings["decoder"]
