@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spark_hvd.data.readers.errors import DataError
+    from spark_hvd.estimators.classifiers.image import ImageClassificationModel, ImageClassifier
     from spark_hvd.estimators.classifiers.text import TextClassificationModel, TextClassifier
     from spark_hvd.estimators.data.reuse import clear_materialized_data
     from spark_hvd.estimators.errors import EstimatorError, ModelError, NotFiniteLossError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from spark_hvd.store.errors import CheckpointError, StoreError
 
 _NAMES = {
+    "estimators.classifiers.image": "ImageClassificationModel ImageClassifier",
     "estimators.classifiers.text": "TextClassificationModel TextClassifier",
     "estimators.data.reuse": "clear_materialized_data",
     "data.readers.errors": "DataError",
@@ -55,6 +57,8 @@ __all__ = [
     "EarlyStopping",
     "EstimatorError",
     "History",
+    "ImageClassificationModel",
+    "ImageClassifier",
     "KerasEstimator",
     "KerasModel",
     "LightningEstimator",

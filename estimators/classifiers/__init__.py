@@ -1,4 +1,4 @@
-"""Classifiers of text: estimators of raw columns, whose ranks make the tensors themselves.
+"""Classifiers of text and images: estimators of raw columns, whose ranks make the tensors themselves.
 
-May import inference and torch, and what is below them. Door: text.
+May import inference and torch, and what is below them. Doors: image, text.
 """

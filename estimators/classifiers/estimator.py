@@ -81,7 +81,7 @@ class NeuralClassifier(SavedParams, Estimator[M]):
             model=prepared.model,
             feature_cols=[settings[self._column]],
             label_cols=[labels.column],
-            collate=Collate(settings[self._column], prepared.inputs, labels),
+            collate=self._collate(settings, prepared, labels),
             loss=labels.loss,
             metrics=[labels.accuracy],
             optimizer=partial(
@@ -115,6 +115,10 @@ class NeuralClassifier(SavedParams, Estimator[M]):
     def _prepared(self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels) -> Prepared:
         """What is trained; torch's seed is set."""
         raise NotImplementedError
+
+    def _collate(self, settings: Mapping[str, Any], prepared: Prepared, labels: Labels) -> Collate:
+        """What makes batches of the rows."""
+        return Collate(settings[self._column], prepared.inputs, labels)
 
     def _unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:
         """The user's model, in the one that :meth:`_prepared` gave."""

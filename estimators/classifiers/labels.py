@@ -85,11 +85,20 @@ class Labels:
         scores = scores.float()
         if not self.classes:
             probability = scores.sigmoid()
-            return (probability >= threshold).to(torch.int8), probability
+            return _or_null((probability >= threshold).to(torch.int8), scores), probability
         best = scores.argmax(1)
         if self.spark_type == "string":
-            return [self.classes[number] for number in best.tolist()], scores.softmax(1)
-        return torch.tensor(self.classes)[best.cpu()], scores.softmax(1)
+            return _or_null([self.classes[number] for number in best.tolist()], scores), scores.softmax(1)
+        return _or_null(torch.tensor(self.classes)[best.cpu()], scores), scores.softmax(1)
+
+
+def _or_null(predicted: torch.Tensor | list[Any], scores: torch.Tensor) -> torch.Tensor | list[Any]:
+    """Predictions, None where scores are NaN."""
+    nothing = scores.isnan().any(1).tolist()
+    if not any(nothing):
+        return predicted
+    values = predicted if isinstance(predicted, list) else predicted.tolist()
+    return [None if no else value for value, no in zip(values, nothing, strict=True)]
 
 
 def _of_classes(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

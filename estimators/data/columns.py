@@ -151,7 +151,8 @@ def _column(name: str, kind: T.DataType, decoded: bool, collated: bool, compress
     text = kind.simpleString()
     if isinstance(kind, T.UserDefinedType) and text == "vector":
         return Column(name, "float32", None, text, "sparse" if compress_sparse else "plain")
-    if (isinstance(kind, T.BinaryType) and decoded) or (isinstance(kind, T.BinaryType | T.StringType) and collated):
+    raw = isinstance(kind, T.BinaryType | T.StringType | T.StructType) and collated
+    if raw or (isinstance(kind, T.BinaryType) and decoded):
         return Column(name, "object", None, text)
     inner: T.DataType = kind
     while isinstance(inner, T.ArrayType):

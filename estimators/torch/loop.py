@@ -171,9 +171,13 @@ class _Loop:
                 batch_idx=number,
             )
             outputs, labels = self.objective.transform_outputs(outputs_of(outputs), labels)
-        else:
+        elif len(inputs[0]):
             outputs, labels, loss = self._forward(inputs, labels, weights)
             torch.autograd.backward(self.scaler.scale(loss / spec.backward_passes_per_step))
+            if last:
+                self._step()
+        else:  # all its rows were skipped: the others' gradients count, and zeros
+            loss = torch.zeros((), device=device)
             if last:
                 self._step()
         state.loss = loss.detach()
@@ -183,7 +187,8 @@ class _Loop:
             value = float(state.loss)
             if value - value != 0.0:
                 raise not_finite(value, state.epoch, number, state.steps, batch)
-        sums.add(len(inputs[0]), state.loss, self.metrics(outputs, labels))
+        if len(inputs[0]):
+            sums.add(len(inputs[0]), state.loss, self.metrics(outputs, labels))
         for callback in self.job.objects.callbacks:
             callback.on_batch_end(state)
 
@@ -238,8 +243,9 @@ class _Loop:
         with torch.no_grad():
             for batch in self.job.validation_batches():
                 inputs, labels, weights = self._on_device(batch)
-                outputs, labels, loss = self._forward(inputs, labels, weights)
-                sums.add(len(inputs[0]), loss, self.metrics(outputs, labels))
+                if len(inputs[0]):
+                    outputs, labels, loss = self._forward(inputs, labels, weights)
+                    sums.add(len(inputs[0]), loss, self.metrics(outputs, labels))
         return sums
 
     def _share_buffers(self) -> None:

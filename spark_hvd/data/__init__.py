@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spark_hvd.data.columns import padded, ragged
     from spark_hvd.data.handed import get_dataset_shard
+    from spark_hvd.data.images import ImageAugmentation, ImageDecoder
     from spark_hvd.data.loader import ShardLoader
     from spark_hvd.data.shard import DatasetShard
     from spark_hvd.data.torch_loader import TorchLoader
 
 _HOMES = {
     "DatasetShard": "shard",
+    "ImageAugmentation": "images",
+    "ImageDecoder": "images",
     "ShardLoader": "loader",
     "TorchLoader": "torch_loader",
     "get_dataset_shard": "handed",
@@ -25,7 +28,16 @@ _HOMES = {
     "ragged": "columns",
 }
 
-__all__ = ["DatasetShard", "ShardLoader", "TorchLoader", "get_dataset_shard", "padded", "ragged"]
+__all__ = [
+    "DatasetShard",
+    "ImageAugmentation",
+    "ImageDecoder",
+    "ShardLoader",
+    "TorchLoader",
+    "get_dataset_shard",
+    "padded",
+    "ragged",
+]
 
 
 def __getattr__(name: str) -> Any:
