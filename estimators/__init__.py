@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spark_hvd.data.readers.errors import DataError
+    from spark_hvd.estimators.classifiers.image import ImageClassificationModel, ImageClassifier
+    from spark_hvd.estimators.classifiers.text import TextClassificationModel, TextClassifier
     from spark_hvd.estimators.data.reuse import clear_materialized_data
     from spark_hvd.estimators.errors import EstimatorError, ModelError, NotFiniteLossError
     from spark_hvd.estimators.fit.backend import LocalBackend, SparkBackend
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from spark_hvd.store.errors import CheckpointError, StoreError
 
 _NAMES = {
+    "estimators.classifiers.image": "ImageClassificationModel ImageClassifier",
+    "estimators.classifiers.text": "TextClassificationModel TextClassifier",
     "estimators.data.reuse": "clear_materialized_data",
     "data.readers.errors": "DataError",
     "estimators.errors": "EstimatorError ModelError NotFiniteLossError",
@@ -53,6 +57,8 @@ __all__ = [
     "EarlyStopping",
     "EstimatorError",
     "History",
+    "ImageClassificationModel",
+    "ImageClassifier",
     "KerasEstimator",
     "KerasModel",
     "LightningEstimator",
@@ -65,6 +71,8 @@ __all__ = [
     "Store",
     "StoreError",
     "TensorBoard",
+    "TextClassificationModel",
+    "TextClassifier",
     "TorchEstimator",
     "TorchModel",
     "TrainState",

@@ -94,6 +94,7 @@ def columns_of(
     names: Sequence[str],
     *,
     decoders: Collection[str] = frozenset(),
+    collated: bool = False,
     compress_sparse: bool = False,
 ) -> tuple[Column, ...]:
     """The columns called ``names`` as they will lie in the files.
@@ -102,6 +103,7 @@ def columns_of(
         schema: Of the DataFrame.
         names: Of the columns, in the order wanted; a name that repeats counts once.
         decoders: Names of the binary columns that a function will turn into tensors.
+        collated: A function makes tensors of whole rows, so that there may be text and bytes.
         compress_sparse: Store vectors as size, indices and values; worth it where most of their entries are zero.
 
     Returns:
@@ -112,7 +114,8 @@ def columns_of(
     """
     check_columns(schema, names, "columns")
     return tuple(
-        _column(name, schema[name].dataType, name in decoders, compress_sparse) for name in dict.fromkeys(names)
+        _column(name, schema[name].dataType, name in decoders, collated, compress_sparse)
+        for name in dict.fromkeys(names)
     )
 
 
@@ -122,7 +125,7 @@ def expression_of(column: Column) -> SparkColumn:
     A vector becomes a list of numbers, or with encoding "sparse" a struct of size, indices and values.
     """
     source = F.col(quoted(column.name))
-    if column.spark_type == "binary":  # whatever its decoder makes of it
+    if column.spark_type in ("binary", "string"):  # whatever is made of it
         result = source
     elif column.encoding == "sparse":
         result = _sparse(source, _SQL_TYPES[column.dtype])
@@ -144,11 +147,12 @@ def quoted(name: str) -> str:
     return "`" + name.replace("`", "``") + "`"
 
 
-def _column(name: str, kind: T.DataType, decoded: bool, compress_sparse: bool) -> Column:
+def _column(name: str, kind: T.DataType, decoded: bool, collated: bool, compress_sparse: bool) -> Column:
     text = kind.simpleString()
     if isinstance(kind, T.UserDefinedType) and text == "vector":
         return Column(name, "float32", None, text, "sparse" if compress_sparse else "plain")
-    if isinstance(kind, T.BinaryType) and decoded:
+    raw = isinstance(kind, T.BinaryType | T.StringType | T.StructType) and collated
+    if raw or (isinstance(kind, T.BinaryType) and decoded):
         return Column(name, "object", None, text)
     inner: T.DataType = kind
     while isinstance(inner, T.ArrayType):

@@ -197,7 +197,7 @@ def schema_of(columns: Sequence[Column]) -> pa.Schema:
 
 def _type_of(column: Column) -> pa.DataType:
     if column.dtype == "object":
-        return pa.binary()
+        return pa.binary() if column.spark_type == "binary" else pa.string()
     number = pa.bool_() if column.dtype == "bool" else getattr(pa, column.dtype)()
     if column.encoding == "sparse":
         members = [("size", pa.int32()), ("indices", _list(pa.int32())), ("values", _list(number))]
@@ -212,7 +212,7 @@ def _list(kind: pa.DataType) -> pa.DataType:
 def convert(array: pa.Array, column: Column) -> pa.Array:
     """One column of a batch, which was measured and is not empty, as it goes into the file."""
     if column.dtype == "object":
-        return array.cast(pa.binary())
+        return array.cast(_type_of(column))
     kind = _type_of(column)
     if column.encoding == "sparse":
         return _convert_sparse(array, kind)

@@ -34,7 +34,7 @@ from spark_hvd.store import Store
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
 M = TypeVar("M", bound=Model)
 
@@ -47,6 +47,8 @@ class SparkEstimator(SavedParams, Estimator[M]):
     """
 
     _not_saved = ("backend", "tracker")
+    shown_as = ""
+    """Its name in messages and displays, where another estimator fits by this one."""
     _required: ClassVar[Mapping[str, str]] = {
         "model": "the model to train",
         "feature_cols": "the columns that the model gets",
@@ -104,13 +106,7 @@ class SparkEstimator(SavedParams, Estimator[M]):
         return self._trained(plan, spec, plan.backend.num_processes())
 
     def _fit(self, dataset: DataFrame) -> M:
-        session = session_of(dataset, "fit")
-        if dataset.isStreaming:
-            raise TypeError(
-                "fit got a streaming DataFrame, which has no end: expected one of spark.read, or call fit in the "
-                "function of writeStream.foreachBatch"
-            )
-        with job_group(session, self.uid):
+        with job_group(session_to_fit(dataset), self.uid):
             return self._fit_on(dataset)
 
     def _fit_on(self, dataset: DataFrame) -> M:
@@ -139,7 +135,8 @@ class SparkEstimator(SavedParams, Estimator[M]):
             return self._trained(plan, replace(spec, train=train_data, validation=val_data), num_proc)
 
     def _plan(self) -> FitPlan:
-        name, settings = type(self).__name__, {row.name: self.value_of(row.name) for row in self._table}
+        name = self.shown_as or type(self).__name__
+        settings = {row.name: self.value_of(row.name) for row in self._table}
         check_together(name, settings, self._required)
         self._check(settings)
         return make_plan(name, {**settings, **self._derived(settings)}, label_of(self.uid, settings))
@@ -176,6 +173,22 @@ class SparkEstimator(SavedParams, Estimator[M]):
         raise NotImplementedError
 
 
+def session_to_fit(dataset: DataFrame) -> SparkSession:
+    """The session of a DataFrame that ``fit`` got.
+
+    Raises:
+        TypeError: it is no DataFrame of Spark, or a streaming one.
+        ClusterError: its session has been stopped.
+    """
+    session = session_of(dataset, "fit")
+    if dataset.isStreaming:
+        raise TypeError(
+            "fit got a streaming DataFrame, which has no end: expected one of spark.read, or call fit in the "
+            "function of writeStream.foreachBatch"
+        )
+    return session
+
+
 def model_fields(plan: FitPlan, spec: TrainSpec, model: torch.nn.Module, history: History) -> dict[str, Any]:
     """What every estimator gives to the model that comes out of it, as keywords."""
     labels = tuple(label.column for label in spec.labels)
@@ -196,8 +209,13 @@ def _checked_columns(plan: FitPlan, df: DataFrame) -> tuple[Column, ...]:
         check_columns(df.schema, settings[parameter], parameter)
     if settings["sample_weight_col"]:
         check_columns(df.schema, [settings["sample_weight_col"]], "sample_weight_col")
-    compress = settings["compress_sparse_cols"]
-    return columns_of(df.schema, plan.spec.columns, decoders=set(settings["decoders"]), compress_sparse=compress)
+    return columns_of(
+        df.schema,
+        plan.spec.columns,
+        decoders=set(settings["decoders"]),
+        collated=settings.get("collate") is not None,
+        compress_sparse=settings["compress_sparse_cols"],
+    )
 
 
 def _some_rows(df: DataFrame, columns: tuple[Column, ...], who: str) -> pa.Table:

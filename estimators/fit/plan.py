@@ -110,7 +110,7 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
             "removed_fields": tuple(settings["transformation_removed_fields"] or ()),
         },
     }
-    functions = {"decoders": settings["decoders"], "transformation_fn": settings["transformation_fn"]}
+    functions = {name: settings.get(name) for name in ("decoders", "transformation_fn", "collate")}
     objects = {**_fields_of(Objects, settings), "reader": functions}
     return FitPlan(
         name=f"{name} ({label})" if label else name,

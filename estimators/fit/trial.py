@@ -78,7 +78,11 @@ def spec_for(plan: FitPlan, batch: Batch, columns: Sequence[Column]) -> TrainSpe
             replace(label, dtype=_label_dtype(batch[label.column.name], plan.objects.loss, number))
             for number, label in enumerate(labels)
         )
-    return replace(plan.spec, inputs=tensors(settings["feature_cols"], "input"), labels=labels)
+    if settings.get("collate") is None:
+        return replace(plan.spec, inputs=tensors(settings["feature_cols"], "input"), labels=labels)
+    made = [name for name in batch if name not in settings["label_cols"]]
+    inputs = tuple(TensorSpec(_as_in(batch[name], Column(name, "object"))) for name in made)
+    return replace(plan.spec, inputs=inputs, labels=labels)
 
 
 def _label_dtype(tensor: torch.Tensor, losses: Sequence[Any], number: int) -> str | None:

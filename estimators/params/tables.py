@@ -128,7 +128,12 @@ _TORCH = rows(
     ("loss_constructors", None, c.functions, "Functions that make the losses in the ranks, instead of loss."),
     ("metrics", [], c.function_groups, "Functions of (output, label) to report; or a list of such lists, one a label."),
     ("scale_lr", True, c.flag, "Multiply learning rates by num_proc, as in Horovod: a step has that many batches."),
-    ("lr_scheduler", None, c.scheduler, "A torch scheduler of the optimizer, or a function of it that makes one."),
+    (
+        "lr_scheduler",
+        None,
+        c.scheduler,
+        "A torch scheduler of the optimizer, or a function of it (and of `total_steps`) that makes one.",
+    ),
     ("lr_scheduler_interval", "epoch", c.one_of("epoch", "step"), "When the scheduler steps."),
     ("gradient_compression", None, c.compression, "hvd.Compression.fp16, .bf16, or one with compress and decompress."),
     ("backward_passes_per_step", 1, c.whole(1), "Batches whose gradients are averaged into one step."),

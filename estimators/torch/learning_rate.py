@@ -45,10 +45,11 @@ def make_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def make_scheduler(given: Any, optimizer: torch.optim.Optimizer, factor: float) -> Scheduler | None:
+def make_scheduler(given: Any, optimizer: torch.optim.Optimizer, factor: float, steps: int) -> Scheduler | None:
     """The scheduler of ``optimizer``, whose rates become ``factor`` times what they were.
 
-    A function is called with the optimizer once its rates are scaled; a scheduler given has its own rates scaled.
+    A function is called with the optimizer once its rates are scaled, and with the ``steps`` that it takes in all where
+    it has a parameter ``total_steps`` without a default; a scheduler given has its own rates scaled.
 
     Raises:
         ValueError: it is no scheduler.
@@ -58,7 +59,9 @@ def make_scheduler(given: Any, optimizer: torch.optim.Optimizer, factor: float) 
         scheduler = given
     else:
         scale(optimizer, None, factor)
-        scheduler = given(optimizer)
+        asks = inspect.signature(given).parameters.get("total_steps")
+        known = {"total_steps": steps} if asks is not None and asks.default is asks.empty else {}
+        scheduler = given(optimizer, **known)
     if scheduler is not None and not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
         raise ValueError(f"lr_scheduler={given!r} gave {type(scheduler).__name__}: expected a torch LRScheduler")
     return scheduler

@@ -66,7 +66,8 @@ class _Loop:
     def _optimizer(self) -> tuple[Any, Scheduler | None]:
         spec, objects, resumed = self.spec, self.job.objects, self.job.resumed
         optimizer = make_optimizer(objects.optimizer, self.model)
-        scheduler = make_scheduler(objects.lr_scheduler, optimizer, hvd.size() if spec.scale_lr else 1)
+        steps = -(-self.job.steps // spec.backward_passes_per_step) * spec.epochs
+        scheduler = make_scheduler(objects.lr_scheduler, optimizer, hvd.size() if spec.scale_lr else 1, steps)
         if resumed:
             optimizer.load_state_dict(resumed["optimizer"])
             if scheduler is not None:
@@ -173,9 +174,13 @@ class _Loop:
                 batch_idx=number,
             )
             outputs, labels = self.objective.transform_outputs(outputs_of(outputs), labels)
-        else:
+        elif len(inputs[0]):
             outputs, labels, loss = self._forward(inputs, labels, weights)
             torch.autograd.backward(self.scaler.scale(loss / spec.backward_passes_per_step))
+            if last:
+                self._step()
+        else:  # all its rows were skipped: the others' gradients count, and zeros
+            loss = torch.zeros((), device=device)
             if last:
                 self._step()
         state.loss = loss.detach()
@@ -185,7 +190,8 @@ class _Loop:
             value = float(state.loss)
             if value - value != 0.0:
                 raise not_finite(value, state.epoch, number, state.steps, batch)
-        sums.add(len(inputs[0]), state.loss, self.metrics(outputs, labels))
+        if len(inputs[0]):
+            sums.add(len(inputs[0]), state.loss, self.metrics(outputs, labels))
         for callback in self.job.objects.callbacks:
             callback.on_batch_end(state)
 
@@ -240,8 +246,9 @@ class _Loop:
         with torch.no_grad():
             for batch in self.job.validation_batches():
                 inputs, labels, weights = self._on_device(batch)
-                outputs, labels, loss = self._forward(inputs, labels, weights)
-                sums.add(len(inputs[0]), loss, self.metrics(outputs, labels))
+                if len(inputs[0]):
+                    outputs, labels, loss = self._forward(inputs, labels, weights)
+                    sums.add(len(inputs[0]), loss, self.metrics(outputs, labels))
         return sums
 
     def _share_buffers(self) -> None:

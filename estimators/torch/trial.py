@@ -45,7 +45,7 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
     if weights is not None and weights.dim() != 1:
         raise ModelError(f"sample_weight_col={column!r}: expected one number a row, got {describe(weights)}")
     optimizer = make_optimizer(objects.optimizer, model)
-    scheduler = make_scheduler(objects.lr_scheduler, optimizer, 1)
+    scheduler = make_scheduler(objects.lr_scheduler, optimizer, 1, 100)
 
     def check_state() -> None:
         for name, part in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):

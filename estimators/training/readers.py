@@ -6,7 +6,9 @@ from typing import Any
 
 from spark_hvd.data.readers.arrow import ArrowReader
 from spark_hvd.data.readers.blocks import TensorForm
+from spark_hvd.data.readers.collated import CollatedForm
 from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.forms import Form
 from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 
@@ -35,4 +37,12 @@ def open_reader(spec: ReaderSpec) -> Reader[Batch]:
         from spark_hvd.estimators.petastorm.reader import PetastormReader
 
         return PetastormReader(spec)
-    return ArrowReader(spec, TensorForm(spec))
+    return ArrowReader(spec, form_of(spec))
+
+
+def form_of(spec: ReaderSpec) -> Form[Any, Batch]:
+    """What rows are in until they are a batch."""
+    collate = spec.collate
+    return (
+        TensorForm(spec) if collate is None else CollatedForm(lambda rows: collate(rows, spec.training), spec.workers)
+    )

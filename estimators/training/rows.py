@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import spark_hvd.torch as hvd
 from spark_hvd.data.frame import FrameSource
 from spark_hvd.data.handed import source_of
-from spark_hvd.data.readers.blocks import TensorForm
 from spark_hvd.data.readers.dataset import Column, DatasetMeta
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.measure import ColumnFindings
@@ -18,7 +17,7 @@ from spark_hvd.data.readers.sharding import Position, Sharding
 from spark_hvd.data.shard import source_here
 from spark_hvd.data.source import Asked
 from spark_hvd.data.spool import Spool
-from spark_hvd.estimators.training.readers import open_reader
+from spark_hvd.estimators.training.readers import form_of, open_reader
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
         window_rows=spec.window_rows,
         workers=spec.workers,
     )
-    return Rows(source.open(asked, TensorForm(spec)), source.sharding(batch_size, drop_last, asked), source.layout)
+    return Rows(source.open(asked, form_of(spec)), source.sharding(batch_size, drop_last, asked), source.layout)
 
 
 def _measured(spool: Spool, columns: Sequence[Column]) -> ColumnFindings:

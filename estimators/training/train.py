@@ -247,7 +247,9 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
         feed = Feed(rows.reader, rows.sharding, hvd.rank(), hvd.size(), _position(order, resumed))
         validation = None
         if spec.validation is not None:
-            reader = replace(reader, dataset=spec.validation, shuffle=False, workers=spec.val_reader_num_workers)
+            reader = replace(
+                reader, dataset=spec.validation, shuffle=False, training=False, workers=spec.val_reader_num_workers
+            )
             validation = rows_of("validation", reader, spec.val_batch_size)
             cleanup.enter_context(closing(validation.reader))
         job = Job(spec, objects, device, resumed, history, checkpoints, rows, feed, validation, state)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spark_hvd.data.columns import padded, ragged
     from spark_hvd.data.handed import get_dataset_shard
+    from spark_hvd.data.images import ImageAugmentation, ImageDecoder
     from spark_hvd.data.loader import ShardLoader
     from spark_hvd.data.series.windows import Windows
     from spark_hvd.data.shard import DatasetShard
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "DatasetShard": "shard",
+    "ImageAugmentation": "images",
+    "ImageDecoder": "images",
     "ShardLoader": "loader",
     "TorchLoader": "torch_loader",
     "Windows": "series.windows",
@@ -27,7 +30,17 @@ _HOMES = {
     "ragged": "columns",
 }
 
-__all__ = ["DatasetShard", "ShardLoader", "TorchLoader", "Windows", "get_dataset_shard", "padded", "ragged"]
+__all__ = [
+    "DatasetShard",
+    "ImageAugmentation",
+    "ImageDecoder",
+    "ShardLoader",
+    "TorchLoader",
+    "Windows",
+    "get_dataset_shard",
+    "padded",
+    "ragged",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,7 @@ CHUNK = 16384
 """Rows that are decoded at once of a row group that is too large for a window."""
 
 _Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
@@ -93,7 +94,7 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
         def start(piece: Piece) -> Callable[[], RowsT]:
             return pool.submit(load, piece).result
 
-        for rows_read in _ahead(start, pieces, self._spec.workers):
+        for rows_read in ahead(start, pieces, self._spec.workers):
             # What is kept must not change with what the consumer does to its batches.
             yield self._form.kept(rows_read) if self._spec.cache else rows_read
             del rows_read
@@ -115,7 +116,7 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
             filling = [pool.submit(_fill, window, i, piece, load) for i, piece in enumerate(windows[at])]
             return lambda: _filled(window, filling)
 
-        return _ahead(start, wanted, 1)
+        return ahead(start, wanted, 1)
 
     def _loader(self, pieces: Sequence[Piece], rows: int) -> Callable[[Piece], RowsT]:
         """What loads these pieces, in this order, from memory or files; ``rows`` are those of a window."""
@@ -162,10 +163,10 @@ def _filled(window: Window[RowsT], filling: list[Future[None]]) -> RowsT:
     return window.take()
 
 
-def _ahead(start: Callable[[_Item], Callable[[], RowsT]], plan: Iterable[_Item], ahead: int) -> Iterator[RowsT]:
-    """The results of ``plan`` in order; while one is used, the next ``ahead`` are under way."""
+def ahead(start: Callable[[_Item], Callable[[], _Result]], plan: Iterable[_Item], number: int) -> Iterator[_Result]:
+    """The results of ``plan`` in order; while one is used, the next ``number`` are under way."""
     plan = iter(plan)
-    waiting = deque(start(item) for item in itertools.islice(plan, ahead))
+    waiting = deque(start(item) for item in itertools.islice(plan, number))
     while True:
         waiting.extend(start(item) for item in itertools.islice(plan, 1))
         if not waiting:

@@ -11,6 +11,7 @@ from spark_hvd.data.readers.sharding import Interval
 
 if TYPE_CHECKING:
     import pandas as pd
+    import pyarrow as pa
     import torch
 
     from spark_hvd.store import Store
@@ -41,6 +42,9 @@ class ReaderSpec:
         transformation_fn: Function of a pandas DataFrame of some rows, returning one of as many rows.
         edit_fields: (name, numpy dtype, shape, nullable) of what ``transformation_fn`` adds or changes.
         removed_fields: Names of the columns that ``transformation_fn`` removes.
+        collate: Function of a ``pyarrow.RecordBatch`` of the columns, and of ``training``, that makes a batch, in place
+            of decoders and ``transformation_fn``; for the Arrow reader.
+        training: Whether the rows are to train on, and not to validate.
     """
 
     dataset: DatasetMeta
@@ -57,6 +61,8 @@ class ReaderSpec:
     transformation_fn: Callable[[pd.DataFrame], pd.DataFrame] | None = None
     edit_fields: tuple[tuple[str, Any, tuple[int, ...], bool], ...] = ()
     removed_fields: tuple[str, ...] = ()
+    collate: Callable[[pa.RecordBatch, bool], Batch] | None = None
+    training: bool = True
 
 
 class Reader(Protocol[BatchT_co]):

@@ -1,0 +1,125 @@
+"""``NeuralClassifier``: the fit of a classifier of a raw column, whatever the column holds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from pyspark.ml import Estimator
+
+from spark_hvd.estimators.classifiers.classes import labels_of
+from spark_hvd.estimators.classifiers.collated import CollatedEstimator
+from spark_hvd.estimators.classifiers.labels import Labels
+from spark_hvd.estimators.classifiers.model import NeuralClassificationModel
+from spark_hvd.estimators.classifiers.training import Collate, Inputs, adamw, warmup_and_decay
+from spark_hvd.estimators.data.columns import check_columns
+from spark_hvd.estimators.fit.estimator import session_to_fit
+from spark_hvd.estimators.params.persistence import SavedParams
+from spark_hvd.runner.spark.names import job_group
+from spark_hvd.runner.spark.private import rename
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+M = TypeVar("M", bound=NeuralClassificationModel)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a classifier trains.
+
+    Attributes:
+        model: Of the tensors that ``inputs`` makes, in order; returns scores (rows, classes), before softmax.
+        inputs: Makes its tensors of the column.
+        learning_rate: Where none is asked for.
+        fields: Parameters of the trained model besides those that all have.
+    """
+
+    model: torch.nn.Module
+    inputs: Inputs
+    learning_rate: float
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+class NeuralClassifier(SavedParams, Estimator[M]):
+    """Base of the classifiers. A subclass gives its table, the name of its column, and what it trains.
+
+    A fit looks at all rows once for the classes, which may be text, and for nulls; then it tries a batch on the driver
+    and gives the rows as they are to the ranks, which make tensors of them and train together.
+    """
+
+    _not_saved: ClassVar = ("backend", "tracker")
+    _column: ClassVar[str]
+    """The parameter that names the column of the features."""
+    _model_class: ClassVar[type[NeuralClassificationModel]]
+
+    def _fit(self, dataset: DataFrame) -> M:
+        session = session_to_fit(dataset)
+        settings = {row.name: self.value_of(row.name) for row in self._table}
+        for name in ("model", self._column, "label_col"):
+            if settings[name] is None:
+                raise ValueError(f"{name} is missing: {type(self).__name__} needs it")
+        column, label = settings[self._column], settings["label_col"]
+        check_columns(dataset.schema, [column], self._column)
+        check_columns(dataset.schema, [label], "label_col")
+        self._check(dataset, settings)
+        with job_group(session, self.uid):
+            labels = labels_of(dataset, label, column, type(self).__name__)
+            seed = settings["random_seed"]
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(random.SystemRandom().randrange(2**31) if seed is None else seed)
+                prepared = self._prepared(dataset, settings, labels)
+            return self._trained(dataset, settings, labels, prepared)
+
+    def _trained(self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels, prepared: Prepared) -> M:
+        same = {row.name for row in CollatedEstimator._table} & settings.keys() - {"model"}
+        inner = CollatedEstimator(
+            model=prepared.model,
+            feature_cols=[settings[self._column]],
+            label_cols=[labels.column],
+            collate=self._collate(settings, prepared, labels),
+            loss=labels.loss,
+            metrics=[labels.accuracy],
+            optimizer=partial(
+                adamw,
+                lr=settings["learning_rate"] or prepared.learning_rate,
+                weight_decay=settings["weight_decay"],
+            ),
+            lr_scheduler=partial(warmup_and_decay, warmup=settings["warmup"]),
+            lr_scheduler_interval="step",
+            scale_lr=False,
+            **{name: settings[name] for name in same},
+        )
+        inner.shown_as = type(self).__name__
+        rename(inner, self.uid)
+        trained = inner._fit_on(dataset)
+        model = self._model_class(
+            labels=labels,
+            history=trained.value_of("history"),
+            run_id=trained.value_of("run_id"),
+            model=self._unwrapped(trained.value_of("model")),
+            **{self._column: settings[self._column], **prepared.fields},
+            **{name: settings[name] for name in ("prediction_col", "probability_col", "threshold", "use_gpu")},
+        )
+        return model  # type: ignore[return-value] # _model_class is M
+
+    # -- what a subclass adds
+
+    def _check(self, dataset: DataFrame, settings: Mapping[str, Any]) -> None:
+        """Raise a DataError for a column of a wrong type, a ValueError for parameters that do not go together."""
+
+    def _prepared(self, dataset: DataFrame, settings: Mapping[str, Any], labels: Labels) -> Prepared:
+        """What is trained; torch's seed is set."""
+        raise NotImplementedError
+
+    def _collate(self, settings: Mapping[str, Any], prepared: Prepared, labels: Labels) -> Collate:
+        """What makes batches of the rows."""
+        return Collate(settings[self._column], prepared.inputs, labels)
+
+    def _unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The user's model, in the one that :meth:`_prepared` gave."""
+        return model

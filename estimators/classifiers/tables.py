@@ -1,0 +1,69 @@
+"""The parameters that all classifiers have. Those that TorchEstimator has too mean the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spark_hvd.estimators.classifiers.labels import Labels
+from spark_hvd.estimators.params import checks as c
+from spark_hvd.estimators.params.params import Parameter, rows
+from spark_hvd.estimators.params.tables import TORCH
+from spark_hvd.estimators.training.history import as_history
+
+_TORCH = {row.name: row for row in TORCH}
+_OUTPUTS = rows(
+    "What transform appends",
+    (
+        "prediction_col",
+        "prediction",
+        c.maybe_empty_text,
+        "The class: text, boolean and arrays as in the data, numbers as double; '' leaves it out.",
+    ),
+    ("probability_col", "probability", c.maybe_empty_text, "Probabilities of the classes, a vector; '' leaves it out."),
+    ("threshold", 0.5, c.number(at_least=0), "Of the probability of a class, where rows have several (arrays of 0/1)."),
+)
+
+
+def _as_in_torch(group: str, *names: str) -> tuple[Parameter, ...]:
+    return tuple(replace(_TORCH[name], group=group) for name in names)
+
+
+def estimator_table(*own: Parameter) -> tuple[Parameter, ...]:
+    """The table of a classifier that has parameters of its own."""
+    where = "num_proc backend store run_id max_restarts min_num_proc tracker use_gpu verbose progress"
+    rest = "random_seed precision backward_passes_per_step gradient_compression checkpoint_every callbacks monitor"
+    return (
+        *own,
+        *rows(
+            "Training",
+            ("epochs", 3, c.whole(1), "Passes over the data."),
+            ("batch_size", 32, c.whole(1), "Rows of a batch, on each rank."),
+            ("learning_rate", None, c.number(above=0), "Of AdamW, at its highest; by default as the model asks for."),
+            ("warmup", 0.1, c.number(at_least=0), "Share of all steps in which it rises; then it falls to 0."),
+            ("weight_decay", 0.01, c.number(at_least=0), "Of AdamW, for matrices only."),
+            ("gradient_clip_norm", 1.0, c.number(above=0), "Largest norm of all gradients together."),
+        ),
+        *_as_in_torch("Training", *rest.split(), "monitor_mode", "restore_best_weights"),
+        *_as_in_torch("Validation", "validation", "val_batch_size"),
+        *_as_in_torch("Where it runs", *where.split()),
+        *_OUTPUTS,
+    )
+
+
+def model_table(*own: Parameter) -> tuple[Parameter, ...]:
+    """The table of the model of a classifier that has parameters of its own."""
+    return (
+        *own,
+        *rows(
+            "Model",
+            ("labels", None, c.instance("Labels", "to_json", "tensor"), "The classes, as fit found them."),
+            ("history", None, as_history, "What fit recorded of each epoch."),
+            ("run_id", None, c.text, "The run that trained it."),
+            ("batch_size", 256, c.whole(1), "Rows that go through the model at once."),
+        ),
+        *_as_in_torch("Model", "use_gpu"),
+        *_OUTPUTS,
+    )
+
+
+LABELS_FROM_JSON = {"labels": Labels.from_json}

@@ -1,0 +1,71 @@
+"""How classifiers train: batches of raw rows, AdamW, a learning rate that warms up and then falls to zero."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pyarrow as pa
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.reader import Batch
+from spark_hvd.estimators.classifiers.labels import Labels
+
+
+class Inputs(Protocol):
+    """Makes a model's tensors of the values of a column; in ranks and in Spark's Python workers."""
+
+    def __call__(self, values: list[Any], training: bool) -> dict[str, torch.Tensor]:
+        """The tensors (rows, ...) by name, always the same names; in the order of the model's arguments.
+
+        Args:
+            values: Of the column, without nulls.
+            training: Whether the model is trained on them, which may change them at random.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Collate:
+    """A batch of a fit: the tensors of the features, and the label under the name of its column."""
+
+    column: str
+    inputs: Inputs
+    labels: Labels
+
+    def __call__(self, rows: pa.RecordBatch, training: bool) -> Batch:
+        """See the class."""
+        batch = self.inputs(rows.column(self.column).to_pylist(), training)
+        if self.labels.column in batch:
+            raise DataError(f"label_col={self.labels.column!r} is the name of one of the model's inputs: rename it")
+        return {**batch, self.labels.column: self.labels.tensor(rows.column(self.labels.column))}
+
+
+def adamw(model: torch.nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """AdamW of what is trained of a model; biases and scales of norms do not decay.
+
+    Raises:
+        ValueError: all parameters are frozen.
+    """
+    trained = [param for param in model.parameters() if param.requires_grad]
+    if not trained:
+        raise ValueError("model has no parameter that is trained: requires_grad is False for all of them")
+    groups = [
+        {"params": [param for param in trained if param.ndim > 1], "weight_decay": weight_decay},
+        {"params": [param for param in trained if param.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr)
+
+
+def warmup_and_decay(optimizer: torch.optim.Optimizer, total_steps: int, warmup: float) -> LambdaLR:
+    """A learning rate that rises for the share ``warmup`` of all steps, and then falls in a straight line to zero."""
+    rising = max(1, round(warmup * total_steps))
+
+    def factor(step: int) -> float:
+        if step < rising:
+            return (step + 1) / rising
+        return max(0.0, (total_steps - step) / max(1, total_steps - rising))
+
+    return LambdaLR(optimizer, factor)

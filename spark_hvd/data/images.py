@@ -1,0 +1,291 @@
+"""Images as bytes become tensors in the process that uses them: decoded by threads, cut to one size, normalised."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from spark_hvd.data.columns import Collate, torch_batch
+from spark_hvd.data.readers.dataset import listed
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.world.words import count
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Mean and standard deviation of red, green and blue over ImageNet: what most pretrained networks were trained with."""
+_SHOWN = 3
+"""Images that an error describes, of those that cannot be decoded."""
+
+Augment = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+"""Changes images (rows, channels, height, width), float32, at random: all draws come from the generator."""
+
+
+class ImageDecoder:
+    """Makes a tensor of images that are PNG, JPEG or whatever else Pillow opens, or of Spark's image type.
+
+    Calling it is what ``spark_hvd.predict(collate=)`` takes; for ``torch_batches(collate_fn=)`` see :meth:`collate`.
+
+        decoder = spark_hvd.data.ImageDecoder(224)
+        spark_hvd.predict(df, net, columns="content", collate=decoder, outputs={"scores": "array<float>"})
+
+    Threads decode, as Pillow lets others run meanwhile. Images are turned upright as their EXIF data say, cut to the
+    proportions of ``size`` around their middle, and scaled. Of a large JPEG no more is decoded than that needs.
+
+    Args:
+        size: Height and width in pixels; one number for both.
+        channels: 3 for red, green and blue, 1 for grey, 4 for colours and opacity. Images of other kinds are converted.
+        mean: Taken off pixels between 0 and 1: a number, or one for each channel. By default those of ImageNet.
+        std: What they are divided by then.
+        crop: False to stretch images to the size, so that nothing is cut off.
+        undecodable: "stop" for a DataError where an image cannot be decoded, or "skip" to go on without it: a training
+            batch has fewer rows, and a prediction is made of NaN.
+        threads: That decode; None for as many as torch computes with in that process.
+
+    Attributes:
+        skipped: Images that could not be decoded so far, in this process.
+
+    Raises:
+        ValueError: an argument is out of its range.
+        ImportError: Pillow is not installed; here, or where images are decoded.
+    """
+
+    __module__ = "spark_hvd.data"
+
+    def __init__(
+        self,
+        size: int | tuple[int, int],
+        *,
+        channels: int = 3,
+        mean: float | Sequence[float] | None = None,
+        std: float | Sequence[float] | None = None,
+        crop: bool = True,
+        undecodable: str = "stop",
+        threads: int | None = None,
+    ) -> None:
+        height, width = (size, size) if isinstance(size, int) else tuple(size)
+        if height < 1 or width < 1:
+            raise ValueError(f"size={size!r}: expected pixels from 1, a number or (height, width)")
+        if channels not in _MODES:
+            raise ValueError(f"channels={channels!r}: expected 3 for colours, 1 for grey, or 4 with opacity")
+        if undecodable not in ("stop", "skip"):
+            raise ValueError(f"undecodable={undecodable!r}: expected 'stop' or 'skip'")
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads={threads!r}: expected at least 1")
+        _pillow()
+        self.size, self.channels, self.crop = (height, width), channels, crop
+        self.mean = _per_channel("mean", mean, channels, _MEAN)
+        self.std = _per_channel("std", std, channels, _STD)
+        if min(self.std) <= 0:
+            raise ValueError(f"std={std!r}: expected numbers above 0")
+        self.undecodable, self.threads = undecodable, threads
+        self.skipped = 0
+
+    def __repr__(self) -> str:
+        return f"ImageDecoder({self.size}, channels={self.channels}, undecodable={self.undecodable!r})"
+
+    def __call__(self, images: Sequence[Any]) -> torch.Tensor:
+        """A tensor of all images.
+
+        Args:
+            images: Bytes, or mappings with the fields of Spark's image type.
+
+        Returns:
+            float32 (rows, channels, height, width); NaN for an image that was skipped.
+
+        Raises:
+            DataError: an image cannot be decoded, and ``undecodable="stop"``.
+        """
+        pixels, kept = self._pixels(images, "the batch")
+        tensor = self._normal(pixels)
+        tensor[torch.from_numpy(~kept)] = torch.nan
+        return tensor
+
+    def collate(self, column: str, *, augment: Augment | None = None, seed: int = 0) -> Collate:
+        """A ``collate_fn`` for ``torch_batches``: the images of a column as a tensor, other columns as ever.
+
+        Args:
+            column: Its name.
+            augment: Changes images at random, such as :class:`ImageAugmentation`.
+            seed: Of the draws, which follow from it and from the images of a batch: the same whatever ranks and threads
+                there are, and others in each epoch where batches are shuffled.
+
+        Returns:
+            A function of a record batch that gives a dict of tensors. Rows of images that were skipped are not in
+            it: it may have no rows at all.
+        """
+
+        def collated(batch: pa.RecordBatch) -> dict[str, Any]:
+            images, kept = self.rows_of(batch, column, augment, seed)
+            others = batch.drop_columns([column])
+            others = others if kept.all() else others.filter(pa.array(kept))
+            return {column: images, **(torch_batch(others) if others.num_columns else {})}
+
+        return collated
+
+    def rows_of(
+        self, batch: pa.RecordBatch, column: str, augment: Augment | None = None, seed: int = 0
+    ) -> tuple[torch.Tensor, np.ndarray[Any, np.dtype[np.bool_]]]:
+        """The images of a column that can be decoded, and for each row whether it is among them; see :meth:`collate`.
+
+        Raises:
+            DataError: there is no such column; an image cannot be decoded, and ``undecodable="stop"``.
+        """
+        if column not in batch.schema.names:
+            raise DataError(f"there is no column {column!r} of images: expected one of {listed(batch.schema.names)}")
+        values = batch.column(column).to_pylist()
+        pixels, kept = self._pixels(values, f"the batch of column {column!r}")
+        images = self._normal(pixels if kept.all() else pixels[kept])
+        if augment is None:
+            return images, kept
+        for value in values:
+            seed = zlib.crc32((value["data"] if isinstance(value, Mapping) else value) or b"", seed & 0xFFFFFFFF)
+        return augment(images, torch.Generator().manual_seed(seed)), kept
+
+    def _pixels(self, images: Sequence[Any], where: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Bytes (rows, height, width, channels), and for each row whether it could be decoded."""
+        pixels = np.zeros((len(images), *self.size, self.channels), np.uint8)
+
+        def decode(row: int) -> Exception | None:
+            try:
+                pixels[row] = self._decoded(images[row]).reshape(pixels.shape[1:])
+            except (MemoryError, ImportError):
+                raise
+            except Exception as error:  # Pillow's plugins raise what they like on bytes that are no image
+                return error
+            return None
+
+        threads = min(self.threads or torch.get_num_threads(), len(images))
+        of = map if threads < 2 else _pool(os.getpid(), threads).map
+        wrong = {row: error for row, error in enumerate(of(decode, range(len(images)))) if error is not None}
+        if wrong and self.undecodable == "stop":
+            raise DataError(_undecodable(images, wrong, where))
+        self.skipped += len(wrong)
+        kept = np.ones(len(images), np.bool_)
+        kept[list(wrong)] = False
+        return pixels, kept
+
+    def _decoded(self, value: Any) -> np.ndarray[Any, Any]:
+        pillow, operations = _pillow()
+        if value is None:
+            raise ValueError("null")
+        with _of_spark(value) if isinstance(value, Mapping) else pillow.open(io.BytesIO(value)) as image:
+            height, width = self.size
+            least = 2 * max(height, width)  # which way up is not known yet; and scaling needs something to average
+            image.draft(None, (least, least))
+            upright = _eight_bits(operations.exif_transpose(image))
+            if upright.mode != _MODES[self.channels]:
+                upright = upright.convert(_MODES[self.channels])
+            if upright.size != (width, height):
+                if self.crop:
+                    upright = operations.fit(upright, (width, height), pillow.Resampling.BILINEAR)
+                else:
+                    upright = upright.resize((width, height), pillow.Resampling.BILINEAR)
+            return np.asarray(upright)
+
+    def _normal(self, pixels: np.ndarray[Any, Any]) -> torch.Tensor:
+        tensor = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+        mean, std = (torch.tensor(each).view(-1, 1, 1) * 255 for each in (self.mean, self.std))
+        return tensor.sub_(mean).div_(std)
+
+
+class ImageAugmentation:
+    """Shifts images by some pixels, and mirrors half of them, at random; to be called on tensors.
+
+    Args:
+        crop_padding: Pixels by which an image is padded on each side, with its own edges, before a piece of its size
+            is cut out.
+        flip: Mirror every second image, left to right.
+
+    Raises:
+        ValueError: ``crop_padding`` is below 0.
+    """
+
+    __module__ = "spark_hvd.data"
+
+    def __init__(self, crop_padding: int = 4, *, flip: bool = True) -> None:
+        if crop_padding < 0:
+            raise ValueError(f"crop_padding={crop_padding!r}: expected pixels from 0")
+        self.crop_padding, self.flip = crop_padding, flip
+
+    def __call__(self, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Images of the same shape (rows, channels, height, width); all draws come from ``generator``."""
+        rows, _, height, width = images.shape
+        shifts = torch.randint(-self.crop_padding, self.crop_padding + 1, (2, rows, 1), generator=generator)
+        down = (torch.arange(height) + shifts[0]).clamp(0, height - 1)  # beyond an edge is the edge itself
+        right = (torch.arange(width) + shifts[1]).clamp(0, width - 1)
+        if self.flip:
+            mirrored = torch.rand(rows, 1, generator=generator) < 0.5
+            right = torch.where(mirrored, right.flip(1), right)
+        row = torch.arange(rows)[:, None, None]
+        return images[row, :, down[:, :, None], right[:, None, :]].permute(0, 3, 1, 2).contiguous()
+
+
+def _per_channel(
+    name: str, given: float | Sequence[float] | None, channels: int, imagenet: Sequence[float]
+) -> tuple[float, ...]:
+    if given is None:
+        return tuple(imagenet) if channels == 3 else (round(sum(imagenet) / 3, 3),) * channels
+    found = tuple(map(float, given)) if isinstance(given, Sequence) else (float(given),) * channels
+    if len(found) != channels:
+        raise ValueError(f"{name}={given!r}: expected a number, or {channels}, one for each channel")
+    return found
+
+
+def _pillow() -> tuple[Any, Any]:
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise ImportError(f"images need Pillow: pip install 'spark_hvd[image]' ({error})") from error
+    return Image, ImageOps
+
+
+@functools.lru_cache(maxsize=4)
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """Of this process: threads do not survive a fork."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="decode")
+
+
+def _of_spark(value: Mapping[str, Any]) -> Image:
+    """A value of Spark's image type: rows of pixels, as OpenCV has them, blue before red."""
+    if value["height"] < 0:
+        raise ValueError("Spark could not decode it")
+    pixels = np.frombuffer(value["data"], np.uint8).reshape(value["height"], value["width"], value["nChannels"])
+    order = {1: [0], 3: [2, 1, 0], 4: [2, 1, 0, 3]}[value["nChannels"]]
+    pixels = pixels[..., 0] if len(order) == 1 else np.ascontiguousarray(pixels[..., order])
+    found: Image = _pillow()[0].fromarray(pixels)
+    return found
+
+
+def _eight_bits(image: Image) -> Image:
+    """The upper half of pixels of 16 bits, which Pillow would cut off at 255."""
+    if not image.mode.startswith("I;16"):
+        return image
+    found: Image = _pillow()[0].fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return found
+
+
+def _undecodable(images: Sequence[Any], wrong: Mapping[int, Exception], where: str) -> str:
+    shown = "; ".join(f"row {row}: {_told(images[row], wrong[row])}" for row in list(wrong)[:_SHOWN])
+    return (
+        f"{len(wrong)} of {count(len(images), 'image')} of {where} cannot be decoded. {shown}"
+        f"{'; and more' if len(wrong) > _SHOWN else ''}. Next: drop such rows from the DataFrame, or give "
+        "undecodable='skip', which goes on without them and counts them"
+    )
+
+
+def _told(value: Any, error: Exception) -> str:
+    if not isinstance(value, bytes | bytearray | memoryview):
+        return str(error)
+    return f"{len(value)} bytes that begin with {bytes(value[:8])!r} ({type(error).__name__})"
