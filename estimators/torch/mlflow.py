@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from spark_hvd.estimators.data.columns import quoted
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.transform import scoring
 from spark_hvd.estimators.transform.outputs import threshold_of
+from spark_hvd.scratch import Scratch
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -47,7 +47,7 @@ def log_model(
         raise ValueError(
             "log_to_mlflow got a DataFrame without rows: some of them tell the signature; give those of fit"
         )
-    with tempfile.TemporaryDirectory(prefix="spark_hvd-mlflow-") as folder:
+    with Scratch("mlflow") as folder:
         data, code = os.path.join(folder, "data"), os.path.join(folder, f"{_LOADER}.py")
         os.mkdir(data)
         shutil.copyfile(scoring.__file__, code)
