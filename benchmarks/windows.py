@@ -1,6 +1,6 @@
 """Windows over series a second in one rank: spark_hvd's loader beside the bare gather and a Dataset of windows.
 
-`python -m benchmarks.windows [--rounds 5] [--series 200] [--rows 8760] [--length 192] [--batch 256]`
+`python -m benchmarks.windows [--rounds 5] [--series 50] [--rows 8760] [--length 192] [--batch 256]`
 
 The ways take turns over the same windows, each shuffled. The bare gather has all values in one array and copies windows
 out of it; a Dataset gives PyTorch's DataLoader one window at a time, which collates them.
@@ -74,8 +74,11 @@ def _in_rank(given: argparse.Namespace, values: np.ndarray[Any, Any]) -> dict[st
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("rounds", 5), ("series", 200), ("rows", 8760), ("length", 192), ("batch", 256)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--series", type=int, default=50)
+    parser.add_argument("--rows", type=int, default=8760, help="of each series")
+    parser.add_argument("--length", type=int, default=192, help="of a window")
+    parser.add_argument("--batch", type=int, default=256)
     given = parser.parse_args()
     values = np.random.default_rng(0).random((given.series, given.rows), np.float32)
     keys = np.repeat(np.arange(given.series), given.rows)
