@@ -58,6 +58,16 @@ class KerasModel(_OfKeras, TorchModel):
 
     _table = MODEL
 
+    def log_to_mlflow(self, df: Any, name: str = "model", **options: Any) -> Any:
+        """Not for Keras: MLflow has its own way.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "log_to_mlflow is for torch models: mlflow.keras.log_model(model.getModel()) logs this"
+        )
+
     def _head(self) -> Head:
         meta = self.value_of("metadata")
         return meta.head if meta is not None else Head("other")

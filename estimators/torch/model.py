@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyspark.ml import Model
 
@@ -16,7 +17,8 @@ from spark_hvd.estimators.params.persistence import SavedParams
 from spark_hvd.estimators.params.tables import MODEL_SETTINGS, SHARED
 from spark_hvd.estimators.training.head import Head, head_of
 from spark_hvd.estimators.training.history import History, as_history
-from spark_hvd.estimators.training.packing import pack, unpack
+from spark_hvd.estimators.training.inputs import TensorSpec
+from spark_hvd.estimators.training.packing import PackedModule, pack, unpack
 from spark_hvd.estimators.transform.feeds import TensorFeed
 from spark_hvd.estimators.transform.frame import appended, check_new
 from spark_hvd.estimators.transform.meta import ModelMeta, inputs_as_trained, inputs_of, probed_shapes
@@ -54,6 +56,29 @@ TABLE = (
     *rows("Outputs", ("label_columns", None, checks.names, "One for each output of the model, in its order.")),
     *(row for row in SHARED if row.name in MODEL_SETTINGS and row.name not in ("input_dtypes", "use_gpu")),
 )
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A prediction for the rows of a DataFrame, before it runs.
+
+    Attributes:
+        model: As it is.
+        packed: As it travels.
+        specs: What it takes.
+        decoders: Of the columns that it takes.
+        plan: The columns to make of its outputs.
+        outputs: How many it has.
+        head: What the output is.
+    """
+
+    model: torch.nn.Module
+    packed: PackedModule
+    specs: tuple[TensorSpec, ...]
+    decoders: Mapping[str, Callable[[bytes], Any]]
+    plan: tuple[Output, ...]
+    outputs: int
+    head: Head
 
 
 class TorchModel(SavedParams, Model):
@@ -123,12 +148,61 @@ class TorchModel(SavedParams, Model):
                 f"transform would fail, tried on a batch of these data: {type(error).__name__}: {error}"
             ) from error
 
+    def log_to_mlflow(
+        self, df: DataFrame, name: str = "model", *, registered_model_name: str | None = None, **options: Any
+    ) -> Any:
+        """Log the model to MLflow as a pyfunc, with a signature; it can be loaded and used without spark_hvd and Spark.
+
+        Into the active run, or a new one, on the tracking server that is set. It takes a DataFrame of pandas with the
+        feature columns, vectors and arrays as lists, and returns the columns that ``transform`` appends, with its
+        numbers (to the bit, where the same rows come in one batch and on the same kind of processor).
+
+        Where it is loaded torch, numpy, pandas and cloudpickle are needed, in the versions of the driver, and the
+        packages that define the classes of your network and its decoders: ``code_paths=`` takes them along. Loading it
+        runs the code in a pickle.
+
+        Args:
+            df: Rows as for ``transform``; the first five tell the signature.
+            name: Of the model in the run.
+            registered_model_name: Register it under this name, as a new version.
+            options: More of ``mlflow.pyfunc.log_model``, such as ``pip_requirements``, ``code_paths``, ``metadata``.
+
+        Returns:
+            The ``ModelInfo`` of MLflow; ``mlflow.pyfunc.load_model(info.model_uri)`` loads it.
+
+        Raises:
+            ImportError: MLflow is not installed.
+            ValueError: There are no rows.
+            DataError, ModelError: As ``transform``; or the model cannot be pickled.
+        """
+        from spark_hvd.estimators.torch.mlflow import log_model
+
+        planned = self._planned(df, "log_to_mlflow")
+        return log_model(planned, self.value_of("batch_size"), df, name, registered_model_name, options)
+
     def _transform(self, dataset: DataFrame) -> DataFrame:
         session = session_of(dataset, "transform")
+        planned = self._planned(dataset, "transform")
+        check_new(dataset, [output.name for output in planned.plan], "transform", _OTHER_NAMES)
+        choose_python(session)
+        job = Prediction(
+            model=sent(planned.packed, session, is_connect(session)),
+            feed=TensorFeed(planned.specs, planned.decoders),
+            plan=planned.plan,
+            outputs=planned.outputs,
+            head=planned.head,
+            batch_size=self.value_of("batch_size"),
+            use_gpu=self.value_of("use_gpu"),
+        )
+        return appended(dataset, job, [expression_of(spec.column) for spec in planned.specs])
+
+    def _planned(self, dataset: DataFrame, what: str) -> Planned:
+        """What the model takes of these rows, and what it makes of them; ``what`` needs it, for messages."""
+        session_of(dataset, what)
         model, names = self.value_of("model"), self.value_of("feature_columns")
         for name, value in (("model", model), ("feature_columns", names)):
             if value is None:
-                raise ValueError(f"transform needs {name}: give it to the constructor, or set it")
+                raise ValueError(f"{what} needs {name}: give it to the constructor, or set it")
         decoders, meta = self.value_of("decoders") or {}, self.value_of("metadata")
         if meta is not None:
             specs = inputs_as_trained(dataset.schema, names, decoders, meta.inputs)
@@ -139,18 +213,8 @@ class TorchModel(SavedParams, Model):
         known = meta.shapes if meta is not None and meta.shapes else None
         shapes = known or probed_shapes(dataset, packed, specs, decoders) or self._assumed_shapes()
         plan = self._plan(self._label_types(dataset.schema), shapes)
-        check_new(dataset, [output.name for output in plan], "transform", _OTHER_NAMES)
-        choose_python(session)
-        job = Prediction(
-            model=sent(packed, session, is_connect(session)),
-            feed=TensorFeed(specs, {name: decoder for name, decoder in decoders.items() if name in names}),
-            plan=plan,
-            outputs=len(shapes),
-            head=self._head(),
-            batch_size=self.value_of("batch_size"),
-            use_gpu=self.value_of("use_gpu"),
-        )
-        return appended(dataset, job, [expression_of(spec.column) for spec in specs])
+        used = {name: decoder for name, decoder in decoders.items() if name in names}
+        return Planned(model, packed, specs, used, plan, len(shapes), self._head())
 
     def _head(self) -> Head:
         meta: ModelMeta | None = self.value_of("metadata")

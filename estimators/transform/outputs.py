@@ -13,16 +13,8 @@ import torch
 
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.head import Head
+from spark_hvd.estimators.transform.scoring import ELEMENTS, numbers_of, scores_of
 
-_ELEMENTS = {
-    "tinyint": torch.int8,
-    "smallint": torch.int16,
-    "int": torch.int32,
-    "bigint": torch.int64,
-    "float": torch.float32,
-    "double": torch.float64,
-    "boolean": torch.bool,
-}
 ARROW = {
     "tinyint": pa.int8(),
     "smallint": pa.int16(),
@@ -83,16 +75,16 @@ def label_output(name: str, index: int, label_type: str, shape: Shape) -> Output
     """
     depth = label_type.count("array<")
     inner = label_type.removeprefix("array<" * depth).removesuffix(">" * depth)
-    element = inner if inner in _ELEMENTS else "double"
+    element = inner if inner in ELEMENTS else "double"
     if depth:
         depth = depth if depth == len(shape) else 1
-        known = inner in _ELEMENTS or inner.startswith("decimal")
+        known = inner in ELEMENTS or inner.startswith("decimal")
         return Output(
             name, index, "value", "array<" * depth + (inner if known else "double") + ">" * depth, element, depth
         )
     if label_type == "vector" or math.prod(shape) != 1:
         return Output(name, index, "value", "vector", depth=1)
-    known = inner in _ELEMENTS or inner.startswith("decimal")
+    known = inner in ELEMENTS or inner.startswith("decimal")
     return Output(name, index, "value", inner if known else "double", element)
 
 
@@ -130,27 +122,12 @@ def to_arrow(outputs: Sequence[Values], plan: Sequence[Output], head: Head = _OD
     scored: dict[str, torch.Tensor] = {}
     if any(output.role != "value" for output in plan):
         assert isinstance(outputs[0], torch.Tensor)
-        scored = _scores(outputs[0].double().unsqueeze(-1).flatten(1), head)  # (rows,) too
+        scored = scores_of(outputs[0], head.kind, head.scores)
     arrays = [
         _array(outputs[output.index] if output.role == "value" else scored[output.role], output, head)
         for output in plan
     ]
     return pa.StructArray.from_arrays(arrays, names=[f"c{i}" for i in range(len(plan))])
-
-
-def _scores(scores: torch.Tensor, head: Head) -> dict[str, torch.Tensor]:
-    """Scores (rows, classes or 1) -> raw (rows, classes), probability (rows, classes), prediction (rows,)."""
-    if head.kind == "regression":
-        return {"prediction": scores}
-    if head.kind == "binary":
-        positive = torch.logit(scores) if head.scores == "probabilities" else scores
-        scores = torch.cat((-positive, positive), 1)
-        probability = torch.sigmoid(scores)
-    else:
-        scores = scores.log() if head.scores == "probabilities" else scores
-        probability = torch.softmax(scores, 1)
-    # of equal scores the first class wins, as in Spark ML
-    return {"raw": scores, "probability": probability, "prediction": scores.argmax(1)}
 
 
 def _array(tensor: Values, output: Output, head: Head) -> pa.Array:
@@ -177,17 +154,10 @@ def _array(tensor: Values, output: Output, head: Head) -> pa.Array:
 
 
 def _numbers(flat: torch.Tensor, element: str, head: Head) -> pa.Array:
-    dtype = _ELEMENTS[element]
-    if flat.dtype == dtype or dtype.is_floating_point:
-        return pa.array(flat.to(dtype).numpy())
-    if dtype == torch.bool:
-        return pa.array((flat > (0.0 if head == Head("binary", "logits") else 0.5)).numpy())
-    if not flat.dtype.is_floating_point:
-        return pa.array(flat.to(dtype).numpy())
-    limits = torch.iinfo(dtype)
-    # the largest double below 2**63 is 2**63 - 1024
-    high = limits.max if dtype != torch.int64 else limits.max - 1023
-    rounded = flat.double().round()
-    missing = rounded.isnan()
-    whole = rounded.nan_to_num(0.0).clamp(limits.min, high).to(dtype)
-    return pa.array(whole.numpy(), mask=missing.numpy())
+    values, missing = numbers_of(flat, element, threshold_of(head))
+    return pa.array(values, mask=missing)
+
+
+def threshold_of(head: Head) -> float:
+    """Above which an output's number makes a boolean label true."""
+    return 0.0 if head == Head("binary", "logits") else 0.5

@@ -38,10 +38,16 @@ def shutdown() -> None:
     """Leave the world; does nothing outside one. init() may follow, if it follows on every rank.
 
     What is still under way fails, here and on the other ranks. A default process group that the user
-    initialised stays. Called when the interpreter exits.
+    initialised stays. Called when the interpreter exits. Checkpoints that are being written are finished first.
+
+    Raises:
+        StoreError: One could not be written. The world is left all the same.
     """
-    with standing.lock:
-        end("hvd.shutdown() was called on this rank.")
+    try:
+        finish()
+    finally:
+        with standing.lock:
+            end("hvd.shutdown() was called on this rank.")
 
 
 def abort(text: str, generation: int | None = None) -> None:
@@ -148,10 +154,9 @@ def _leave() -> None:
     if standing.forked is not None:
         return
     try:
-        finish()
-    except Exception as error:  # nobody is left to take it, and the world is to be left in order
+        shutdown()
+    except Exception as error:  # nobody is left to take it
         _log.error("%s", error)
-    shutdown()
     for end in at_exit:
         end()
 

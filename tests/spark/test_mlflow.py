@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import pandas as pd
 import pytest
+import torch
+from pyspark.ml.functions import array_to_vector
 from torch import nn
 
 from spark_hvd import run_local
-from spark_hvd.estimators import LocalBackend, Store
+from spark_hvd.estimators import DataError, KerasModel, LocalBackend, Store, TorchModel
 from spark_hvd.runner import MlflowTracker, RankFailedError, RunResult
 from tests.spark.estimator_support import estimator, frame
 
@@ -167,3 +171,78 @@ def test_logging_on_every_rank_makes_a_run_each_and_on_rank_0_one(mlruns: str) -
     assert len(runs()) == 2  # the trap, as documented
     run_local(only_rank_0, num_proc=2, env=env, stdout=io.StringIO(), stderr=io.StringIO())
     assert len(runs()) == 3
+
+
+# -- logged models
+
+LOADS = """
+import sys
+sys.modules["spark_hvd"] = sys.modules["pyspark"] = None  # to import them is an error
+import mlflow, pandas as pd
+for number, uri in enumerate(sys.argv[2:]):
+    model = mlflow.pyfunc.load_model(uri)
+    rows = pd.read_pickle(f"{sys.argv[1]}/rows-{number}.pkl")
+    model.predict(rows).to_pickle(f"{sys.argv[1]}/predicted-{number}.pkl")
+"""
+
+
+class TwoInputs(nn.Module):
+    """Two outputs: a number, and two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.features, self.number = nn.Linear(3, 4), nn.Linear(1, 4)
+
+    def forward(self, features: torch.Tensor, number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        both = torch.tanh(self.features(features)) + self.number(number.unsqueeze(1))
+        return both.sum(1) * 3, both[:, :2]
+
+
+def test_a_logged_model_predicts_the_same_without_us(df: DataFrame, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    vectors = df.withColumn("vector", array_to_vector("features"))
+    models = [
+        TorchModel(
+            model=nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3)),
+            feature_columns=["vector"],
+            label_columns=["late"],
+            loss=nn.CrossEntropyLoss(),
+        ),
+        TorchModel(
+            model=TwoInputs(), feature_columns=["features", "value"], label_columns=["row", "features"], batch_size=64
+        ),
+    ]
+    uris, expected = [], []
+    for number, model in enumerate(models):
+        names = model.value_of("feature_columns")
+        more = {"extra_pip_requirements": ["packaging"]} if number else {"metadata": {"of": "flights"}}
+        info = model.log_to_mlflow(vectors, registered_model_name=None if number else "lateness", **more)
+        assert [each.name for each in info.signature.inputs] == names
+        rows = vectors.toPandas()
+        rows["vector"] = [each.toArray().tolist() for each in rows["vector"]]
+        rows[names].to_pickle(tmp_path / f"rows-{number}.pkl")
+        expected.append(model.transform(vectors).toPandas().drop(columns=vectors.columns))
+        assert [each.name for each in info.signature.outputs] == list(expected[-1])
+        uris.append(info.model_uri if number else "models:/lateness/1")
+    subprocess.run([sys.executable, "-c", LOADS, str(tmp_path), *uris], check=True, cwd=tmp_path, timeout=120)
+    for number, wanted in enumerate(expected):
+        found = pd.read_pickle(tmp_path / f"predicted-{number}.pkl")
+        assert list(found) == list(wanted)
+        for name in wanted:
+            assert [*map(_plain, found[name])] == [*map(_plain, wanted[name])], name
+
+
+def _plain(value: Any) -> Any:
+    value = value.toArray() if hasattr(value, "toArray") else value
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def test_what_cannot_be_logged(df: DataFrame) -> None:
+    model = TorchModel(model=nn.Linear(3, 1), feature_columns=["features"], label_columns=["value"])
+    with pytest.raises(ValueError, match="a DataFrame without rows: some of them tell the signature"):
+        model.log_to_mlflow(df.limit(0))
+    with pytest.raises(DataError, match="feature_columns names 'features', which the DataFrame does not have"):
+        model.log_to_mlflow(df.drop("features"))
+    with pytest.raises(NotImplementedError, match=r"mlflow\.keras\.log_model"):
+        KerasModel().log_to_mlflow(df)

@@ -1,0 +1,116 @@
+"""A trained model in MLflow: logged with a signature and what it needs to be loaded where there is no spark_hvd."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch
+
+from spark_hvd.data.readers.dataset import Column
+from spark_hvd.estimators.data.columns import quoted
+from spark_hvd.estimators.errors import ModelError
+from spark_hvd.estimators.transform import scoring
+from spark_hvd.estimators.transform.outputs import threshold_of
+from spark_hvd.scratch import Scratch
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
+    from pyspark.sql import DataFrame
+
+    from spark_hvd.estimators.torch.model import Planned
+
+_LOADER = "spark_hvd_scoring"
+"""What the file of :mod:`spark_hvd.estimators.transform.scoring` is called in a logged model."""
+_NEEDED = ("torch", "numpy", "pandas", "cloudpickle")
+
+
+def log_model(
+    planned: Planned, batch_size: int, df: DataFrame, name: str, registered_model_name: str | None, options: Any
+) -> Any:
+    """See :meth:`spark_hvd.estimators.TorchModel.log_to_mlflow`."""
+    try:
+        import mlflow
+        from mlflow.models import infer_signature
+    except ImportError as error:
+        raise ImportError("log_to_mlflow needs MLflow on the driver: pip install mlflow-skinny") from error
+    plan = _plan(planned, batch_size)
+    example = df.select(*(_as_pandas_has_it(spec.column) for spec in planned.specs)).limit(5).toPandas()
+    for column in example:
+        if example[column].dtype == object and column not in planned.decoders:  # numpy's arrays are no JSON
+            example[column] = [value.tolist() if hasattr(value, "tolist") else value for value in example[column]]
+    if example.empty:
+        raise ValueError(
+            "log_to_mlflow got a DataFrame without rows: some of them tell the signature; give those of fit"
+        )
+    with Scratch("mlflow") as folder:
+        data, code = os.path.join(folder, "data"), os.path.join(folder, f"{_LOADER}.py")
+        os.mkdir(data)
+        shutil.copyfile(scoring.__file__, code)
+        try:
+            with open(os.path.join(data, "plan.pkl"), "wb") as file:
+                cloudpickle.dump(plan, file)
+            torch.save(planned.model, os.path.join(data, "model.pt"), pickle_module=cloudpickle)
+        except Exception as error:
+            raise ModelError(f"the model cannot be pickled for MLflow: {type(error).__name__}: {error}") from error
+        predicted = scoring._load_pyfunc(data).predict(example)
+        given = {**options, "code_paths": [code, *options.get("code_paths", ())]}
+        if not {"pip_requirements", "conda_env"} & given.keys():
+            versions = [f"{each}=={importlib.metadata.version(each)}" for each in _NEEDED]
+            given["pip_requirements"] = [*versions, *given.pop("extra_pip_requirements", ())]
+        return mlflow.pyfunc.log_model(
+            name=name,
+            loader_module=_LOADER,
+            data_path=data,
+            signature=infer_signature(example, predicted),
+            registered_model_name=registered_model_name,
+            **given,
+        )
+
+
+def _as_pandas_has_it(column: Column) -> SparkColumn:
+    """The column as whoever predicts is likely to have it: as it is, vectors as lists, decimals as doubles."""
+    from pyspark.ml.functions import vector_to_array
+    from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
+
+    source = F.col(quoted(column.name))
+    if column.spark_type == "vector":
+        source = vector_to_array(source)
+    elif column.spark_type.startswith("decimal"):
+        source = source.cast("double")
+    return source.alias(column.name)
+
+
+def _plan(planned: Planned, batch_size: int) -> Mapping[str, Any]:
+    """What :class:`spark_hvd.estimators.transform.scoring.ScoredModel` has to know, as plain data."""
+    return {
+        "inputs": [
+            {
+                "name": spec.column.name,
+                "dtype": spec.column.dtype,
+                "to": spec.dtype,
+                "shape": spec.shape,
+                "stacked": spec.stacked,
+            }
+            for spec in planned.specs
+        ],
+        "outputs": [
+            {
+                "name": each.name,
+                "index": each.index,
+                "role": each.role,
+                "element": each.element,
+                "depth": each.depth,
+            }
+            for each in planned.plan
+        ],
+        "kind": planned.head.kind,
+        "scores": planned.head.scores,
+        "threshold": threshold_of(planned.head),
+        "decoders": dict(planned.decoders),
+        "batch_size": batch_size,
+    }

@@ -1,0 +1,163 @@
+"""From values to a model's inputs, and from its outputs to predictions; and by these, a model as MLflow's pyfunc.
+
+This file goes along with a model that is logged to MLflow, to where there is no spark_hvd: it imports nothing of it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+ELEMENTS = {
+    "tinyint": torch.int8,
+    "smallint": torch.int16,
+    "int": torch.int32,
+    "bigint": torch.int64,
+    "float": torch.float32,
+    "double": torch.float64,
+    "boolean": torch.bool,
+}
+
+
+def scores_of(output: torch.Tensor, kind: str, given: str) -> dict[str, torch.Tensor]:
+    """Spark ML's columns of an output.
+
+    Args:
+        output: Scores (rows, classes), (rows, 1) or (rows,).
+        kind: "multiclass", "binary" or "regression".
+        given: What the scores are: "logits", "log_probabilities", "probabilities".
+
+    Returns:
+        "raw" and "probability" (rows, classes), "prediction" (rows,), float64; of a regression only the last.
+    """
+    scores = output.double().unsqueeze(-1).flatten(1)  # (rows,) too
+    if kind == "regression":
+        return {"prediction": scores}
+    if kind == "binary":
+        positive = torch.logit(scores) if given == "probabilities" else scores
+        scores = torch.cat((-positive, positive), 1)
+        probability = torch.sigmoid(scores)
+    else:
+        scores = scores.log() if given == "probabilities" else scores
+        probability = torch.softmax(scores, 1)
+    # of equal scores the first class wins, as in Spark ML
+    return {"raw": scores, "probability": probability, "prediction": scores.argmax(1)}
+
+
+def numbers_of(flat: torch.Tensor, element: str, threshold: float) -> tuple[Any, Any]:
+    """An output's numbers in the type of its label: integers rounded, booleans from a threshold.
+
+    Args:
+        flat: The numbers, (n,).
+        element: The type, a key of :data:`ELEMENTS`.
+        threshold: Above which numbers are true.
+
+    Returns:
+        An array (n,); and which of them an integer cannot be (NaN), or None.
+    """
+    dtype = ELEMENTS[element]
+    if flat.dtype == dtype or dtype.is_floating_point:
+        return flat.to(dtype).numpy(), None
+    if dtype == torch.bool:
+        return (flat > threshold).numpy(), None
+    if not flat.dtype.is_floating_point:
+        return flat.to(dtype).numpy(), None
+    limits = torch.iinfo(dtype)
+    # the largest double below 2**63 is 2**63 - 1024
+    high = limits.max if dtype != torch.int64 else limits.max - 1023
+    rounded = flat.double().round()
+    missing = rounded.isnan()
+    whole = rounded.nan_to_num(0.0).clamp(limits.min, high).to(dtype)
+    return whole.numpy(), missing.numpy()
+
+
+class ScoredModel:
+    """What MLflow calls: a DataFrame of pandas in, one of predictions out, with the columns of ``transform``.
+
+    Args:
+        model: A ``torch.nn.Module``.
+        plan: "inputs", each with "name", "dtype", "to", "shape" and "stacked"; "outputs", each with "name", "index",
+            "role", "element" and "depth"; "kind", "scores" and "threshold" of the head; "decoders"; "batch_size".
+    """
+
+    def __init__(self, model: torch.nn.Module, plan: Mapping[str, Any]) -> None:
+        self.model, self.plan = model.eval(), plan
+
+    def predict(self, model_input: pd.DataFrame, params: Mapping[str, Any] | None = None) -> pd.DataFrame:
+        """Predictions for each row, indexed as the rows are.
+
+        Args:
+            model_input: Has the feature columns; vectors and arrays as lists or numpy arrays.
+            params: Not used.
+
+        Raises:
+            ValueError: A column is missing, or has values of another kind or of several lengths.
+        """
+        wanted = [each["name"] for each in self.plan["inputs"]]
+        if missing := [name for name in wanted if name not in model_input.columns]:
+            raise ValueError(f"the rows have no column {missing[0]!r}, which the model takes: expected {wanted}")
+        size, found = self.plan["batch_size"], []
+        for at in range(0, len(model_input), size):
+            found.append(self._predicted(model_input.iloc[at : at + size]))
+        return pd.concat(found) if found else pd.DataFrame(columns=[each["name"] for each in self.plan["outputs"]])
+
+    def _predicted(self, rows: pd.DataFrame) -> pd.DataFrame:
+        plan = self.plan
+        inputs = [self._input(rows[each["name"]], each) for each in plan["inputs"]]
+        if plan["inputs"][0]["stacked"]:
+            inputs = [torch.cat([each.flatten(1) if each.dim() > 1 else each.unsqueeze(1) for each in inputs], 1)]
+        with torch.inference_mode():
+            result = self.model(*inputs)
+        result = list(result.values()) if isinstance(result, Mapping) else result
+        outputs: Sequence[torch.Tensor] = [result] if isinstance(result, torch.Tensor) else list(result)
+        ml = any(each["role"] != "value" for each in plan["outputs"])
+        scored = scores_of(outputs[0], plan["kind"], plan["scores"]) if ml else {}
+        columns = {
+            each["name"]: self._column(
+                outputs[each["index"]] if each["role"] == "value" else scored[each["role"]], each
+            )
+            for each in plan["outputs"]
+        }
+        frame: pd.DataFrame = pd.DataFrame(
+            {name: pd.Series(values, index=rows.index) for name, values in columns.items()}
+        )
+        return frame
+
+    def _input(self, column: pd.Series[Any], given: Mapping[str, Any]) -> torch.Tensor:
+        decode, name = self.plan["decoders"].get(given["name"]), given["name"]
+        try:
+            if decode is not None:
+                array = np.stack([np.asarray(decode(bytes(value))) for value in column])
+            elif column.dtype == object:
+                array = np.stack([np.asarray(value, given["dtype"]) for value in column])
+            else:
+                array = column.to_numpy(given["dtype"])
+            tensor = torch.from_numpy(np.ascontiguousarray(array))
+            tensor = tensor if given["shape"] is None else tensor.reshape(given["shape"])
+        except (TypeError, ValueError, RuntimeError) as error:
+            expected = f"expected {given['dtype']}" if decode is None else "expected what its decoder takes"
+            raise ValueError(f"column {name!r}: {expected}, the same number in each row: {error}") from error
+        if len(tensor) != len(column):
+            raise ValueError(f"column {name!r}: its values do not fit into the shape {given['shape']} of a batch")
+        return tensor.to(getattr(torch, given["to"])) if given["to"] else tensor
+
+    def _column(self, tensor: torch.Tensor, output: Mapping[str, Any]) -> Any:
+        values, missing = numbers_of(tensor.reshape(-1), output["element"], self.plan["threshold"])
+        if output["depth"]:
+            shape = tensor.shape[1:] if output["depth"] > 1 else (-1,)
+            return list(values.reshape(len(tensor), *shape).tolist())
+        return values if missing is None or not missing.any() else pd.arrays.IntegerArray(values, missing)
+
+
+def _load_pyfunc(path: str) -> ScoredModel:
+    """What MLflow calls to load the model from its folder. It runs the code in its pickle: only load what you trust."""
+    with open(os.path.join(path, "plan.pkl"), "rb") as file:
+        plan = pickle.load(file)
+    model = torch.load(os.path.join(path, "model.pt"), map_location="cpu", weights_only=False)
+    return ScoredModel(model, plan)
