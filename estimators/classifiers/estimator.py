@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from pyspark.ml import Estimator
 
-from spark_hvd.estimators.classifiers.labels import Labels, labels_of
+from spark_hvd.estimators.classifiers.classes import labels_of
+from spark_hvd.estimators.classifiers.collated import CollatedEstimator
+from spark_hvd.estimators.classifiers.labels import Labels
 from spark_hvd.estimators.classifiers.model import NeuralClassificationModel
-from spark_hvd.estimators.classifiers.training import Collate, CollatedEstimator, Inputs, adamw, warmup_and_decay
+from spark_hvd.estimators.classifiers.training import Collate, Inputs, adamw, warmup_and_decay
 from spark_hvd.estimators.data.columns import check_columns
 from spark_hvd.estimators.fit.estimator import session_to_fit
 from spark_hvd.estimators.params.persistence import SavedParams

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,7 +14,7 @@ from spark_hvd.estimators.classifiers.estimator import NeuralClassifier, Prepare
 from spark_hvd.estimators.classifiers.labels import Labels
 from spark_hvd.estimators.classifiers.model import NeuralClassificationModel
 from spark_hvd.estimators.classifiers.tables import estimator_table, model_table
-from spark_hvd.estimators.classifiers.tokens import Tokens, as_tokenizer, trained_tokenizer
+from spark_hvd.estimators.classifiers.tokens import Logits, Tokens, as_tokenizer, names_of, trained_tokenizer
 from spark_hvd.estimators.data.columns import quoted
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.params import checks as c
@@ -140,26 +139,6 @@ class TextClassifier(NeuralClassifier[TextClassificationModel]):
         return found
 
 
-class Logits(torch.nn.Module):
-    """A model of Transformers that takes tensors in the order of ``names`` and returns its logits (rows, classes)."""
-
-    def __init__(self, model: torch.nn.Module, names: tuple[str, ...]) -> None:
-        super().__init__()
-        self.model, self.names = model, names
-
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """See the class."""
-        logits: torch.Tensor = self.model(**dict(zip(self.names, tensors, strict=True))).logits
-        return logits
-
-
-def names_of(model: Any) -> tuple[str, ...]:
-    """Which of a tokenizer's tensors a model takes."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's take anything
-    known = inspect.signature(inner.forward).parameters
-    return tuple(name for name in ("input_ids", "token_type_ids", "attention_mask") if name in known)
-
-
 def tokens_of(model: Any, tokenizer: PreTrainedTokenizerFast, max_length: int | None) -> Tokens:
     """What makes a model's tensors of text."""
     most = getattr(model.config, "max_position_embeddings", None) or LONGEST
@@ -191,7 +170,10 @@ def _made(config: PretrainedConfig, labels: Labels, tokenizer: PreTrainedTokeniz
     config = copy.deepcopy(config)
     for name, value in _head(labels).items():
         setattr(config, name, value)
-    config.vocab_size, config.pad_token_id = len(tokenizer), tokenizer.pad_token_id
+    for name in ("pad", "cls", "sep", "bos", "eos"):
+        if hasattr(config, f"{name}_token_id"):
+            setattr(config, f"{name}_token_id", getattr(tokenizer, f"{name}_token_id"))
+    config.vocab_size = len(tokenizer)
     return AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
 
 
@@ -218,3 +200,12 @@ def _check_fits(model: Any, labels: Labels, tokenizer: PreTrainedTokenizerFast) 
             f"tokenizer has {len(tokenizer)} tokens and model embeddings of {tokens}: give the tokenizer that it was "
             "trained with, or call model.resize_token_embeddings(len(tokenizer))"
         )
+
+
+if __name__ == "__main__":  # writes the table into the documentation
+    from pathlib import Path
+
+    from spark_hvd.estimators.params.params import in_page
+
+    page = Path("docs/transformers.md")
+    page.write_text(in_page(page.read_text(), TextClassifier._table))

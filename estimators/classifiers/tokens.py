@@ -1,7 +1,8 @@
-"""Text as numbers: a tokenizer that was given, or one that is trained on the DataFrame's own texts."""
+"""Text as numbers, for a model of Transformers: by a tokenizer that was given, or one trained on the texts."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -56,6 +57,26 @@ class Tokens(Inputs):
         """See base class."""
         rows = self.tokenizer.encode_batch_fast(values)
         return {name: torch.tensor([getattr(row, _KINDS[name]) for row in rows]) for name in self.names}
+
+
+class Logits(torch.nn.Module):
+    """A model of Transformers that takes tensors in the order of ``names`` and returns its logits (rows, classes)."""
+
+    def __init__(self, model: torch.nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        logits: torch.Tensor = self.model(**dict(zip(self.names, tensors, strict=True))).logits
+        return logits
+
+
+def names_of(model: Any) -> tuple[str, ...]:
+    """Which of a tokenizer's tensors a model takes."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's take anything
+    known = inspect.signature(inner.forward).parameters
+    return tuple(name for name in ("input_ids", "token_type_ids", "attention_mask") if name in known)
 
 
 def trained_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 import torch
@@ -12,14 +12,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.classifiers.labels import Labels
-from spark_hvd.estimators.fit.plan import FitPlan
-from spark_hvd.estimators.fit.trial import ROWS
-from spark_hvd.estimators.params import checks as c
-from spark_hvd.estimators.params.params import Parameter
-from spark_hvd.estimators.params.tables import TORCH
-from spark_hvd.estimators.torch.estimator import TorchEstimator
-from spark_hvd.estimators.torch.trial import try_batch
-from spark_hvd.estimators.training.spec import TrainSpec
 
 
 class Inputs(Protocol):
@@ -49,23 +41,6 @@ class Collate:
         if self.labels.column in batch:
             raise DataError(f"label_col={self.labels.column!r} is the name of one of the model's inputs: rename it")
         return {**batch, self.labels.column: self.labels.tensor(rows.column(self.labels.column))}
-
-
-class CollatedEstimator(TorchEstimator):
-    """A TorchEstimator whose batches are what ``collate`` makes of rows of any types, in ranks.
-
-    The model gets the tensors of a batch in their order, but for those called as one of ``label_cols``.
-    """
-
-    _table: ClassVar = (
-        *TORCH,
-        Parameter("collate", None, c.function, "Makes a batch of a RecordBatch and `training`."),
-    )
-
-    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> None:
-        if not len(batch[spec.labels[0].column.name]):
-            raise DataError(f"none of the first {ROWS} rows can be trained on: all were skipped. Look at the column")
-        try_batch(spec, plan.objects, batch)
 
 
 def adamw(model: torch.nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:

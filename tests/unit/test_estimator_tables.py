@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from spark_hvd.estimators import LightningEstimator, TorchEstimator
+from spark_hvd.estimators import LightningEstimator, TextClassifier, TorchEstimator
 from spark_hvd.estimators.keras.tables import GONE as KERAS_GONE
 from spark_hvd.estimators.keras.tables import KERAS
 from spark_hvd.estimators.params.params import in_page
@@ -78,8 +79,14 @@ def test_the_page_shows_the_table() -> None:
     assert page == in_page(page, TORCH), "write it anew: python -m spark_hvd.estimators.params.tables"
 
 
-@pytest.mark.parametrize("kind", [TorchEstimator, LightningEstimator])
-def test_every_parameter_has_getter_setter_and_default(kind: type[TorchEstimator]) -> None:
+def test_the_page_of_text_shows_its_table() -> None:
+    page = (ROOT / "docs" / "transformers.md").read_text()
+    table = TextClassifier._table
+    assert page == in_page(page, table), "write it anew: python -m spark_hvd.estimators.classifiers.text"
+
+
+@pytest.mark.parametrize("kind", [TorchEstimator, LightningEstimator, TextClassifier])
+def test_every_parameter_has_getter_setter_and_default(kind: Any) -> None:
     made = kind()
     for row in kind._table:
         camel = "".join(word.capitalize() for word in row.name.split("_"))

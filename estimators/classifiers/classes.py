@@ -1,0 +1,97 @@
+"""Which classes a label column has: one job of Spark before a fit, which counts nulls as well."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
+from pyspark.sql import types as T  # noqa: N812 - likewise
+
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.estimators.classifiers.labels import Labels
+from spark_hvd.estimators.data.columns import quoted
+from spark_hvd.runner.spark.names import job_named
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+MOST_CLASSES = 10_000
+_INTEGERS = {"tinyint", "smallint", "int", "bigint", "boolean"}
+
+
+def labels_of(df: DataFrame, column: str, features: str, who: str) -> Labels:
+    """The classes of ``column``, from all rows; one job.
+
+    Args:
+        df: Of the fit.
+        column: Text, numbers or booleans; or arrays of 0 and 1.
+        features: The column beside it, which may have no nulls either.
+        who: Asks for it; the Spark UI shows the name.
+
+    Raises:
+        DataError: nulls, with their number; arrays of several lengths; one class, or very many; another type.
+    """
+    kind, text = df.schema[column].dataType, df.schema[column].dataType.simpleString()
+    missing = F.sum(F.col(quoted(features)).isNull().cast("int")).alias("missing")
+    if isinstance(kind, T.ArrayType) and isinstance(kind.elementType, T.NumericType):
+        return _several(df, column, features, text, missing, who)
+    if not isinstance(kind, T.NumericType | T.StringType | T.BooleanType):
+        raise DataError(
+            f"label column {column!r} is of type {text}: expected text, numbers or booleans that are classes, or "
+            "arrays with 0 or 1 for each class"
+        )
+    grouped = df.groupBy(F.col(quoted(column)).alias("class")).agg(F.count("*").alias("rows"), missing)
+    with job_named(grouped, f"spark_hvd: {who} looks for the classes of {column!r}"):
+        rows = grouped.limit(MOST_CLASSES + 1).collect()
+    everything = sum(row["rows"] for row in rows)
+    _check_nulls(features, sum(row["missing"] for row in rows), everything)
+    _check_nulls(column, sum(row["rows"] for row in rows if row["class"] is None), everything)
+    classes = [_plain(row["class"], text) for row in rows]
+    if any(isinstance(each, float) and math.isnan(each) for each in classes):
+        raise DataError(f"label column {column!r} has NaN: drop these rows before fit")
+    if not 2 <= len(classes) <= MOST_CLASSES:
+        has = f"more than {MOST_CLASSES:,} values" if classes else "no rows"
+        has = f"one value only, {classes[0]!r}" if len(classes) == 1 else has
+        raise DataError(f"label column {column!r} has {has}: expected from 2 to {MOST_CLASSES:,} classes")
+    return Labels(column, text, len(classes), tuple(sorted(classes)))
+
+
+def _several(df: DataFrame, column: str, features: str, text: str, missing: Any, who: str) -> Labels:
+    values = F.col(quoted(column))
+    wrong = F.exists(values, lambda each: each.isNull() | ((each != 0) & (each != 1)))
+    found = df.agg(
+        F.count("*").alias("rows"),
+        missing,
+        F.sum(values.isNull().cast("int")).alias("nulls"),
+        F.min(F.size(values)).alias("shortest"),
+        F.max(F.size(values)).alias("longest"),
+        F.sum(wrong.cast("int")).alias("wrong"),
+    )
+    with job_named(found, f"spark_hvd: {who} looks for the classes of {column!r}"):
+        row = found.collect()[0]
+    if not row["rows"]:
+        raise DataError(f"label column {column!r} has no rows: expected at least one")
+    _check_nulls(features, row["missing"], row["rows"])
+    _check_nulls(column, row["nulls"], row["rows"])
+    if row["shortest"] != row["longest"] or not row["longest"]:
+        raise DataError(
+            f"label column {column!r} has arrays of {row['shortest']} to {row['longest']} values: expected 0 or 1 "
+            "for each class, the same number in all rows"
+        )
+    if row["wrong"]:
+        raise DataError(f"label column {column!r} has {row['wrong']} arrays with other values than 0 and 1")
+    return Labels(column, text, row["longest"])
+
+
+def _check_nulls(column: str, nulls: int, rows: int) -> None:
+    if nulls:
+        raise DataError(
+            f"column {column!r} has {nulls} null(s) in {rows} rows: fill them or drop these rows before fit, for "
+            f"example df.na.drop(subset=[{column!r}])"
+        )
+
+
+def _plain(value: Any, text: str) -> Any:
+    """A class as JSON has it; decimals are floating point then."""
+    return value if text in _INTEGERS or text == "string" else float(value)
