@@ -162,6 +162,20 @@ def test_departures_forecast(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_digits_finetune(tmp_path: Path) -> None:
+    small = ("--train", "320", "--test", "200", "--epochs", "4", "--out", str(tmp_path))
+    printed = run_example("digits_finetune.py", *small, timeout=290)
+    scores = {
+        name: float(value)
+        for name, value in re.findall(r"^(logistic|random|.*scratch|.*weights).*? ([\d.]+)%$", printed, re.M)
+    }
+    assert len(scores) == 4
+    assert scores["EfficientNet-Lite0, ImageNet's weights"] > scores["EfficientNet-Lite0 from scratch"] + 10
+    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_titles_genres() -> None:
     printed = run_example("titles_genres.py", "--rows", "8000", "--epochs", "3", timeout=290)
     scores = {
