@@ -1,10 +1,10 @@
-"""Which digit is it? EfficientNet-Lite0, trained on ImageNet's photographs, learns handwriting from 1,000 images.
+"""Which digit is it? EfficientNet-Lite0, trained on ImageNet's photographs, learns handwriting from 500 images.
 
-The digits are 5,000 of MNIST's, PNG files in a column of a DataFrame. Two ranks decode them and fine-tune the network;
-1,000 other digits are held out. Beside it: the same network without what it has learned before, with as many steps,
-and what Spark ML makes of the pixels.
+The digits are of MNIST, PNG files in a column of a DataFrame. Two ranks decode them and fine-tune the network; 1,000
+other digits are held out. Beside it: the same network without what it has learned before, with as many steps, and what
+Spark ML makes of the pixels.
 
-    python examples/digits_finetune.py            two or three minutes
+    python examples/digits_finetune.py            a minute or two
     python examples/digits_finetune.py --help     the knobs
 """
 
@@ -119,7 +119,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-proc", type=int, default=2, help="ranks (default: 2)")
     parser.add_argument("--epochs", type=int, default=5, help="passes over the digits (default: 5)")
-    parser.add_argument("--train", type=int, default=1000, help="digits to learn from (default: 1000)")
+    parser.add_argument("--train", type=int, default=500, help="digits to learn from (default: 500)")
     parser.add_argument("--test", type=int, default=1000, help="digits held out (default: 1000)")
     parser.add_argument("--out", type=Path, help="draw some of the predictions into this folder")
     return parser.parse_args()
