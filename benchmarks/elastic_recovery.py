@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def in_a_fit(width: int, rounds: int) -> list[Seconds]:
         )
         return estimator.fit_on_parquet(str(folder / "rows.parquet"))
 
-    return [measured(lambda progress, number=number: start(progress, number % 2)) for number in range(rounds + 1)][1:]
+    return [measured(partial(start, rank=number % 2)) for number in range(rounds + 1)][1:]
 
 
 def on_a_cluster(rounds: int) -> list[Seconds]:
