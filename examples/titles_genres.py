@@ -108,7 +108,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-proc", type=int, default=2, help="ranks (default: 2)")
-    parser.add_argument("--epochs", type=int, default=6, help="passes over the titles (default: 6)")
+    parser.add_argument("--epochs", type=int, default=4, help="passes over the titles (default: 4)")
     parser.add_argument("--rows", type=int, help="use a random sample of this many titles (default: all)")
     return parser.parse_args()
 
