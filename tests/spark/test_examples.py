@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them, with small arguments."""
+"""The examples, run as a user runs them, with small arguments; test_notebook.py runs the rest of the gallery."""
 
 from __future__ import annotations
 
@@ -132,17 +132,6 @@ def test_ratings() -> None:
     assert "Of the tables each rank held 50% at most" in printed
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_titles_embeddings() -> None:
-    printed = run_example("titles_embeddings.py", "--rows", "8000", "--epochs", "2", timeout=290)
-    shares = {
-        name: float(value) for name, value in re.findall(r"^(chance|words|embeddings).*?([\d.]+)%", printed, re.M)
-    }
-    assert shares.keys() == {"chance", "words", "embeddings"}
-    assert all(30 < share < 60 for share in shares.values()), "too few titles to learn much from"
-    assert "6,484 titles to learn from" in printed
-
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
@@ -171,15 +160,3 @@ def test_digits_finetune(tmp_path: Path) -> None:
     assert len(scores) == 4
     assert scores["EfficientNet-Lite0, ImageNet's weights"] > scores["EfficientNet-Lite0 from scratch"] + 10
     assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_titles_genres() -> None:
-    printed = run_example("titles_genres.py", "--rows", "8000", "--epochs", "3", timeout=290)
-    scores = {
-        name: float(best) for name, best in re.findall(r"^(how frequent|words|transformer).* ([\d.]+)$", printed, re.M)
-    }
-    assert scores.keys() == {"how frequent", "words", "transformer"}
-    assert all(0.4 < score < 0.6 for score in scores.values()), "too few titles to learn much from"
-    assert "6,484 titles to learn from" in printed
