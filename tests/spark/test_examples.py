@@ -132,7 +132,6 @@ def test_ratings() -> None:
     assert "Of the tables each rank held 50% at most" in printed
 
 
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_departures_forecast(tmp_path: Path) -> None:
