@@ -22,6 +22,8 @@ _NOT_OPTIONS = {
     "kwargs": "Keyword arguments of fn.",
     "data": 'Data sets by name, as ``{"train": df, "val": "s3://bucket/val"}``: Spark or pandas DataFrames, Arrow '
     "tables, and paths of files. In fn, each rank reads its share of the rows.",
+    "data_store": "Where rows of DataFrames and tables are written for the ranks, and deleted after the run: a path or "
+    "URL that all hosts reach, or a Store; None for a temporary folder, if the ranks are on this machine.",
     "spark": "The session; None for the active one.",
     "tracker": "Keeps a record of the run elsewhere: ``spark_hvd.runner.MlflowTracker()``, or one of yours. See "
     "docs/tracking.md.",

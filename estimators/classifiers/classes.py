@@ -10,8 +10,8 @@ from pyspark.sql import types as T  # noqa: N812 - likewise
 
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.estimators.classifiers.labels import Labels
-from spark_hvd.estimators.data.columns import quoted
 from spark_hvd.runner.spark.names import job_named
+from spark_hvd.runner.spark.series import quoted
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -15,11 +15,11 @@ from spark_hvd.estimators.classifiers.labels import Labels
 from spark_hvd.estimators.classifiers.model import NeuralClassificationModel
 from spark_hvd.estimators.classifiers.tables import estimator_table, model_table
 from spark_hvd.estimators.classifiers.tokens import Logits, Tokens, as_tokenizer, names_of, trained_tokenizer
-from spark_hvd.estimators.data.columns import quoted
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.params import checks as c
 from spark_hvd.estimators.params.params import rows
 from spark_hvd.runner.spark.names import job_named
+from spark_hvd.runner.spark.series import quoted
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -15,6 +15,7 @@ from pyspark.sql import types as T  # noqa: N812 - likewise
 
 from spark_hvd.data.readers.dataset import Column, listed
 from spark_hvd.data.readers.errors import DataError
+from spark_hvd.runner.spark.series import quoted
 from spark_hvd.runner.spark.session import active_session
 from spark_hvd.world.words import nearest
 
@@ -140,11 +141,6 @@ def expression_of(column: Column) -> SparkColumn:
     else:
         result = source
     return result.alias(column.name)
-
-
-def quoted(name: str) -> str:
-    """``name`` for ``F.col``: one column, whatever dots, spaces and backticks the name has."""
-    return "`" + name.replace("`", "``") + "`"
 
 
 def _column(name: str, kind: T.DataType, decoded: bool, collated: bool, compress_sparse: bool) -> Column:

@@ -19,11 +19,12 @@ from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.measure import ColumnFindings
 from spark_hvd.estimators.data import reuse
-from spark_hvd.estimators.data.columns import check_columns, expression_of, quoted
+from spark_hvd.estimators.data.columns import check_columns, expression_of
 from spark_hvd.estimators.data.leases import delete_unused
 from spark_hvd.estimators.data.writing import TRAIN, VALIDATION, WriteReport, WriteTask
 from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.runner.spark.names import job_named
+from spark_hvd.runner.spark.series import quoted
 from spark_hvd.runner.spark.session import choose_python
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError

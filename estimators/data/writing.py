@@ -2,9 +2,6 @@
 
 Runs in Spark's Python workers, so it imports neither pyspark nor torch. Rows are measured here, where they pass by
 once. An error that is the user's goes into the report and not up through Spark, which would retry it and bury its text.
-
-How large a row group gets cannot follow from the number of rows, which nobody knows yet. Each holds a fixed share of
-what its file holds already, so a file of any size has enough of them to share out, and a large one not too many.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
@@ -26,11 +22,9 @@ from spark_hvd.data.readers.measure import ColumnFindings
 from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
+from spark_hvd.store.row_groups import RowGroupWriter
 
 TRAIN, VALIDATION = "train", "validation"
-
-_GROUP_BYTES = 16 << 20
-_GROUP_ROWS = 1000  # at least; below that the overhead of a row group outweighs its data
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +93,10 @@ def write_partition(
     try:
         with ExitStack() as stack:
             name = f"part-{partition:05d}-{attempt}.parquet"
-            files = {split: _File(task, f"{path}/{name}", stack) for split, path in task.directories.items()}
+            files = {
+                split: RowGroupWriter(task.store, f"{path}/{name}", task.groups, stack)
+                for split, path in task.directories.items()
+            }
             random = np.random.default_rng((task.seed, partition))
             for batch in batches:
                 if batch.num_rows:
@@ -122,7 +119,11 @@ def write_partition(
 
 
 def _write_batch(
-    task: WriteTask, batch: pa.RecordBatch, files: dict[str, _File], random: np.random.Generator, report: WriteReport
+    task: WriteTask,
+    batch: pa.RecordBatch,
+    files: dict[str, RowGroupWriter],
+    random: np.random.Generator,
+    report: WriteReport,
 ) -> None:
     measured = report.measured
     measured.rows += batch.num_rows
@@ -141,53 +142,6 @@ def _write_batch(
     else:
         files[TRAIN].add(table.filter(pc.invert(drawn)))
         files[VALIDATION].add(table.filter(drawn))
-
-
-class _File:
-    """One Parquet file, made when its first row comes, written row group by row group."""
-
-    def __init__(self, task: WriteTask, path: str, stack: ExitStack) -> None:
-        self._task, self._path, self._stack = task, path, stack
-        self._writer: pq.ParquetWriter | None = None
-        self._waiting: list[pa.Table] = []
-        self._waiting_rows = self._waiting_bytes = self._written = 0
-        self._groups: list[int] = []
-
-    def add(self, table: pa.Table) -> None:
-        if table.num_rows:
-            self._waiting.append(table)
-            self._waiting_rows += table.num_rows
-            self._waiting_bytes += table.nbytes
-            while self._waiting_rows >= 2 * (rows := self._next_rows()):  # what is left makes a full one at the end
-                self._write(rows)
-
-    def finish(self) -> list[int]:
-        """Write what is left; return the rows of each row group."""
-        while self._waiting_rows:
-            rows = self._next_rows()
-            self._write(self._waiting_rows if self._waiting_rows < 1.5 * rows else rows)
-        if self._writer is not None:
-            self._writer.close()
-        return self._groups
-
-    def _next_rows(self) -> int:
-        share = max(_GROUP_ROWS, self._written // self._task.groups)
-        return max(1, min(share, _GROUP_BYTES * self._waiting_rows // max(1, self._waiting_bytes)))
-
-    def _write(self, rows: int) -> None:
-        if self._writer is None:
-            sink = self._stack.enter_context(self._task.store.writing(self._path))
-            # no dictionaries: features hardly repeat, and plain pages decode faster
-            self._writer = pq.ParquetWriter(
-                sink, schema_of(self._task.columns), compression="snappy", use_dictionary=False, write_statistics=False
-            )
-        table = pa.concat_tables(self._waiting)
-        self._writer.write_table(table.slice(0, rows), row_group_size=rows)
-        rest = table.slice(rows)
-        self._waiting = [rest] if rest.num_rows else []
-        self._waiting_rows, self._waiting_bytes = rest.num_rows, rest.nbytes
-        self._written += rows
-        self._groups.append(rows)
 
 
 def schema_of(columns: Sequence[Column]) -> pa.Schema:

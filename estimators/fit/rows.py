@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
 
 from spark_hvd.data.readers.dataset import Column, DatasetMeta
-from spark_hvd.estimators.data.columns import expression_of, quoted
+from spark_hvd.estimators.data.columns import expression_of
 from spark_hvd.estimators.data.materialize import check_validation
 from spark_hvd.estimators.fit.backend import SparkBackend
 from spark_hvd.estimators.fit.plan import FitPlan
 from spark_hvd.runner.spark.input import Split
+from spark_hvd.runner.spark.series import quoted
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -16,7 +16,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name that everybody g
 from pyspark.sql.types import ArrayType, BinaryType, StringType
 
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.estimators.data.columns import check_columns, columns_of, expression_of, quoted, session_of
+from spark_hvd.estimators.data.columns import check_columns, columns_of, expression_of, session_of
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.keras.module import KerasModule
 from spark_hvd.estimators.training.head import Head
@@ -28,6 +28,7 @@ from spark_hvd.estimators.transform.frame import appended, check_new
 from spark_hvd.estimators.transform.models import ModelSource, memory_named, sent
 from spark_hvd.estimators.transform.predict import Prediction
 from spark_hvd.runner.outcome.payload import UnpicklableError, explain
+from spark_hvd.runner.spark.series import quoted
 from spark_hvd.runner.spark.session import choose_python, is_connect
 
 if TYPE_CHECKING:

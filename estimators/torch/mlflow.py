@@ -12,10 +12,10 @@ import cloudpickle
 import torch
 
 from spark_hvd.data.readers.dataset import Column
-from spark_hvd.estimators.data.columns import quoted
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.transform import scoring
 from spark_hvd.estimators.transform.outputs import threshold_of
+from spark_hvd.runner.spark.series import quoted
 from spark_hvd.scratch import Scratch
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 
 from spark_hvd.data.readers.dataset import Column, listed
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.estimators.data.columns import check_columns, columns_of, quoted
+from spark_hvd.estimators.data.columns import check_columns, columns_of
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.head import Head
 from spark_hvd.estimators.training.inputs import TensorSpec, stacked
@@ -19,6 +19,7 @@ from spark_hvd.estimators.training.packing import PackedModule, unpack
 from spark_hvd.estimators.transform.outputs import Shape
 from spark_hvd.estimators.transform.predict import run
 from spark_hvd.runner.spark.names import job_named
+from spark_hvd.runner.spark.series import quoted
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

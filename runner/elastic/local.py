@@ -20,6 +20,7 @@ from spark_hvd.runner.launch.data import given
 from spark_hvd.runner.launch.local import HOST, env_here
 from spark_hvd.runner.launch.monitor import make_monitor
 from spark_hvd.runner.launch.result import RunResult
+from spark_hvd.runner.launch.stored import stored
 from spark_hvd.runner.options import launcher
 from spark_hvd.runner.outcome.payload import dump_call, name_of
 from spark_hvd.runner.supervise.processes import check_system
@@ -79,9 +80,13 @@ def run_elastic_local(
     config = ElasticConfig.of(locals())
     config = replace(config, env=env_here(config, config.limits.max_num_proc))
     check_system()
-    sources = given(data).paths("run_elastic_local")
+    sets = given(data).without_spark("run_elastic_local")
     payload = dump_call(fn, args, kwargs or {})
-    with make_monitor(config, name_of(fn), num_proc, stdout, stderr, tracker) as monitor, ExitStack() as closing:
+    with (
+        stored(sets) as sources,
+        make_monitor(config, name_of(fn), num_proc, stdout, stderr, tracker) as monitor,
+        ExitStack() as closing,
+    ):
         hub = ElasticHub(config.limits, HOST, None, monitor)
         closing.callback(hub.close)
         task = TaskSpec(config, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address, sources=sources)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import time
 import uuid
@@ -24,6 +25,7 @@ from spark_hvd.runner.launch.attend import Grace, ThreadJob, attend
 from spark_hvd.runner.launch.data import given
 from spark_hvd.runner.launch.monitor import Monitor, make_monitor
 from spark_hvd.runner.launch.result import RunResult
+from spark_hvd.runner.launch.stored import stored
 from spark_hvd.runner.options import launcher
 from spark_hvd.runner.outcome.errors import RunTimeoutError
 from spark_hvd.runner.outcome.payload import dump_call, name_of
@@ -45,6 +47,8 @@ from spark_hvd.world.words import count
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from spark_hvd.store import Store
+
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
 _ASK_SPARK_EVERY = 0.5
@@ -65,6 +69,7 @@ def run_elastic(
     max_num_proc: int | None = None,
     *,
     data: Mapping[str, Any] | None = None,
+    data_store: str | os.PathLike[str] | Store | None = None,
     spark: SparkSession | None = None,
     elastic_timeout: float = 600.0,
     reset_limit: int | None = None,
@@ -111,7 +116,7 @@ def run_elastic(
         KeyboardInterrupt: after every rank has been stopped.
     """
     config = ElasticConfig.of(locals())
-    sources = given(data).paths("run_elastic")
+    sets = given(data)
     payload = dump_call(fn, args, kwargs or {})
     session = on_spark.active_session(spark)
     on_spark.check_elastic_possible(session)
@@ -121,7 +126,11 @@ def run_elastic(
         num_proc = num_proc or there
     config = replace(config, num_proc=num_proc)
     name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
-    with make_monitor(config, name, num_proc, stdout, stderr, tracker) as monitor, ExitStack() as closing:
+    with (
+        stored(sets, data_store, session) as sources,
+        make_monitor(config, name, num_proc, stdout, stderr, tracker) as monitor,
+        ExitStack() as closing,
+    ):
         local = on_spark.is_local(session)
         if local:
             check_system()

@@ -41,19 +41,6 @@ class Given:
     def __bool__(self) -> bool:
         return bool(self.frames or self.tables or self.sources)
 
-    def paths(self, function: str) -> Mapping[str, bytes]:
-        """The sources, where there is nothing else.
-
-        Raises:
-            ValueError: there is, which does not go with ranks that come and go.
-        """
-        if others := [*self.frames, *self.tables]:
-            raise ValueError(
-                f"data[{others[0]!r}] has its rows in Spark or in this program, but ranks of {function} come and go, "
-                "and rows on the disk of a lost host are lost with it: write it to Parquet and give the path"
-            )
-        return self.sources
-
     def without_spark(self, function: str) -> Given:
         """The same, where no frame is Spark's.
 

@@ -58,7 +58,7 @@ class InputRows:
             if isinstance(value, Windows):
                 frame, metadata = series_of(value)
             else:
-                frame = _with_lists(value.frame if isinstance(value, Split) else value)
+                frame = with_lists(value.frame if isinstance(value, Split) else value)
             columns, first = frame.columns, len(schemas)
             source, names = F.lit(first), [name]
             if isinstance(value, Split):
@@ -71,7 +71,7 @@ class InputRows:
         return cls(_frame_of(shaped, tasks), schemas)
 
 
-def _with_lists(frame: DataFrame) -> DataFrame:
+def with_lists(frame: DataFrame) -> DataFrame:
     """The same with lists of numbers for vectors of Spark ML, which Arrow would show as what these are made of."""
     vectors = [field.name for field in frame.schema.fields if type(field.dataType).__name__ == "VectorUDT"]
     if not vectors:

@@ -1,6 +1,6 @@
 """The store: where data, checkpoints and logs of a fit lie. One class over fsspec, for every kind of file system.
 
-May import scratch. Door: Store.
+May import scratch. Doors: Store, row_groups.
 """
 
 from __future__ import annotations

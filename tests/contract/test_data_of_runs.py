@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_hvd import DataError
-from spark_hvd.runner import run_elastic, run_elastic_local, run_local
+from spark_hvd.runner import run_elastic_local, run_local
+from spark_hvd.testing import FaultPlan
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -83,7 +84,37 @@ def test_a_run_without_data_says_how_to_give_it() -> None:
     run_local(fn, num_proc=1)
 
 
-@pytest.mark.parametrize("launch", [run_elastic, run_elastic_local])
-def test_elastic_ranks_read_files_only(launch: Any) -> None:
-    with pytest.raises(ValueError, match=r"data\['train'\] has its rows in Spark or in this program, .* give the path"):
-        launch(read, data={"train": TABLE})
+def elastic_epoch(faults: FaultPlan) -> tuple[list[int], str, int]:
+    """The rows that ranks saw up to the last commit, where these lie, and the number of the world."""
+    import spark_hvd.torch as hvd
+    from spark_hvd.data.handed import source_of
+
+    loader = hvd.get_dataset_shard("train").torch_batches(20, shuffle=True, window_rows=100)
+
+    @hvd.elastic.run
+    def train(state: Any) -> list[int]:
+        for batch in state.loader:
+            faults.at(len(state.seen))
+            found = hvd.allgather_object(list(zip(batch["id"].tolist(), batch["name"], strict=True)))
+            assert all(name == f"row {number}" for rows in found for number, name in rows)
+            state.seen = [*state.seen, [number for rows in found for number, _ in rows]]
+            state.commit()
+        return [number for step in state.seen for number in step]
+
+    rows = train(hvd.elastic.TorchState(loader=loader, seen=[]))
+    return rows, source_of("train").dataset.url, hvd.generation()
+
+
+@pytest.mark.parametrize("value", [TABLE, TABLE.to_pandas()], ids=["arrow", "pandas"])
+def test_elastic_ranks_see_each_row_of_a_table_once(value: Any) -> None:
+    faults = FaultPlan().kill(rank=1, step=4)
+    results = run_elastic_local(elastic_epoch, (faults,), num_proc=2, data={"train": value})
+    for rows, folder, generation in results:
+        assert generation == 1
+        assert sorted(rows) == list(range(500))
+        assert not os.path.exists(folder)
+
+
+def test_a_table_without_rows_is_refused_before_ranks_start() -> None:
+    with pytest.raises(DataError, match=r"data\['train'\] has no rows"):
+        run_elastic_local(elastic_epoch, (FaultPlan(),), data={"train": TABLE.slice(0, 0)})

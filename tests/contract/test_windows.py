@@ -183,5 +183,5 @@ def test_what_windows_cannot_be_over() -> None:
         run_local(print, data={"train": Windows("/data", **ASKED)})
     with pytest.raises(DataError, match="no column 'key'"):
         run_local(print, data={"train": Windows(pa.table({"time": [1]}), **ASKED)})
-    with pytest.raises(ValueError, match="write it to Parquet"):
+    with pytest.raises(ValueError, match=r"come and go\. Use run"):
         run_elastic_local(print, data={"train": Windows(table_of(LENGTHS), **ASKED)})

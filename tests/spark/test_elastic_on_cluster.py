@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import pytest
+from pyspark.ml.functions import array_to_vector
 from pyspark.sql import SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 
 from spark_hvd.runner import ClusterError, NotEnoughSlotsError, RankFailedError, run_elastic
+from spark_hvd.testing import FaultPlan
 from tests.conftest import LOCAL_CLUSTER, start_session
 from tests.elastic_jobs import Job, train
 
@@ -37,6 +42,41 @@ def test_a_failure_names_its_executor(cluster: SparkSession) -> None:
     with pytest.raises(RankFailedError, match=r"Traceback of rank \d \(host \S+, executor [01]\)") as caught:
         run_elastic(fails, num_proc=2, spark=cluster, verbose=0)
     assert {failure.executor for failure in caught.value.failures} <= {"0", "1"}
+
+
+def rows_of(faults: FaultPlan) -> tuple[list[int], list[str], int]:
+    """The numbers that ranks saw up to the last commit, the columns, and the number of the world."""
+    import spark_hvd.torch as hvd
+
+    shard = hvd.get_dataset_shard("train")
+    loader = shard.torch_batches(50, shuffle=True)
+
+    @hvd.elastic.run
+    def loop(state: Any) -> list[int]:
+        for batch in state.loader:
+            faults.at(len(state.seen))
+            assert batch["a.vector"].shape[1] == 2
+            assert batch["text"] == [str(number) for number in batch["id"].tolist()]
+            state.seen = [*state.seen, hvd.allgather_object(batch["id"].tolist())]
+            state.commit()
+        return [number for step in state.seen for part in step for number in part]
+
+    rows = loop(hvd.elastic.TorchState(loader=loader, seen=[]))
+    return rows, shard.schema.names, hvd.generation()
+
+
+def test_rows_of_a_data_frame_that_a_lost_rank_had_come_again(cluster: SparkSession, tmp_path: Path) -> None:
+    numbers = cluster.range(0, 400, 1, 3).select("id", F.col("id").cast("string").alias("text"))
+    frame = numbers.withColumn("a.vector", array_to_vector(F.array(F.rand(), F.lit(1.0))))
+    with pytest.raises(ValueError, match=r"data\['train'\] has its rows in Spark .* Expected data_store="):
+        run_elastic(rows_of, (FaultPlan(),), num_proc=2, spark=cluster, data={"train": frame})
+    faults = FaultPlan().kill(rank=1, step=2)
+    options = {"spark": cluster, "data": {"train": frame}, "data_store": str(tmp_path)}
+    for rows, columns, generation in run_elastic(rows_of, (faults,), num_proc=2, **options):
+        assert sorted(rows) == list(range(400))
+        assert columns == ["id", "text", "a.vector"]
+        assert generation == 1
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() or "run_data" in path.name]
 
 
 def test_ranks_of_several_executors_of_a_host_count_its_ranks(cluster: SparkSession) -> None:

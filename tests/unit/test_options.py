@@ -22,7 +22,7 @@ DECLARED = {
     "run_elastic_local": ElasticConfig,
     "doctor": RunConfig,
 }
-NOT_OPTIONS = {"fn", "args", "kwargs", "data", "spark", "tracker", "stdout", "stderr", "store", "seconds"}
+NOT_OPTIONS = {"fn", "args", "kwargs", "data", "data_store", "spark", "tracker", "stdout", "stderr", "store", "seconds"}
 
 
 @pytest.mark.parametrize("name", DECLARED)

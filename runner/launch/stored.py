@@ -1,0 +1,157 @@
+"""Rows for elastic ranks: written to Parquet before any rank starts, so that one that comes later reads the same.
+
+Ranks of a static run have a DataFrame's rows on the disks of their hosts; those of a host that is lost would be lost
+with it. So each row is computed once, by one job of Spark, and goes to where every rank, whenever it starts, finds it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import posixpath
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from spark_hvd.runner.launch.data import Given
+from spark_hvd.runner.spark import session as on_spark
+from spark_hvd.runner.spark.names import job_named
+from spark_hvd.scratch import Scratch
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+
+    from spark_hvd.store import Store
+
+_GROUPS = 32
+"""Row groups that a file shall have at least, where it has rows enough."""
+
+
+@contextmanager
+def stored(
+    given: Given, store: str | os.PathLike[str] | Store | None = None, session: SparkSession | None = None
+) -> Iterator[Mapping[str, bytes]]:
+    """Sources of all data sets, for ranks to read; what was written for them is deleted afterwards.
+
+    Args:
+        given: The data sets.
+        store: Where to write rows to; None for a temporary folder of this machine.
+        session: Whose tasks the ranks are of; None for ranks of this machine.
+
+    Raises:
+        ValueError: rows are to be written, and no place is known that all hosts see; or rows are to be windows.
+        DataError: a data set has no rows.
+        StoreError: rows cannot be written.
+    """
+    rows = [*given.frames, *given.tables]
+    if not rows:
+        yield given.sources
+        return
+    from spark_hvd.data.parquet import dataset_of  # and so pyarrow, which a run without data does not need
+    from spark_hvd.data.series.windows import Windows
+    from spark_hvd.data.source import ParquetSource
+
+    for name in rows:
+        if isinstance(given.frames.get(name, given.tables.get(name)), Windows):
+            raise ValueError(
+                f"data[{name!r}] is Windows over series, whose rows are on disks of the ranks: those of an elastic run "
+                "come and go. Use run, with max_restarts= against losses"
+            )
+    with _place(rows[0], store, session) as (place, folder):
+        sources = dict(given.sources)
+        for number, name in enumerate(rows):
+            path = posixpath.join(folder, str(number))
+            if name in given.frames:
+                _write_frame(place, path, name, given.frames[name])  # type: ignore[arg-type]  # halves are a fit's
+            else:
+                _write_table(place, path, name, given.tables[name])
+            sources[name] = pickle.dumps(ParquetSource(dataset_of(place, path), place))
+        yield sources
+
+
+@contextmanager
+def _place(
+    name: str, given: str | os.PathLike[str] | Store | None, session: SparkSession | None
+) -> Iterator[tuple[Store, str]]:
+    from spark_hvd.store import Store
+
+    if given is None:
+        if session is not None and (on_spark.is_connect(session) or not on_spark.is_local(session)):
+            raise ValueError(
+                f"data[{name!r}] has its rows in Spark or in this program, but ranks of run_elastic come and go: they "
+                'are written to where every host finds them. Expected data_store="s3://bucket/prefix" or a path that '
+                "all hosts share, or the path of the rows' own files in data="
+            )
+        with Scratch("rows") as path:
+            yield Store.create(path), path
+        return
+    store = given if isinstance(given, Store) else Store.create(given)
+    if not store.is_shared:
+        raise ValueError(f"data_store={store.url!r}: expected a place that other processes see, too")
+    folder = store.join(store.url, f"run_data-{uuid.uuid4().hex}")
+    try:
+        yield store, folder
+    finally:
+        store.delete(folder)
+
+
+def _write_table(store: Store, path: str, name: str, table: pa.Table) -> None:
+    from spark_hvd.store.row_groups import RowGroupWriter
+
+    _check_rows(name, table.num_rows)
+    with ExitStack() as stack:
+        writer = RowGroupWriter(store, posixpath.join(path, "part-00000.parquet"), _GROUPS, stack)
+        writer.add(table)
+        writer.finish()
+
+
+def _write_frame(store: Store, path: str, name: str, frame: DataFrame) -> None:
+    from pyspark.sql import functions as F  # noqa: N812
+
+    from spark_hvd.runner.spark.input import with_lists
+    from spark_hvd.runner.spark.series import quoted
+
+    listed = with_lists(frame)
+    # names without dots, which mapInArrow takes for fields of structs
+    selected = listed.select([F.col(quoted(column)).alias(f"c{at}") for at, column in enumerate(listed.columns)])
+    on_spark.choose_python(frame.sparkSession)
+    job = selected.mapInArrow(_writer(store, path, listed.columns), "file string, rows long")
+    with job_named(job, f"spark_hvd: data[{name!r}] is written to {path}"):
+        written = job.collect()
+    _check_rows(name, sum(row["rows"] for row in written))
+    kept = {row["file"] for row in written}
+    for file in store.list(path, unfinished=True):  # of attempts that Spark ran twice, gave up, or killed
+        if file not in kept:
+            store.delete(file)
+
+
+def _writer(
+    store: Store, path: str, columns: list[str]
+) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    def write(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+        from pyspark import TaskContext
+
+        from spark_hvd.store.row_groups import RowGroupWriter
+
+        context = TaskContext.get()
+        assert context is not None
+        file = posixpath.join(path, f"part-{context.partitionId():05d}-{context.taskAttemptId()}.parquet")
+        with ExitStack() as stack:
+            writer = RowGroupWriter(store, file, _GROUPS, stack)
+            for batch in batches:
+                writer.add(pa.Table.from_batches([batch]).rename_columns(columns))
+            rows = sum(writer.finish())
+        if rows:
+            yield pa.RecordBatch.from_pydict({"file": [file], "rows": [rows]})
+
+    return write
+
+
+def _check_rows(name: str, rows: int) -> None:
+    if not rows:
+        from spark_hvd.data.readers.errors import DataError
+
+        raise DataError(f"data[{name!r}] has no rows: expected at least one for each rank")
