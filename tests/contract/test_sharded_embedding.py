@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import spark_hvd.torch as hvd
+from spark_hvd import run_elastic_local
 from tests.ranks import RankError, Ranks, ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -325,3 +326,49 @@ def test_a_rank_lost_in_a_look_up() -> None:
 
     with pytest.raises(RankError, match="CollectiveError"), ranks(2) as world:
         world.run(fn)
+
+
+def test_ranks_lost_between_steps_and_while_tables_are_cut_again(tmp_path: Path) -> None:
+    """Whoever is left makes the tables anew from the last whole state, with whatever number of ranks."""
+    kept = tmp_path / "whole.pt"
+
+    def train() -> tuple[int, dict[str, torch.Tensor]]:
+        import os
+        import signal
+
+        def killed_once(name: str) -> None:
+            if not (kept.parent / name).exists():
+                (kept.parent / name).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        @hvd.elastic.run
+        def steps(state: Any) -> tuple[int, dict[str, torch.Tensor]]:
+            table, step = hvd.ShardedEmbedding(ROWS, 1, initialize=nn.init.zeros_), 0
+            if kept.exists():
+                saved = torch.load(kept)
+                if hvd.rank() == 0:
+                    killed_once("while tables are cut again")
+                table.load_state_dict(saved["table"])
+                step = saved["step"]
+            optimizer = torch.optim.SGD([table.weight], lr=1.0)
+            while step < 6:
+                optimizer.zero_grad()
+                (-table(torch.arange(ROWS)).sum()).backward()
+                optimizer.step()
+                step += 1
+                whole = hvd.whole_state_dict(table, root_rank=0)
+                if hvd.rank() == 0:
+                    torch.save({"table": whole, "step": step}, f"{kept}.new")
+                    os.replace(f"{kept}.new", kept)
+                if step == 3 and hvd.rank() == 1:
+                    killed_once("between steps")
+                state.commit()
+            return step, hvd.whole_state_dict(table)
+
+        return steps(hvd.elastic.ObjectState())
+
+    results = run_elastic_local(train, num_proc=3, min_num_proc=1, max_num_proc=3)
+    assert {path.name for path in tmp_path.iterdir()} == {kept.name, "between steps", "while tables are cut again"}
+    for step, whole in results:
+        assert step == 6
+        torch.testing.assert_close(whole["weight"], torch.full((ROWS, 1), 6.0))
