@@ -6,6 +6,7 @@ Nothing here imports Keras before the backend is known, which is fixed when Kera
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 
 from spark_hvd.estimators.errors import ModelError
+from spark_hvd.world.pickles import dumps
 
 _FILE = "model.keras"
 
@@ -84,7 +85,7 @@ class KerasModule(torch.nn.Module):
                 self._model.save(path)
                 data = path.read_bytes()
         # As bytes: they may need Keras, which must not be imported before the backend is set.
-        return restored, (data, self._backend, dict(self.environment), cloudpickle.dumps(dict(self.custom_objects)))
+        return restored, (data, self._backend, dict(self.environment), dumps(dict(self.custom_objects)))
 
 
 def given_to_keras(tensor: Any) -> Any:
@@ -110,7 +111,7 @@ def restored(data: bytes, backend: str, environment: Mapping[str, str | None], c
     """The inverse of pickling."""
     _require_keras(backend, environment)
     module = KerasModule(data=data, backend=backend)
-    module.environment, module.custom_objects = environment, cloudpickle.loads(custom_objects)
+    module.environment, module.custom_objects = environment, pickle.loads(custom_objects)
     return module
 
 

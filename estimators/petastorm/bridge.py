@@ -15,6 +15,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
+import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
-import cloudpickle
-
 from spark_hvd.estimators.errors import EstimatorError
+from spark_hvd.world.pickles import dumps
 
 PIP = 'pip install "petastorm>=0.12.1,<0.13"'
 
@@ -98,12 +98,12 @@ class _Bridged(Generic[P, R]):
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[[bytes], Callable[..., Any]], tuple[bytes]]:
-        return _load_bridged, (cloudpickle.dumps(self._function),)  # bytes: looked into only once the bridge stands
+        return _load_bridged, (dumps(self._function),)  # bytes: looked into only once the bridge stands
 
 
 def _load_bridged(data: bytes) -> Callable[..., Any]:
     install()
-    return _Bridged(cloudpickle.loads(data))
+    return _Bridged(pickle.loads(data))
 
 
 def _check_versions() -> None:

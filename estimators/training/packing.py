@@ -16,13 +16,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
 import safetensors.torch
 import torch
 from torch import nn
 
 from spark_hvd.runner.outcome.payload import UnpicklableError, explain
 from spark_hvd.transport.torch_private import storage_key
+from spark_hvd.world.pickles import SourcePickler
 
 # What safetensors holds; tensors of other dtypes (complex, quantised) stay in the pickle.
 _DTYPES = frozenset(
@@ -110,7 +110,7 @@ def _restored(structure: bytes, values: dict[str, torch.Tensor]) -> Any:
     return _Unpickler(io.BytesIO(body), entries, values).load()
 
 
-class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc] # cloudpickle has no types
+class _Pickler(SourcePickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.tensors: list[torch.Tensor] = []  # kept alive, so that no id is used twice

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import cloudpickle
-
 from spark_hvd.runner.tracebacks import Brief
+from spark_hvd.world.pickles import dumps
 
 R = TypeVar("R")
 
@@ -38,7 +37,7 @@ def dump_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     """
     _check_call(fn, args, kwargs)
     try:
-        data: bytes = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
+        data = dumps((fn, tuple(args), dict(kwargs)))
     except Exception as error:
         parts = [("fn", fn), *((f"args[{i}]", value) for i, value in enumerate(args))]
         parts += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
@@ -82,7 +81,7 @@ def dump_result(value: Any, rank: int) -> bytes:
         UnpicklableError: naming the part of the value that cannot travel.
     """
     try:
-        data: bytes = cloudpickle.dumps(value)
+        data = dumps(value)
     except Exception as error:
         raise UnpicklableError(
             f"fn returned on rank {rank} a value that cannot be sent back: {explain([('value', value)], error)}\n"
@@ -94,7 +93,7 @@ def dump_result(value: Any, rank: int) -> bytes:
 def dump_exception(error: BaseException) -> bytes:
     """Pickle an exception without its traceback; empty when it cannot be pickled and read back."""
     try:
-        data: bytes = cloudpickle.dumps(error)
+        data = dumps(error)
         pickle.loads(data)  # many exceptions pickle and then cannot be rebuilt from their args
     except Exception:  # whatever a user's __reduce__ or __init__ raises
         return b""
@@ -140,7 +139,7 @@ def _is_spark(value: Any) -> bool:
 
 def _pickles(value: Any) -> bool:
     try:
-        cloudpickle.dumps(value)
+        dumps(value)
     except Exception:  # whatever a user's __reduce__ raises
         return False
     return True

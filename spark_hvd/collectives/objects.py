@@ -17,7 +17,6 @@ import io
 import pickle
 from typing import Any, TypeVar
 
-import cloudpickle
 import numpy as np
 import torch
 
@@ -25,6 +24,7 @@ from spark_hvd.collectives.execution import Work, single_result
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
 from spark_hvd.collectives.start import start_allgather, start_broadcast, start_sealing
 from spark_hvd.world.errors import CollectiveError
+from spark_hvd.world.pickles import SourcePickler
 
 T = TypeVar("T")
 
@@ -127,7 +127,7 @@ def _pickled(obj: Any) -> tuple[torch.Tensor, str, Exception | None]:
         return False
 
     try:
-        cloudpickle.dump(obj, file, buffer_callback=stays)
+        SourcePickler(file, buffer_callback=stays).dump(obj)
     except Exception as error:  # whatever a __reduce__ raises; the other ranks wait to hear of it
         return torch.empty(0, dtype=torch.uint8), _UNPICKLABLE, error
     parts = [np.frombuffer(part, dtype=np.uint8) for part in (file.getbuffer(), *buffers)]

@@ -15,7 +15,7 @@ DRIVER_SIDE = ("runner.launch", "runner.spark")
 @pytest.mark.parametrize(
     ("module", "most", "not_these"),
     [
-        ("runner.rank.main", 14, ("torch", "zmq", "pyspark", *TASK_SIDE, *DRIVER_SIDE)),
+        ("runner.rank.main", 15, ("torch", "zmq", "pyspark", *TASK_SIDE, *DRIVER_SIDE)),
         ("runner.rank.static", 63, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
         ("runner.rank.elastic", 62, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
         ("runner.supervise.task", 26, ("torch", "pyspark", *HUB_AND_MPI, *DRIVER_SIDE)),

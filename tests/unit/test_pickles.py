@@ -1,0 +1,52 @@
+"""Code that was pickled by value knows its file, whatever cloudpickle there is: ranks' tracebacks show its lines."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from spark_hvd.estimators.training.packing import pack, unpack
+from spark_hvd.runner.outcome.payload import dump_call, dump_result
+from spark_hvd.world.pickles import dumps
+
+
+@pytest.fixture(autouse=True)
+def by_value() -> Iterator[None]:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+def outer() -> None:
+    def inner() -> None:
+        raise ValueError("this very line")
+
+    inner()
+
+
+class Model:
+    def fails(self) -> None:
+        outer()
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "dumps": lambda value: pickle.loads(dumps(value)),
+    "call": lambda value: pickle.loads(dump_call(value, (), {}))[0],
+    "result": lambda value: pickle.loads(dump_result(value, 0)),
+    "packed": lambda value: unpack(pack(value)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tracebacks_show_lines(way: str) -> None:
+    with pytest.raises(ValueError, match="this very line") as caught:
+        WAYS[way](Model().fails)()
+    text = "".join(traceback.format_exception(caught.value))
+    assert text.count(f'File "{__file__}"') >= 4
+    assert 'raise ValueError("this very line")' in text
