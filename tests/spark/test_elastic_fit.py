@@ -86,6 +86,18 @@ class Dies(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class AllDie(Callback):
+    """Kills the ranks of the first generation together, after their 20th batch."""
+
+    def on_batch_end(self, state: TrainState) -> None:
+        if (hvd.generation(), state.global_step) == (0, 20):
+            first, *others = hvd.allgather_object(os.getpid())
+            if state.rank == 0:
+                for each in (*others, first):
+                    os.kill(each, signal.SIGKILL)
+            time.sleep(60)
+
+
 class DiesSometime(Callback):
     """Kills a rank of generations 1 and 3 at a moment of its own, and stops when they have gone on in the fifth."""
 
@@ -154,9 +166,9 @@ def test_ranks_come_and_go_at_any_moment(df: DataFrame, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_all_ranks_are_lost_at_once(df: DataFrame, tmp_path: Path) -> None:
     settings = {**COUNTING, "store": Store.create(tmp_path), "run_id": "lost", "epochs": 3}
-    backend, both = LocalBackend(2, max_num_proc=2, verbose=0), Dies({(0, 0): 20, (0, 1): 20})
+    backend = LocalBackend(2, max_num_proc=2, verbose=0)
     with pytest.raises(StateLostError, match="fit again with run_id='lost' to go on from it"):
-        estimator(Counts(), **settings, backend=backend, callbacks=[both]).fit(df)
+        estimator(Counts(), **settings, backend=backend, callbacks=[AllDie()]).fit(df)
     fitted = estimator(Counts(), **settings, backend=backend).fit(df)
     each_row_once_an_epoch(fitted)
     assert len(fitted.getHistory()) == 3

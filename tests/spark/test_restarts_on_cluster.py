@@ -40,10 +40,11 @@ def train(folder: str, last: int) -> dict[str, Any]:
     if hvd.generation() < last:
         before = hvd.checkpoint.save
 
-        def save(where: str, state: dict[str, Any], step: int) -> None:
-            before(where, state, step)
+        def save(where: str, state: dict[str, Any], step: int, **options: Any) -> Any:
+            handle = before(where, state, step, **options)
             if hvd.rank() == 1 and step == 3:
                 kill_executor()
+            return handle
 
         hvd.checkpoint.save = save  # type: ignore[assignment]
     return train_steps(folder, {})
