@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, Listener
 from multiprocessing.context import ForkServerContext
@@ -44,7 +44,7 @@ class Ranks:
     Functions travel by value if their module is registered with cloudpickle.register_pickle_by_value.
     """
 
-    def __init__(self, size: int, *, timeout: float = SECONDS, join: bool = True) -> None:
+    def __init__(self, size: int, *, timeout: float = SECONDS, join: bool = True, hosts: Sequence[str] = ()) -> None:
         """Fork the processes from a server that has torch loaded: a tenth of a second instead of seconds.
 
         They have the environment that the first world found, and end without their exit handlers.
@@ -53,6 +53,7 @@ class Ranks:
             size: World size.
             timeout: Seconds until a collective fails, and until a call of run() does.
             join: Whether the ranks are in a world of spark_hvd from the start; else they have the environment only.
+            hosts: What they take for the host of each, ranks of one host together; by default the same for all.
         """
         self.size = size
         self._timeout = timeout
@@ -66,7 +67,8 @@ class Ranks:
         for rank in range(size):
             ours, theirs = context.Pipe()
             given = listener if join and rank == 0 else None
-            process = context.Process(target=_serve, args=(rank, size, port, given, join, timeout, theirs), daemon=True)
+            args = (rank, size, port, given, join, timeout, hosts, theirs)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -204,11 +206,18 @@ def ranks(size: int, *, mpi: bool = False, **options: Any) -> Iterator[Ranks]:
 
 
 def _serve(
-    rank: int, size: int, port: int, listener: socket.socket | None, join: bool, timeout: float, pipe: Connection
+    rank: int,
+    size: int,
+    port: int,
+    listener: socket.socket | None,
+    join: bool,
+    timeout: float,
+    hosts: Sequence[str],
+    pipe: Connection,
 ) -> None:
     launch = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if join:
-        _join(rank, size, port, listener, timeout)
+        _join(rank, size, port, listener, timeout, hosts or ["127.0.0.1"] * size)
     else:
         os.environ.update({name: str(value) for name, value in launch.items()})
     serve(pipe)
@@ -228,7 +237,9 @@ def serve(pipe: Connection) -> None:
         pipe.send_bytes(cloudpickle.dumps(answer))
 
 
-def _join(rank: int, size: int, port: int, listener: socket.socket | None, timeout: float) -> None:
+def _join(
+    rank: int, size: int, port: int, listener: socket.socket | None, timeout: float, hosts: Sequence[str]
+) -> None:
     from spark_hvd.context import init as context
     from spark_hvd.transport.torch_private import TCPStore
     from spark_hvd.world.layout import Endpoint, World, WorldLayout
@@ -237,5 +248,5 @@ def _join(rank: int, size: int, port: int, listener: socket.socket | None, timeo
     kv = TCPStore(
         "127.0.0.1", port, size, rank == 0, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=fd
     )
-    me = WorldLayout.from_hosts(["127.0.0.1"] * size).of_process(rank)
+    me = WorldLayout.from_hosts(hosts).of_process(rank)
     context.join(World(me, Endpoint("127.0.0.1", port)), kv, timeout=timeout)

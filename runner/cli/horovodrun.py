@@ -37,6 +37,9 @@ TUNING: Mapping[str, _Tuning] = {
     "--cache-capacity": _Tuning("HOROVOD_CACHE_CAPACITY", int, "Names that are negotiated by a bit."),
     "--timeline-filename": _Tuning("HOROVOD_TIMELINE", str, "Record a timeline to this file, on rank 0's host."),
     "--timeline-mark-cycles": _Tuning("HOROVOD_TIMELINE_MARK_CYCLES", None, "Mark rounds of decisions in it.", _flag),
+    "--hierarchical-allreduce/--no-hierarchical-allreduce": _Tuning(
+        "HOROVOD_HIERARCHICAL_ALLREDUCE", None, "Sum in a host's memory first, then between hosts; the default.", _flag
+    ),
     "--autotune": _Tuning("HOROVOD_AUTOTUNE", None, "Tune bucket sizes in the first steps.", _flag),
     "--autotune-log-file": _Tuning("HOROVOD_AUTOTUNE_LOG", str, "CSV file of what was tried."),
     "--autotune-warmup-samples": _Tuning("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", int, "Samples that do not count."),
@@ -78,7 +81,6 @@ REFUSED: Mapping[tuple[str, ...], tuple[int, str]] = {
     ("--num-nccl-streams",): (1, "torch decides on NCCL's streams. Leave it out."),
     ("--gloo-timeout-seconds",): (1, "Use --start-timeout for meeting, --collective-timeout for collectives."),
     ("--cycle-time-ms",): (1, "Nothing happens in cycles here. Leave it out."),
-    ("--hierarchical-allreduce", "--no-hierarchical-allreduce"): (0, _ALWAYS),
     ("--hierarchical-allgather", "--no-hierarchical-allgather"): (0, _ALWAYS),
     ("--torus-allreduce", "--no-torus-allreduce"): (0, _ALWAYS),
     ("--network-interface",): (1, "Use --interfaces."),
@@ -110,7 +112,7 @@ def tuning_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def tuning_env(values: Mapping[str, Any]) -> dict[str, str]:
     """The variables of those options that were given; takes them out of what click passed."""
-    given = {name: values[name.lstrip("-").replace("-", "_")] for name in TUNING}
+    given = {name: values[name.split("/")[0].lstrip("-").replace("-", "_")] for name in TUNING}
     return {TUNING[name].variable: TUNING[name].text(value) for name, value in given.items() if value is not None}
 
 

@@ -8,7 +8,7 @@ are the exception: they take several rounds, so the engine takes them from round
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,13 @@ import torch
 from spark_hvd.collectives.fusion import Batch, flatten, flatten_into, unflatten_into
 from spark_hvd.collectives.members import Members
 from spark_hvd.collectives.messages import Entry, Request, dtype_of, op_of
-from spark_hvd.collectives.staging import Staging
+from spark_hvd.collectives.staging import Staging, is_plain_sum
 from spark_hvd.transport.communicator import Communicator, Handle, ReduceOp
 from spark_hvd.transport.dtypes import divide, identity_element, is_integer
 from spark_hvd.transport.handles import JointHandle
 from spark_hvd.transport.host.pages import prefer_huge
+from spark_hvd.transport.host.sliced import LEAST as SLICED_LEAST
+from spark_hvd.transport.host.sliced import SlicedStaging
 from spark_hvd.world.errors import CollectiveError
 
 Steps = Generator[Handle[Any], None, None]
@@ -105,6 +107,10 @@ def rounds(batch: Batch, staging: Staging | None) -> bool:
     return batch[0].request.op == ReduceOp.ADASUM.name or (staging is not None and staging.serves(batch))
 
 
+def _goes_sliced(batch: Batch, members: Members) -> bool:
+    return members.sliced is not None and is_plain_sum(batch) and batch.nbytes >= SLICED_LEAST
+
+
 def run(batch: Batch, works: Sequence[Work | None], members: Members) -> Steps:
     """The steps of a batch.
 
@@ -122,6 +128,9 @@ def run(batch: Batch, works: Sequence[Work | None], members: Members) -> Steps:
         return _adasum(first, parts, communicator)
     if staging is not None and staging.serves(batch):
         return _staged_allreduce(batch[0], parts, communicator, staging)
+    if _goes_sliced(batch, members):
+        assert members.sliced is not None
+        return _sliced_allreduce(batch[0], parts, communicator, members.sliced)
     if first.kind == "allreduce":
         return _allreduce(batch[0], parts, communicator)
     if first.kind == "broadcast":
@@ -170,11 +179,7 @@ def _staged_allreduce(entry: Entry, parts: Sequence[Work], communicator: Communi
     ins = None if in_one_go else (sources[0].reshape(-1) if one else flatten(sources))
     outs = targets[0].view(-1) if one else ins
 
-    def finish(total: torch.Tensor) -> None:
-        if op is ReduceOp.AVERAGE:
-            divide(total, communicator.size)
-        scale_([total], after)
-
+    finish = _finisher(op, after, communicator.size)
     for low in range(0, numel, staging.room(dtype)):
         high = min(low + staging.room(dtype), numel)
         buffer = staging.mine(dtype, high - low)
@@ -193,6 +198,33 @@ def _staged_allreduce(entry: Entry, parts: Sequence[Work], communicator: Communi
             outs[low:high] = buffer
     if ins is not None and not one:
         unflatten_into(ins, targets)
+
+
+def _sliced_allreduce(entry: Entry, parts: Sequence[Work], communicator: Communicator, staging: SlicedStaging) -> Steps:
+    op, after, _ = _wire(entry, communicator.size)
+    ((sources, targets),) = _by_dtype(parts)
+
+    def prepare(piece: torch.Tensor) -> None:
+        scale_([piece], entry.request.prescale)
+
+    finish = _finisher(op, after, communicator.size)
+    one = len(sources) == 1 and targets[0].is_contiguous()
+    ins = sources[0].reshape(-1) if one else flatten(sources)
+    outs = targets[0].view(-1) if one else ins
+    yield from _results([staging.allreduce(ins, outs, prepare, finish)])
+    if not one:
+        unflatten_into(ins, targets)
+
+
+def _finisher(op: ReduceOp, after: float, size: int) -> Callable[[torch.Tensor], None]:
+    """What makes the result of a sum, in place."""
+
+    def finish(total: torch.Tensor) -> None:
+        if op is ReduceOp.AVERAGE:
+            divide(total, size)
+        scale_([total], after)
+
+    return finish
 
 
 def _adasum(request: Request, parts: Sequence[Work], communicator: Communicator) -> Steps:

@@ -7,6 +7,7 @@ stand between the passes, so a rank that is gone is noticed as ever.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 
@@ -14,9 +15,14 @@ import torch
 import torch.distributed as dist
 
 from spark_hvd.collectives.fusion import Batch
+from spark_hvd.collectives.underway.slots import KINDS, Slots, may_serve
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.exchange import exchange
-from spark_hvd.transport.host.shared_memory import SharedArena, sum_share
+from spark_hvd.transport.host.arena import SharedArena
+from spark_hvd.transport.host.shared_memory import sum_share
+
+_log = logging.getLogger("spark_hvd")
+_told = False
 
 CAPACITY = 8 << 20
 """Bytes of each rank's buffer; larger all-reduces take several rounds."""
@@ -38,40 +44,9 @@ class Staging:
         self._buffers = buffers
         self._place = place
 
-    @classmethod
-    def open(cls, group: dist.ProcessGroup, hosts: Sequence[str], wanted: bool) -> Staging | None:
-        """Make and map buffers; collective over `group`.
-
-        Args:
-            group: A process group of the members that nobody else uses.
-            hosts: Of each member, as all of them know.
-            wanted: Whether this rank agrees.
-
-        Returns:
-            None, on every rank, if the members are on several hosts, one does not agree, or one cannot map another's.
-        """
-        if len(set(hosts)) > 1 or not hasattr(os, "memfd_create") or "cpu" not in str(dist.get_backend_config(group)):
-            return None
-        cpu = torch.device("cpu")
-        if not all(exchange(wanted, group, cpu)):
-            return None
-        arena = SharedArena([(CAPACITY, torch.uint8)])
-        place = dist.get_rank(group)
-        gathered = arena.map_all(place, lambda fact: exchange(fact, group, cpu))
-        return None if gathered is None else cls(gathered[0], place)
-
     def serves(self, batch: Batch) -> bool:
         """Whether a batch goes through here: the same answer on every rank."""
-        request = batch[0].request
-        return (
-            request.kind == "allreduce"
-            and request.op in (ReduceOp.SUM.name, ReduceOp.AVERAGE.name)
-            and request.device == "cpu"
-            and batch[0].absent is None
-            and {getattr(torch, dtype) for dtype in request.dtypes} <= _DTYPES
-            and len(set(request.dtypes)) == 1
-            and batch.nbytes >= LEAST
-        )
+        return is_plain_sum(batch) and batch.nbytes >= LEAST
 
     def room(self, dtype: torch.dtype) -> int:
         """Elements that a buffer holds."""
@@ -90,6 +65,56 @@ class Staging:
             finish: Makes the result of a sum, in place and element by element.
         """
         sum_share([_view(buffer, dtype, numel) for buffer in self._buffers], self._place, finish)
+
+
+def is_plain_sum(batch: Batch) -> bool:
+    """Whether a batch can be summed in memory: the same answer on every rank."""
+    request = batch[0].request
+    return (
+        request.kind == "allreduce"
+        and request.op in (ReduceOp.SUM.name, ReduceOp.AVERAGE.name)
+        and request.device == "cpu"
+        and batch[0].absent is None
+        and {getattr(torch, dtype) for dtype in request.dtypes} <= _DTYPES
+        and len(set(request.dtypes)) == 1
+    )
+
+
+def open_memory(group: dist.ProcessGroup, hosts: Sequence[str], wanted: bool) -> tuple[Staging | None, Slots | None]:
+    """Make and map memory for large and for small all-reduces; collective over `group`.
+
+    Args:
+        group: A process group of the members that nobody else uses.
+        hosts: Of each member, as all of them know.
+        wanted: Whether this rank agrees.
+
+    Returns:
+        None and None, on every rank, if the members are on several hosts, one does not agree, or one cannot make such
+        memory or map another's. No slots if there are too many members for them.
+    """
+    if len(set(hosts)) > 1 or not hasattr(os, "memfd_create") or "cpu" not in str(dist.get_backend_config(group)):
+        return None, None
+    cpu, place = torch.device("cpu"), dist.get_rank(group)
+    small = may_serve(len(hosts))
+    arena = None
+    if wanted:
+        try:
+            arena = SharedArena([(CAPACITY, torch.uint8), *(KINDS if small else ())])
+        except OSError as error:
+            _tell(error)
+    if not all(exchange(arena is not None, group, cpu)) or arena is None:
+        return None, None
+    gathered = arena.map_all(place, lambda fact: exchange(fact, group, cpu))
+    if gathered is None:
+        return None, None
+    return Staging(gathered[0], place), Slots(gathered[1], gathered[2], place) if small else None
+
+
+def _tell(error: OSError) -> None:
+    global _told
+    if not _told:  # however many process sets there are
+        _told = True
+        _log.warning("The ranks of this host share no memory, and exchange all data by sockets: %s", error)
 
 
 def _view(buffer: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:

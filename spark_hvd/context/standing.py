@@ -9,6 +9,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +20,10 @@ from spark_hvd.collectives.process_set import ProcessSet, look_up_with
 from spark_hvd.collectives.queue import NegotiatedQueue
 from spark_hvd.engine.engine import Engine
 from spark_hvd.transport.communicator import Communicator
+from spark_hvd.transport.exchange import exchange
 from spark_hvd.transport.groups import Groups
-from spark_hvd.transport.pipes import Pipes
+from spark_hvd.transport.host.hierarchy import Hierarchy
+from spark_hvd.transport.host.pipes import Pipes
 from spark_hvd.transport.registry import ConnectionRegistry
 from spark_hvd.transport.torch_private import Store
 from spark_hvd.transport.waits import stand_by
@@ -97,9 +100,27 @@ class Context:
         return self.groups.make(process_set_id, queue.ranks, gloo_threads)
 
     def pipes(self, process_set_id: int, group: dist.ProcessGroup, device: torch.device) -> Pipes | None:
-        """Pipes between a process set's ranks of one host, see :meth:`spark_hvd.transport.groups.Groups.pipes`."""
+        """Pipes between a process set's ranks, all on one host; each of them must call this.
+
+        Args:
+            process_set_id: 0 for all ranks.
+            group: A process group of the set, to agree over.
+            device: One that the group can exchange small facts on.
+
+        Returns:
+            None, on every rank, if one cannot reach another's.
+        """
         queue = self.queues[process_set_id] if process_set_id else self.queue
-        return self.groups.pipes(process_set_id, queue.ranks, group, device)
+        facts = partial(exchange, group=group, device=device)
+        made = Pipes.open(queue.ranks, dist.get_rank(group), self.groups.timeout, facts)
+        if made is not None:
+            self.groups.keep(process_set_id, made)
+        return made
+
+    def hierarchy(self, process_set_id: int, group: dist.ProcessGroup, wanted: bool) -> Hierarchy | None:
+        """The two levels of a process set, see :meth:`spark_hvd.transport.host.hierarchy.Hierarchy.open`."""
+        members = (self.queues[process_set_id] if process_set_id else self.queue).members
+        return Hierarchy.open(process_set_id, members.ranks, members.hosts, wanted, self.groups, group)
 
 
 @dataclass(frozen=True, slots=True)

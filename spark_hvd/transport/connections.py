@@ -2,7 +2,7 @@
 
 Without that, a collective that waits for a rank which has stopped or left goes on waiting until the group's timeout,
 and so does whoever destroys the group. A connection is known by its two addresses: it is the group's if it has come up
-while the group was made, and another member has its other end.
+while the group was made, and one of them is that at which a member's Gloo listens for the others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Protocol
 
 import torch
@@ -43,6 +43,14 @@ class Abortable(Protocol):
         ...
 
 
+class Forkable(Abortable, Protocol):
+    """What a child of the rank's process inherits, and must not keep."""
+
+    def forked(self) -> None:
+        """This is a child of the rank's process, which must not outlive it for the others."""
+        ...
+
+
 class Connections(Abortable):
     """The connections of one process group.
 
@@ -63,17 +71,33 @@ class Connections(Abortable):
         """
         if "gloo" not in str(dist.get_backend_config(group)):
             return cls({})
-        ends = _ends(item for item in sockets().items() if item not in before.items())
-        place = dist.get_rank(group)
-        theirs = exchange([[*here, *there] for here, there in ends], group, torch.device("cpu"))
-        others = {tuple(end) for rank, known in enumerate(theirs) if rank != place for end in known}
-        return cls({fd: inode for (here, there), (fd, inode) in ends.items() if (*there, *here) in others})
+        fresh = [item for item in sockets().items() if item not in before.items()]
+        here = _listeners(fresh)
+        theirs = exchange(here, group, torch.device("cpu"))
+        known = {tuple(each) for rank, every in enumerate(theirs) if rank != dist.get_rank(group) for each in every}
+        return cls({item[0]: item[1] for ends, item in _ends(fresh).items() if ends[0] in here or ends[1] in known})
 
     def abort(self) -> None:
         """End them, in both directions; their file descriptors stay Gloo's to close. From any thread."""
         for fd, inode in self._mine.items():
             with contextlib.suppress(OSError), _opened(fd, inode) as end:
                 end.shutdown(socket.SHUT_RDWR)
+
+
+class Several(Abortable):
+    """What is aborted together.
+
+    Args:
+        parts: In this order.
+    """
+
+    def __init__(self, parts: Sequence[Abortable]) -> None:
+        self._parts = parts
+
+    def abort(self) -> None:
+        """See Abortable.abort."""
+        for each in self._parts:
+            each.abort()
 
 
 Address = tuple[str, int]
@@ -110,6 +134,17 @@ def answer(candidates: Sockets, size: int) -> None:
             for number in range(size):
                 with socket.create_connection(address[:2], timeout=1.0) as peer:
                     peer.sendall(struct.pack("=q", number))
+
+
+def _listeners(candidates: Iterable[tuple[int, int]]) -> list[Address]:
+    """Where those among sockets listen that do."""
+    found = []
+    for fd, inode in candidates:
+        with contextlib.suppress(OSError), _opened(fd, inode) as end:
+            if end.family in (socket.AF_INET, socket.AF_INET6) and _listens(end):
+                host, port = end.getsockname()[:2]
+                found.append((host, port))
+    return found
 
 
 def _listens(end: socket.socket) -> bool:

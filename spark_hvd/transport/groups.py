@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
-from spark_hvd.transport.connections import Connections, sockets
-from spark_hvd.transport.exchange import exchange
-from spark_hvd.transport.pipes import Pipes
+from spark_hvd.transport.connections import Connections, Forkable, sockets
 from spark_hvd.transport.torch_private import PrefixStore, Store, process_group
 
 if TYPE_CHECKING:
@@ -40,7 +37,8 @@ class Groups:
         self._kv = PrefixStore("groups", kv)
         self.timeout = timeout
         self._made: dict[int, list[dist.ProcessGroup]] = {}
-        self._pipes: dict[int, list[Pipes]] = {}
+        self._slices: dict[int, list[dist.ProcessGroup]] = {}
+        self._pipes: dict[int, list[Forkable]] = {}
 
     def make(self, process_set_id: int, ranks: Sequence[int], gloo_threads: int | None = None) -> dist.ProcessGroup:
         """A process group of a process set; each of its ranks must call this, in the same order.
@@ -58,9 +56,25 @@ class Groups:
         self, process_set_id: int, ranks: Sequence[int], gloo_threads: int | None = None
     ) -> tuple[dist.ProcessGroup, Connections]:
         """As :meth:`make`, with the group's connections; that costs an exchange."""
+        return self._known(lambda: self._make(process_set_id, ranks, gloo_threads))
+
+    def make_slice(self, process_set_id: int, ranks: Sequence[int], name: str) -> tuple[dist.ProcessGroup, Connections]:
+        """A process group of some of a process set's ranks; each of these alone must call this.
+
+        Args:
+            process_set_id: 0 for all ranks.
+            ranks: Which ones, in the world, ascending.
+            name: The same on all of them, and in use for no other group of the set.
+        """
+        full = f"{GROUP_PREFIX}{process_set_id}.{name}"
+        made = self._known(lambda: process_group(full, ranks, self._kv, timedelta(seconds=self.timeout)))
+        self._slices.setdefault(process_set_id, []).append(made[0])
+        return made
+
+    def _known(self, make: Callable[[], dist.ProcessGroup]) -> tuple[dist.ProcessGroup, Connections]:
         with contextlib.nullcontext() if self._registry is None else self._registry.establishing():
             before = sockets()
-            group = self._make(process_set_id, ranks, gloo_threads)
+            group = make()
             connections = Connections.since(before, group)
             if self._registry is not None:
                 self._registry.add(connections)
@@ -72,26 +86,11 @@ class Groups:
         made.append(process_group(name, ranks, self._kv, timedelta(seconds=self.timeout), gloo_threads))
         return made[-1]
 
-    def pipes(
-        self, process_set_id: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
-    ) -> Pipes | None:
-        """Pipes between the ranks of a process set that are on one host; each of them must call this.
-
-        Args:
-            process_set_id: 0 for all ranks.
-            ranks: Its ranks in the world.
-            group: A process group of the set, to agree over.
-            device: One that the group can exchange small facts on.
-
-        Returns:
-            None, on every rank, if one cannot open another's.
-        """
-        made = Pipes.open(ranks, dist.get_rank(group), self.timeout, lambda fact: exchange(fact, group, device))
-        if made is not None:
-            self._pipes.setdefault(process_set_id, []).append(made)
-            if self._registry is not None:
-                self._registry.add(made)
-        return made
+    def keep(self, process_set_id: int, pipes: Forkable) -> None:
+        """Keep pipes between a process set's ranks, which end with its groups."""
+        self._pipes.setdefault(process_set_id, []).append(pipes)
+        if self._registry is not None:
+            self._registry.add(pipes)
 
     def forked(self) -> None:
         """This is a child of the rank's process."""
@@ -107,15 +106,16 @@ class Groups:
         """Destroy those of a process set; its number is never used again."""
         for pipes in self._pipes.pop(process_set_id, []):
             pipes.abort()
-        for group in self._made.pop(process_set_id, []):
+        for group in [*self._slices.pop(process_set_id, []), *self._made.pop(process_set_id, [])]:
             dist.destroy_process_group(group)
 
     def forget(self) -> None:
         """Keep none alive: torch has destroyed all, with the default group."""
         self._made.clear()
+        self._slices.clear()
         self.destroy_all()
 
     def destroy_all(self) -> None:
         """Destroy all groups of the world."""
-        for process_set_id in {*self._made, *self._pipes}:
+        for process_set_id in {*self._made, *self._slices, *self._pipes}:
             self.destroy(process_set_id)

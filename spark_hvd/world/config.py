@@ -20,7 +20,9 @@ class Config:
     cache_capacity: int = 1024
     """Names that get a number, so that negotiating them again costs a bit; 0: none."""
     shared_memory: bool = True
-    """Whether ranks on one host may reduce large tensors in shared memory; it takes the consent of all."""
+    """Whether ranks on one host may reduce small and large tensors in shared memory; it takes the consent of all."""
+    hierarchical_allreduce: bool = True
+    """Whether hosts with several ranks reduce on the CPU in memory first, then over the network; all must agree."""
     stall_warning: float | None = 60.0
     """Seconds after which rank 0 logs which ranks a collective waits for; None: never."""
     stall_timeout: float | None = None
@@ -66,7 +68,11 @@ class Config:
         )
 
 
-_VARIABLES = {"cache_capacity": "HOROVOD_CACHE_CAPACITY", "shared_memory": "SPARK_HVD_SHARED_MEMORY"}
+_VARIABLES = {
+    "cache_capacity": "HOROVOD_CACHE_CAPACITY",
+    "shared_memory": "SPARK_HVD_SHARED_MEMORY",
+    "hierarchical_allreduce": "HOROVOD_HIERARCHICAL_ALLREDUCE",
+}
 """The environment variables of the values that are read on joining."""
 _LEAST = {
     "fusion_threshold": 0,

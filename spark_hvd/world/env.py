@@ -169,6 +169,7 @@ def _truth(text: str) -> bool:
 _SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "FUSION_THRESHOLD": ("fusion_threshold", int),
     "CACHE_CAPACITY": ("cache_capacity", int),
+    "HIERARCHICAL_ALLREDUCE": ("hierarchical_allreduce", _truth),
     "STALL_CHECK_TIME_SECONDS": ("stall_warning", float),
     "STALL_SHUTDOWN_TIME_SECONDS": ("stall_timeout", float),
     "TIMELINE": ("timeline", str),

@@ -138,7 +138,7 @@ HOROVODRUN = """
 def test_every_option_of_horovodrun_is_known() -> None:
     """As one that works, or one that says what to do instead."""
     assert isinstance(main, click.Group)
-    known = {flag for each in main.commands["run"].params for flag in each.opts}
+    known = {flag for each in main.commands["run"].params for flag in [*each.opts, *each.secondary_opts]}
     assert set(HOROVODRUN.split()) <= known
 
 
@@ -157,8 +157,18 @@ def test_horovods_options_become_variables_that_the_core_reads(calls: list[dict[
 def test_every_tuning_option_is_known_to_the_core() -> None:
     default = read_config({})
     texts = {int: "7", float: "7", str: "x", None: "1"}
-    for tuning in TUNING.values():
-        assert read_config({tuning.variable: texts[tuning.kind]}) != default, tuning.variable
+    for name, tuning in TUNING.items():
+        text = "0" if "/" in name else texts[tuning.kind]
+        assert read_config({tuning.variable: text}) != default, tuning.variable
+
+
+@pytest.mark.parametrize(("option", "on"), [("--hierarchical-allreduce", True), ("--no-hierarchical-allreduce", False)])
+def test_hierarchical_allreduce_is_as_the_command_line_says(
+    option: str, on: bool, calls: list[dict[str, Any]], script: str
+) -> None:
+    assert invoke("run", "-np", "2", option, script).exit_code == 0
+    assert calls[0]["env"]["HOROVOD_HIERARCHICAL_ALLREDUCE"] == str(int(on))
+    assert read_config(calls[0]["env"]).hierarchical_allreduce is on
 
 
 @pytest.mark.parametrize("names", REFUSED)

@@ -1,17 +1,23 @@
-"""Pipes between ranks count who has come to which point, and tell who has gone; here both ends are in one process."""
+"""Ranks count who has come to which point, wake who sleeps, and hear who has gone; here both are in one process."""
 
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import threading
+import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from spark_hvd.transport.pipes import Pipes, SyncPoint
+from spark_hvd.transport.host import pipes
+from spark_hvd.transport.host.arena import SharedArena
+from spark_hvd.transport.host.pipes import BOARD, Pipes, SyncPoint
 
 
 def two(timeout: float = 30.0) -> tuple[Pipes, Pipes]:
@@ -21,7 +27,11 @@ def two(timeout: float = 30.0) -> tuple[Pipes, Pipes]:
         os.set_blocking(reading, False)
         os.set_blocking(writing, False)
     (from_zero, to_one), (from_one, to_zero) = ends
-    return Pipes([4, 7], {1: from_one}, {1: to_one}, timeout), Pipes([4, 7], {0: from_zero}, {0: to_zero}, timeout)
+    boards = [memoryview(array("q", [0] * BOARD)) for _ in ends]
+    return (
+        Pipes([4, 7], {1: from_one}, {1: to_one}, boards, timeout),
+        Pipes([4, 7], {0: from_zero}, {0: to_zero}, boards, timeout),
+    )
 
 
 def in_a_thread(call: Callable[[], Any]) -> Callable[[], BaseException | None]:
@@ -64,6 +74,35 @@ def test_waiting_ends_when_the_last_has_come() -> None:
     assert end() is None
 
 
+def test_who_sleeps_is_woken_by_the_last_alone() -> None:
+    """Of three: a byte by each that comes would be n² bytes for n ranks."""
+    ends = {(here, there): os.pipe() for here in range(3) for there in range(3) if here != there}
+    for pair in ends.values():
+        for end in pair:
+            os.set_blocking(end, False)
+    boards = [memoryview(array("q", [0] * BOARD)) for _ in range(3)]
+    zero, one, two = (
+        Pipes(
+            [0, 1, 2],
+            {there: ends[there, here][0] for there in range(3) if there != here},
+            {there: ends[here, there][1] for there in range(3) if there != here},
+            boards,
+            30.0,
+        )
+        for here in range(3)
+    )
+    end = in_a_thread(lambda: zero.wait(SyncPoint.FILLED, 1))  # which has not come itself
+    until = time.monotonic() + 30
+    while not boards[0][BOARD - 1] and time.monotonic() < until:
+        time.sleep(0.001)
+    one.send(SyncPoint.FILLED)
+    with pytest.raises(BlockingIOError):
+        os.read(ends[1, 0][0], 1)
+    two.send(SyncPoint.FILLED)
+    assert end() is None
+    two.wait(SyncPoint.SUMMED, 0)
+
+
 def test_who_has_gone_is_an_error_only_where_somebody_needs_him() -> None:
     zero, one = two()
     one.send(SyncPoint.FILLED)
@@ -74,8 +113,9 @@ def test_who_has_gone_is_an_error_only_where_somebody_needs_him() -> None:
     with pytest.raises(RuntimeError, match="this rank has left the world"):
         one.send(SyncPoint.FILLED)
     del one
+    zero.send(SyncPoint.FILLED)  # nobody to wake
     with pytest.raises(RuntimeError, match="the connection to rank 7 has ended"):
-        zero.send(SyncPoint.FILLED)
+        zero.wait(SyncPoint.FILLED, 2)
 
 
 def test_another_thread_frees_who_waits() -> None:
@@ -90,21 +130,44 @@ def test_waiting_has_an_end() -> None:
     zero, _one = two(timeout=0.05)
     with pytest.raises(RuntimeError, match=r"timed out after 0.05 s of waiting for ranks \[7\]"):
         zero.wait(SyncPoint.FILLED, 1)
-    for _ in range(4096):
-        zero.send(SyncPoint.FILLED)
-    with pytest.raises(RuntimeError, match=r"timed out after 0.05 s of waiting for rank 7 to read"):
-        zero.send(SyncPoint.FILLED)
 
 
-def test_full_pipes_block_nobody_for_good() -> None:
-    def busy(pipes: Pipes) -> None:
-        for _ in range(10_000):
-            pipes.send(SyncPoint.FILLED)
-        pipes.wait(SyncPoint.FILLED, 10_000)
+def test_ranks_that_come_at_any_time_never_miss_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that looks, falls asleep or is woken just when the other comes."""
 
-    pair = two()
-    ends = [in_a_thread(lambda pipes=pipes: busy(pipes)) for pipes in pair]
+    def meet(pipes: Pipes, pause: float) -> None:
+        for number in range(3000):
+            times = pipes.send(SyncPoint.FILLED)
+            if number % 7 == 0:
+                time.sleep(pause)
+            pipes.wait(SyncPoint.FILLED, times)
+
+    monkeypatch.setattr(pipes, "_LOOK_SECONDS", 60.0)  # only a byte wakes
+    started = time.monotonic()
+    ends = [
+        in_a_thread(lambda each=each, pause=pause: meet(each, pause))
+        for each, pause in zip(two(), (0, 2e-4), strict=True)
+    ]
     assert [end() for end in ends] == [None, None]
+    assert time.monotonic() - started < 30
+
+
+def test_a_pipe_that_is_full_blocks_nobody() -> None:
+    zero, one = two()
+    one._mine[BOARD - 1] = 1  # one sleeps, and reads nothing
+    for _ in range(10_000):
+        zero.send(SyncPoint.FILLED)
+    one.wait(SyncPoint.FILLED, 10_000)
+
+
+def test_where_ranks_outnumber_cores_nobody_looks_without_sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(os, "sched_yield", lambda: pytest.fail("it looks"))
+    zero, one = two()
+    end = in_a_thread(lambda: zero.wait(SyncPoint.FILLED, 1))
+    time.sleep(0.05)
+    one.send(SyncPoint.FILLED)
+    assert end() is None
 
 
 @pytest.mark.parametrize("fault", ["inode", "number", "process"])
@@ -118,8 +181,12 @@ def test_what_is_not_the_other_s_pipe_is_not_used(fault: str) -> None:
         "process": [1 << 30, {"0": [reading, inode]}],
     }[fault]
 
+    arena = SharedArena([(BOARD, torch.int64)])
+
     def exchange(fact: Any) -> list[Any]:
-        return [fact, theirs if isinstance(fact, list) else True]
+        if fact is True or fact is False:
+            return [fact, True]
+        return [fact, theirs if len(fact) == 2 else [os.getpid(), arena._fd, arena._mark.hex()]]
 
     before = os.listdir("/proc/self/fd")
     assert Pipes.open([0, 1], 0, 1.0, exchange) is None
@@ -127,10 +194,35 @@ def test_what_is_not_the_other_s_pipe_is_not_used(fault: str) -> None:
     theirs[:] = [os.getpid(), {"0": [reading, inode]}]
     opened = Pipes.open([0, 1], 0, 1.0, exchange)
     assert opened is not None
-    os.write(writing, bytes([SyncPoint.FILLED]))
+    arena.buffers[0][SyncPoint.FILLED] = 1
     opened.wait(SyncPoint.FILLED, 1)
     assert len([fd for fd in before if Path(f"/proc/self/fd/{fd}").exists()]) == len(before) - 1  # the listing's own
     del opened
     assert set(os.listdir("/proc/self/fd")) <= set(before)  # what earlier tests left may be closed meanwhile
-    os.close(reading)
-    os.close(writing)
+    for fd in (reading, writing, arena._fd):
+        os.close(fd)
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["here", "there"])
+def test_a_kernel_that_refuses_memory_without_a_name(here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All hear of it, and nobody waits at counters."""
+    reading, writing = os.pipe()
+    told: list[Any] = []
+
+    def exchange(fact: Any) -> list[Any]:
+        told.append(fact)
+        theirs = [os.getpid(), {"0": [reading, os.fstat(reading).st_ino]}]
+        return [fact, here if isinstance(fact, bool) else theirs]
+
+    def refuse(*_: Any) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    if here:
+        monkeypatch.setattr(os, "memfd_create", refuse)
+    before = os.listdir("/proc/self/fd")
+    assert Pipes.open([0, 1], 0, 1.0, exchange) is None
+    assert told[1:] == [not here]
+    gc.collect()  # a mapping has a descriptor, too
+    assert set(os.listdir("/proc/self/fd")) <= set(before)
+    for fd in (reading, writing):
+        os.close(fd)

@@ -11,14 +11,17 @@ import torch.distributed as dist
 
 from spark_hvd.torch.optimizer.buckets import BucketPlan, ParamSpec
 from spark_hvd.torch.optimizer.participation import Presence, notes_numel, write
+from spark_hvd.transport.host.hierarchy import HierarchicalSum, Hierarchy, HostSharing
 from spark_hvd.transport.host.shared_memory import CopiedSum, SharedSum, in_memory
 from spark_hvd.transport.mpi import backend as mpi_backend
-from spark_hvd.transport.pipes import Pipes
 from spark_hvd.transport.torch_private import copy_all
 from spark_hvd.transport.waits import wait_for
 
 # Above this mean size one fused "scale into the buffer" a gradient beats one batched copy and a second pass to scale.
 FUSED_COPY_NUMEL = 16_384
+
+MemorySum = SharedSum | CopiedSum | HierarchicalSum
+"""What sums a bucket in memory, whether by itself or with the network between hosts."""
 
 
 class GradientCompressor(Protocol):
@@ -79,7 +82,7 @@ class FlatBucket:
         self.reduction = reduction
         self.pending = len(plan.members)
         self._flat = flat
-        self._memory: SharedSum | CopiedSum | None = None
+        self._memory: MemorySum | None = None
         self._group: dist.ProcessGroup
         self._payload = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
         self._body = self._flat[: plan.numel]
@@ -96,7 +99,7 @@ class FlatBucket:
         ]
         self._fused_copy = plan.numel >= FUSED_COPY_NUMEL * len(self.params)
         self._missing: list[int] = []
-        self._work: dist.Work | SharedSum | CopiedSum | None = None
+        self._work: dist.Work | MemorySum | None = None
         self._wire = self._payload
         self._context: Any = None
 
@@ -135,7 +138,7 @@ class FlatBucket:
         if isinstance(self._work, dist.Work):
             self._work.get_future().add_done_callback(lambda _: callback())
 
-    def share(self, memory: SharedSum | CopiedSum) -> None:
+    def share(self, memory: MemorySum) -> None:
         """Reduce in memory from now on."""
         self._memory = memory
 
@@ -282,7 +285,7 @@ def make_buckets(
     params: Sequence[torch.nn.Parameter],
     specs: Sequence[ParamSpec],
     reduction: Reduction,
-    pipes: Pipes | None,
+    pipes: HostSharing | None,
     exchange: Callable[[Any], list[Any]],
 ) -> list[FlatBucket]:
     """Make the buckets of some plans; collective.
@@ -292,14 +295,16 @@ def make_buckets(
         params: All parameters.
         specs: What they are, in the same order.
         reduction: How gradients are scaled and compressed.
-        pipes: For buckets that are reduced in memory, where all ranks are on one host.
+        pipes: For buckets that are reduced in memory: between the ranks of one host, or the levels of several.
         exchange: Gives every rank the facts of all ranks, in rank order.
     """
     leads = [params[plan.members[0]] for plan in plans]
     notes = notes_numel(reduction.size)
     kinds = [(plan.numel + len(plan.members) + notes, lead.dtype) for plan, lead in zip(plans, leads, strict=True)]
     on_cpu = all(lead.device.type == "cpu" for lead in leads)
-    sums = in_memory(kinds, pipes, exchange) if pipes is not None and plans and on_cpu else None
+    sums: Sequence[tuple[torch.Tensor, MemorySum]] | None = None
+    if plans and on_cpu and pipes is not None:
+        sums = pipes.sums(kinds, exchange) if isinstance(pipes, Hierarchy) else in_memory(kinds, pipes, exchange)
     if sums is not None:
         flats = [flat for flat, _ in sums]
     else:

@@ -60,6 +60,8 @@ class Participation:
     def read(cls, notes: torch.Tensor) -> Participation:
         """Make it from the sum of all ranks' notes."""
         here, newcomers, joined, *gone = notes.tolist()
+        if here > 0.5 and not (newcomers or joined or any(gone)):
+            return EVERYONE
         return cls(here > 0.5, newcomers > 0.5, joined > 0.5, sum(map(round, gone)))
 
     def correction(self, size: int) -> float:

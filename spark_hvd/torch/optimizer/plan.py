@@ -9,7 +9,7 @@ import torch
 
 from spark_hvd.torch.optimizer.buckets import MEGABYTE, ParamSpec, describe_mismatch, fingerprint, plan_buckets
 from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction, make_buckets
-from spark_hvd.transport.pipes import Pipes
+from spark_hvd.transport.host.hierarchy import HostSharing
 from spark_hvd.world.errors import PlanMismatchError
 
 # The last bucket has no backward left to hide behind: small enough to be all latency, it costs one round trip.
@@ -19,8 +19,10 @@ Exchange = Callable[[Any], list[Any]]
 """Gives every rank the facts of all ranks, in rank order."""
 
 
-def require_same(specs: Sequence[ParamSpec], settings: dict[str, Any], exchange: Exchange) -> None:
-    """Go on only if all ranks have the same parameters and settings.
+def require_same(
+    specs: Sequence[ParamSpec], settings: dict[str, Any], exchange: Exchange, what: str = "DistributedOptimizer"
+) -> None:
+    """Go on only if all ranks have the same parameters and settings, as `what` needs them.
 
     Raises:
         PlanMismatchError: They differ; raised on every rank.
@@ -30,7 +32,7 @@ def require_same(specs: Sequence[ParamSpec], settings: dict[str, Any], exchange:
     facts = exchange([[spec.fields() for spec in specs], settings])
     difference = describe_mismatch([fact[0] for fact in facts], [fact[1] for fact in facts])
     raise PlanMismatchError(
-        f"DistributedOptimizer needs the same parameters on every rank, but {difference}. "
+        f"{what} needs the same parameters on every rank, but {difference}. "
         f"Build model and optimizer in the same way on every rank"
     )
 
@@ -43,7 +45,7 @@ class GradientPlan:
         specs: What they are, in the same order.
         groups: Indices of parameters to keep in one bucket.
         reduction: How gradients are scaled and compressed.
-        pipes: For buckets that are reduced in memory, where all ranks are on one host.
+        pipes: For buckets that are reduced in memory, between the ranks of one host, or the levels of several.
         cap_bytes: Upper bound of a bucket.
     """
 
@@ -53,7 +55,7 @@ class GradientPlan:
         specs: Sequence[ParamSpec],
         groups: Sequence[Sequence[int]],
         reduction: Reduction,
-        pipes: Pipes | None,
+        pipes: HostSharing | None,
         cap_bytes: int,
     ) -> None:
         self.buckets: list[FlatBucket] = []

@@ -23,6 +23,7 @@ from spark_hvd.torch.optimizer.hooks import remove_all
 from spark_hvd.torch.optimizer.reducer import GradientReducer
 from spark_hvd.torch.optimizer.tuner import GLOO_THREADS, StepTuner, TunedGroups
 from spark_hvd.transport.communicator import ReduceOp
+from spark_hvd.transport.host.hierarchy import HostSharing
 from spark_hvd.transport.mpi import backend as mpi_backend
 from spark_hvd.world.config import Config
 
@@ -119,14 +120,15 @@ class Recipe:
             scales = (1.0 / size if average else 1.0, 1.0)
         set_id = self.process_set.process_set_id or 0
         group = context.new_group(set_id)
-        in_memory = (
-            self.shared_memory
-            and hasattr(os, "memfd_create")
-            and len({context.layout.ranks[rank].host for rank in ranks}) == 1
-            and self.compression is Compression.none
-        )
+        in_memory = self.shared_memory and self.compression is Compression.none
+        one_host = len({context.layout.ranks[rank].host for rank in ranks}) == 1
         device = exchange_device(group, params)
-        pipes = context.pipes(set_id, group, device) if in_memory else None
+        pipes: HostSharing | None = None
+        if not one_host:
+            on_cpu = all(param.device.type == "cpu" for param in params)
+            pipes = context.hierarchy(set_id, group, in_memory and on_cpu and config.hierarchical_allreduce)
+        elif in_memory and hasattr(os, "memfd_create"):
+            pipes = context.pipes(set_id, group, device)
         reducer = GradientReducer(
             params,
             specs,

@@ -32,7 +32,7 @@ from spark_hvd.torch.optimizer.participation import Presence
 from spark_hvd.torch.optimizer.plan import GradientPlan, require_same
 from spark_hvd.torch.optimizer.step import BucketPipeline
 from spark_hvd.torch.optimizer.trace import StepTrace
-from spark_hvd.transport.pipes import Pipes
+from spark_hvd.transport.host.hierarchy import HostSharing
 from spark_hvd.transport.torch_private import at_end_of_backward, changes
 from spark_hvd.world.activity import activity
 from spark_hvd.world.vitals import Underway
@@ -68,7 +68,7 @@ class GradientReducer:
         group: a process group that nobody else uses.
         device: a device that `group` can exchange small facts on.
         reduction: how gradients are scaled and compressed.
-        pipes: between the ranks where all are on one host: buckets on the CPU are then reduced in shared memory.
+        pipes: between the ranks of one host, or the levels of several: buckets on the CPU are reduced in memory.
         passes: backward passes a step.
         cap_bytes: upper bound of a bucket.
         settings: what else must be equal on all ranks.
@@ -87,7 +87,7 @@ class GradientReducer:
         group: dist.ProcessGroup,
         device: torch.device,
         reduction: Reduction,
-        pipes: Pipes | None,
+        pipes: HostSharing | None,
         passes: int,
         cap_bytes: int,
         settings: dict[str, Any],

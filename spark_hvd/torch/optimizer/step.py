@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +48,7 @@ class BucketPipeline:
         self._device = device
         self._trace = trace
         self._failed = weakref.WeakMethod(failed)
+        self._collective = _Collective(self)
         self.group = group
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.launched = 0
@@ -87,7 +87,7 @@ class BucketPipeline:
         started_ns = time.monotonic_ns()
         bucket.fill(presence)
         self._since.append(activity.enter("bucket", str(self.launched), "of the gradients"))
-        with self._collective():
+        with self._collective:
             bucket.launch(self.group)
             self._trace.launched(self.launched, bucket, started_ns)
             all(earlier.poll() for earlier in self._buckets[: self.launched])  # in order, up to the first not ready
@@ -111,12 +111,12 @@ class BucketPipeline:
         if sparse:
             with activity.waiting("sparse gradients"):
                 self._take(reduce_sparse(sparse, presence, self._sparse_scale_for, self._all_gather))
-        with self._collective():
+        with self._collective:
             for bucket in self._buckets[first:]:
                 bucket.advance()
         for number in range(first, len(self._buckets)):
             bucket = self._buckets[number]
-            with self._collective():
+            with self._collective:
                 bucket.wait()
             self._ended += 1
             bucket.receive()
@@ -147,7 +147,7 @@ class BucketPipeline:
 
     def exchange(self, fact: Any) -> list[Any]:
         """Give every rank the facts of all ranks, in rank order."""
-        with self._collective():
+        with self._collective:
             return exchange(fact, self.group, self._device, "facts about the gradients")
 
     def gather_facts(self, fact: dict[str, Any], presence: Presence) -> list[dict[str, Any]]:
@@ -161,20 +161,32 @@ class BucketPipeline:
         ]
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        with self._collective():
+        with self._collective:
             return all_gather(mine, self.group)
 
-    @contextmanager
-    def _collective(self) -> Iterator[None]:
-        refuse_fork()
-        try:
-            yield
-        except RuntimeError as error:
-            for bucket in self._buckets:
-                bucket.abandon()
-            failed = self._failed()
-            if failed is not None:
-                failed()
-            if is_out_of_memory(error):
-                raise
+    def _give_up(self, error: RuntimeError) -> None:
+        for bucket in self._buckets:
+            bucket.abandon()
+        failed = self._failed()
+        if failed is not None:
+            failed()
+        if not is_out_of_memory(error):
             raise CollectiveError(f"reducing gradients failed because a peer or the network did: {error}") from error
+
+
+class _Collective:
+    """Within this context something is sent; a class, as steps of small models are made of such small costs."""
+
+    __slots__ = ("_pipeline",)
+
+    def __init__(self, pipeline: BucketPipeline) -> None:
+        self._pipeline = weakref.ref(pipeline)
+
+    def __enter__(self) -> None:
+        refuse_fork()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RuntimeError):
+            pipeline = self._pipeline()
+            assert pipeline is not None
+            pipeline._give_up(error)

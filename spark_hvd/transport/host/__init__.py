@@ -1,4 +1,4 @@
-"""Memory that ranks of one host share: sums in it without a socket, and huge pages for large results.
+"""Memory that ranks of one host share: they wait for each other and sum in it; huge pages for large results.
 
-May import world and the transport. Door: shared_memory.
+May import world and the transport. Doors: pipes, looking, shared_memory, hierarchy, sliced.
 """

@@ -10,92 +10,18 @@ so a peer that dies is noticed at once. The memory has no name and goes with its
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from spark_hvd.transport.pipes import Pipes, SyncPoint
+from spark_hvd.transport.host.arena import SharedArena
+from spark_hvd.transport.host.pipes import Pipes, SyncPoint
 
-_ALIGNMENT = 4096
-_MARK_BYTES = 16
 _CHUNK = 1 << 16
 """Elements summed at a time: small enough that a chunk is still in the cache when it is written to the other ranks."""
 SMALL = 1 << 19
 """Bytes of all ranks' buffers together up to which to sum them all costs less than to wait a second time."""
-
-
-class SharedArena:
-    """Buffers of this rank, in one piece of memory that other ranks of the host can map.
-
-    Args:
-        kinds: Number of elements and dtype of each buffer; they start as zeros.
-    """
-
-    def __init__(self, kinds: Sequence[tuple[int, torch.dtype]]) -> None:
-        self._kinds = kinds
-        self._end = sum(_padded(numel * dtype.itemsize) for numel, dtype in kinds)
-        self._size = self._end + _ALIGNMENT
-        # Behind the buffers: by it the other ranks know this memory, as numbers of processes and descriptors mean
-        # something else in another container.
-        self._mark = secrets.token_bytes(_MARK_BYTES)
-        with contextlib.ExitStack() as undo:
-            self._fd = os.memfd_create("spark_hvd", os.MFD_CLOEXEC)
-            undo.callback(os.close, self._fd)
-            os.ftruncate(self._fd, self._size)
-            os.pwrite(self._fd, self._mark, self._end)
-            self.buffers = self._map(self._fd)
-            undo.pop_all()
-
-    def map_all(self, rank: int, exchange: Callable[[Any], list[Any]]) -> list[list[torch.Tensor]] | None:
-        """Map the arenas of all ranks; collective, every rank has buffers of the same kinds.
-
-        Args:
-            rank: My rank.
-            exchange: Gives every rank the facts of all ranks, in rank order.
-
-        Returns:
-            For each buffer every rank's tensor, in rank order; None, on every rank, if some rank cannot map another's.
-        """
-        try:
-            places = exchange([os.getpid(), self._fd, self._mark.hex()])
-            try:
-                arenas = [self.buffers if other == rank else self._attach(place) for other, place in enumerate(places)]
-            except OSError:
-                arenas = None
-            possible = all(exchange(arenas is not None))
-        finally:
-            os.close(self._fd)  # all have mapped it, or nobody will: the mappings stay
-        return [list(gathered) for gathered in zip(*arenas, strict=True)] if arenas and possible else None
-
-    def _attach(self, place: Sequence[Any]) -> list[torch.Tensor]:
-        """Map another rank's arena; OSError if it cannot be reached: another host, container or user."""
-        pid, fd, mark = place
-        # Opening through /proc needs no name in a file system and no socket to pass the descriptor over.
-        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_NONBLOCK)
-        try:
-            # Somebody else's, if the rank is in another container and the numbers mean another process here.
-            if os.fstat(own).st_size != self._size or os.pread(own, _MARK_BYTES, self._end).hex() != mark:
-                raise OSError(f"file descriptor {fd} of process {pid} is not the arena that the other rank means")
-            return self._map(own)
-        finally:
-            os.close(own)
-
-    def _map(self, fd: int) -> list[torch.Tensor]:
-        memory = mmap.mmap(fd, self._size)
-        tensors, offset = [], 0
-        for numel, dtype in self._kinds:
-            tensors.append(torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset))
-            offset += _padded(numel * dtype.itemsize)
-        return tensors
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class SharedSum:

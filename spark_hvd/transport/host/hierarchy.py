@@ -1,0 +1,385 @@
+"""All-reduce of ranks on several hosts with several ranks each: in memory inside a host, over the network in slices.
+
+A ring over all ranks sends 2 (n - 1) / n times the data over each host's link, where n counts ranks. Here every host
+first sums in memory that its ranks share, then one rank a slice sums it with its fellows on the other hosts, all slices
+at once, and at last writes it to its host's ranks: the link carries 2 (h - 1) / h times the data, where h counts hosts.
+There are as many slices as the host with the fewest ranks has ranks; the other ranks of larger hosts carry none.
+
+All ranks take the stages of all sums in the order in which the sums were started, so none waits in a circle. A rank
+that hears of a failure ends its own connections, so that those who wait for it hear of it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import secrets
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spark_hvd.transport.connections import Connections
+from spark_hvd.transport.exchange import exchange
+from spark_hvd.transport.groups import Groups
+from spark_hvd.transport.host.arena import SharedArena
+from spark_hvd.transport.host.pipes import Pipes, SyncPoint
+from spark_hvd.transport.waits import wait_for
+
+_CHUNK = 1 << 16
+"""Elements summed at a time, so that they are still in the cache."""
+_PIECE = 2 << 20
+"""Bytes that go over the network at a time: the next piece is summed meanwhile, the last one handed round."""
+
+_log = logging.getLogger("spark_hvd")
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Where a rank stands among the ranks of its host and the hosts."""
+
+    home: Sequence[int]
+    """The places in the process set of the ranks on this host, ascending."""
+    place: int
+    """Mine among them."""
+    slices: int
+    """Into how many slices a buffer is cut: the number of ranks on the host with the fewest."""
+    group: dist.ProcessGroup | None
+    """Of the ranks that have my slice, one a host; None where I have none."""
+    connections: Connections
+    """Those of that group."""
+
+    @classmethod
+    def open(
+        cls,
+        process_set_id: int,
+        ranks: Sequence[int],
+        hosts: Sequence[str],
+        wanted: bool,
+        groups: Groups,
+        group: dist.ProcessGroup,
+    ) -> Levels | None:
+        """Make the groups of the slices; collective over `group`.
+
+        Args:
+            process_set_id: 0 for all ranks.
+            ranks: Of the set, in the world, ascending.
+            hosts: Of each of them.
+            wanted: Whether this rank agrees.
+            groups: Of the world.
+            group: A process group of the set.
+
+        Returns:
+            None, on every rank, if there is one level only, one does not agree, or Gloo carries nothing.
+        """
+        counts = Counter(hosts)
+        backends = str(dist.get_backend_config(group))
+        if not 1 < len(counts) < len(ranks) or ("gloo" not in backends):
+            return None
+        facts = exchange([wanted, secrets.token_hex(4)], group, torch.device("cpu"))
+        if not all(agreed for agreed, _ in facts):
+            return None
+        me = dist.get_rank(group)
+        homes = [[place for place, host in enumerate(hosts) if host == each] for each in counts]
+        home = next(places for places in homes if me in places)
+        place, slices = home.index(me), min(counts.values())
+        if place >= slices:
+            return cls(home, place, slices, None, Connections({}))
+        fellows = sorted(ranks[places[place]] for places in homes)
+        made, connections = groups.make_slice(process_set_id, fellows, f"{facts[0][1]}.{place}")
+        return cls(home, place, slices, made, connections)
+
+    def among_home(self, ask: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+        """An exchange between all ranks of the set, of which each host's ranks see their own facts only."""
+        return lambda fact: [facts[place] for facts in [ask(fact)] for place in self.home]
+
+    def bounds(self, numel: int) -> tuple[int, int]:
+        """First element of my slice, and the one behind its last."""
+        if self.group is None:
+            return 0, 0
+        return numel * self.place // self.slices, numel * (self.place + 1) // self.slices
+
+    def map_all(
+        self, kinds: Sequence[tuple[int, torch.dtype]], ask: Callable[[Any], list[Any]]
+    ) -> list[list[torch.Tensor]] | None:
+        """Make buffers that the ranks of each host share; collective, with the same kinds on every rank.
+
+        Args:
+            kinds: Number of elements and dtype of each.
+            ask: Gives every rank the facts of all ranks of the set, in rank order.
+
+        Returns:
+            For each buffer that of every rank on this host; None, on every rank, if one has no memory to share.
+        """
+        arena, why = None, None
+        try:
+            arena = SharedArena(kinds)
+        except (OSError, AttributeError) as error:  # AttributeError: not Linux
+            why = f"{type(error).__name__}: {error}"
+        if refused := [(place, text) for place, text in enumerate(ask(why)) if text is not None]:
+            if arena is not None:
+                arena.discard()
+            self.say_off(f"rank {refused[0][0]} of it has no memory to share ({refused[0][1]})")
+            return None
+        assert arena is not None
+        gathered = arena.map_all(self.place, self.among_home(ask))
+        possible = ask(gathered is not None)
+        if not all(possible):
+            self.say_off(f"rank {possible.index(False)} of it cannot map the memory of its host's other ranks")
+            return None
+        return gathered
+
+    def say_off(self, why: str) -> None:
+        """Say it once, on the process set's first rank."""
+        if self.place == 0 and self.home[0] == 0:
+            say_off(why)
+
+
+_said: list[str] = []
+
+
+def say_off(why: str) -> None:
+    """Say why a process set reduces without levels; in a process that has said so, do not say it again."""
+    if _said:
+        return
+    _said.append(why)
+    _log.warning(
+        "hierarchical all-reduce is off for a process set: %s. All ranks reduce in one ring over Gloo instead, which "
+        "sends more over each host's link. HOROVOD_HIERARCHICAL_ALLREDUCE=0 says so without this warning.",
+        why,
+    )
+
+
+@torch.no_grad()
+def reduce_home(buffers: Sequence[torch.Tensor], place: int, low: int, high: int) -> torch.Tensor:
+    """Sum some elements of all ranks of a host into those of one of them, which are returned."""
+    mine = buffers[place]
+    for start in range(low, high, _CHUNK):
+        chunk = slice(start, min(start + _CHUNK, high))
+        total = mine[chunk]
+        for other, buffer in enumerate(buffers):
+            if other != place:
+                total.add_(buffer[chunk])
+    return mine[low:high]
+
+
+@torch.no_grad()
+def spread_home(buffers: Sequence[torch.Tensor], place: int, low: int, high: int) -> None:
+    """Copy some elements of one rank of a host to all the others."""
+    mine = buffers[place]
+    for start in range(low, high, _CHUNK):
+        chunk = slice(start, min(start + _CHUNK, high))
+        for other, buffer in enumerate(buffers):
+            if other != place:
+                buffer[chunk] = mine[chunk]
+
+
+class Hierarchy:
+    """The two levels of a process set, for buffers that are summed time and again in one order; one thread at a time.
+
+    Args:
+        levels: Where I stand.
+        pipes: Between the ranks of this host.
+    """
+
+    def __init__(self, levels: Levels, pipes: Pipes) -> None:
+        self.levels = levels
+        self.pipes = pipes
+        self._line = deque[HierarchicalSum]()
+        """Sums that were started and are not handed round, in the order of their start: all ranks have the same."""
+
+    @classmethod
+    def open(
+        cls,
+        process_set_id: int,
+        ranks: Sequence[int],
+        hosts: Sequence[str],
+        wanted: bool,
+        groups: Groups,
+        group: dist.ProcessGroup,
+    ) -> Hierarchy | None:
+        """See :meth:`Levels.open`."""
+        levels = Levels.open(process_set_id, ranks, hosts, wanted and hasattr(os, "memfd_create"), groups, group)
+        if levels is None:
+            return None
+        ask = functools.partial(exchange, group=group, device=torch.device("cpu"))
+        mine = [ranks[place] for place in levels.home]
+        reached: list[bool] = []
+
+        def agree(fact: bool) -> bool:
+            reached[:] = ask(fact)
+            return all(reached)
+
+        pipes = Pipes.open(mine, levels.place, groups.timeout, levels.among_home(ask), agree)
+        possible = ask(pipes is not None)
+        if not all(possible):
+            if pipes is not None:
+                pipes.abort()
+            unable = (reached if False in reached else possible).index(False)
+            levels.say_off(f"rank {unable} of it has no memory to share, or cannot open that of its host's other ranks")
+            return None
+        assert pipes is not None
+        groups.keep(process_set_id, pipes)
+        return cls(levels, pipes)
+
+    def sums(
+        self, kinds: Sequence[tuple[int, torch.dtype]], ask: Callable[[Any], list[Any]]
+    ) -> list[tuple[torch.Tensor, HierarchicalSum]] | None:
+        """Make buffers, zeros, and what sums each; arguments and None as in :meth:`Levels.map_all`."""
+        gathered = self.levels.map_all(kinds, ask)
+        if gathered is None:
+            return None
+        return [(buffers[self.pipes.place], HierarchicalSum(buffers, self)) for buffers in gathered]
+
+    def begin(self, started: HierarchicalSum) -> None:
+        """A sum has begun."""
+        self._line.append(started)
+
+    def under_way(self, started: HierarchicalSum) -> bool:
+        """Whether a sum has begun and is not handed round."""
+        return started in self._line
+
+    def poll(self) -> None:
+        """Take all sums as far as they come without waiting."""
+        for each in self._line:
+            if not each.reduced:
+                if not self.pipes.arrived(SyncPoint.FILLED, each.filled):
+                    break
+                each.reduce()
+        while self._line and self._line[0].reduced and self._line[0].summed:
+            self._line.popleft().spread()
+
+    def advance(self, last: HierarchicalSum) -> None:
+        """Wait until the host has filled all sums up to this one, and hand my slices of them to the network."""
+        for each in self._line if last in self._line else ():
+            if not each.reduced:
+                self.pipes.wait(SyncPoint.FILLED, each.filled)
+                each.reduce()
+            if each is last:
+                return
+
+    def finish(self, last: HierarchicalSum) -> None:
+        """Wait until my slices of all sums up to this one are handed round."""
+        self.advance(last)
+        while last in self._line:
+            self._line.popleft().spread()
+
+    @contextlib.contextmanager
+    def ending_with_it(self) -> Iterator[None]:
+        """Within this context, an error here is one for all who wait for this rank."""
+        try:
+            yield
+        except RuntimeError:
+            self.cut()
+            raise
+
+    def cut(self) -> None:
+        """Let all who wait for this rank hear that it has failed."""
+        self.pipes.abort()
+        self.levels.connections.abort()
+        self._line.clear()
+
+
+class HierarchicalSum:
+    """The sum of a buffer over all ranks of several hosts, time and again, in place; used as a SharedSum is.
+
+    Args:
+        buffers: Those of all ranks on this host, in rank order; mine belongs to the reduction from :meth:`start` to
+            :meth:`wait`.
+        hierarchy: The levels.
+        finish: Makes the result of a sum, in place and of each element by itself.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[torch.Tensor],
+        hierarchy: Hierarchy,
+        finish: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        self._buffers = buffers
+        self._hierarchy = hierarchy
+        self._finish = finish
+        self._bounds = hierarchy.levels.bounds(buffers[0].numel())
+        self._works: list[tuple[int, int, dist.Work]] = []
+        self._spread = 0
+        self.filled = 0
+        """How often the others must have filled buffers before I may sum."""
+        self.reduced = False
+        """Whether my slice is summed over the host."""
+
+    def start(self) -> None:
+        """My buffer is filled.
+
+        Raises:
+            RuntimeError: A peer has gone.
+        """
+        with self._hierarchy.ending_with_it():
+            if self._hierarchy.under_way(self):  # abandoned, but others count on my part of it
+                self._hierarchy.finish(self)
+            self.filled, self.reduced = self._hierarchy.pipes.send(SyncPoint.FILLED), False
+            self._hierarchy.begin(self)
+
+    def poll(self) -> bool:
+        """Do what needs no waiting; returns whether my slice has gone to the network.
+
+        Raises:
+            RuntimeError: A peer or the network failed.
+        """
+        with self._hierarchy.ending_with_it():
+            self._hierarchy.poll()
+        return self.reduced
+
+    def advance(self) -> None:
+        """Wait until the host's buffers are filled, and hand my slice to the network.
+
+        Raises:
+            RuntimeError: A peer or the network failed.
+        """
+        with self._hierarchy.ending_with_it():
+            self._hierarchy.advance(self)
+
+    def wait(self) -> None:
+        """Wait until my buffer holds the sum.
+
+        Raises:
+            RuntimeError: A peer or the network failed.
+        """
+        with self._hierarchy.ending_with_it():
+            self._hierarchy.finish(self)
+            self._hierarchy.pipes.wait(SyncPoint.SUMMED, self._spread)
+
+    @property
+    def summed(self) -> bool:
+        """Whether my slice is summed over the hosts."""
+        return all(work.is_completed() for _, _, work in self._works)
+
+    def reduce(self) -> None:
+        """Sum my slice over the host and hand it to the network, piece by piece."""
+        low, high = self._bounds
+        size = max(1, _PIECE // self._buffers[0].element_size())
+        for start in range(low, high, size):
+            end = min(start + size, high)
+            piece = reduce_home(self._buffers, self._hierarchy.pipes.place, start, end)
+            work = dist.all_reduce(piece, group=self._hierarchy.levels.group, async_op=True)
+            assert work is not None
+            self._works.append((start, end, work))
+        self.reduced = True
+
+    def spread(self) -> None:
+        """Wait for the network, and hand my slice round."""
+        works, self._works = self._works, []
+        for start, end, work in works:
+            wait_for(work, self._hierarchy.levels.group)
+            if self._finish is not None:
+                self._finish(self._buffers[self._hierarchy.pipes.place][start:end])
+            spread_home(self._buffers, self._hierarchy.pipes.place, start, end)
+        self._spread = self._hierarchy.pipes.send(SyncPoint.SUMMED)
+
+
+HostSharing = Pipes | Hierarchy
+"""How ranks share buffers: those of one host by pipes alone, those of several by levels."""

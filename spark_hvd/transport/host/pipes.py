@@ -1,0 +1,271 @@
+"""How ranks of one host wait for each other: counters in memory that all of them see, and pipes to sleep on.
+
+Gloo needs four switches of threads from rank to rank, each at the mercy of the scheduler where processes share cores. A
+rank that has come to a point writes so into memory, which costs no call of the system; who waits looks at that memory
+for a moment, and then sleeps until a byte in a pipe wakes it. Only those who sleep are sent one. Each rank keeps the
+only writing end of its pipes, so that the kernel tells the others when it closes them or its process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import select
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from spark_hvd.transport.connections import Forkable
+from spark_hvd.transport.host.arena import SharedArena
+from spark_hvd.transport.host.looking import Fence, Spin
+from spark_hvd.transport.waits import why_broken
+
+_READ = 4096
+_LOOK_SECONDS = 1.0
+"""How often who sleeps looks by himself."""
+
+
+class SyncPoint(enum.IntEnum):
+    """What a rank can have come to; each kind is counted by itself."""
+
+    FILLED = 0
+    SUMMED = 1
+
+
+_NOBODY = -1
+_ASLEEP = len(SyncPoint)
+"""Behind a rank's counters: whether it sleeps."""
+BOARD = _ASLEEP + 1
+"""Numbers of 64 bits on a rank's board."""
+
+Board = memoryview
+"""One rank's counters, which the others read; an item is read and written at once."""
+
+
+class Pipes(Forkable):
+    """The counters and pipes of one rank and others; one thread at a time sends and waits, any cuts.
+
+    Args:
+        ranks: In the world, of all who take part.
+        incoming: Reading ends of the others' pipes, by place among `ranks`.
+        outgoing: Writing ends to the others, by place.
+        boards: Everyone's, by place; zeros.
+        timeout: Seconds to wait for the others at one point.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        incoming: dict[int, int],
+        outgoing: dict[int, int],
+        boards: Sequence[Board],
+        timeout: float,
+    ) -> None:
+        self._ranks = ranks
+        self.place = next(place for place in range(len(ranks)) if place not in incoming)
+        """The place of this rank."""
+        self._incoming = incoming
+        self._mine = boards[self.place]
+        self._others = [(place, boards[place], outgoing[place]) for place in outgoing]
+        self._timeout = timeout
+        self._lock = threading.Lock()  # held over each write: abort() closes these ends from any thread
+        self._ended = set[int]()
+        self._spin = Spin(len(ranks))
+        self._fence = Fence()
+        # Its end tells a thread that waits for the others that abort() was called.
+        self._closing, self._open = os.pipe()
+        self._places = {fd: place for place, fd in incoming.items()}
+        self._poller = select.poll()
+        for fd in [*incoming.values(), self._closing]:
+            self._poller.register(fd, select.POLLIN)
+
+    @classmethod
+    def open(
+        cls,
+        ranks: Sequence[int],
+        place: int,
+        timeout: float,
+        exchange: Callable[[Any], list[Any]],
+        agree: Callable[[bool], bool] | None = None,
+    ) -> Pipes | None:
+        """Make counters and pipes between all ranks; collective.
+
+        Args:
+            ranks: In the world, of all who take part.
+            place: Mine among them.
+            timeout: Seconds to wait for the others at one point.
+            exchange: Gives every rank the facts of all ranks, in the order of `ranks`.
+            agree: Whether a fact holds for all who exchange facts, where these are more than `ranks`.
+
+        Returns:
+            None, on every rank, if one cannot reach another's.
+        """
+        others = [other for other in range(len(ranks)) if other != place]
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
+            outgoing, offered, incoming = {}, {}, {}
+            for other in others:
+                reading, outgoing[other] = os.pipe()
+                theirs.callback(os.close, reading)
+                undo.callback(os.close, outgoing[other])
+                os.set_blocking(outgoing[other], False)
+                offered[str(other)] = [reading, os.fstat(reading).st_ino]
+            offers = exchange([os.getpid(), offered])
+            try:
+                for other in others:
+                    pid, pipes = offers[other]
+                    reading, inode = pipes[str(place)]
+                    incoming[other] = open_pipe(pid, reading, inode, os.O_RDONLY)
+                    undo.callback(os.close, incoming[other])
+                arena = SharedArena([(BOARD, torch.int64)])
+                undo.callback(arena.discard)
+            except (OSError, AttributeError):  # other systems have no memfd, and some kernels and sandboxes refuse it
+                arena = None
+            # All have opened them now, or nobody uses them: `theirs` are closed in either case.
+            possible = arena is not None
+            if not (agree(possible) if agree is not None else all(exchange(possible))) or arena is None:
+                return None
+            gathered = arena.map_all(place, exchange)
+            if gathered is None:
+                return None
+            undo.pop_all()
+            return cls(ranks, incoming, outgoing, [board.numpy().data for board in gathered[0]], timeout)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self._ranks)
+
+    def send(self, point: SyncPoint) -> int:
+        """Tell all others that I have come to a point.
+
+        Returns:
+            How often I have come to one of this kind: what to wait for.
+
+        Raises:
+            RuntimeError: A rank that slept has gone, or the pipes are closed.
+        """
+        if self._open < 0:
+            raise RuntimeError(self._closed_here())
+        times: int = self._mine[point] + 1
+        self._mine[point] = times
+        # Before I look who sleeps: who is about to sleep says so, and then looks at my counter. One sees the other.
+        self._fence()
+        if (lacking := self._lacking(point, times)) is None:
+            return times
+        for place, board, fd in self._others:
+            if board[_ASLEEP] and lacking in (_NOBODY, place):
+                self._wake(place, fd)
+        return times
+
+    def _lacking(self, point: SyncPoint, times: int) -> int | None:
+        """The place of the only other rank that has not come yet, _NOBODY, or None: there are several.
+
+        Who waits is woken by the last that he waits for. Were he woken by each, n ranks would write n² bytes.
+        """
+        lacking = _NOBODY
+        for place, board, _ in self._others:
+            if board[point] < times:
+                if lacking != _NOBODY:
+                    return None
+                lacking = place
+        return lacking
+
+    def arrived(self, point: SyncPoint, times: int) -> bool:
+        """Whether all others have come to a kind of point so many times; does not wait."""
+        return all(board[point] >= times for _, board, _ in self._others)
+
+    def wait(self, point: SyncPoint, times: int) -> None:
+        """Wait until all others have come to a kind of point so many times.
+
+        Raises:
+            RuntimeError: A rank has gone before it came there, all have waited for too long, or the pipes are closed.
+        """
+        if self.arrived(point, times) or self._spin.sees(lambda: self.arrived(point, times)):
+            return
+        self._mine[_ASLEEP] = 1
+        try:
+            self._fence()
+            self._sleep(point, times)
+        finally:
+            self._mine[_ASLEEP] = 0
+
+    def _sleep(self, point: SyncPoint, times: int) -> None:
+        until = time.monotonic() + self._timeout
+        while not self.arrived(point, times):
+            lacking = [place for place, board, _ in self._others if board[point] < times]
+            for place in lacking:
+                if place in self._ended:
+                    raise RuntimeError(self._end_of(place))
+            left = until - time.monotonic()
+            if left <= 0:
+                late = [self._ranks[place] for place in lacking]
+                raise RuntimeError(f"timed out after {self._timeout:g} s of waiting for ranks {late}")
+            for fd, _ in self._poller.poll(1e3 * min(left, _LOOK_SECONDS)):
+                if fd == self._closing:
+                    raise RuntimeError(self._closed_here())
+                self._read(self._places[fd])
+
+    def abort(self) -> None:
+        """Have gone, for the others and for whoever waits here. From any thread."""
+        with self._lock:
+            if self._open >= 0:
+                for fd in [*(fd for _, _, fd in self._others), self._open]:
+                    os.close(fd)
+            self._open = -1
+
+    def forked(self) -> None:
+        """See Forkable.forked."""
+        self._lock = threading.Lock()
+        self.abort()
+
+    def __del__(self) -> None:
+        """Nobody waits any more."""
+        self.abort()
+        for fd in [*self._places, self._closing]:
+            os.close(fd)
+
+    def _wake(self, place: int, fd: int) -> None:
+        with self._lock:  # abort() might give the number to another file
+            if self._open < 0:
+                raise RuntimeError(self._closed_here())
+            try:
+                os.write(fd, b"\0")
+            except BlockingIOError:
+                pass  # full of bytes, each of which wakes
+            except BrokenPipeError as error:
+                raise RuntimeError(self._end_of(place)) from error
+
+    def _read(self, place: int) -> None:
+        if not os.read(self._incoming[place], _READ):
+            # What it had written before is seen by now.
+            self._ended.add(place)
+            self._poller.unregister(self._incoming[place])
+
+    def _end_of(self, place: int) -> str:
+        return why_broken() or f"the connection to rank {self._ranks[place]} has ended"
+
+    def _closed_here(self) -> str:
+        return why_broken() or "this rank has left the world"
+
+
+def open_pipe(pid: int, fd: int, inode: int, mode: int) -> int:
+    """Another rank's pipe; OSError if it cannot be reached: another host, container or user.
+
+    Args:
+        pid: The rank's process.
+        fd: Any end of the pipe, as a number there.
+        inode: The pipe's.
+        mode: os.O_RDONLY for its reading end, os.O_WRONLY for its writing end.
+    """
+    own = os.open(f"/proc/{pid}/fd/{fd}", mode | os.O_NONBLOCK)
+    status = os.fstat(own)
+    # Somebody else's, if the rank is in another container and the numbers mean another process here.
+    if not stat.S_ISFIFO(status.st_mode) or status.st_ino != inode:
+        os.close(own)
+        raise OSError(f"file descriptor {fd} of process {pid} is not the pipe that the other rank means")
+    return own

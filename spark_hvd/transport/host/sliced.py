@@ -1,0 +1,186 @@
+"""Large all-reduces by name on several hosts with several ranks each, in two levels.
+
+A tensor goes piece by piece through memory that the ranks of a host share: while the network has some pieces, the next
+one is filled, and the first one taken out. A thread does so, one tensor after the other and all ranks in the same
+order, so that whoever decides on other collectives need not wait meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import torch
+import torch.distributed as dist
+
+from spark_hvd.transport.communicator import Handle
+from spark_hvd.transport.connections import Connections, Forkable
+from spark_hvd.transport.exchange import exchange
+from spark_hvd.transport.groups import Groups
+from spark_hvd.transport.handles import failed
+from spark_hvd.transport.host.hierarchy import HierarchicalSum, Hierarchy
+from spark_hvd.world.activity import activity
+
+LEAST = 1 << 18
+"""Bytes from which it serves: below, two more waits cost what the link is spared."""
+_PARTS = 5
+"""Pieces that are in memory at a time."""
+_PIECE = 2 << 20
+"""Bytes of a piece. Smaller ones cost small tensors more than it spares them to work on memory meanwhile."""
+
+Change = Callable[[torch.Tensor], None]
+"""What is done to some elements, in place and to each by itself."""
+_Job = Callable[[], None]
+
+
+class SlicedStaging(Forkable):
+    """Memory of the ranks of this host, and the thread that sums in it.
+
+    Args:
+        hierarchy: The levels.
+        parts: For each of the parts, the buffers of this host's ranks, in rank order, of bytes.
+    """
+
+    def __init__(self, hierarchy: Hierarchy, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        self._hierarchy = hierarchy
+        self._parts = parts
+        self._jobs = queue.SimpleQueue[_Job | None]()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._ended = False
+
+    @classmethod
+    def open(
+        cls,
+        process_set_id: int,
+        ranks: Sequence[int],
+        hosts: Sequence[str],
+        wanted: bool,
+        groups: Groups,
+        group: dist.ProcessGroup,
+    ) -> SlicedStaging | None:
+        """Make and map memory; see :meth:`spark_hvd.transport.host.hierarchy.Levels.open`."""
+        hierarchy = Hierarchy.open(process_set_id, ranks, hosts, wanted, groups, group)
+        if hierarchy is None:
+            return None
+        ask = functools.partial(exchange, group=group, device=torch.device("cpu"))
+        parts = hierarchy.levels.map_all([(_PIECE, torch.uint8)] * _PARTS, ask)
+        if parts is None:
+            return None
+        made = cls(hierarchy, parts)
+        groups.keep(process_set_id, made)
+        return made
+
+    @property
+    def connections(self) -> Connections:
+        """Those between the hosts."""
+        return self._hierarchy.levels.connections
+
+    def allreduce(self, ins: torch.Tensor, outs: torch.Tensor, prepare: Change, finish: Change) -> Handle[None]:
+        """Start to sum a tensor over all ranks.
+
+        Args:
+            ins: What this rank contributes, flat.
+            outs: Where the result goes, flat; may be the same.
+            prepare: Scales what goes in.
+            finish: Makes the result of a sum.
+        """
+        future = Future[None]()
+        with self._lock:
+            if self._ended:
+                future.set_exception(RuntimeError("this rank has left the world"))
+                return _SlicedSum(future)
+            if self._thread is None:
+                self._thread = threading.Thread(target=_serve, args=[self._jobs], name="spark_hvd-levels", daemon=True)
+                self._thread.start()
+            self._jobs.put(functools.partial(self._run, future, ins, outs, prepare, finish))
+        return _SlicedSum(future)
+
+    def abort(self) -> None:
+        """Have gone, for the other ranks of this host and for whoever waits here. From any thread."""
+        with self._lock:
+            self._ended = True
+        self._hierarchy.pipes.abort()
+        self._jobs.put(None)
+
+    def forked(self) -> None:
+        """See Forkable.forked."""
+        self._lock = threading.Lock()
+        self._ended = True
+        self._hierarchy.pipes.forked()
+
+    def _run(
+        self, future: Future[None], ins: torch.Tensor, outs: torch.Tensor, prepare: Change, finish: Change
+    ) -> None:
+        try:
+            self._reduce(ins, outs, prepare, finish)
+        except Exception as error:
+            self._hierarchy.cut()  # the others wait for this rank
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    @torch.no_grad()
+    def _reduce(self, ins: torch.Tensor, outs: torch.Tensor, prepare: Change, finish: Change) -> None:
+        dtype, numel = ins.dtype, ins.numel()
+        size = _PIECE // dtype.itemsize
+        under_way = deque[tuple[HierarchicalSum, torch.Tensor, torch.Tensor]]()
+
+        def take_out() -> None:
+            each, buffer, out = under_way.popleft()
+            each.wait()
+            out.copy_(buffer)
+
+        for number, low in enumerate(range(0, numel, size)):
+            if number >= _PARTS:
+                take_out()
+            high = min(low + size, numel)
+            buffers = [each[: (high - low) * dtype.itemsize].view(dtype) for each in self._parts[number % _PARTS]]
+            mine = buffers[self._hierarchy.levels.place]
+            mine.copy_(ins[low:high])
+            prepare(mine)
+            started = HierarchicalSum(buffers, self._hierarchy, finish)
+            started.start()
+            if under_way:  # the network is to have all but this one, however late the others are
+                under_way[-1][0].advance()
+            started.poll()
+            under_way.append((started, mine, outs[low:high]))
+        if under_way:
+            under_way[-1][0].advance()
+        while under_way:
+            take_out()
+
+
+def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+
+
+class _SlicedSum(Handle[None]):
+    """A sum that the thread has, or had."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        """See base class."""
+        try:
+            if self._future.done():
+                self._future.result()
+            else:
+                with activity.waiting("allreduce"):
+                    self._future.result()
+        except RuntimeError as error:
+            raise failed("allreduce", error) from error
+
+    def done(self) -> bool:
+        """See base class."""
+        return self._future.done()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """See base class."""
+        self._future.add_done_callback(lambda _: callback())
