@@ -1,4 +1,4 @@
 """Collectives by name, one rank's side: described, queued, fused, run, handed back.
 
-May import transport, timeline and world. Doors: start, process_set.
+May import underway, transport, timeline and world. Doors: start, process_set.
 """

@@ -11,6 +11,7 @@ import torch
 
 from spark_hvd.collectives.execution import Execution, Work
 from spark_hvd.collectives.messages import Request
+from spark_hvd.collectives.underway.slots import Slot
 from spark_hvd.world.activity import activity
 from spark_hvd.world.errors import CollectiveError
 
@@ -22,6 +23,10 @@ class Owner(Protocol):
 
     def flush(self) -> None:
         """Tell the coordinator what this rank is ready for, if there is news."""
+        ...
+
+    def meet(self, handle: NamedHandle[Any], timeout: float | None) -> None:
+        """Wait for a handle that is under way in memory; it may be the coordinator's afterwards. 0: look only."""
         ...
 
     def finish(self, handle: NamedHandle[Any], execution: Execution) -> None:
@@ -51,6 +56,7 @@ class NamedHandle(Generic[T]):
         "ready",
         "request",
         "since",
+        "slot",
         "work",
     )
 
@@ -72,6 +78,8 @@ class NamedHandle(Generic[T]):
         self.ready = Moment.now() if request.device == "cuda" else None
         self.since = 0.0
         """When it was called, on the monotonic clock."""
+        self.slot: Slot | None = None
+        """Where it is under way in memory."""
         self._queue = owner
         self._result = result
         self._done = False
@@ -96,6 +104,7 @@ class NamedHandle(Generic[T]):
     def poll(self) -> bool:
         """Whether :meth:`wait` would return or raise at once; on a GPU: without the device having to catch up."""
         if not self._done:
+            self._owner.meet(self, 0)
             self._owner.flush()
             return self._done
         return not isinstance(self._execution, Moment) or self._execution.passed()
@@ -115,13 +124,20 @@ class NamedHandle(Generic[T]):
             TimeoutError: `timeout` is over; the collective is still under way, and may be waited for again.
         """
         if not self._done:
-            self._owner.flush()
-            activity.wait_begins(time.monotonic())
-            ended = self._baton.acquire(timeout=-1 if timeout is None else timeout)
+            begun = time.monotonic()
+            activity.wait_begins(begun)
+            if self.slot is not None:
+                self._owner.meet(self, timeout)
+            ended = self.done
+            if not ended:
+                self._owner.flush()
+                left = -1 if timeout is None else max(0.0, begun + timeout - time.monotonic())
+                ended = self._baton.acquire(timeout=left)
+                if ended:
+                    self._let_go()
             activity.wait_ends(time.monotonic())
             if not ended:
                 raise TimeoutError(f"{self.label} has not ended within {timeout} s; it is still under way.")
-            self._let_go()
         execution = self._execution
         if execution is not None and not execution.finished:
             self._finish(execution)

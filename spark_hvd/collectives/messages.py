@@ -99,6 +99,12 @@ class RunKnown(NamedTuple):
     ids: int
 
 
+class Recall(NamedTuple):
+    """A rank waits here, or has joined: those that wait for these numbers in memory are to say so here too."""
+
+    ids: int
+
+
 class Run(NamedTuple):
     """Run these entries, in this order."""
 
@@ -159,8 +165,8 @@ class Pong(NamedTuple):
     """The coordinator's clock, ns."""
 
 
-Decision = Learn | RunKnown | Run | Fail | AllJoined | Gone | Tune | Trace | Pong
-_TYPES = {kind.__name__: kind for kind in (Learn, RunKnown, Run, Fail, AllJoined, Gone, Tune, Trace, Pong)}
+Decision = Learn | RunKnown | Recall | Run | Fail | AllJoined | Gone | Tune | Trace | Pong
+_TYPES = {kind.__name__: kind for kind in (Learn, RunKnown, Recall, Run, Fail, AllJoined, Gone, Tune, Trace, Pong)}
 
 
 def encode(decisions: Sequence[Decision]) -> bytes:
@@ -175,13 +181,14 @@ def decode(data: bytes) -> list[Decision]:
 
 def _encoded(decision: Decision) -> list[Any]:
     # Hexadecimal: a set of a thousand ids is too long a number for most readers of JSON.
-    fields = [f"{decision.ids:x}"] if isinstance(decision, RunKnown) else decision
+    fields = [f"{decision.ids:x}"] if isinstance(decision, RunKnown | Recall) else decision
     return [type(decision).__name__, *fields]
 
 
 def _decoded(name: str, fields: list[Any]) -> Decision:
-    if name == "RunKnown":
-        return RunKnown(int(fields[0], 16))
+    if name in ("RunKnown", "Recall"):
+        ids = int(fields[0], 16)
+        return RunKnown(ids) if name == "RunKnown" else Recall(ids)
     if name == "Run":
         return Run([_entry(entry) for entry in fields[0]])
     if name == "Learn":

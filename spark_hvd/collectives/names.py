@@ -12,19 +12,25 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from spark_hvd.collectives.handle import NamedHandle
-from spark_hvd.collectives.messages import AUTO, op_of
+from spark_hvd.collectives.messages import AUTO, Entry, Request, dtype_of, op_of
+from spark_hvd.collectives.underway.slots import Slot, SlotUse
+from spark_hvd.transport.communicator import ReduceOp
 
 
 class KnownCall:
     """A name with a number, and how this rank called it."""
 
-    __slots__ = ("bit", "device", "dtype", "reducing", "request", "shape")
+    __slots__ = ("bit", "device", "dtype", "reducing", "request", "shape", "slot", "title")
 
-    def __init__(self, handle: NamedHandle[Any], bit: int) -> None:
+    def __init__(self, handle: NamedHandle[Any], bit: int, slot: Slot | None) -> None:
         request, tensors = handle.request, handle.work.tensors
         self.request = request
         self.bit = bit
+        self.slot = slot
+        self.title = repr(handle.name)
         # For the calls that come most often, so that they need not be described again to be recognised.
         self.reducing: tuple[object, ...] | None = None
         if request.kind == "allreduce" and len(tensors) == 1:
@@ -34,6 +40,53 @@ class KnownCall:
 
 _log = logging.getLogger("spark_hvd")
 _told = False
+
+
+def slot_use(entry: Entry) -> SlotUse | None:
+    """What to do in memory for a name that stands for this entry; None if it is nothing for memory."""
+    request = entry.request
+    if request.kind != "allreduce" or request.device != "cpu" or len(request.shapes) != 1:
+        return None
+    op = op_of(request)
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        return None
+    shape, dtype = tuple(request.shapes[0]), dtype_of(request.dtypes[0])
+    return SlotUse(entry.name, shape, dtype, op is ReduceOp.AVERAGE, request.prescale, request.postscale)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Whose attributes tell all: others' are looked at more closely."""
+
+
+class KnownCalls:
+    """The names of one process set that have numbers."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, KnownCall] = {}
+
+    def learn(self, handle: NamedHandle[Any], bit: int, slot: Slot | None) -> None:
+        """The call of a handle has a number, and may have a slot."""
+        self._calls[handle.name] = KnownCall(handle, bit, slot)
+
+    def bit(self, name: str, request: Request) -> int:
+        """That of the number that stands for a call; 0 if none does."""
+        known = self._calls.get(name)
+        return known.bit if known is not None and known.request == request else 0
+
+    def as_before(self, name: str, tensor: torch.Tensor, reducing: tuple[object, ...]) -> KnownCall | None:
+        """An allreduce that is called in just the way that its number stands for."""
+        known = self._calls.get(name)
+        if (
+            known is None
+            or type(tensor) not in _PLAIN
+            or tensor.layout is not torch.strided
+            or known.reducing != reducing
+            or known.dtype is not tensor.dtype
+            or known.shape != tensor.shape
+            or known.device != tensor.device
+        ):
+            return None
+        return known
 
 
 class Unnamed:

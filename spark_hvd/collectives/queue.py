@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,10 +17,13 @@ from spark_hvd.collectives.execution import Execution, Work
 from spark_hvd.collectives.fusion import Planner
 from spark_hvd.collectives.handle import NamedHandle, Owner
 from spark_hvd.collectives.members import Members
-from spark_hvd.collectives.messages import AllJoined, Decision, Fail, Gone, Learn, Request, Run, RunKnown, Tune
-from spark_hvd.collectives.names import KnownCall, Unnamed
+from spark_hvd.collectives.messages import AllJoined, Decision, Fail, Gone, Learn, Recall, Request, Run, RunKnown, Tune
+from spark_hvd.collectives.names import KnownCalls, Unnamed, slot_use
 from spark_hvd.collectives.runs import Runs
 from spark_hvd.collectives.tracing import Tracing
+from spark_hvd.collectives.underway.failure import QueueFailure, error_of
+from spark_hvd.collectives.underway.outgoing import OutgoingCalls, QueueLink
+from spark_hvd.collectives.underway.rounds import MemoryRounds, RoundsOwner
 from spark_hvd.world import errors
 from spark_hvd.world.activity import Source, activity
 from spark_hvd.world.errors import CollectiveError
@@ -28,41 +31,10 @@ from spark_hvd.world.vitals import Underway
 
 T = TypeVar("T")
 
-_VERDICT_SECONDS = 3.0
-"""How long an error of the network waits for the coordinator's word on which rank has gone."""
-_ERRORS: dict[str, type[Exception]] = {
-    "mismatch": errors.MismatchError,
-    "horovod mismatch": errors.HorovodMismatchError,
-    "stall": errors.StalledError,
-}
 _DUPLICATE = {False: errors.DuplicateNameError, True: errors.HorovodDuplicateNameError}
 
 
-class QueueLink(Protocol):
-    """How a queue reaches its coordinator. All methods may be called from any thread."""
-
-    def notify(self, queue: NegotiatedQueue) -> None:
-        """The outbox is no longer empty: take it in a moment."""
-        ...
-
-    def post(self, queue: NegotiatedQueue) -> None:
-        """Somebody is about to wait: take the outbox now."""
-        ...
-
-    def join(self, queue: NegotiatedQueue, counts: bool) -> None:
-        """This rank has no more data."""
-        ...
-
-    def failed(self, queue: NegotiatedQueue, text: str) -> None:
-        """This rank cannot run what all ranks run."""
-        ...
-
-    def peer_lost(self, queue: NegotiatedQueue) -> None:
-        """A rank has gone: call :meth:`NegotiatedQueue.give_up` in a moment."""
-        ...
-
-
-class NegotiatedQueue(Owner, Source):
+class NegotiatedQueue(Owner, RoundsOwner[NamedHandle[Any]], Source):
     """See the module's description.
 
     Args:
@@ -74,7 +46,12 @@ class NegotiatedQueue(Owner, Source):
     """
 
     def __init__(
-        self, members: Members, link: QueueLink, tracing: Tracing, fusion_threshold: int, horovod: bool = False
+        self,
+        members: Members,
+        link: QueueLink[NegotiatedQueue],
+        tracing: Tracing,
+        fusion_threshold: int,
+        horovod: bool = False,
     ) -> None:
         self.members = members
         self.ranks = members.ranks
@@ -87,16 +64,16 @@ class NegotiatedQueue(Owner, Source):
         self._lock = threading.Lock()
         self._handles: dict[str, NamedHandle[Any]] = {}
         self._unnamed = Unnamed()
-        self._known: dict[str, KnownCall] = {}
-        self._ids = 0
-        self._fresh: list[tuple[str, Request]] = []
+        self._known = KnownCalls()
+        self._outgoing = OutgoingCalls[Request]()
         self._joining: NamedHandle[int] | None = None
-        self._broken: str | None = None
+        self.memory = MemoryRounds[NamedHandle[Any]](members.slots, self._lock, self)
+        """Calls of which the coordinator need not know."""
+        self._failure = QueueFailure()
         self.peer_lost = False
         """Whether a rank has vanished, so that what is under way will hardly end well."""
         self.left_unfinished = False
         """Whether a rank has left without its part of collectives that were begun here, perhaps on the device."""
-        self._verdict = threading.Event()
         # The engine's thread only.
         self.planner = Planner(fusion_threshold)
         self._runs = Runs(members, tracing, self._release, self._cannot_run)
@@ -124,13 +101,11 @@ class NegotiatedQueue(Owner, Source):
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name={name!r}: expected a string or None, got {type(name).__name__}.")
         with self._lock:
-            self._require_whole()
+            self._failure.require_none()
             if name is None:
                 name = self._unnamed.name(request.kind, self._handles)
-            known = self._known.get(name)
-            known_as = known.bit if known is not None and known.request == request else 0
             handle = NamedHandle(self, name, request, work, result)
-            first = self._put(handle, known_as)
+            first = self._put(handle, self._known.bit(name, request))
         return self._told(handle, first, urgent)
 
     def again(
@@ -159,36 +134,46 @@ class NegotiatedQueue(Owner, Source):
         Raises:
             DuplicateNameError, CollectiveError: As for :meth:`submit`.
         """
-        known = self._known.get(name)
-        if (
-            known is None
-            or known.reducing != reducing
-            or known.dtype is not tensor.dtype
-            or known.shape != tensor.shape
-            or known.device != tensor.device
-        ):
+        known = self._known.as_before(name, tensor, reducing)
+        if known is None:
             return None
         with self._lock:
-            self._require_whole()
+            if self._failure.text is not None:  # not by another function, as below: such calls are many
+                self._failure.require_none()
             handle = NamedHandle(self, name, known.request, Work((tensor,), in_place, []), result)
-            first = self._put(handle, known.bit)
+            slot = known.slot
+            if slot is None or slot.closed or self.tracing.recorder is not None:
+                first = self._put(handle, known.bit)
+            else:
+                if name in self._handles:
+                    self._require_free(name, "allreduce")
+                handle.since = activity.enter("allreduce", known.title)
+                first = self.memory.begin(handle, slot, urgent=urgent)
+                self._handles[name] = handle
+                if first:
+                    self._link.notify(self)
+                return handle
         return self._told(handle, first, urgent)
+
+    def _require_free(self, name: str, kind: str) -> None:
+        other = self._handles.get(name)
+        if other is None or other.done:
+            return
+        self.memory.settle(other)
+        if not other.done:
+            raise self._duplicate(
+                f"{kind} {name!r} was called while {other.label} is still under way on this rank; wait for its handle "
+                "first, or use another name."
+            )
 
     def _put(self, handle: NamedHandle[Any], known_as: int) -> bool:
         """Put a call into the outbox; returns whether it was empty."""
         name = handle.name
-        other = self._handles.get(name)
-        if other is not None and not other.done:
-            raise self._duplicate(
-                f"{handle.request.kind} {name!r} was called while {other.label} is still under way on "
-                "this rank; wait for its handle first, or use another name."
-            )
+        self._require_free(name, handle.request.kind)
+        self.memory.close(name)
         self._handles[name] = handle
-        first = not (self._ids or self._fresh)
-        if known_as:
-            self._ids |= known_as
-        else:
-            self._fresh.append((name, handle.request))
+        first = not self._outgoing
+        self._outgoing.put(name, handle.request, known_as)
         return first
 
     def _told(self, handle: NamedHandle[T], first: bool, urgent: bool) -> NamedHandle[T]:
@@ -202,11 +187,12 @@ class NegotiatedQueue(Owner, Source):
     def join(self, counts: bool) -> NamedHandle[int]:
         """Have no more data. The handle's result is the last rank to join, by its number in the world."""
         with self._lock:
-            self._require_whole()
+            self._failure.require_none()
             if self._joining is not None:
                 raise self._duplicate("join() was called while another join() of this rank is under way.")
             last = Work([], in_place=True, results=[], received=[])
             handle = self._joining = NamedHandle(self, "join", Request("join", [], [], ""), last, _last)
+            self.memory.recall(self.memory.ids)
         self.flush()
         handle.since = activity.enter(handle.request.kind, repr(handle.name))
         self._link.join(self, counts)
@@ -214,12 +200,17 @@ class NegotiatedQueue(Owner, Source):
 
     def flush(self) -> None:
         """See base class."""
-        if self._ids or self._fresh:
+        self.memory.publish()
+        if self._outgoing:
             self._link.post(self)
+
+    def meet(self, handle: NamedHandle[Any], timeout: float | None) -> None:
+        """See base class."""
+        self.memory.meet(handle, timeout)
 
     def underway(self, now: float) -> list[Underway]:
         """See base class."""
-        if self._broken is not None:
+        if self._failure.text is not None:
             return []
         ranks, joining = tuple(self.ranks), [] if self._joining is None else [self._joining]
         return [
@@ -230,10 +221,9 @@ class NegotiatedQueue(Owner, Source):
 
     def take(self) -> tuple[int, list[tuple[str, Request]]]:
         """Empty the outbox: the numbers of known names as bits, and the other names with their requests."""
+        self.memory.publish()
         with self._lock:
-            ids, fresh = self._ids, self._fresh
-            self._ids, self._fresh = 0, []
-        return ids, fresh
+            return self._outgoing.take()
 
     def finish(self, handle: NamedHandle[Any], execution: Execution) -> None:
         """See base class."""
@@ -246,14 +236,7 @@ class NegotiatedQueue(Owner, Source):
 
     def explained(self, handle: NamedHandle[Any], error: CollectiveError) -> CollectiveError:
         """See base class."""
-        self._verdict.wait(_VERDICT_SECONDS)
-        if self._broken is None:
-            return CollectiveError(f"{handle.label}: {error}")
-        return CollectiveError(f"{handle.label} failed: {self._broken}")
-
-    def _require_whole(self) -> None:
-        if self._broken is not None:
-            raise CollectiveError(self._broken)
+        return self._failure.explains(handle.label, error)
 
     # ---- the engine's thread --------------------------------------------------------------------------------------
 
@@ -261,11 +244,15 @@ class NegotiatedQueue(Owner, Source):
         """Do what the coordinator has decided."""
         for decision in decisions:
             if isinstance(decision, RunKnown):
+                self.memory.has_run(decision.ids)
                 self._runs.start(self.planner.batches_of_known(decision.ids), self._handles)
             elif isinstance(decision, Run):
                 self._runs.start(self.planner.batches(decision.entries), self._handles)
             elif isinstance(decision, Learn):
                 self._learn(decision)
+            elif isinstance(decision, Recall):
+                with self._lock:
+                    self.memory.recall(decision.ids)
             elif isinstance(decision, Fail):
                 self._fail(decision)
             elif isinstance(decision, AllJoined):
@@ -291,18 +278,19 @@ class NegotiatedQueue(Owner, Source):
     def gone(self, text: str) -> None:
         """Nothing can start any more: a rank has gone, or this one leaves."""
         with self._lock:
-            if self._broken is not None:
+            if self._failure.text is not None:
                 return
-            self._broken = text
+            self._failure.text = text
             joining, self._joining = self._joining, None
-        self._verdict.set()
+            self.memory.gone()
+        self._failure.announce()
         for handle in [*self._handles.values(), *([joining] if joining else [])]:
             if not self._runs.has(handle):
-                self._end(handle, text)
+                handle.complete(error=self._failure.of(handle.label))
 
     def vanished(self) -> None:
         """The coordinator's connection has ended."""
-        if self._broken is None:
+        if self._failure.text is None:
             text = (
                 f"rank {self.ranks[0]}, which coordinates, has ended without a word, or cannot be reached any more. "
                 "Its own output and exit code say why."
@@ -323,14 +311,15 @@ class NegotiatedQueue(Owner, Source):
 
     def forked(self, text: str) -> None:
         """End all calls in a process that this rank has forked: it has no engine, so nobody may wait for one."""
-        self._lock, self._verdict = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._failure.forked()
+        self.memory = MemoryRounds(None, self._lock, self)
         self.aborted(text)
 
     def abandon(self, done: int = 0) -> None:
         """Give up also what has started, the first `done` batches aside: it waits for a rank that is gone."""
-        assert self._broken is not None
         for handle in self._runs.abandon(done):
-            self._end(handle, self._broken)
+            handle.complete(error=self._failure.of(handle.label))
 
     def give_up(self) -> None:
         """The moment is over in which what is under way could still succeed."""
@@ -355,16 +344,29 @@ class NegotiatedQueue(Owner, Source):
         """Whether collectives are under way on the wire; from any thread."""
         return self._runs.unfinished
 
-    def _end(self, handle: NamedHandle[Any], text: str) -> None:
-        handle.complete(error=CollectiveError(f"{handle.label} failed: {text}"))
-
     def _learn(self, decision: Learn) -> None:
         self.planner.learn(decision.id, decision.entry)
         name = decision.entry.name
         with self._lock:
+            slot = self.memory.learn(decision.id, slot_use(decision.entry))
             handle = self._handles.get(name)
             if handle is not None:  # a rank that has joined has no request of its own
-                self._known[name] = KnownCall(handle, 1 << decision.id)
+                self._known.learn(handle, 1 << decision.id, slot)
+
+    def withdrawn(self, handle: NamedHandle[Any]) -> None:
+        """See base class."""
+        self._outgoing.put(handle.name, handle.request, self._known.bit(handle.name, handle.request))
+        self._link.notify(self)
+
+    def watch(self) -> None:
+        """See base class."""
+        self._link.look_later(self)
+
+    def forget(self, handles: Sequence[NamedHandle[Any]]) -> None:
+        """See base class."""
+        for handle in handles:
+            if self._handles.get(handle.name) is handle:
+                del self._handles[handle.name]
 
     def _fail(self, decision: Fail) -> None:
         if decision.places is not None and self.members.place not in decision.places:
@@ -373,7 +375,7 @@ class NegotiatedQueue(Owner, Source):
             handle = self._handles.get(name)
             if handle is not None and not handle.done and not self._runs.has(handle):
                 self._release([handle])
-                handle.complete(error=_ERRORS[decision.error](decision.text))
+                handle.complete(error=error_of(decision.error, decision.text))
 
     def _joined(self, last: int) -> None:
         with self._lock:
@@ -389,9 +391,7 @@ class NegotiatedQueue(Owner, Source):
     def _release(self, handles: Sequence[NamedHandle[Any]]) -> None:
         """Free the names of handles."""
         with self._lock:
-            for handle in handles:
-                if self._handles.get(handle.name) is handle:
-                    del self._handles[handle.name]
+            self.forget(handles)
 
 
 def _last(work: Work) -> int:

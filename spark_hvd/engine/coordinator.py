@@ -13,7 +13,7 @@ rank lacks the new bits, no other rank is looked at.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ from spark_hvd.collectives.messages import (
     Fail,
     Gone,
     Learn,
+    Recall,
     Request,
     Run,
     RunKnown,
@@ -100,6 +101,10 @@ class Coordinator:
         self._ages: list[tuple[float, int]] = []
         self._thawed = 0
         self._watched = 0
+        self.in_memory = 0
+        """Those that ranks of one host may run without a word to the coordinator, as bits."""
+        self.last_in_memory: Callable[[int], tuple[float, str] | None] = lambda place: None
+        """When a rank last called one of these, and its name."""
         # Ranks.
         self._joined: dict[int, bool] = {}
         self._gone: Gone | None = None
@@ -120,6 +125,7 @@ class Coordinator:
             return []  # every rank has been told, or is about to be
         entries: list[Entry] = []
         decisions: list[Decision] = []
+        before = self._anyone | self._thawed
         if ids:
             self._last[place] = now, ids
             thawed = ids & self._thawed
@@ -130,6 +136,9 @@ class Coordinator:
             decisions += self._submitted_known(place, ids, now)
         for name, request in fresh:
             decisions += self._submitted_fresh(place, name, request, entries, now)
+        recalled = (self._anyone | self._thawed) & ~before & self.in_memory
+        if recalled:
+            decisions.insert(0, Recall(recalled))
         if entries:
             decisions.append(Run(entries))
         return decisions
@@ -144,7 +153,7 @@ class Coordinator:
         if self._gone is not None:
             return []
         self._joined[place] = counts
-        decisions: list[Decision] = []
+        decisions: list[Decision] = [Recall(self.in_memory)] if self.in_memory else []
         entries: list[Entry] = []
         for name in [name for name, pending in self._pending.items() if self._complete(pending)]:
             decisions += self._finish(name, self._pending.pop(name), entries)
@@ -348,10 +357,10 @@ class Coordinator:
         return f"{self._known[self._ids[name]].entry.request.kind} {name!r}"
 
     def _last_text(self, place: int, now: float) -> str:
-        last = self._last[place]
-        if last is None:
+        told = [last for last in (self._last[place], self.last_in_memory(place)) if last is not None]
+        if not told:
             return "has called nothing yet"
-        when, what = last
+        when, what = max(told, key=lambda last: last[0])
         name = what if isinstance(what, str) else self._known[what.bit_length() - 1].entry.name
         return f"last called {name!r}, {now - when:.1f} s ago"
 

@@ -38,8 +38,6 @@ _log = logging.getLogger("spark_hvd")
 _CONNECT_SECONDS = 30.0
 _GATHER_SECONDS = 0.001
 """How long calls that nobody waits for are gathered, so that they are fused."""
-_GRACE_SECONDS = 0.5
-"""How long what is under way may still succeed after a rank has vanished."""
 _LOOK_SECONDS = 0.1
 """How often whoever waits for the engine looks whether it still serves."""
 _CONTEXT_SECONDS = 1.5
@@ -69,7 +67,7 @@ class Engine:
         self._calls: deque[Callable[[], None]] = deque()
         self._members: list[MemberLink] = []
         self._coordinations: list[Coordination] = []
-        self._abandon: list[tuple[float, NegotiatedQueue]] = []
+        self._later: list[tuple[float, NegotiatedQueue, Callable[[], float | None]]] = []
         self._to_gather = False
         self._gathered_at: float | None = None
         self._closing = False
@@ -311,7 +309,7 @@ class Engine:
             handled = True
         if self._gathered_at is not None and time.monotonic() >= self._gathered_at:
             self._send_gathered()
-        if self._abandon or any(coordination.waits for coordination in self._coordinations):
+        if self._later or any(coordination.waits for coordination in self._coordinations):
             self._check_deadlines()
         self.tracing.cycle()
 
@@ -342,9 +340,11 @@ class Engine:
             due = coordination.next_check()
             if due is not None and now >= due:
                 coordination.check()
-        while self._abandon and now >= self._abandon[0][0]:
-            _, queue = self._abandon.pop(0)
-            queue.give_up()
+        for item in [item for item in self._later if now >= item[0]]:
+            _, queue, step = item
+            self._later.remove(item)
+            if (seconds := step()) is not None:
+                self.later(queue, seconds, step)
 
     def _register(self, ready: Any, handler: Callable[[], None]) -> None:
         self._poller.register(ready, zmq.POLLIN)
@@ -370,7 +370,7 @@ class Engine:
                     _log.debug("while the engine of the named collectives ended", exc_info=True)
 
     def _milliseconds_left(self) -> int | None:
-        times = [until for until, _ in self._abandon]
+        times = [due for due, _, _ in self._later]
         if self._gathered_at is not None:
             times.append(self._gathered_at)
         for coordination in self._coordinations:
@@ -379,14 +379,14 @@ class Engine:
                 times += [] if due is None else [due]
         return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
 
-    def abandon_later(self, queue: NegotiatedQueue) -> None:
-        """A rank of this queue has gone: what is under way has a moment left to succeed."""
-        self._abandon.append((time.monotonic() + _GRACE_SECONDS, queue))
+    def later(self, queue: NegotiatedQueue, seconds: float, step: Callable[[], float | None]) -> None:
+        """See EngineLoop."""
+        self._later.append((time.monotonic() + seconds, queue, step))
 
     def _close(self, queue: NegotiatedQueue, text: str, deadline: float | None) -> None:
         queue.gone(text)
         queue.abandon()
-        self._abandon = [(until, other) for until, other in self._abandon if other is not queue]
+        self._later = [item for item in self._later if item[1] is not queue]
         for coordination in [each for each in self._coordinations if each.queue is queue]:
             assert coordination.sockets is not None
             self._unregister(coordination.sockets.requests)

@@ -8,9 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from spark_hvd.collectives.messages import Decision
-from spark_hvd.collectives.queue import NegotiatedQueue, QueueLink
+from spark_hvd.collectives.queue import NegotiatedQueue
+from spark_hvd.collectives.underway.outgoing import QueueLink
+from spark_hvd.collectives.underway.rounds import MEMORY_SECONDS
 from spark_hvd.engine.channel import MemberSockets
 from spark_hvd.engine.service import Coordination
+
+GRACE_SECONDS = 0.5
+"""How long what is under way may still succeed after a rank has vanished."""
 
 
 class EngineLoop(Protocol):
@@ -24,8 +29,8 @@ class EngineLoop(Protocol):
         """Run a function on the engine's thread, soon. From any thread."""
         ...
 
-    def abandon_later(self, queue: NegotiatedQueue) -> None:
-        """A rank of this queue has gone: what is under way has a moment left to succeed."""
+    def later(self, queue: NegotiatedQueue, seconds: float, step: Callable[[], float | None]) -> None:
+        """Take a step for a queue after some time, and again after as many seconds as it returns."""
         ...
 
     def decided(self, link: MemberLink, decisions: Sequence[Decision]) -> None:
@@ -33,7 +38,7 @@ class EngineLoop(Protocol):
         ...
 
 
-class LoneLink(QueueLink):
+class LoneLink(QueueLink[NegotiatedQueue]):
     """The link of a queue without other members: every call decides and runs at once, in the caller's thread."""
 
     def __init__(self) -> None:
@@ -58,11 +63,14 @@ class LoneLink(QueueLink):
     def failed(self, queue: NegotiatedQueue, text: str) -> None:
         """Nobody waits for this rank."""
 
+    def look_later(self, queue: NegotiatedQueue) -> None:
+        """Nothing is ever under way."""
+
     def peer_lost(self, queue: NegotiatedQueue) -> None:
         """Nothing is ever under way."""
 
 
-class CoordinatorLink(QueueLink):
+class CoordinatorLink(QueueLink[NegotiatedQueue]):
     """The link of the coordinator's own queue."""
 
     def __init__(self, engine: EngineLoop) -> None:
@@ -72,6 +80,10 @@ class CoordinatorLink(QueueLink):
     def notify(self, queue: NegotiatedQueue) -> None:
         """See base class."""
         self._engine.gather()
+
+    def look_later(self, queue: NegotiatedQueue) -> None:
+        """See base class."""
+        self._engine.call(lambda: self._engine.later(queue, MEMORY_SECONDS, queue.memory.look))
 
     def post(self, queue: NegotiatedQueue) -> None:
         """See base class."""
@@ -88,10 +100,10 @@ class CoordinatorLink(QueueLink):
 
     def peer_lost(self, queue: NegotiatedQueue) -> None:
         """See base class."""
-        self._engine.abandon_later(queue)
+        self._engine.later(queue, GRACE_SECONDS, queue.give_up)
 
 
-class MemberLink(QueueLink):
+class MemberLink(QueueLink[NegotiatedQueue]):
     """The link of a queue whose coordinator is another rank."""
 
     def __init__(self, engine: EngineLoop, sockets: MemberSockets, place: int) -> None:
@@ -121,6 +133,10 @@ class MemberLink(QueueLink):
         """See base class."""
         self._engine.gather()
 
+    def look_later(self, queue: NegotiatedQueue) -> None:
+        """See base class."""
+        self._engine.call(lambda: self._engine.later(queue, MEMORY_SECONDS, queue.memory.look))
+
     def post(self, queue: NegotiatedQueue) -> None:
         """See base class."""
         with self._sending:  # what is taken is sent before anything else, such as join
@@ -138,7 +154,7 @@ class MemberLink(QueueLink):
 
     def peer_lost(self, queue: NegotiatedQueue) -> None:
         """See base class."""
-        self._engine.abandon_later(queue)
+        self._engine.later(queue, GRACE_SECONDS, queue.give_up)
 
     def read(self) -> None:
         """Take in the decisions that have come."""

@@ -39,6 +39,7 @@ class Coordination:
         self._coordinator = Coordinator(
             queue.ranks, config.cache_capacity, config.stall_timeout, horovod=config.is_horovod
         )
+        self._coordinator.last_in_memory = queue.memory.last
         self._stall_warning = config.stall_warning
         self._absent = set(range(1, len(queue.ranks)))
         self._unheard = set(self._absent)
@@ -147,6 +148,7 @@ class Coordination:
         decisions = _coalesced(decisions)
         self._send(decisions)
         self.queue.apply(decisions)
+        self._coordinator.in_memory = self.queue.memory.ids
 
     def _send(self, decisions: Sequence[Decision]) -> None:
         if self._absent:  # they would miss it; nothing but the fate of a member can be decided before all are here

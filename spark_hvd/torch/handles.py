@@ -66,7 +66,7 @@ def synchronize(handle: NamedHandle[T]) -> T:
     Raises:
         TypeError: `handle` is none.
     """
-    return cast(T, _wait(handle, None))
+    return handle.wait() if type(handle) is NamedHandle else cast(T, _wait(handle, None))
 
 
 def _wait(handle: Any, timeout: float | None) -> Any:

@@ -12,7 +12,14 @@ from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.execution import all_results, single_result
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.process_set import ProcessSet, global_process_set
-from spark_hvd.collectives.start import Reducing, require_tensor, require_tensors, start_allreduce, start_reducescatter
+from spark_hvd.collectives.start import (
+    Reducing,
+    repeat_allreduce,
+    require_tensor,
+    require_tensors,
+    start_allreduce,
+    start_reducescatter,
+)
 from spark_hvd.torch.gradients import Allreduce, Call, ReduceScatter, apply
 from spark_hvd.torch.handles import numbered
 from spark_hvd.transport.communicator import ReduceOp
@@ -74,6 +81,11 @@ def allreduce_async(
 
     No gradient flows through an asynchronous call. See :func:`allreduce`.
     """
+    if average is None:
+        given = ReduceOp.AVERAGE if op is None else op, prescale_factor, postscale_factor
+        handle = repeat_allreduce(tensor, name, given, process_set, single_result, in_place=False)
+        if handle is not None:
+            return handle
     reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
     require_tensor(tensor)
     return start_allreduce([tensor], name, reducing, process_set, single_result, in_place=False)
@@ -89,6 +101,11 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce a tensor over all ranks in place, and return it. No gradient flows through it. See :func:`allreduce`."""
+    if average is None:
+        given = ReduceOp.AVERAGE if op is None else op, prescale_factor, postscale_factor
+        handle = repeat_allreduce(tensor, name, given, process_set, single_result, in_place=True, urgent=True)
+        if handle is not None:
+            return handle.wait()
     reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
     require_tensor(tensor)
     return start_allreduce([tensor], name, reducing, process_set, single_result, in_place=True, urgent=True).wait()
@@ -105,6 +122,11 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> NamedHandle[torch.Tensor]:
     """Start to reduce a tensor in place; it is not to be touched before the handle's wait(). See :func:`allreduce`."""
+    if average is None:
+        given = ReduceOp.AVERAGE if op is None else op, prescale_factor, postscale_factor
+        handle = repeat_allreduce(tensor, name, given, process_set, single_result, in_place=True)
+        if handle is not None:
+            return handle
     reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
     require_tensor(tensor)
     return start_allreduce([tensor], name, reducing, process_set, single_result, in_place=True)

@@ -182,6 +182,7 @@ def test_decoders_raise_ordinary_errors() -> None:
         ranks=[0, 1],
         members=SimpleNamespace(hosts=["a", "b"]),
         tracing=SimpleNamespace(recorder=None),
+        memory=SimpleNamespace(ids=0, last=lambda place: None),
         apply=lambda decisions: None,
     )
     heard = 0

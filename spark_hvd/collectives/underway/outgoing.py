@@ -1,0 +1,66 @@
+"""Calls of which the coordinator has not been told yet, and the way to it."""
+
+from __future__ import annotations
+
+from typing import Generic, Protocol, TypeVar
+
+Q = TypeVar("Q", contravariant=True)
+R = TypeVar("R")
+
+
+class QueueLink(Protocol[Q]):
+    """How a queue reaches its coordinator. All methods may be called from any thread."""
+
+    def notify(self, queue: Q) -> None:
+        """The outbox is no longer empty: take it in a moment."""
+        ...
+
+    def post(self, queue: Q) -> None:
+        """Somebody is about to wait: take the outbox now."""
+        ...
+
+    def look_later(self, queue: Q) -> None:
+        """A call goes through memory: look at it in a moment, and as often as the look says."""
+        ...
+
+    def join(self, queue: Q, counts: bool) -> None:
+        """This rank has no more data."""
+        ...
+
+    def failed(self, queue: Q, text: str) -> None:
+        """This rank cannot run what all ranks run."""
+        ...
+
+    def peer_lost(self, queue: Q) -> None:
+        """A rank has gone: have the queue give up in a moment."""
+        ...
+
+
+class OutgoingCalls(Generic[R]):
+    """Of one queue, and under its lock; `R` is what is told of a call. A call is in it once, under its name."""
+
+    def __init__(self) -> None:
+        self._ids = 0
+        self._fresh: list[tuple[str, R]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._ids or self._fresh)
+
+    def put(self, name: str, request: R, bit: int) -> None:
+        """Add a call.
+
+        Args:
+            name: Its name.
+            request: What to tell of it, if its name has no number, or the number stands for something else.
+            bit: Of its number; 0 if it has none.
+        """
+        if bit:
+            self._ids |= bit
+        else:
+            self._fresh.append((name, request))
+
+    def take(self) -> tuple[int, list[tuple[str, R]]]:
+        """Empty it: the numbers of known names as bits, and the other names with their requests."""
+        ids, fresh = self._ids, self._fresh
+        self._ids, self._fresh = 0, []
+        return ids, fresh

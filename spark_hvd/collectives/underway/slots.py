@@ -1,0 +1,376 @@
+"""Small all-reduces under known names, among ranks of one host: in memory that all of them map, without a message.
+
+Each name has a slot: a word of every rank, and two copies of the data of every rank, which take turns. A call copies
+its tensor into its rank's copy and sets its rank's word to the number of the round; who waits for the result looks
+until all words have come to the round, and sums all copies in rank order. Slots are independent of each other, so ranks
+need not call names in the same order.
+
+A round ends in memory on all ranks, or by way of the coordinator on all of them. A rank that will not take part in the
+next round says so in its word. One that has taken part can still withdraw, as long as a rank is missing: it says that
+it tries to, then looks at the others' words. Whoever finds all words come looks at all of them once more, and waits
+while one tries. So either the one that withdraws sees a rank missing, and then all see that it has withdrawn, or it
+sees none missing and stays (the two steps, to say and then to look, are those of Dekker's and Peterson's mutual
+exclusion). Once the coordinator has run a name, a new series of its rounds begins, on all ranks at the same decision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import math
+import os
+import select
+import threading
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from spark_hvd.transport.dtypes import divide, is_integer
+from spark_hvd.transport.host.looking import Fence, Spin
+from spark_hvd.transport.host.pipes import open_pipe
+from spark_hvd.transport.torch_private import add_all, copy_all, sums_of
+
+LARGEST = 64 << 10
+"""Bytes of a tensor up to which messages cost more than all else."""
+_MOST_RANKS = 16
+"""Each rank sums the copies of all."""
+_SLOTS = 2048
+_DATA = 8 << 20
+"""Bytes of one turn of all slots of a rank. The kernel gives pages as they are written to."""
+_ALIGNMENT = 64
+_SLEEPS, _PID, _FD, _INODE, _LAST, _LAST_NS, _FIRST = 0, 1, 2, 3, 4, 5, 8
+"""Places among a rank's words; those of slots follow. The last two: the slot of its latest call, and when that was."""
+KINDS = [(_FIRST + _SLOTS, torch.int64), (2 * _DATA, torch.uint8)]
+"""Number of elements and dtype of each rank's words and data."""
+_TRIES, _WITHDRAWN, _ENDS = 1, 2, 3
+"""The lowest two bits of a word, beside the round: the rank tries to withdraw from it, has done so, or has come to it
+and will not come to the next one."""
+_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64}
+
+
+class SlotUse(NamedTuple):
+    """What is reduced under a name, and how; only sums and averages of CPU tensors are."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    average: bool = False
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+    @property
+    def nbytes(self) -> int:
+        """Of a rank's data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def fits(self) -> bool:
+        """Whether a slot suits it."""
+        plain = self.prescale == 1.0 and self.postscale == 1.0
+        return self.dtype in _DTYPES and (plain or not is_integer(self.dtype)) and 0 < self.nbytes <= LARGEST
+
+
+class RoundState(enum.Enum):
+    """Of a round."""
+
+    WAITS = 0
+    COMPLETE = 1
+    WITHDRAWN = 2
+    """It ends by way of the coordinator."""
+
+
+class Slot:
+    """Of one name, as one rank sees it.
+
+    Args:
+        use: What for.
+        word: Its place among the words.
+        start: Its place among the bytes of either turn.
+        room: Bytes of data.
+    """
+
+    __slots__ = ("closed", "copies", "handle", "room", "round", "series", "start", "use", "word")
+
+    def __init__(self, use: SlotUse, word: int, start: int, room: int) -> None:
+        self.use = use
+        self.word = word
+        self.start = start
+        self.room = room
+        self.series = 0
+        self.round = 0
+        """The last to which this rank has come."""
+        self.closed = True
+        """Whether this rank comes to no round until a new series begins."""
+        self.handle: object = None
+        """Of the call that is under way on this rank; None if none is."""
+        self.copies: list[list[torch.Tensor]]
+        """For either turn every rank's, in rank order."""
+
+    def begin(self) -> None:
+        """A new series of rounds."""
+        self.series += 1
+        self.round = self.series << 32
+        self.closed = False
+
+
+class Slots:
+    """The slots of a process set. All calls but :meth:`state` and :meth:`sleep` under the queue's lock.
+
+    Args:
+        words: Every rank's, in rank order.
+        data: Likewise.
+        place: Mine in the process set.
+    """
+
+    def __init__(self, words: Sequence[torch.Tensor], data: Sequence[torch.Tensor], place: int) -> None:
+        self._tensors = words
+        views = self._views = [_words_of(tensor) for tensor in words]
+        self._mine = views[place]
+        self._others = [view for other, view in enumerate(views) if other != place]
+        self._data = data
+        self._place = place
+        self._passes = range(1 if len(data) == 2 else 2)
+        self._fence = Fence()
+        self._looking = threading.Lock()
+        self._slots: dict[int, Slot] = {}
+        self._by_name: dict[str, Slot] = {}
+        self._end = 0
+        self.ids = 0
+        """The numbers of the names that have a slot, as bits; the same on all ranks."""
+        self.spin = Spin(len(data))
+        """Looks for a moment before this rank sleeps."""
+        self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._bells: list[int | None] = [None for _ in self._others]
+        """What wakes each of the others; None: not opened yet."""
+        self._mine[_INODE], self._mine[_FD] = os.fstat(self._wakes).st_ino, self._wakes
+        self._mine[_PID] = os.getpid()
+
+    def __del__(self) -> None:
+        """Nobody waits any more."""
+        for fd in [self._woken, self._wakes, *(bell for bell in self._bells if bell is not None and bell >= 0)]:
+            os.close(fd)
+
+    # ---- the engine's thread --------------------------------------------------------------------------------------
+
+    def learn(self, id: int, use: SlotUse | None) -> Slot | None:
+        """A name has a number: give it a slot, if one suits it. All ranks do so in the same order."""
+        slot = self._slots.get(id)
+        if use is None or not use.fits:
+            if slot is not None:  # it may come back
+                slot.closed = True
+            return None
+        size = use.nbytes
+        if slot is None or slot.room < size:
+            room = -(-size // _ALIGNMENT) * _ALIGNMENT
+            word = slot.word if slot is not None else _FIRST + len(self._slots)
+            if self._end + room > _DATA or word >= _FIRST + _SLOTS:
+                return None
+            series = slot.series if slot is not None else 0
+            slot = Slot(use, word, self._end, room)
+            slot.series = series
+            self._end += room
+            self._slots[id] = self._by_name[use.name] = slot
+            self.ids |= 1 << id
+        slot.use = use
+        starts = slot.start, _DATA + slot.start
+        slot.copies = [
+            [each[low : low + size].view(use.dtype).view(use.shape) for each in self._data] for low in starts
+        ]
+        slot.begin()
+        return slot
+
+    def has_run(self, ids: int) -> None:
+        """The coordinator runs known names, so that all ranks have left the last series of their rounds."""
+        for id, slot in self._slots.items():
+            if ids >> id & 1:
+                slot.begin()
+
+    # ---- rounds ---------------------------------------------------------------------------------------------------
+
+    def of(self, name: str) -> Slot | None:
+        """The slot of a name."""
+        return self._by_name.get(name)
+
+    def numbered(self, ids: int) -> list[Slot]:
+        """The slots of some numbers."""
+        return [slot for id, slot in self._slots.items() if ids >> id & 1]
+
+    def come(self, calls: Sequence[tuple[Slot, torch.Tensor]], now: float) -> None:
+        """Come to the next rounds of open slots.
+
+        Args:
+            calls: The slots, each once, and what to reduce.
+            now: On the monotonic clock.
+        """
+        place = self._place
+        targets = [slot.copies[slot.round + 1 & 1][place] for slot, _ in calls]
+        with torch.no_grad():
+            copy_all(targets, [tensor for _, tensor in calls])
+            for (slot, _), target in zip(calls, targets, strict=True):
+                if slot.use.prescale != 1.0:
+                    target.mul_(slot.use.prescale)
+        words = self._mine
+        words[_LAST], words[_LAST_NS] = calls[-1][0].word, int(now * 1e9)
+        for slot, _ in calls:
+            slot.round += 1
+            words[slot.word] = slot.round << 2
+        self._ring()
+
+    def last(self, place: int) -> tuple[float, str] | None:
+        """When a rank came to a round most recently, on the monotonic clock of the host, and of which name."""
+        words = self._views[place]
+        word, at = words[_LAST], words[_LAST_NS]
+        name = next((slot.use.name for slot in self._by_name.values() if slot.word == word), None)
+        return None if name is None else (at / 1e9, name)
+
+    def _ring(self) -> None:
+        """Wake the ranks that sleep."""
+        self._settled()
+        for place, words in enumerate(self._others):
+            if words[_SLEEPS]:
+                words[_SLEEPS] = 0
+                self._wake(place, words)
+
+    def state(self, slot: Slot) -> RoundState:
+        """Of the round to which this rank has come."""
+        word, here = slot.word, slot.round << 2
+        for _ in self._passes:
+            waits = False
+            for words in self._others:
+                there = words[word] - here
+                if there == _WITHDRAWN or there == _ENDS - 4:
+                    return RoundState.WITHDRAWN
+                if there < 0 or there == _TRIES:
+                    waits = True
+            if waits:
+                return RoundState.WAITS
+        return RoundState.COMPLETE
+
+    def ended(self, slots: Iterable[Slot]) -> int:
+        """How many of the slots, from the first on, have rounds that are complete."""
+        number = 0
+        if len(self._others) > 1:
+            for slot in slots:
+                if self.state(slot) is not RoundState.COMPLETE:
+                    break
+                number += 1
+            return number
+        (words,) = self._others
+        for slot in slots:  # as state() would say, which takes longer than all else here
+            if not 0 <= words[slot.word] - (slot.round << 2) not in (_TRIES, _WITHDRAWN):
+                break
+            number += 1
+        return number
+
+    def reduced(self, rounds: Sequence[Slot]) -> list[torch.Tensor]:
+        """The results of complete rounds, in new tensors."""
+        copies = [slot.copies[slot.round & 1] for slot in rounds]
+        with torch.no_grad():
+            with torch.inference_mode(False):  # the caller may use them everywhere
+                totals = sums_of([each[0] for each in copies], [each[1] for each in copies])
+            self._finish(rounds, copies, totals)
+        return totals
+
+    def reduce_into(self, rounds: Sequence[tuple[Slot, torch.Tensor]], *, kept: bool) -> None:
+        """Write the results of complete rounds into the tensors that this rank came with.
+
+        Args:
+            rounds: The slots, and the tensors.
+            kept: Whether the tensors hold what they held then.
+
+        Raises:
+            RuntimeError: One cannot be written to; those before it have been.
+        """
+        slots, outs = [slot for slot, _ in rounds], [out for _, out in rounds]
+        copies = [slot.copies[slot.round & 1] for slot in slots]
+        with torch.no_grad():
+            if kept and len(self._data) == 2 and all(slot.use.prescale == 1.0 for slot in slots):
+                # The sum of two numbers is the same in either order, so the tensors may stand for their copies.
+                add_all(outs, [each[1 - self._place] for each in copies])
+            else:
+                copy_all(outs, [each[0] for each in copies])
+                add_all(outs, [each[1] for each in copies])
+            self._finish(slots, copies, outs)
+
+    def _finish(
+        self, slots: Sequence[Slot], copies: Sequence[Sequence[torch.Tensor]], totals: list[torch.Tensor]
+    ) -> None:
+        """Add the copies of the third rank and those that follow to sums of the first two, and scale them."""
+        size = len(self._data)
+        for place in range(2, size):
+            add_all(totals, [each[place] for each in copies])
+        for slot, total in zip(slots, totals, strict=True):
+            if slot.use.average:
+                divide(total, size)
+            if slot.use.postscale != 1.0:
+                total.mul_(slot.use.postscale)
+
+    def close(self, slot: Slot) -> bool:
+        """Come to no further round, and withdraw from the present one if a rank is missing.
+
+        Returns:
+            Whether this rank has withdrawn.
+        """
+        here = slot.round << 2
+        if slot.closed:
+            return False
+        if slot.handle is None:
+            self._mine[slot.word] = here | _ENDS
+            slot.closed = True
+            return False
+        self._mine[slot.word] = here | _TRIES
+        self._settled()
+        if any(words[slot.word] < here for words in self._others):
+            self._mine[slot.word] = here | _WITHDRAWN
+            slot.closed = True
+            return True
+        self._mine[slot.word] = here
+        return False
+
+    def leave(self, slot: Slot) -> None:
+        """Another rank has withdrawn from the round, or not come to it: this one leaves too."""
+        self._mine[slot.word] = slot.round << 2 | _WITHDRAWN
+        slot.closed = True
+
+    def sleep(self, slot: Slot, seconds: float) -> None:
+        """Wait until a rank comes to a round of any slot, for some time at most; not under the lock."""
+        self._mine[_SLEEPS] = 1
+        self._settled()
+        poller = select.poll()  # each thread needs one
+        poller.register(self._woken, select.POLLIN)
+        if self.state(slot) is RoundState.WAITS and poller.poll(seconds * 1e3):
+            with contextlib.suppress(BlockingIOError):  # another thread has read it
+                os.read(self._woken, 4096)
+        self._mine[_SLEEPS] = 0
+
+    def _settled(self) -> None:
+        """What I have written is to be seen by all before I look at what they have."""
+        with self._looking:
+            self._fence()
+
+    def _wake(self, place: int, words: memoryview) -> None:
+        bell = self._bells[place]
+        if bell is None:
+            bell = self._bells[place] = _opened(words)
+        if bell >= 0:
+            with contextlib.suppress(OSError):  # full: it will wake; broken: it is gone
+                os.write(bell, b"\0")
+
+
+def _words_of(tensor: torch.Tensor) -> memoryview:
+    array = (ctypes.c_uint64 * tensor.numel()).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B").cast("Q")
+
+
+def _opened(words: memoryview) -> int:
+    """The writing end of another rank's pipe; -1 if it cannot be reached, and then the rank looks by itself."""
+    with contextlib.suppress(OSError):
+        return open_pipe(words[_PID], words[_FD], words[_INODE], os.O_WRONLY)
+    return -1
+
+
+def may_serve(size: int) -> bool:
+    """Whether a process set of so many ranks has slots."""
+    return 1 < size <= _MOST_RANKS

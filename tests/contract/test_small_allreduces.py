@@ -1,0 +1,371 @@
+"""Small all-reduces under known names, on ranks of one host: in shared memory, or by the coordinator where needed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+import spark_hvd.torch as hvd
+from spark_hvd.collectives.process_set import queue_of
+from spark_hvd.collectives.underway import rounds
+from spark_hvd.collectives.underway.slots import LARGEST
+from tests.ranks import Ranks, ranks
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
+LEARNT = 3
+"""Calls of a name after which the next goes through memory."""
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def world(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with ranks(request.param) as started:
+        yield started
+
+
+def learn(*names: str, elements: int = 1, **how: Any) -> None:
+    for _ in range(LEARNT):
+        for name in names:
+            hvd.allreduce(torch.ones(elements), name=name, **how)
+
+
+def wait_in_memory(seconds: float) -> None:
+    """For late ranks; for long where the way is looked at, as on a busy machine all may be late."""
+    rounds.MEMORY_SECONDS = seconds
+
+
+def by_coordinator(process_set: hvd.ProcessSet | None = None) -> int:
+    """How many batches the coordinator has decided on so far."""
+    return queue_of(process_set or hvd.global_process_set).done
+
+
+def total(factor: float = 1.0) -> float:
+    return factor * sum(range(1, hvd.size() + 1))
+
+
+def mine(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full(shape, hvd.rank() + 1, dtype=dtype)
+
+
+def test_all_that_suits_memory_goes_through_it(world: Ranks) -> None:
+    def fn() -> None:
+        wait_in_memory(10.0)
+        scales = [(1.0, 1.0), (0.5, 3.0)]
+        for dtype in DTYPES:
+            for shape in ((), (1,), (3, 5), (LARGEST // dtype.itemsize,)):
+                for op in (hvd.Sum, hvd.Average):
+                    for before, after in scales if dtype.is_floating_point else scales[:1]:
+                        how = dict(op=op, prescale_factor=before, postscale_factor=after)
+                        name = f"{dtype} {shape} {op} {before}"
+                        expected = total(before) / (hvd.size() if op is hvd.Average else 1) * after
+                        expected = expected if dtype.is_floating_point else int(expected)
+                        for turn in range(LEARNT + 3):
+                            if turn == LEARNT:
+                                decided = by_coordinator()
+                            given = mine(shape, dtype)
+                            result = hvd.allreduce(given, name=name, **how)
+                            assert result.dtype == dtype
+                            assert result.shape == shape
+                            assert torch.allclose(result.double(), torch.tensor(expected, dtype=torch.float64), 1e-2)
+                            assert torch.equal(given, mine(shape, dtype))
+                            assert hvd.allreduce_(given, name=f"{name} in place", **how) is given
+                            assert torch.equal(given, result)
+                        assert by_coordinator() == decided, name
+
+    world.run(fn)
+
+
+def test_what_does_not_suit_memory_is_the_coordinators(world: Ranks) -> None:
+    def fn() -> None:
+        calls = {
+            "large": lambda: hvd.allreduce(mine((LARGEST // 4 + 1,)), name="large", op=hvd.Sum)[0].item() == total(),
+            "min": lambda: hvd.allreduce(mine((2,)), name="min", op=hvd.Min)[0].item() == 1,
+            "bool": lambda: hvd.allreduce(torch.ones(1).bool(), name="bool", op=hvd.Sum).item() is True,
+            "scaled": lambda: (
+                hvd.allreduce(mine((1,), torch.int64), name="scaled", op=hvd.Sum, postscale_factor=2.0).item()
+                == total(2)
+            ),
+            "group": lambda: hvd.grouped_allreduce([mine((1,))] * 2, name="group", op=hvd.Sum)[1].item() == total(),
+            "empty": lambda: hvd.allreduce(torch.ones(0), name="empty").numel() == 0,
+        }
+        for name, call in calls.items():
+            decided = by_coordinator()
+            for turn in range(6):
+                assert call(), name
+                assert by_coordinator() == decided + turn + 1, name
+
+    world.run(fn)
+
+
+def test_ranks_may_call_in_any_order_and_from_several_threads(world: Ranks) -> None:
+    def fn() -> None:
+        wait_in_memory(10.0)
+        names = [f"any {number}" for number in range(40)]
+        learn(*names, elements=10)
+        decided = by_coordinator()
+        for turn in range(5):
+            order = random.Random(hvd.rank() + turn).sample(range(40), 40)
+            handles = {n: hvd.allreduce_async_(mine((10,)) * n, name=names[n]) for n in order}
+            for number in random.Random(hvd.rank()).sample(range(40), 40):
+                expected = total(number) / hvd.size()
+                assert torch.allclose(handles[number].wait(), torch.full((10,), expected))
+        assert by_coordinator() == decided
+
+        wrong: list[object] = []
+
+        def calls(name: str) -> None:
+            try:
+                for turn in range(200):
+                    result = hvd.allreduce(mine((3,)) * turn, name=name, op=hvd.Sum)
+                    if not torch.equal(result, torch.full((3,), total(turn))):
+                        wrong.append((name, turn, result))
+            except Exception as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=calls, args=(f"thread {number}",)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+
+    world.run(fn)
+
+
+def test_a_rank_that_is_late_is_waited_for_by_the_coordinator(world: Ranks) -> None:
+    def fn() -> None:
+        wait_in_memory(0.1)
+        learn("late", "beside")
+        pauses = random.Random(hvd.rank())
+        for turn in range(12):
+            # As long as ranks wait in memory, so that some withdraw while others come.
+            time.sleep(pauses.choice([0, rounds.MEMORY_SECONDS, 2 * rounds.MEMORY_SECONDS]))
+            handle = hvd.allreduce_async(mine((2,)) * turn, name="beside", op=hvd.Average)
+            assert hvd.allreduce(mine((1,)) * turn, name="late").item() == total(turn) / hvd.size()
+            assert torch.equal(handle.wait(), torch.full((2,), total(turn) / hvd.size()))
+
+    world.run(fn)
+
+    def in_memory_again() -> None:
+        wait_in_memory(10.0)
+        learn("late")
+        decided = by_coordinator()
+        learn("late")
+        assert by_coordinator() == decided
+
+    world.run(in_memory_again)
+
+
+def test_a_known_name_may_stand_for_something_else(world: Ranks) -> None:
+    def fn() -> None:
+        wait_in_memory(10.0)
+        learn("changes", elements=4, op=hvd.Sum)
+        for shape, dtype in [
+            ((2, 3), torch.float32),
+            ((500,), torch.float64),
+            ((4,), torch.int32),
+            ((4,), torch.float32),
+        ]:
+            for turn in range(LEARNT + 2):
+                if turn == LEARNT:
+                    decided = by_coordinator()
+                result = hvd.allreduce(mine(shape, dtype), name="changes", op=hvd.Sum)
+                assert torch.equal(result, torch.full(shape, total(), dtype=dtype))
+            assert by_coordinator() == decided
+        # On one rank alone it is an error, on all of them; and the world goes on.
+        for last in (hvd.size() - 1, 0):
+            given = torch.ones(5 if hvd.rank() == last else 4)
+            with pytest.raises(hvd.MismatchError, match="'changes'"):
+                hvd.allreduce(given, name="changes", op=hvd.Sum)
+            assert torch.equal(given, torch.ones(len(given)))
+            learn("changes", elements=4, op=hvd.Sum)
+
+    world.run(fn)
+
+
+def test_a_name_is_under_way_once(world: Ranks) -> None:
+    def fn() -> None:
+        wait_in_memory(0.1)
+        learn("once")
+        hvd.barrier()
+        if hvd.rank() == 0:
+            handle = hvd.allreduce_async(mine((1,)), name="once")
+            for _ in range(2):  # in memory, and then with the coordinator
+                with pytest.raises(hvd.DuplicateNameError, match="'once' was called while allreduce 'once'"):
+                    hvd.allreduce_async(mine((1,)), name="once")
+                assert not handle.poll()
+                with pytest.raises(TimeoutError):
+                    handle.wait(timeout=2 * rounds.MEMORY_SECONDS)
+        hvd.barrier()
+        result = handle.wait() if hvd.rank() == 0 else hvd.allreduce(mine((1,)), name="once")
+        assert result.item() == total() / hvd.size()
+
+    world.run(fn)
+
+
+def test_a_tensor_that_cannot_be_written_fails_alone(world: Ranks) -> None:
+    def fn() -> None:
+        names = ["one", "inference", "three"]
+        learn(*names, elements=2)
+        with torch.inference_mode():
+            given = [mine((2,)), mine((2,)), mine((2,))]
+        given = [given[0].clone(), given[1], given[2].clone()]
+        handles = [hvd.allreduce_async_(*pair) for pair in zip(given, [None] * 3, names, strict=True)]
+        assert torch.equal(handles[0].wait(), torch.full((2,), total() / hvd.size()))
+        with pytest.raises(RuntimeError, match=r"(?i)inference"):
+            handles[1].wait()
+        assert torch.equal(handles[2].wait(), torch.full((2,), total() / hvd.size()))
+        learn(*names, elements=2)
+
+    world.run(fn)
+
+
+def test_parts_of_the_world_have_memory_of_their_own() -> None:
+    def fn() -> None:
+        wait_in_memory(10.0)
+        pair = hvd.add_process_set([0, 2])
+        alone = hvd.add_process_set([1])
+        learn("shared")
+        for part in (pair, alone):
+            if not part.included():
+                continue
+            learn("shared", op=hvd.Sum, process_set=part)
+            decided = by_coordinator(part)
+            for turn in range(5):
+                result = hvd.allreduce(mine((1,)) + turn, name="shared", op=hvd.Sum, process_set=part)
+                assert result.item() == sum(rank + 1 + turn for rank in part.ranks or [])
+            assert by_coordinator(part) - decided == (5 if part is alone else 0)
+        hvd.allreduce(mine((1,)), name="shared")
+        assert hvd.remove_process_set(pair)
+        assert hvd.remove_process_set(alone)
+        learn("shared")
+
+    with ranks(3) as three:
+        three.run(fn)
+
+
+def test_ranks_that_have_no_more_data_join(world: Ranks) -> None:
+    def fn() -> list[float]:
+        wait_in_memory(10.0)
+        learn("uneven")
+        seen = []
+        for last in range(hvd.size()):
+            steps = 2 + 3 * ((hvd.rank() + last) % hvd.size())
+            seen += [hvd.allreduce(torch.ones(1), name="uneven", op=hvd.Sum).item() for _ in range(steps)]
+            assert hvd.join() == (hvd.size() - 1 - last) % hvd.size()
+        learn("uneven")
+        decided = by_coordinator()
+        learn("uneven")
+        assert by_coordinator() == decided
+        return seen
+
+    size = world.size
+    for rank, seen in enumerate(world.run(fn)):
+        expected = []
+        for last in range(size):
+            steps = [2 + 3 * ((other + last) % size) for other in range(size)]
+            expected += [sum(step < count for count in steps) for step in range(steps[rank])]
+        assert seen == expected
+
+
+@pytest.mark.parametrize("end", ["killed", "left"])
+def test_a_rank_that_goes_while_others_wait_in_memory(end: str) -> None:
+    def fn() -> str:
+        learn("gone")
+        if hvd.rank() == 1:
+            time.sleep(rounds.MEMORY_SECONDS / 2)
+            if end == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            hvd.shutdown()
+            return ""
+        began = time.monotonic()
+        with pytest.raises(hvd.CollectiveError) as caught:
+            hvd.allreduce(torch.ones(1), name="gone")
+        assert time.monotonic() - began < 20
+        with pytest.raises(hvd.CollectiveError):
+            hvd.allreduce(torch.ones(1), name="gone")
+        hvd.shutdown()
+        return str(caught.value)
+
+    with ranks(3) as three:
+        outcomes = three.outcomes(fn)
+    assert [outcomes[rank][0] for rank in (0, 2)] == [True, True], outcomes
+    said = "has ended without a word" if end == "killed" else "has left the world"
+    assert all(said in outcomes[rank][1] and "rank 1" in outcomes[rank][1] for rank in (0, 2))
+
+
+def test_a_rank_that_never_calls_is_named_with_what_it_called_last() -> None:
+    def fn() -> str:
+        hvd.init(stall_warning=None, stall_timeout=1.0)
+        for _ in range(2):
+            learn("wanted", "other")
+            hvd.barrier()
+            hvd.allreduce(torch.ones(1), name="other")
+            if hvd.rank() == 0:
+                handle = hvd.allreduce_async(torch.ones(1), name="wanted")  # nobody waits: it is late all the same
+            time.sleep(2.5)
+            assert hvd.rank() or handle.poll()
+            with pytest.raises(hvd.StalledError) as caught:
+                handle.wait() if hvd.rank() == 0 else hvd.allreduce(torch.ones(1), name="wanted")
+        return str(caught.value)
+
+    with ranks(2) as world:
+        first, second = world.run(fn)
+    assert first == second
+    said = r"allreduce 'wanted' has waited \d\.\d s for rank 1 \(rank 1 last called 'other', \d\.\d s ago\); ready: "
+    assert re.match(said, first), first
+
+
+def test_a_host_that_refuses_shared_memory_is_told_of_once_and_goes_by_sockets() -> None:
+    def fn() -> tuple[list[str], bool]:
+        logged: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("spark_hvd").addHandler(handler)
+        if hvd.rank() == 1:
+            os.memfd_create = refused
+        parts = [hvd.add_process_set([0, 1]), hvd.add_process_set([1, 2])]
+        for part in parts:
+            if part.included():
+                learn("small", process_set=part)
+                decided = by_coordinator(part)
+                result = hvd.allreduce(mine((2,)), name="small", op=hvd.Sum, process_set=part)
+                assert result[0].item() == sum(rank + 1 for rank in part.ranks or [])
+                assert by_coordinator(part) == decided + 1
+        learn("small")
+        return logged, any(queue_of(part).members.slots for part in parts if part.included())
+
+    with ranks(3) as three:
+        outcomes = three.run(fn)
+    assert [has for _, has in outcomes] == [False] * 3
+    assert [len(logged) for logged, _ in outcomes] == [0, 1, 0]
+    assert "share no memory, and exchange all data by sockets: not here" in outcomes[1][0][0]
+
+
+def refused(*_: Any) -> int:
+    raise PermissionError("not here")
+
+
+def test_ranks_sleep_when_there_is_nothing_to_do(world: Ranks) -> None:
+    def fn() -> float:
+        wait_in_memory(0.1)
+        learn("idle")
+        time.sleep(3 * rounds.MEMORY_SECONDS)
+        before = time.process_time()
+        time.sleep(2)
+        return time.process_time() - before
+
+    assert max(world.run(fn)) < 0.05
