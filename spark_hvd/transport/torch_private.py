@@ -5,6 +5,8 @@ docs/versions.md lists them by version, tests/unit/test_private_names.py touches
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +43,16 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source into its target in one call, which spares Python a microsecond or two a tensor."""
     torch._foreach_copy_(targets, sources)
+
+
+def add_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Add each source to its target; see :func:`copy_all`."""
+    torch._foreach_add_(targets, sources)
+
+
+def sums_of(some: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.Tensor]:
+    """New tensors, each the sum of one of either list; see :func:`copy_all`."""
+    return list(torch._foreach_add(some, others))
 
 
 def changes(tensor: torch.Tensor) -> int:
@@ -135,11 +147,11 @@ def process_group(
     """
     backend, _ = distributed_c10d._world.pg_map[distributed_c10d._get_default_group()]
     options = None
-    if gloo_threads is not None:
-        backend, options = "gloo", dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._threads = gloo_threads
+    if gloo_threads is not None or backend == "gloo":
+        backend, options = _our_gloo(), dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._threads = gloo_threads or _GLOO_THREADS
         options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        options._devices = _gloo_devices()
     group: dist.ProcessGroup
     place, named_backend = list(ranks).index(dist.get_rank()), distributed_c10d.Backend(backend)
     group, _ = distributed_c10d._new_process_group_helper(
@@ -154,6 +166,63 @@ def process_group(
     )
     distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
+
+
+_GLOO_THREADS = 2
+"""Torch's own choice."""
+
+
+def _gloo_devices() -> list[Any]:
+    """As torch chooses them for a group without options: the interfaces that the user or a launcher names, if any."""
+    make = dist.ProcessGroupGloo
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not names:
+        return [make.create_default_device()]
+    return [make.create_device(interface=name) for name in names.split(",")]
+
+
+class _AllAtOnce(Store):
+    """The store of a Gloo group that is being made: the addresses of all its ranks come in one answer.
+
+    Gloo asks for one after the other, twice: with n ranks n² questions, all of which one thread answers.
+    """
+
+    def __init__(self, store: Store, size: int) -> None:
+        super().__init__()
+        self._store, self._size = store, size
+        self._found: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]
+        for key in keys:
+            if key not in self._found:
+                head, _, last = key.rpartition("/")
+                every = [f"{head}/{rank}" for rank in range(self._size)] if last.isdigit() else [key]
+                self._store.wait(every, timeout)
+                self._found |= zip(every, self._store.multi_get(every), strict=True)
+
+    def get(self, key: str) -> bytes:
+        found = self._found.get(key)
+        return self._store.get(key) if found is None else found
+
+
+@functools.cache
+def _our_gloo() -> str:
+    """The name of a backend that is Gloo with the options that it is given: torch drops those of its own."""
+
+    def create(about: Any, options: Any) -> Any:
+        # Pairs that are connected later ask the store later.
+        lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
+        store = about.store if lazy else _AllAtOnce(about.store, about.group_size)
+        made = dist.ProcessGroupGloo(store, about.group_rank, about.group_size, options)
+        made._set_sequence_number_for_group()
+        return made
+
+    name = "gloo_of_spark_hvd"
+    dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu", "cuda"])
+    return name
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -45,6 +46,27 @@ def test_modules() -> None:
     assert state._metadata["0"]["version"] == shared._version  # type: ignore[attr-defined]
 
 
+def test_a_group_gets_the_addresses_of_all_ranks_in_one_answer() -> None:
+    under = HashStore()
+    for rank in range(3):
+        under.set(f"0/{rank}", str(rank))
+    store = torch_private._AllAtOnce(under, 3)
+    store.wait(["0/1"], timedelta(seconds=10))
+    for rank in range(3):
+        under.delete_key(f"0/{rank}")
+    assert [store.get(f"0/{rank}") for rank in range(3)] == [b"0", b"1", b"2"]
+    with pytest.raises(RuntimeError, match=r"[Tt]imeout"):
+        store.wait(["1/0"], timedelta(seconds=0.05))
+
+
+def test_groups_listen_on_the_interfaces_that_torch_would_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
+    assert len(torch_private._gloo_devices()) == 2
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    with pytest.raises(RuntimeError, match="nowhere0"):
+        torch_private._gloo_devices()
+
+
 def test_process_groups() -> None:
     store = HashStore()
     dist.init_process_group("gloo", store=PrefixStore("default", store), rank=0, world_size=1)
@@ -52,6 +74,7 @@ def test_process_groups() -> None:
         torch_private.default_group_store().set("key", "value")
         group = torch_private.process_group("mine", [0], store, timedelta(seconds=10), gloo_threads=1)
         assert group in [group for group, _ in torch_private.process_groups()]
+        assert group._get_backend(torch.device("cpu")).options._threads == 1  # torch's own is 2
         dist.all_reduce(torch.ones(1), group=group)
         assert isinstance(torch_private.cuda_backend(group), dist.ProcessGroupGloo)
     finally:

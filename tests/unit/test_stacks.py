@@ -146,7 +146,8 @@ def test_a_cause_without_frames_that_says_the_same_is_left_out() -> None:
     last = 'Traceback (most recent call last):\n  File "/home/u/t.py", line 3, in f\n    g()\nLost: gone'
     assert trim_traceback(f"Lost: gone{chain}{last}") == last
     assert trim_traceback(f"Other: gone{chain}{last}") == f"Other: gone{chain}{last}"
-    ours = f'Traceback (most recent call last):\n  File "{SITE}/spark_hvd/transport/pipes.py", line 3, in f\n    g()\n'
+    where = f"{SITE}/spark_hvd/transport/host/pipes.py"
+    ours = f'Traceback (most recent call last):\n  File "{where}", line 3, in f\n    g()\n'
     assert trim_traceback(f"{ours}OSError: gone{chain}{last}") == last
     assert trim_traceback(f"{ours}OSError: why{chain}{last}").endswith(f"OSError: why{chain}{last}")
     users = last.replace("Lost", "OSError")
