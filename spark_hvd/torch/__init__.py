@@ -57,6 +57,8 @@ from spark_hvd.torch.move import (
     join,
 )
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
+from spark_hvd.torch.outer.compressors import Int8Compressor, TopKCompressor
+from spark_hvd.torch.outer.local_sgd import DiLoCo, LocalSGD, OuterOptimizer
 from spark_hvd.torch.preparation import prepare
 from spark_hvd.torch.reduce import (
     allreduce,
@@ -103,15 +105,19 @@ __all__ = [
     "Compression",
     "Compressor",
     "Config",
+    "DiLoCo",
     "DistributedOptimizer",
     "DuplicateNameError",
     "HorovodInternalError",
+    "Int8Compressor",
+    "LocalSGD",
     "LookUp",
     "Max",
     "Min",
     "MismatchError",
     "NamedHandle",
     "NotInitializedError",
+    "OuterOptimizer",
     "PlanMismatchError",
     "ProcessSet",
     "Product",
@@ -121,6 +127,7 @@ __all__ = [
     "StalledError",
     "Sum",
     "SyncBatchNorm",
+    "TopKCompressor",
     "add_process_set",
     "allgather",
     "allgather_async",

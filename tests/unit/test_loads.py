@@ -16,8 +16,8 @@ DRIVER_SIDE = ("runner.launch", "runner.spark")
     ("module", "most", "not_these"),
     [
         ("runner.rank.main", 15, ("torch", "zmq", "pyspark", *TASK_SIDE, *DRIVER_SIDE)),
-        ("runner.rank.static", 63, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
-        ("runner.rank.elastic", 62, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
+        ("runner.rank.static", 71, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
+        ("runner.rank.elastic", 70, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
         ("runner.supervise.task", 26, ("torch", "pyspark", *HUB_AND_MPI, *DRIVER_SIDE)),
         ("runner.elastic.task", 29, ("torch", "pyspark", "runner.elastic.hub", *HUB_AND_MPI, *DRIVER_SIDE)),
         ("runner.launch.run", 85, ("torch", "pyspark", "runner.rank.main", "runner.elastic")),

@@ -43,6 +43,7 @@ def test_public_names() -> None:
         "run_elastic",
         "run_elastic_local",
         "run_local",
+        "warm_up",
     ]
     assert all(hasattr(spark_hvd, name) for name in spark_hvd.__all__)
 

@@ -1,0 +1,316 @@
+"""LocalSGD and DiLoCo: a torch optimizer whose steps are the rank's own, and whose ranks come together now and then."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from spark_hvd.collectives.compression import Compression
+from spark_hvd.collectives.process_set import ProcessSet, global_process_set
+from spark_hvd.context.local import is_local
+from spark_hvd.context.standing import in_world, ordinal
+from spark_hvd.elastic.run import WorldHook, register_world_hook
+from spark_hvd.torch.optimizer.adasum import AdasumOptimizer
+from spark_hvd.torch.optimizer.arguments import check_kind
+from spark_hvd.torch.optimizer.distributed import ReducedOptimizer
+from spark_hvd.torch.outer.compressors import RowCompressor
+from spark_hvd.torch.outer.rounds import OuterSettings, Rounds
+from spark_hvd.world import launcher as elastic_launcher
+
+Model = torch.nn.Module | Iterable[torch.nn.Parameter]
+
+_KEY = "outer"
+"""Under which a state dict has what torch's optimizers do not know."""
+_live: weakref.WeakSet[Rounds] = weakref.WeakSet()
+"""Those of this process."""
+
+
+class OuterOptimizer(torch.optim.Optimizer):
+    """What LocalSGD and DiLoCo add to the methods of the optimizer they are given."""
+
+    __module__ = "spark_hvd.torch"
+
+    _rounds: Rounds
+
+    @property
+    def local_steps(self) -> int:
+        """Steps of this rank since the last exchange that was applied; 0 where all ranks have the same parameters."""
+        return self._rounds.steps
+
+    @property
+    def rounds(self) -> int:
+        """How many exchanges were applied; equal on all ranks that have not joined."""
+        return self._rounds.count
+
+    @property
+    def outer_optimizer(self) -> torch.optim.Optimizer | None:
+        """DiLoCo's outer optimizer, for its learning rate; None with LocalSGD."""
+        return self._rounds.outer
+
+    def synchronize(self) -> None:
+        """Make the parameters equal on all ranks; collective, to be called before they are evaluated or saved.
+
+        An exchange under way is ended, then what ranks have trained since is exchanged at once. Does nothing where
+        all are equal. Ranks may come with different numbers of steps in their last round, and each counts the same. If
+        some had more rounds than others, those with fewer must have called hvd.join(), and so must then the others:
+        the ranks that came furthest decide, the others take over their parameters.
+
+        Raises:
+            NotInitializedError: Outside a world.
+            PlanMismatchError: Parameters or settings differ between ranks.
+            StalledError: A rank is in an exchange that this one has not come to, and had not joined.
+            CollectiveError: A peer or the network failed.
+        """
+        self._rounds.synchronize()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not possible any more.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        if hasattr(self, "_rounds"):
+            raise RuntimeError(
+                "add_param_group() after hvd.LocalSGD or hvd.DiLoCo: the exchanges have places for the parameters "
+                "that were there. Add groups to the optimizer before it is given to them."
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See torch.optim.Optimizer.state_dict.
+
+        With what the exchanges need under ``"outer"``: the parameters of the last one, the outer optimizer, and what
+        compression has lost. Call :meth:`synchronize` before, and one rank's serves all.
+        """
+        return {**super().state_dict(), _KEY: self._rounds.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See torch.optim.Optimizer.load_state_dict; the model's state is to be loaded, too. On every rank.
+
+        Raises:
+            ValueError: It is no state of LocalSGD or DiLoCo, or one of other parameters.
+        """
+        if _KEY not in state_dict:
+            raise ValueError(
+                f"the state dict has {', '.join(map(repr, state_dict))}, and lacks {_KEY!r}: it was saved by an "
+                "optimizer without hvd.LocalSGD or hvd.DiLoCo. Load it before the optimizer is given to them."
+            )
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != _KEY})
+        self._rounds.load_state_dict(state_dict[_KEY])
+
+
+def LocalSGD(
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    sync_every: int,
+    *,
+    compression: Any = Compression.none,
+    overlap: int = 0,
+    average_buffers: bool = True,
+    process_set: ProcessSet = global_process_set,
+) -> OuterOptimizer:
+    """Let each rank train alone, and average the parameters over all ranks every `sync_every` steps.
+
+    As in Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019). Every rank must call it; it waits for
+    nobody. Ranks must have the same weights when they make the first step: call hvd.broadcast_parameters before.
+
+    The same object is returned, now of a class of the same name that has the methods of OuterOptimizer too: learning
+    rate schedulers and other holders of the optimizer need not know.
+
+    Args:
+        model: What is trained: a module, or its parameters. Must have all parameters of the optimizer.
+        optimizer: Any torch optimizer but a DistributedOptimizer, which exchanges gradients in each step. Its own
+            state, such as Adam's moments, stays each rank's.
+        sync_every: Steps of a round.
+        compression: Of what travels, which is how far the parameters have come since the last exchange:
+            `Compression.none`, `.fp16`, `.bf16`, an `Int8Compressor` or a `TopKCompressor`.
+        overlap: Steps that each rank goes on alone while an exchange is under way; what it trains meanwhile stays, and
+            goes into the next one. 0: wait for it.
+        average_buffers: Average the floating-point buffers of a module along, such as those of batch norm.
+        process_set: The ranks to average over; on other ranks the optimizer stays a local one. Elastic ranks, outside
+            their worlds, have none but all.
+
+    Raises:
+        TypeError: `model` or `optimizer` is none, or a parameter has no floating-point numbers.
+        ValueError: Another argument is wrong.
+    """
+    return _take_over(
+        "LocalSGD", model, optimizer, sync_every, compression, overlap, average_buffers, process_set, outer=None
+    )
+
+
+def DiLoCo(
+    model: Model,
+    inner_optimizer: torch.optim.Optimizer,
+    sync_every: int,
+    *,
+    outer_optimizer: torch.optim.Optimizer | None = None,
+    compression: Any = Compression.none,
+    overlap: int = 0,
+    average_buffers: bool = True,
+    process_set: ProcessSet = global_process_set,
+) -> OuterOptimizer:
+    """Let each rank train alone, and make an outer step every `sync_every` steps, from where all were before.
+
+    As in Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2023): how far the
+    ranks' parameters have come is averaged, and is the gradient, with its sign changed, of an outer optimizer. All else
+    is as with :func:`LocalSGD`, which is the same with an outer step of rate 1. With `overlap` the outer step is made
+    late, as in Douillard et al., "Streaming DiLoCo with overlapping communication" (2025).
+
+    Args:
+        model: See :func:`LocalSGD`.
+        inner_optimizer: See :func:`LocalSGD`, `optimizer`.
+        sync_every: Steps of a round.
+        outer_optimizer: Made for the same parameters; its groups get others of the same shapes to step on. None: SGD
+            with a rate of 0.7 and a Nesterov momentum of 0.9, as in the paper.
+        compression: See :func:`LocalSGD`.
+        overlap: See :func:`LocalSGD`.
+        average_buffers: See :func:`LocalSGD`.
+        process_set: See :func:`LocalSGD`.
+
+    Raises:
+        TypeError: `model` or an optimizer is none, or a parameter has no floating-point numbers.
+        ValueError: Another argument is wrong.
+    """
+    check_kind(inner_optimizer)
+    if outer_optimizer is None:
+        params = _shared(inner_optimizer)
+        outer_optimizer = torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True) if params else None
+    elif not isinstance(outer_optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"outer_optimizer={outer_optimizer!r}: expected a torch optimizer for the parameters of the inner one, "
+            "such as torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True), or None for that one"
+        )
+    return _take_over(
+        "DiLoCo",
+        model,
+        inner_optimizer,
+        sync_every,
+        compression,
+        overlap,
+        average_buffers,
+        process_set,
+        outer=outer_optimizer,
+    )
+
+
+def _take_over(
+    kind: str,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    sync_every: int,
+    compression: Any,
+    overlap: int,
+    average_buffers: bool,
+    process_set: ProcessSet,
+    *,
+    outer: torch.optim.Optimizer | None,
+) -> OuterOptimizer:
+    check_kind(optimizer)
+    if isinstance(optimizer, ReducedOptimizer | AdasumOptimizer | OuterOptimizer):
+        what = "LocalSGD or DiLoCo" if isinstance(optimizer, OuterOptimizer) else "DistributedOptimizer"
+        raise ValueError(f"{kind}: the optimizer is already one of hvd.{what}: give it a plain torch optimizer")
+    _check_numbers(sync_every, overlap)
+    if not isinstance(compression, RowCompressor) and not all(
+        callable(getattr(compression, method, None)) for method in ("compress", "decompress")
+    ):
+        raise ValueError(
+            f"compression={compression!r}: expected hvd.Compression.none, .fp16 or .bf16, hvd.Int8Compressor() or "
+            "hvd.TopKCompressor(ratio)"
+        )
+    if isinstance(compression, type) and issubclass(compression, RowCompressor):
+        compression = compression()
+    if elastic_launcher.installed() is not None and not in_world() and process_set is not global_process_set:
+        raise ValueError(
+            f"process_set={process_set}: process sets end with the world, and an elastic rank goes from world to "
+            "world; make this optimizer inside the function that is decorated with hvd.elastic.run."
+        )
+    names = _names(kind, model)
+    params = _shared(optimizer)
+    _check_params(kind, params, names)
+    buffers: list[torch.Tensor] = []
+    if average_buffers and isinstance(model, torch.nn.Module):
+        buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    settings = OuterSettings(kind, f"{kind}.{ordinal('outer')}", sync_every, overlap, compression, process_set)
+    rounds = Rounds(settings, [names[id(param)] for param in params], params, buffers, outer)
+    if outer is not None:
+        _retarget(outer, {id(param): anchor for param, anchor in zip(params, rounds.anchors, strict=True)})
+    _live.add(rounds)
+    base = type(optimizer)
+    namespace = {"__doc__": base.__doc__, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    # A class swap, and hooks, for the reasons that DistributedOptimizer has them.
+    optimizer.__class__ = type(base.__name__, (OuterOptimizer, base), namespace)
+    assert isinstance(optimizer, OuterOptimizer)
+    optimizer._rounds = rounds
+    optimizer.register_step_pre_hook(lambda own, args, kwargs: rounds.before_step())
+    optimizer.register_step_post_hook(lambda own, args, kwargs: rounds.after_step())
+    return optimizer
+
+
+def _check_numbers(sync_every: int, overlap: int) -> None:
+    if not isinstance(sync_every, int) or isinstance(sync_every, bool) or sync_every < 1:
+        raise ValueError(f"sync_every={sync_every!r}: expected a number of steps, 1 or more, such as 20")
+    if not isinstance(overlap, int) or isinstance(overlap, bool) or not 0 <= overlap < sync_every:
+        raise ValueError(
+            f"overlap={overlap!r}: expected a number of steps from 0 to {sync_every - 1}, as sync_every={sync_every}: "
+            "an exchange ends before the next begins"
+        )
+
+
+def _check_params(kind: str, params: list[torch.nn.Parameter], names: dict[int, str]) -> None:
+    if not params:
+        raise ValueError(f"{kind}: the optimizer has no parameters that ranks share; expected at least one")
+    unknown = sum(id(param) not in names for param in params)
+    if unknown:
+        raise ValueError(
+            f"{kind}: {unknown} of the optimizer's {len(params)} parameters are none of the model's: give the model "
+            "that the optimizer was made for"
+        )
+    for param in params:
+        if not param.is_floating_point():
+            raise TypeError(
+                f"{kind}: {names[id(param)]!r} is {param.dtype}; expected floating-point numbers. Leave it to an "
+                "optimizer of its own, such as hvd.DistributedOptimizer"
+            )
+
+
+def _shared(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """The parameters of an optimizer that ranks have in common."""
+    return [param for group in optimizer.param_groups for param in group["params"] if not is_local(param)]
+
+
+def _names(kind: str, model: Model) -> dict[int, str]:
+    if isinstance(model, torch.nn.Module):
+        return {id(param): name for name, param in model.named_parameters()}
+    params = list(model) if isinstance(model, Iterable) and not isinstance(model, torch.Tensor) else [None]
+    if not all(isinstance(param, torch.nn.Parameter) for param in params):
+        raise TypeError(
+            f"{kind}: model is {type(model).__name__}; expected a torch.nn.Module or its parameters, model.parameters()"
+        )
+    return {id(param): f"param{number}" for number, param in enumerate(params)}
+
+
+def _retarget(outer: torch.optim.Optimizer, anchors: dict[int, torch.nn.Parameter]) -> None:
+    """Let the outer optimizer step on the anchors."""
+    given = _shared(outer)
+    if {id(param) for param in given} != anchors.keys():
+        raise ValueError(
+            f"outer_optimizer has {len(given)} parameters, the inner one has {len(anchors)}; expected the same ones: "
+            "make both for the same model.parameters()"
+        )
+    for group in outer.param_groups:
+        group["params"] = [anchors[id(param)] for param in group["params"] if id(param) in anchors]
+    for param in given:
+        if param in outer.state:
+            outer.state[anchors[id(param)]] = outer.state.pop(param)
+
+
+def _leave_world() -> None:
+    for rounds in list(_live):
+        rounds.leave_world()
+
+
+register_world_hook(WorldHook(lambda: None, _leave_world))
