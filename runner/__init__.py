@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from spark_hvd.runner.launch.local import run_local
     from spark_hvd.runner.launch.result import RunResult
     from spark_hvd.runner.launch.run import run
+    from spark_hvd.runner.launch.warm import WarmUp, warm_up
     from spark_hvd.runner.outcome.errors import (
         ClusterError,
         ElasticError,
@@ -59,11 +60,13 @@ __all__ = [
     "TooFewRanksError",
     "Tracker",
     "UnpicklableError",
+    "WarmUp",
     "doctor",
     "run",
     "run_elastic",
     "run_elastic_local",
     "run_local",
+    "warm_up",
 ]
 
 _HOME = {
@@ -71,11 +74,13 @@ _HOME = {
     "RunResult": "launch.result",
     "Tracker": "watch.tracking",
     "UnpicklableError": "outcome.payload",
+    "WarmUp": "launch.warm",
     "doctor": "diagnosis.examine",
     "run": "launch.run",
     "run_elastic": "elastic.run",
     "run_elastic_local": "elastic.local",
     "run_local": "launch.local",
+    "warm_up": "launch.warm",
     **dict.fromkeys(("Finding", "Level", "Report"), "diagnosis.report"),
 }
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spark_hvd.data.readers.errors import DataError
     from spark_hvd.estimators.inference.function import predict
-    from spark_hvd.runner import doctor, run, run_elastic, run_elastic_local, run_local
+    from spark_hvd.runner import doctor, run, run_elastic, run_elastic_local, run_local, warm_up
     from spark_hvd.world.errors import (
         CollectiveError,
         DuplicateNameError,
@@ -37,10 +37,11 @@ __all__ = [
     "run_elastic",
     "run_elastic_local",
     "run_local",
+    "warm_up",
 ]
 
 # The launchers bring pyspark; a rank that imports the collectives loads none of it (PEP 562).
-_LAUNCHERS = ("doctor", "run", "run_elastic", "run_elastic_local", "run_local")
+_LAUNCHERS = ("doctor", "run", "run_elastic", "run_elastic_local", "run_local", "warm_up")
 _HOMES = {"DataError": "spark_hvd.data.readers.errors", "predict": "spark_hvd.estimators.inference.function"}
 
 

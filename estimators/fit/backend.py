@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from spark_hvd.runner import run, run_elastic, run_elastic_local, run_local
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.elastic.config import ElasticConfig
+from spark_hvd.runner.launch.early import torch_loading
 from spark_hvd.runner.launch.run import tasks_of
 from spark_hvd.runner.spark.profiles import Ask, task_resources
 from spark_hvd.runner.spark.session import active_session
@@ -74,16 +76,26 @@ class SparkBackend(Backend):
             ValueError: the numbers do not fit together.
             NotEnoughSlotsError: fewer tasks can run at once than were asked for.
         """
-        session = active_session(self._spark)
-        if self.max_num_proc is None:
-            config = RunConfig.of({**self._options, "num_proc": self._num_proc})
+        session, config = active_session(self._spark), self._config()
+        if isinstance(config, RunConfig):
             return tasks_of(session, config)[0] * config.procs_per_task
-        elastic = ElasticConfig.of({**self._options, "num_proc": self._num_proc, "max_num_proc": self.max_num_proc})
         if self._num_proc is not None:
             return self._num_proc
-        resources = task_resources(session, Ask(elastic.cpus_per_proc, elastic.gpus_per_proc, 1))
-        there = wait_for_slots(session, None, elastic.start_timeout, resources)
-        return max(min(there, self.max_num_proc), elastic.min_num_proc or 1)
+        assert isinstance(config, ElasticConfig)
+        assert self.max_num_proc is not None
+        resources = task_resources(session, Ask(config.cpus_per_proc, config.gpus_per_proc, 1))
+        there = wait_for_slots(session, None, config.start_timeout, resources)
+        return max(min(there, self.max_num_proc), config.min_num_proc or 1)
+
+    def torch_loading(self) -> AbstractContextManager[None]:
+        """While this lasts, processes for the ranks of a run that will follow come up, where that can be done."""
+        return torch_loading(active_session(self._spark), self._config().env)
+
+    def _config(self) -> RunConfig | ElasticConfig:
+        options = {**self._options, "num_proc": self._num_proc}
+        if self.max_num_proc is None:
+            return RunConfig.of(options)
+        return ElasticConfig.of({**options, "max_num_proc": self.max_num_proc})
 
     def run(
         self,

@@ -6,6 +6,7 @@ A fit has four stages, each called once: the plan, a trial of one batch, the dat
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
@@ -18,6 +19,8 @@ from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.data.columns import check_columns, columns_of, expression_of, session_of
 from spark_hvd.estimators.data.leases import in_use
 from spark_hvd.estimators.data.materialize import materialize
+from spark_hvd.estimators.fit.backend import SparkBackend
+from spark_hvd.estimators.fit.meanwhile import importing
 from spark_hvd.estimators.fit.plan import FitPlan, Settings, check_together, label_of, make_plan, store_missing
 from spark_hvd.estimators.fit.ranks import train_on_ranks
 from spark_hvd.estimators.fit.rows import feeds, rows_for_ranks
@@ -112,7 +115,14 @@ class SparkEstimator(SavedParams, Estimator[M]):
     def _fit_on(self, dataset: DataFrame) -> M:
         plan = self._plan()
         columns = _checked_columns(plan, dataset)
-        spec = self._tried(plan, batch_of_rows(plan, _some_rows(dataset, columns, plan.name), columns), columns)
+        backend = plan.backend
+        with backend.torch_loading() if isinstance(backend, SparkBackend) else nullcontext():
+            return self._fit_planned(dataset, plan, columns)
+
+    def _fit_planned(self, dataset: DataFrame, plan: FitPlan, columns: tuple[Column, ...]) -> M:
+        with importing("torch._dynamo"):  # as the trial's optimizer would: it takes as long as torch itself
+            rows = _some_rows(dataset, columns, plan.name)
+        spec = self._tried(plan, batch_of_rows(plan, rows, columns), columns)
         num_proc = plan.backend.num_processes()
         validation, seed = plan.settings["validation"] or None, plan.settings["random_seed"] or 0
         if feeds(plan):

@@ -89,12 +89,12 @@ class TensorFeed:
         return self._calls(columns, len(window), size, device), None
 
     def _calls(self, columns: list[torch.Tensor], rows: int, size: int, device: torch.device) -> Iterator[Arguments]:
-        for at in range(0, rows, size):
-            pieces = (column[at : at + size] for column in columns)
-            tensors = stacked(
-                self.inputs, [spec.of(each, device) for spec, each in zip(self.inputs, pieces, strict=True)]
-            )
-            count = min(size, rows - at)
+        if not rows:
+            return
+        for pieces in zip(*(torch.split(column, size) for column in columns), strict=True):
+            count = len(pieces[0])
+            tensors = [spec.of(each, device) for spec, each in zip(self.inputs, pieces, strict=True)]
+            tensors = stacked(self.inputs, tensors)
             if self.names:
                 yield Arguments(count, named=dict(zip(self.names, tensors, strict=True)))
             else:

@@ -23,6 +23,7 @@ from spark_hvd.runner.elastic.task import ElasticSpec
 from spark_hvd.runner.launch.attempt import open_hub
 from spark_hvd.runner.launch.attend import Grace, ThreadJob, attend
 from spark_hvd.runner.launch.data import given
+from spark_hvd.runner.launch.early import torch_loading
 from spark_hvd.runner.launch.monitor import Monitor, make_monitor
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.launch.stored import stored
@@ -85,6 +86,7 @@ def run_elastic(
     collective_timeout: float = 1800.0,
     verbose: int = 1,
     progress: str = "auto",
+    price_per_hour: float | None = None,
     cpus_per_proc: int | None = None,
     gpus_per_proc: int | None = None,
     tracker: Tracker | None = None,
@@ -127,6 +129,7 @@ def run_elastic(
     config = replace(config, num_proc=num_proc)
     name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
     with (
+        torch_loading(session, config.env),
         stored(sets, data_store, session) as sources,
         make_monitor(config, name, num_proc, stdout, stderr, tracker) as monitor,
         ExitStack() as closing,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.launch.attempt import Attempt
 from spark_hvd.runner.launch.data import given
+from spark_hvd.runner.launch.early import torch_loading
 from spark_hvd.runner.launch.monitor import make_monitor
 from spark_hvd.runner.launch.restart import check_least, tasks_again, with_restarts
 from spark_hvd.runner.launch.result import RunResult
@@ -48,6 +49,7 @@ def run(
     collective_timeout: float = 1800.0,
     verbose: int = 1,
     progress: str = "auto",
+    price_per_hour: float | None = None,
     cpus_per_proc: int | None = None,
     gpus_per_proc: int | None = None,
     max_restarts: int = 0,
@@ -88,7 +90,10 @@ def run(
     tasks, resources = tasks_of(session, config)
     check_least(config, tasks)
     name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
-    with make_monitor(config, name, tasks * config.procs_per_task, stdout, stderr, tracker) as monitor:
+    with (
+        torch_loading(session, config.env),
+        make_monitor(config, name, tasks * config.procs_per_task, stdout, stderr, tracker) as monitor,
+    ):
         attempt = Attempt(session, config, payload, name, run_id, resources, monitor, sets.in_spark(session))
 
         def start(generation: int, lost: RunError | None) -> list[R]:

@@ -7,6 +7,7 @@ since a Spark Connect client has no JVM in reach.
 from __future__ import annotations
 
 import logging
+import os
 import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -77,6 +78,31 @@ def temporary_folder(spark: SparkSession) -> str:
     context: Any = spark.sparkContext
     folder: str = context._temp_dir
     return folder
+
+
+def local_workers(spark: SparkSession) -> tuple[int, dict[str, str], list[str]]:
+    """What starts Python workers on a local master, and with what.
+
+    Returns:
+        The process of the driver's JVM, the environment of its workers, and where they look for modules before the
+        installed ones.
+    """
+    import psutil
+    from pyspark import SparkFiles
+
+    context: Any = spark.sparkContext
+    java = context._jvm
+    jvm = int(java.java.lang.ProcessHandle.current().pid())
+    environ = psutil.Process(jvm).environ()
+    own = {name: str(value) for name, value in context.environment.items()}
+    spark_path = java.org.apache.spark.api.python.PythonUtils.sparkPythonPath()
+    parts = [spark_path, own.get("PYTHONPATH", ""), environ.get("PYTHONPATH", "")]
+    python_path = os.pathsep.join(filter(None, parts))
+    always = {"OMP_NUM_THREADS": context.getConf().get("spark.task.cpus", "1"), "PYTHONUNBUFFERED": "YES"}
+    shipped = SparkFiles.getRootDirectory()
+    files = [os.path.join(shipped, name) for name in reversed(context._python_includes)]
+    path = [java.java.lang.System.getProperty("user.dir"), *files, shipped, *python_path.split(os.pathsep)]
+    return jvm, {**environ, **always, **own, "PYTHONPATH": python_path}, path
 
 
 def heap_and_result_limit(spark: SparkSession) -> tuple[int, int]:

@@ -172,6 +172,7 @@ def _preload() -> None:
     # CUDA does not survive a fork, and reads CUDA_VISIBLE_DEVICES when it is started, so that must happen in the rank.
     # Whoever asks here whether there is a GPU is answered without it. Ranks get an environment of their own.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    gc.disable()  # all that imports make stays: looking through it again and again is a tenth of their time
     with contextlib.suppress(Exception):  # OSError where a shared library is missing, and others of broken installs
         import torch
 
@@ -182,6 +183,8 @@ def _preload() -> None:
 
         # The first optimizer of a process imports torch._dynamo and sympy, which takes as long as torch itself.
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    with contextlib.suppress(Exception):
+        import pandas  # noqa: F401  Arrow imports it when it makes its first array, so ranks that are given rows would
     for name in filter(None, os.environ.get(PRELOAD, "").split(",")):
         with contextlib.suppress(Exception):  # the same: a rank that imports it says what is wrong
             importlib.import_module(name)
@@ -190,6 +193,7 @@ def _preload() -> None:
         print(f"spark_hvd: {PRELOAD}={os.environ[PRELOAD]} ran operations of TensorFlow: not imported", file=sys.stderr)
         del os.environ[PRELOAD]
         os.execv(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]])
+    gc.enable()
     gc.freeze()  # keeps the collector from touching, and so copying, the pages shared with children
 
 

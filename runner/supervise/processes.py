@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -189,6 +189,21 @@ def _read_line(fd: int) -> bytes:
     return line
 
 
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """A Python as some process is started with it, which decides what torch is in there.
+
+    Attributes:
+        executable: The program.
+        environ: Its whole environment.
+        path: Where it looks for modules, before its own folders or with them.
+    """
+
+    executable: str
+    environ: Mapping[str, str]
+    path: Sequence[str]
+
+
 _servers: OrderedDict[frozenset[tuple[str, str | None]], ForkServer] = OrderedDict()
 _servers_lock = threading.Lock()  # held until a server has started: two runs must not start two for one environment
 _started: list[subprocess.Popen[bytes]] = []
@@ -207,7 +222,7 @@ def fork_server(env: Mapping[str, str | None], anchor: int) -> ForkServer:
             processes that name the same anchor, environment and Python.
     """
     check_system()
-    env = {name: value for name, value in env.items() if _READ_AT_LOAD.fullmatch(name)}
+    env = _read_at_load(env)
     key = frozenset(env.items())
     with _servers_lock:
         server = _servers.pop(key, None)
@@ -220,6 +235,36 @@ def fork_server(env: Mapping[str, str | None], anchor: int) -> ForkServer:
             if old.ranks == 0:
                 _servers.pop(old_key).close()
     return server
+
+
+def fork_server_of(python: Interpreter, env: Mapping[str, str | None], anchor: int) -> ForkServer | None:
+    """The fork server that processes of another Python will ask for; started when there is none.
+
+    It imports torch while these processes come up, and stays at least until the connection is closed.
+
+    Args:
+        python: Theirs.
+        env: Changes that they will ask for, see :func:`fork_server`.
+        anchor: That they will name.
+
+    Returns:
+        None where servers cannot be shared on this machine.
+    """
+    check_system()
+    try:
+        return ForkServer(_connect_to_shared(python, _read_at_load(env), anchor))
+    except OSError as error:
+        _log.debug("no fork server to share: %s", error)
+        return None
+
+
+def outlives_runs(env: Mapping[str, str | None]) -> bool:
+    """Whether the server of a run with such changes to the environment waits for another run."""
+    return not _read_at_load(env).keys() - {PRELOAD}
+
+
+def _read_at_load(env: Mapping[str, str | None]) -> dict[str, str | None]:
+    return {name: value for name, value in env.items() if _READ_AT_LOAD.fullmatch(name)}
 
 
 def check_system() -> None:
@@ -242,44 +287,52 @@ def apply_env(base: Mapping[str, str], changes: Mapping[str, str | None]) -> dic
 
 
 def _connect(env: Mapping[str, str | None], anchor: int) -> socket.socket:
+    python = Interpreter(sys.executable, os.environ, sys.path)
     try:
-        return _connect_to_shared(env, anchor)
+        return _connect_to_shared(python, env, anchor)
     except OSError as error:
         _log.warning("This process cannot share a fork server with others, and starts one of its own: %s", error)
     connection, given = socket.socketpair()
     with given:
-        _start("", given, env, anchor, 0.0)
+        _start(python, "", given, env, anchor, 0.0)
     return connection
 
 
-def _connect_to_shared(env: Mapping[str, str | None], anchor: int) -> socket.socket:
+def _connect_to_shared(python: Interpreter, env: Mapping[str, str | None], anchor: int) -> socket.socket:
     with SocketFolder.named(f"spark_hvd-{os.geteuid()}") as folder:
-        name = _name(env, anchor)
+        name = _name(python, env, anchor)
         connection = folder.connect(name)
         if connection is None:
             with folder.listen(name) as listener:  # from now on connections wait while the server imports torch
                 folder.tidy()  # what servers have left that were killed
-                _start(folder.path, listener, env, anchor, 0.0 if env.keys() - {PRELOAD} else _LINGER)
+                _start(python, folder.path, listener, env, anchor, 0.0 if env.keys() - {PRELOAD} else _LINGER)
                 connection = folder.connect(name)
         if connection is None or not is_ours(connection):
             raise PermissionError(f"who listens at {os.path.join(folder.path, name)} is in another container")
         return connection
 
 
-def _name(env: Mapping[str, str | None], anchor: int) -> str:
+def _name(python: Interpreter, env: Mapping[str, str | None], anchor: int) -> str:
     """One for each server that could serve us. Only this user sees it, so it may be made from values of variables."""
     born = psutil.Process(anchor).create_time()
     # What decides which torch a server has imported, besides the changes that the run asks for.
-    python = [sys.executable, os.environ.get("PYTHONPATH")]
-    identity = json.dumps([anchor, born, namespaces("self"), python, sorted(env.items(), key=str)])
+    which = [python.executable, python.environ.get("PYTHONPATH")]
+    identity = json.dumps([anchor, born, namespaces("self"), which, sorted(env.items(), key=str)])
     return hashlib.sha256(identity.encode()).hexdigest()[:24]
 
 
-def _start(folder: str, given: socket.socket, env: Mapping[str, str | None], anchor: int, linger: float) -> None:
-    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
+def _start(
+    python: Interpreter,
+    folder: str,
+    given: socket.socket,
+    env: Mapping[str, str | None],
+    anchor: int,
+    linger: float,
+) -> None:
+    path = os.pathsep.join(os.path.abspath(entry) for entry in python.path if entry)
     started = subprocess.Popen(
         [
-            sys.executable,
+            python.executable,
             "-m",
             "spark_hvd.runner.supervise.forkserver",
             folder,
@@ -288,7 +341,7 @@ def _start(folder: str, given: socket.socket, env: Mapping[str, str | None], anc
             str(linger),
         ],
         pass_fds=[given.fileno()],
-        env={**apply_env(os.environ, env), "PYTHONPATH": path},
+        env={**apply_env(python.environ, env), "PYTHONPATH": path},
         cwd="/",  # -m looks there first: the directory that this program works in may be one that others write to
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

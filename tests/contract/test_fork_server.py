@@ -11,11 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
+import psutil
 import pytest
 
 import spark_hvd
 from spark_hvd.runner.config import PRELOAD, RunConfig
-from spark_hvd.runner.supervise.processes import fork_server
+from spark_hvd.runner.supervise.processes import ForkServer, Interpreter, fork_server, fork_server_of, outlives_runs
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -31,6 +32,33 @@ def test_a_rank_that_has_just_been_forked_can_be_killed() -> None:
             assert os.read(process.status_fd, 256) == b'{"exitcode": -9}\n'
         finally:
             process.close()
+
+
+def parent_of_a_rank(server: ForkServer) -> int:
+    process = server.spawn(dict(os.environ), 60.0)
+    parent = psutil.Process(process.pid).ppid()
+    process.kill()
+    process.close()
+    return parent
+
+
+def test_what_is_started_for_another_python_is_what_that_one_finds() -> None:
+    this, env = Interpreter(sys.executable, os.environ, sys.path), {PRELOAD: "no_such_module_of_another"}
+    early = fork_server_of(this, {**env, "MINE": "here"}, os.getpid())
+    assert early is not None
+    other = Interpreter(sys.executable, {**os.environ, "PYTHONPATH": "/elsewhere"}, sys.path)
+    elsewhere = fork_server_of(other, env, os.getpid())
+    assert elsewhere is not None
+    one = parent_of_a_rank(fork_server(env, os.getpid()))
+    assert [parent_of_a_rank(early) == one, parent_of_a_rank(elsewhere) == one] == [True, False]
+    early.close()
+    elsewhere.close()
+
+
+def test_which_outlive_their_runs() -> None:
+    assert outlives_runs({})
+    assert outlives_runs({"MINE": "here", PRELOAD: "json"})
+    assert not outlives_runs({"LD_PRELOAD": None})
 
 
 @pytest.fixture

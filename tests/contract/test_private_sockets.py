@@ -27,6 +27,7 @@ from spark_hvd.runner.supervise.mpi.side import MpiPlan, MpiSide
 from spark_hvd.world.layout import WorldLayout
 from tests.conftest import wait_until
 
+THIS_PYTHON = processes.Interpreter(sys.executable, os.environ, sys.path)
 NOBODY = 65534
 STRANGERS = {
     "user": ["setpriv", f"--reuid={NOBODY}", "--clear-groups"],
@@ -128,7 +129,7 @@ def test_a_stranger_is_known(open_folder: Path, stranger: list[str]) -> None:
 def test_the_fork_server_forks_nothing_for_strangers(stranger: list[str], places: list[Path]) -> None:
     server = processes.ForkServer(processes._connect({"A": "B"}, os.getpid()))
     server.spawn(dict(os.environ), 60.0).kill()
-    path = str(places[0] / f"spark_hvd-{os.geteuid()}" / processes._name({"A": "B"}, os.getpid()))
+    path = str(places[0] / f"spark_hvd-{os.geteuid()}" / processes._name(THIS_PYTHON, {"A": "B"}, os.getpid()))
     said, _ = program(ASK, path, by=stranger, stderr=subprocess.DEVNULL).communicate(timeout=20)
     assert b"pid" not in said
     own, _ = program(ASK, path).communicate(timeout=20)
@@ -278,7 +279,7 @@ def test_a_server_s_command_line_tells_nothing_of_its_environment(places: list[P
     """Everybody may read it."""
     anchor = program("import time; time.sleep(600)")
     connection = processes._connect({"PASSWORD": "hunter2"}, anchor.pid)
-    name = processes._name({"PASSWORD": "hunter2"}, anchor.pid)
+    name = processes._name(THIS_PYTHON, {"PASSWORD": "hunter2"}, anchor.pid)
 
     def commands() -> list[list[str]]:
         found = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import psutil
 import pytest
 from pyspark.ml.param import Params
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
@@ -42,6 +44,29 @@ def test_the_application(spark: SparkSession) -> None:
     assert spark_private.count_executors(spark) == 0
     assert spark_private.executor_ports(spark) == {}
     assert spark_private.qualified(spark, "/models") == "file:/models"
+
+
+def test_python_workers(spark: SparkSession, tmp_path: Path) -> None:
+    shipped = tmp_path / "shipped.py"
+    shipped.write_text("")
+    spark.sparkContext.addPyFile(str(shipped))
+
+    def look(batches: Any) -> Any:
+        import pyarrow
+
+        for _ in batches:
+            pass
+        java = [parent.pid for parent in psutil.Process().parents() if parent.name() == "java"]
+        said = {"jvm": java[0], "env": dict(os.environ), "path": sys.path, "python": sys.executable}
+        yield pyarrow.RecordBatch.from_pydict({"said": [json.dumps(said)]})
+
+    frame = spark.range(0, 1, 1, 1).mapInArrow(look, "said string")
+    said = json.loads(frame.collect()[0][0])
+    jvm, environ, path = spark_private.local_workers(spark)
+    environ.pop("LD_LIBRARY_PATH", None)  # cv2 changes it in each process that imports it
+    assert (jvm, spark.sparkContext.pythonExec) == (said["jvm"], said["python"])
+    assert {name: said["env"].get(name) for name in environ} == environ
+    assert path == said["path"][: len(path)]
 
 
 def test_profiles(spark: SparkSession) -> None:
