@@ -78,6 +78,13 @@ class CommonConfig:
         '"json" lines, or "off"; "auto" takes what suits. See docs/progress.md.',
         choices=CHOICES,
     )
+    price_per_hour: float | None = option(
+        None,
+        "What an hour of one rank costs, its cores, memory and GPUs included, in any currency: the summary at the end "
+        "then says what the run has cost. None for no price.",
+        above_0=True,
+        none="for no price",
+    )
     cpus_per_proc: int | None = option(
         None,
         "Cores for each rank, which is also its OMP_NUM_THREADS; None for what the application gives.",

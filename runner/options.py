@@ -42,7 +42,8 @@ class Option:
         least: The least whole number; None where the value is no whole number.
         unit: What a whole number counts.
         choices: The texts allowed.
-        seconds: Whether it is a number of seconds.
+        seconds: Whether it is a number of seconds, above 0.
+        above_0: Whether it is another number above 0.
         none: What None is for, as in "None for every slot".
     """
 
@@ -51,6 +52,7 @@ class Option:
     unit: str = ""
     choices: tuple[str, ...] = ()
     seconds: bool = False
+    above_0: bool = False
     none: str = ""
 
     def check(self, name: str, value: Any) -> None:
@@ -63,10 +65,11 @@ class Option:
         if value is None:
             return
         kind: Any
+        above_0 = self.seconds or self.above_0
         if self.least is not None:
             kind, expected = int, f"a whole number{self.unit and ' of '}{self.unit}, at least {self.least}"
-        elif self.seconds:
-            kind, expected = Real, "a number of seconds above 0"
+        elif above_0:
+            kind, expected = Real, f"a number {'of seconds ' * self.seconds}above 0"
         elif self.choices:
             kind, expected = str, f"one of {', '.join(map(repr, self.choices))}"
         else:
@@ -74,7 +77,7 @@ class Option:
         expected += f", or None {self.none}" if self.none else ""
         if isinstance(value, bool) or not isinstance(value, kind):
             raise TypeError(f"{name}={value!r}: expected {expected}")
-        if not (value in self.choices if self.choices else value > 0 if self.seconds else value >= self.least):
+        if not (value in self.choices if self.choices else value > 0 if above_0 else value >= self.least):
             raise ValueError(f"{name}={value!r}: expected {expected}")
 
 

@@ -24,7 +24,7 @@ _FLAGS = {
 }
 """Names that are not the option's own: most are horovodrun's. The last is the one that errors name."""
 
-_SECONDS = click.FloatRange(min=0, min_open=True)
+_ABOVE_0 = click.FloatRange(min=0, min_open=True)
 _ELASTIC = options_of(ElasticConfig).keys() - options_of(RunConfig).keys() | {"min_num_proc"}
 
 
@@ -116,11 +116,13 @@ def _form(name: str, declared: Option) -> dict[str, Any]:
     if declared.least is not None:
         return {"type": click.IntRange(min=declared.least), "metavar": "N"}
     if declared.seconds:
-        return {"type": _SECONDS, "metavar": "S"}
+        return {"type": _ABOVE_0, "metavar": "S"}
+    if declared.above_0:
+        return {"type": _ABOVE_0, "metavar": "X"}
     forms: dict[str, dict[str, Any]] = {
         "interfaces": {"callback": listed, "metavar": "A,B"},
         "ports": {"metavar": "LOW-HIGH"},
-        "cooldown_range": {"nargs": 2, "type": _SECONDS, "metavar": "MIN MAX"},
+        "cooldown_range": {"nargs": 2, "type": _ABOVE_0, "metavar": "MIN MAX"},
     }
     return forms[name]
 

@@ -60,6 +60,7 @@ def run_elastic_local(
     collective_timeout: float = 1800.0,
     verbose: int = 1,
     progress: str = "auto",
+    price_per_hour: float | None = None,
     tracker: Tracker | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,

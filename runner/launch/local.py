@@ -62,6 +62,7 @@ def run_local(
     collective_timeout: float = 1800.0,
     verbose: int = 1,
     progress: str = "auto",
+    price_per_hour: float | None = None,
     max_restarts: int = 0,
     tracker: Tracker | None = None,
     stdout: TextIO | None = None,

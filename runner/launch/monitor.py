@@ -46,13 +46,25 @@ class Monitor(Listener):
         size: Ranks expected.
         tracking: Keeps a record of it elsewhere.
         facts: What that is told at the start.
+        price_per_hour: Of one rank; None where it is not known.
+        gpus_per_rank: None for one, where ranks have any.
     """
 
-    def __init__(self, display: Display, title: str, size: int, tracking: Tracking, facts: Facts) -> None:
+    def __init__(
+        self,
+        display: Display,
+        title: str,
+        size: int,
+        tracking: Tracking,
+        facts: Facts,
+        *,
+        price_per_hour: float | None,
+        gpus_per_rank: int | None,
+    ) -> None:
         self._display = display
         self._tracking, self._facts = tracking, facts
         self._summary: Summary | None = None
-        self._begun = title, size, time.monotonic()
+        self._begun = title, size, time.monotonic(), price_per_hour, gpus_per_rank
         self._view = RunView(*self._begun)
         self._history = RunHistory()
         self._watch = HangWatch()
@@ -181,4 +193,12 @@ def make_monitor(
     title = f"{name} on {size} rank{'' if size == 1 else 's'}"
     display = make_display(config.progress, config.verbose, stdout, stderr)
     facts = {} if tracker is None else facts_of(config, name, num_proc=size)
-    return Monitor(display, title, size, Tracking(tracker), facts)
+    return Monitor(
+        display,
+        title,
+        size,
+        Tracking(tracker),
+        facts,
+        price_per_hour=config.price_per_hour,
+        gpus_per_rank=config.gpus_per_proc,
+    )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from spark_hvd.runner.watch.cost import Cost
 from spark_hvd.runner.watch.outbox import Outbox, Value
 from spark_hvd.runner.watch.rates import goes_on, grown, rates
 from spark_hvd.runner.watch.summary import Share, Summary
@@ -176,5 +177,8 @@ def _numbers(summary: Summary | None) -> Iterator[tuple[str, float]]:
             value = getattr(summary, field.name)
             if isinstance(value, Share):
                 yield field.name, value.mean
+            elif isinstance(value, Cost):
+                taken = {"rank_seconds": value.rank_seconds, "gpu_seconds": value.gpu_seconds, "price": value.price}
+                yield from ((name, number) for name, number in taken.items() if number)
             elif isinstance(value, (int, float)):
                 yield field.name, value

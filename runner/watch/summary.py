@@ -9,6 +9,7 @@ from typing import Any
 
 from spark_hvd.runner.terminal import harmless
 from spark_hvd.runner.watch import words
+from spark_hvd.runner.watch.cost import Cost
 from spark_hvd.runner.watch.rates import SEEN, SHARES, Rates
 from spark_hvd.runner.watch.snapshot import Slowest
 from spark_hvd.world.words import count
@@ -56,6 +57,7 @@ class Summary:
         changes: How often ranks came or went while others stayed.
         metrics: Rank 0's last ones, by name.
         slowest: The rank for which the others waited, if it is worth a word.
+        cost: What it took of its cluster, and what it would have taken with other numbers of ranks.
     """
 
     title: str
@@ -72,6 +74,7 @@ class Summary:
     changes: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
     slowest: Slowest | None = None
+    cost: Cost | None = None
 
     @property
     def efficiency(self) -> float | None:
@@ -83,11 +86,13 @@ class Summary:
     @property
     def worth_showing(self) -> bool:
         """Whether there is more to say than that it ran."""
-        return self.steps > 0 or self.seconds >= _LONG or self.restarts + self.changes > 0
+        priced = self.cost is not None and self.cost.price is not None
+        return priced or self.steps > 0 or self.seconds >= _LONG or self.restarts + self.changes > 0
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain data, `efficiency` included."""
-        return {**asdict(self), "efficiency": self.efficiency}
+        cost = None if self.cost is None else self.cost.as_dict()
+        return {**asdict(self), "efficiency": self.efficiency, "cost": cost}
 
     def facts(self) -> list[tuple[str, str]]:
         """What there is to say, as pairs of a heading and a text."""
@@ -107,6 +112,10 @@ class Summary:
             pairs.append(("interrupted", again))
         if self.metrics:
             pairs.append(("metrics", words.metrics(self.metrics)))
+        if self.cost is not None:
+            waits = (self.data, self.communication)
+            data, communication = (None if share is None else share.mean for share in waits)
+            pairs.append(("cost", self.cost.text(data, communication)))
         return pairs
 
     def _time(self) -> str:

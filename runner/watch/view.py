@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import replace
 
+from spark_hvd.runner.watch.cost import Cost
 from spark_hvd.runner.watch.rates import SEEN, shares, slowest_of
 from spark_hvd.runner.watch.record import RankRecord
 from spark_hvd.runner.watch.remaining import Pace
@@ -30,12 +32,24 @@ class RunView:
         title: What runs: "train on 8 ranks".
         size: Ranks expected.
         now: The monotonic clock.
+        price_per_hour: Of one rank; None where it is not known.
+        gpus_per_rank: None for one, where ranks tell of any.
     """
 
-    def __init__(self, title: str, size: int, now: float) -> None:
+    def __init__(
+        self,
+        title: str,
+        size: int,
+        now: float,
+        price_per_hour: float | None = None,
+        gpus_per_rank: int | None = None,
+    ) -> None:
         self.title = title
         self._size = size
         self._started = now
+        self._price_per_hour, self._gpus_per_rank = price_per_hour, gpus_per_rank
+        self._sized, self._rank_seconds = now, 0.0
+        """Since when there are so many ranks, and what those before took."""
         self._generation = -1
         self._ranks: dict[int, RankRecord] = {}
         self._before: dict[str, RankRecord] = {}
@@ -59,7 +73,9 @@ class RunView:
             return
         if record.generation > self._generation:
             self._begin(record.generation)
-        self._size = record.size
+        if record.size != self._size:
+            self._rank_seconds += self._size * (now - self._sized)
+            self._size, self._sized = record.size, now
         process = self._ranks.get(record.rank)
         if process is not None and process.last.process == record.process:
             process.take(record, now)
@@ -112,20 +128,23 @@ class RunView:
         told = [(process, whole) for process in self._all if (whole := process.whole) is not None]
         samples = sum(process.last.samples for process in self._all)
         seconds = now - self._started
+        steps = self._steps_before + self._steps_of_last + self._steps()
         first = self._ranks.get(0)
+        parts = mean_shares([(one.last.rank, whole.seconds, shares(whole, one.end)) for one, whole in told])
         return Summary(
             title=self.title,
             seconds=seconds,
             ranks=self._size,
-            steps=self._steps_before + self._steps_of_last + self._steps(),
+            steps=steps,
             samples=samples,
             samples_per_second=samples / seconds if samples and seconds > 0 else None,
             steady_samples_per_second=steady_rate([whole for _, whole in told], self._size),
-            **mean_shares([(one.last.rank, whole.seconds, shares(whole, one.end)) for one, whole in told]),
+            **parts,
             restarts=self._restarts,
             changes=max(0, self._generation) - self._restarts,
             metrics={} if first is None else first.metrics,
             slowest=slowest_of({rank: process.whole for rank, process in self._ranks.items()}, self._counted),
+            cost=self._cost(now, steps, parts["communication"] is not None),
         )
 
     @property
@@ -158,6 +177,28 @@ class RunView:
         process = RankRecord(record, now)
         self._all.append(process)
         return process
+
+    def _cost(self, now: float, steps: int, talks: bool) -> Cost:
+        """What the run took.
+
+        Args:
+            now: The monotonic clock.
+            steps: Of one rank, in all worlds.
+            talks: Whether any waiting for communication was seen.
+        """
+        seconds = now - self._started
+        rank_seconds = self._rank_seconds + self._size * (now - self._sized)
+        gpus = self._gpus_per_rank
+        if gpus is None:
+            gpus = int(any(process.last.gpu_memory_bytes is not None for process in self._all))
+        wholes = [(whole, one) for one in self._ranks.values() if (whole := one.whole) is not None and whole.steps]
+        divided = talked = None
+        if wholes and math.isclose(rank_seconds, seconds * self._size):
+            whole, process = min(wholes, key=lambda each: each[0].communication)  # the others waited for this rank
+            stepping = min(seconds, steps * whole.seconds / whole.steps)
+            own = whole.compute + whole.data if process.end.stage else 1 - whole.communication
+            divided, talked = own * stepping, whole.communication * stepping if talks else None
+        return Cost(seconds, self._size, rank_seconds, gpus * rank_seconds, divided, talked, self._price_per_hour)
 
     def _steps(self) -> int:
         """Steps done in this world."""

@@ -79,6 +79,7 @@ def test_a_config_of_arguments_takes_what_it_declares(monkeypatch: pytest.Monkey
         ),
         (Option("", least=0), True, TypeError, "a whole number, at least 0"),
         (Option("", seconds=True), float("nan"), ValueError, "a number of seconds above 0"),
+        (Option("", above_0=True), -1.5, ValueError, "a number above 0"),
         (Option("", seconds=True), "5", TypeError, "a number of seconds above 0"),
         (Option("", choices=("a", "b")), "c", ValueError, "one of 'a', 'b'"),
     ],

@@ -119,6 +119,7 @@ def test_without_progress_it_is_short() -> None:
         "train on 2 ranks",
         "  time           45 s on 2 ranks",
         "  communication  20 % of the time waiting",
+        "  cost           90.0 rank-seconds, waiting 20 % for communication",
     ]
 
 
@@ -132,7 +133,7 @@ def test_communication_that_is_next_to_nothing_is_not_told() -> None:
 
 def test_of_a_run_that_told_nothing() -> None:
     summary = RunView("train on 2 ranks", 2, 10.0).summary(12.5)
-    assert str(summary) == "train on 2 ranks\n  time  2.5 s on 2 ranks"
+    assert str(summary) == "train on 2 ranks\n  time  2.5 s on 2 ranks\n  cost  5.00 rank-seconds"
     assert not summary.worth_showing
     assert told(40).summary(40.0).worth_showing
     assert RunView("train", 2, 0.0).summary(31.0).worth_showing
