@@ -58,7 +58,7 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup java
-	@for program in $$(grep -l __main__ benchmarks/*.py); do echo "== $$program"; $(BIN)/python -m "benchmarks.$$(basename "$$program" .py)" || exit 1; done
+	$(BIN)/python -m benchmarks all
 
 setup: $(READY)
 

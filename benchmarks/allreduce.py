@@ -20,6 +20,7 @@ import torch.distributed as dist
 import spark_hvd.torch as hvd
 from spark_hvd import run_local
 
+MINUTES = 1
 SIZES = (4, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 KINDS = ("dist.all_reduce", "hvd.allreduce_ Sum by name", "hvd.allreduce Average")
 MOST_CALLS = 200

@@ -2,7 +2,8 @@
 
 A message costs alpha seconds, each of its bytes beta seconds. A ring all-reduce sends 2 (n - 1) messages of an n-th of
 the bytes (Patarasuk and Yuan 2009); recursive doubling sends all bytes log2 n times, which is less for short ones
-(Thakur, Rabenseifner and Gropp 2005). Nothing here measures; ``benchmarks.scaling`` puts numbers in.
+(Thakur, Rabenseifner and Gropp 2005). Hosts with several ranks reduce in two levels; parameter servers are what all of
+these replaced. Nothing here measures: other modules of this package put numbers in.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
+from statistics import NormalDist
 
 import numpy as np
 
@@ -78,6 +80,64 @@ def doubling(link: Link, nbytes: int, ranks: int) -> float:
     return ceil(log2(ranks)) * (link.alpha + nbytes * link.beta)
 
 
+def tree(link: Link, nbytes: int, ranks: int) -> float:
+    """Seconds of a sum that goes up a binomial tree and comes down again, all bytes at once in each round."""
+    return 2 * ceil(log2(ranks)) * (link.alpha + nbytes * link.beta)
+
+
+def parameter_servers(servers: int) -> Cost:
+    """Seconds of pushing gradients to so many servers, each with a host and a part of the parameters, and of pulling.
+
+    The servers' links are the bottleneck until there is one for each worker; then it is the workers' own. Messages of
+    different workers are on their way at the same time: each way costs their latency once.
+    """
+
+    def cost(link: Link, nbytes: int, ranks: int) -> float:
+        return 2 * (link.alpha + max(1.0, ranks / servers) * nbytes * link.beta)
+
+    return cost
+
+
+def servers_beside_workers(link: Link, nbytes: int, ranks: int) -> float:
+    """Seconds where each worker's host also serves an n-th of the parameters: a link carries what a ring's does."""
+    return 2 * (link.alpha + (ranks - 1) / ranks * nbytes * link.beta)
+
+
+def two_level(per_host: int, inside: Link, between: Cost = ring) -> Cost:
+    """Seconds of an all-reduce within hosts and between them.
+
+    Ranks of a host scatter and gather over ``inside``; between hosts each rank reduces its slice with its like on
+    other hosts. All slices share the host's link, so it carries the bytes of one all-reduce of hosts.
+
+    Args:
+        per_host: Ranks on each host.
+        inside: What ranks of a host reach each other by.
+        between: How each slice is reduced between hosts.
+    """
+
+    def cost(link: Link, nbytes: int, ranks: int) -> float:
+        local = min(per_host, ranks)
+        if ranks % local:
+            raise ValueError(f"{ranks} ranks: expected a multiple of the {per_host} ranks of a host")
+        hosts = ranks // local
+        return ring(inside, nbytes, local) + (between(link, nbytes, hosts) if hosts > 1 else 0.0)
+
+    return cost
+
+
+def servers_to_match(ranks: int) -> float:
+    """Number of servers, each with a host of its own, whose links carry in each direction what a ring's do.
+
+    They are as fast as a ring only where pushing and pulling overlap; one after the other takes twice as long.
+    """
+    return ranks * ranks / (2 * (ranks - 1))
+
+
+def bytes_to_match(link: Link, ranks: int) -> float:
+    """Size of gradients up to which one server is faster than the ring: it has the fewest messages in a row."""
+    return (ranks - 2) * link.alpha / ((ranks - (ranks - 1) / ranks) * link.beta)
+
+
 def best(link: Link, nbytes: int, ranks: int) -> float:
     """Seconds of the faster of the two, as libraries choose by size."""
     return min(ring(link, nbytes, ranks), doubling(link, nbytes, ranks))
@@ -134,6 +194,39 @@ def step_seconds(step: Step, link: Link, ranks: int, *, overlap: bool = True, co
     return max(alone, free)
 
 
-def efficiency(step: Step, link: Link, ranks: int, *, overlap: bool = True, cost: Cost = ring) -> float:
-    """Weak scaling: the step of a rank that is alone by the step of ``ranks`` ranks, each with a batch of its own."""
-    return (step.forward + step.backward) / step_seconds(step, link, ranks, overlap=overlap, cost=cost)
+def slowest(spread: float, ranks: int) -> float:
+    """How long the last of the ranks takes to compute, on average, as a multiple of a rank's mean.
+
+    The expected largest of so many draws of a normal distribution, by Blom's approximation.
+
+    Args:
+        spread: Standard deviation of a rank's time from step to step, as a part of its mean.
+        ranks: World size.
+    """
+    return 1 + spread * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 1.0
+
+
+def efficiency(
+    step: Step, link: Link, ranks: int, *, overlap: bool = True, cost: Cost = ring, spread: float = 0.0
+) -> float:
+    """Weak scaling: the step of a rank that is alone by the step of ``ranks`` ranks, each with a batch of its own.
+
+    With ``spread`` all of them wait for the slowest in each step, see :func:`slowest`.
+    """
+    late = slowest(spread, ranks)
+    slow = Step(step.forward * late, step.backward * late, step.buckets)
+    return (step.forward + step.backward) / step_seconds(slow, link, ranks, overlap=overlap, cost=cost)
+
+
+def spread_of(measured: float, step: Step, link: Link, ranks: int, cost: Cost = ring) -> float | None:
+    """The spread of compute times that would explain a measured efficiency; None where the network alone loses more."""
+    if measured > efficiency(step, link, ranks, cost=cost):
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        if efficiency(step, link, ranks, cost=cost, spread=middle) > measured:
+            low = middle
+        else:
+            high = middle
+    return high

@@ -16,6 +16,7 @@ import time
 
 import spark_hvd
 
+MINUTES = 2
 KINDS = ("none", "wait=True", "wait=False")
 BATCH, LAYERS = 32, 6
 

@@ -1,13 +1,13 @@
-"""ResNet-50, ResNet-101 and VGG-16 as lists of layers: parameters and work, from which a step's buckets follow.
+"""ResNet-50, ResNet-101, VGG-16 and Inception V3 as lists of layers: parameters and work, from which buckets follow.
 
 Only sizes: no tensor is made. Layers are those of He et al. 2015 (with batch normalisation, as torchvision builds them)
-and Simonyan and Zisserman 2014, for images of 224 x 224.
+and Simonyan and Zisserman 2014, for images of 224 x 224, and of Szegedy et al. 2015, for 299 x 299.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -33,8 +33,8 @@ class Layer:
     work: int
 
 
-def _conv(inside: int, outside: int, kernel: int, side: int, *, bias: bool = False) -> Layer:
-    weights = inside * outside * kernel * kernel
+def _conv(inside: int, outside: int, kernel: int, side: int, *, other: int = 0, bias: bool = False) -> Layer:
+    weights = inside * outside * kernel * (other or kernel)
     extra = (outside,) if bias else (outside, outside)  # a bias, or scale and shift of the normalisation after it
     return Layer((weights, *extra), weights * side * side)
 
@@ -68,7 +68,46 @@ def vgg16() -> list[Layer]:
     return [*layers, _full(512 * 7 * 7, 4096), _full(4096, 4096), _full(4096, 1000)]
 
 
+def inception_v3() -> list[Layer]:
+    """Inception V3 without the second classifier, which only training with it has."""
+    layers = [_conv(3, 32, 3, 149), _conv(32, 32, 3, 147), _conv(32, 64, 3, 147), _conv(64, 80, 1, 73)]
+    layers.append(_conv(80, 192, 3, 71))
+
+    def chain(side: int, *sizes: tuple[int, int, int]) -> None:
+        """Convolutions after each other: channels in, height of the kernel, width; channels out are the next one's."""
+        for (inside, high, wide), (outside, *_) in pairwise(sizes):
+            layers.append(_conv(inside, outside, high, side, other=wide))
+
+    end = (0, 0)
+    for inside, pool in ((192, 32), (256, 64), (288, 64)):
+        chain(35, (inside, 1, 1), (64, *end))
+        chain(35, (inside, 1, 1), (48, 5, 5), (64, *end))
+        chain(35, (inside, 1, 1), (64, 3, 3), (96, 3, 3), (96, *end))
+        chain(35, (inside, 1, 1), (pool, *end))
+    chain(17, (288, 3, 3), (384, *end))
+    chain(35, (288, 1, 1), (64, 3, 3), (96, *end))
+    chain(17, (96, 3, 3), (96, *end))
+    for width in (128, 160, 160, 192):
+        chain(17, (768, 1, 1), (192, *end))
+        chain(17, (768, 1, 1), (width, 1, 7), (width, 7, 1), (192, *end))
+        chain(17, (768, 1, 1), (width, 7, 1), (width, 1, 7), (width, 7, 1), (width, 1, 7), (192, *end))
+        chain(17, (768, 1, 1), (192, *end))
+    chain(17, (768, 1, 1), (192, *end))
+    chain(8, (192, 3, 3), (320, *end))
+    chain(17, (768, 1, 1), (192, 1, 7), (192, 7, 1), (192, *end))
+    chain(8, (192, 3, 3), (192, *end))
+    for inside in (1280, 2048):
+        chain(8, (inside, 1, 1), (320, *end))
+        chain(8, (inside, 1, 1), (384, 1, 3), (384, *end))
+        chain(8, (384, 3, 1), (384, *end))
+        chain(8, (inside, 1, 1), (448, 3, 3), (384, 1, 3), (384, *end))
+        chain(8, (384, 3, 1), (384, *end))
+        chain(8, (inside, 1, 1), (192, *end))
+    return [*layers, _full(2048, 1000)]
+
+
 MODELS = {"ResNet-50": resnet((3, 4, 6, 3)), "ResNet-101": resnet((3, 4, 23, 3)), "VGG-16": vgg16()}
+MODELS["Inception V3"] = inception_v3()
 
 
 def step_of(layers: list[Layer], seconds: float, cap_mb: float = DEFAULT_CAP_MB) -> Step:

@@ -25,6 +25,7 @@ from typing import Any
 from spark_hvd.collectives.messages import Learn, Request, encode
 from spark_hvd.engine.coordinator import Coordinator
 
+MINUTES = 0.5
 PARTS = 10
 PARTS_OF_A_STEP = ("decode", "decide", "encode")
 

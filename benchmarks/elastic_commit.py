@@ -26,6 +26,7 @@ from torch.multiprocessing.spawn import spawn
 
 import spark_hvd.torch as hvd
 
+MINUTES = 2
 BATCH = 32
 KINDS = ("no commit", "deep copy", "TorchState")
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

@@ -40,6 +40,7 @@ from tests.spark.elastic_cluster import ElasticCluster, Progress, directed, elas
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
+MINUTES = 5
 STEP = 0.01
 BEFORE = 20
 """Steps before the loss."""

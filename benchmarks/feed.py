@@ -31,6 +31,7 @@ import pyarrow.parquet as pq
 import spark_hvd
 from benchmarks.fit import session
 
+MINUTES = 2
 FEATURES = [f"f{number}" for number in range(20)]
 BATCH = 1000
 BARE = "Spark's bare way: mapInArrow that counts"

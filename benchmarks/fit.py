@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+MINUTES = 4
 os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -33,6 +33,7 @@ from torch import nn
 
 import spark_hvd
 
+MINUTES = 4
 CORES, WORDS, WIDTH = 2, 1 << 13, 128
 KINDS = {"numbers": (20, 1, 1024), "wide": (784, WIDTH, 256), "texts": (0, WIDTH, 32)}
 """Numbers a row (0 for a text), numbers of the output, rows of a batch."""

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+MINUTES = 4
 BATCH = 32
 CLASSES = 10
 WARM_UP = 5

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+MINUTES = 3
 SIZES = (4, 256, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
 RAW = "mpi4py Allreduce"
 KINDS = (RAW, "communicator", "dist.all_reduce, mpi4py", "hvd.allreduce_ by name", "dist.all_reduce, Gloo")

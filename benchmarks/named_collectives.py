@@ -22,6 +22,7 @@ import torch.distributed as dist
 import spark_hvd.torch as hvd
 from spark_hvd import run_local
 
+MINUTES = 0.5
 KINDS = ("one flat dist.all_reduce", "cat, dist.all_reduce, split", "dist.all_reduce each", "hvd async by name")
 
 

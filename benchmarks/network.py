@@ -11,27 +11,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.alpha_beta import Sample, fit
+from benchmarks.on_hosts import process_group, run_on_hosts
 
+MINUTES = 1
+NEEDS_ROOT = True
 SIZES = (4, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 _ROUNDS = 7
-_PORT = 29500
 
 
 def measure(sizes: Sequence[int], seconds: float) -> list[tuple[int, float]]:
-    """Median seconds of a Gloo all-reduce of float32, on the ranks of a world given by torchrun's variables."""
+    """Median seconds of a Gloo all-reduce of float32, on the ranks of the default group."""
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
     rows = []
     for size in sizes:
         tensor = torch.zeros(max(1, size // 4))
@@ -48,51 +46,13 @@ def measure(sizes: Sequence[int], seconds: float) -> list[tuple[int, float]]:
         dist.all_reduce(pace, op=dist.ReduceOp.MAX)  # every rank must make the same number of calls
         calls = min(200, max(1, round(seconds / _ROUNDS / float(pace))))
         rows.append((size, statistics.median(call(calls) for _ in range(_ROUNDS))))
-    dist.destroy_process_group()
     return rows
 
 
 def between_hosts(count: int, rate: str, sizes: Sequence[int], seconds: float) -> list[tuple[int, float]]:
-    """Make hosts, measure with a rank on each, unmake them.
-
-    Args:
-        count: Number of hosts.
-        rate: Of every cable in both directions, in tc's words; "none" for no limit.
-        sizes: Bytes of a tensor.
-        seconds: Time for each size, about.
-
-    Returns:
-        (bytes, median seconds) for each size.
-
-    Raises:
-        RuntimeError: no hosts can be made here, or a rank failed.
-    """
-    from tests.multihost.hosts import make_hosts, why_not
-
-    if (reason := why_not()) is not None:
-        raise RuntimeError(f"hosts cannot be made here: {reason}")
-    with make_hosts(count) as net, tempfile.TemporaryDirectory(prefix="network-") as folder:
-        world = {"WORLD_SIZE": str(count), "MASTER_ADDR": net[0].address, "MASTER_PORT": str(_PORT)}
-        ranks = []
-        for rank, host in enumerate(net.hosts):
-            if rate != "none":
-                net.shape(host, rate)
-            env = {**world, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-            env["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-            given = [
-                "--rank",
-                str(Path(folder, f"{rank}.json")),
-                "--seconds",
-                str(seconds),
-                "--sizes",
-                *map(str, sizes),
-            ]
-            command = [sys.executable, "-m", "benchmarks.network", *given]
-            ranks.append(host.start(*command, log=Path(folder, f"{rank}.log"), env=env))
-        if any([rank.wait() for rank in ranks]):
-            logs = (path.read_text()[-2000:] for path in sorted(Path(folder).glob("*.log")))
-            raise RuntimeError("a rank failed:\n" + "\n".join(logs))
-        return [(size, median) for size, median in json.loads(Path(folder, "0.json").read_text())]
+    """(bytes, median seconds) for each size, measured with a rank on each of so many hosts (see ``run_on_hosts``)."""
+    arguments = ["--seconds", str(seconds), "--sizes", *map(str, sizes)]
+    return [(size, median) for size, median in run_on_hosts("benchmarks.network", arguments, count, rate)]
 
 
 def main() -> None:
@@ -106,7 +66,8 @@ def main() -> None:
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank is not None:
-        Path(given.rank).write_text(json.dumps(measure(given.sizes, given.seconds)))
+        with process_group():
+            Path(given.rank).write_text(json.dumps(measure(given.sizes, given.seconds)))
         return
     rows = between_hosts(given.hosts, given.rate, given.sizes, given.seconds)
     link = fit([Sample(given.hosts, size, median) for size, median in rows])

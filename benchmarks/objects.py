@@ -14,6 +14,8 @@ from unittest import mock
 
 import spark_hvd
 
+MINUTES = 0.5
+
 
 def measure(kind: str, megabytes: float, rounds: int) -> tuple[float, float]:
     """Median milliseconds of a call without and with the digest."""
@@ -46,11 +48,11 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.001, 1.0, 10.0])
     parser.add_argument("--rounds", type=int, default=60)
     given = parser.parse_args()
-    print("object     megabytes  without ms  with ms  ratio")
+    print("| object | megabytes | without, ms | with, ms | ratio |\n|---|---|---|---|---|")
     for kind in ("array", "strings"):
         for megabytes in given.megabytes:
             without, checked = spark_hvd.run_local(measure, args=(kind, megabytes, given.rounds), num_proc=given.np)[0]
-            print(f"{kind:9}  {megabytes:9g}  {without:10.3f}  {checked:7.3f}  {checked / without:5.3f}")
+            print(f"| {kind} | {megabytes:g} | {without:.3f} | {checked:.3f} | {checked / without:.3f} |", flush=True)
 
 
 if __name__ == "__main__":

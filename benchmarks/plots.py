@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/benchmarks.md and docs/scaling.md from the figures that are in them; measures nothing.
+"""Draws the pictures of the pages of benchmarks from the figures that are in them; measures nothing.
 
 `python -m benchmarks.plots [--out docs/images]`
 
@@ -14,14 +14,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.alpha_beta import Link, best, efficiency, fit, ring
+from benchmarks.alpha_beta import Link, efficiency, fit
 from benchmarks.convnets import MODELS, step_of
-from benchmarks.predict_scaling import BATCH, HOROVOD, IMAGES_PER_SECOND, MEASURED, RANKS, faster, read
-from spark_hvd.runner.watch.display.figures import COLOURS, Curve, draw, figure_of
+from benchmarks.parameter_server import FAR_BYTES, FAR_LINK, FAR_WAYS
+from benchmarks.predict_scaling import BATCH, HOROVOD, IMAGES_PER_SECOND, MEASURED, RANKS, networks, read
+from spark_hvd.runner.watch.display.figures import COLOURS, DASHES, Curve, draw, figure_of
 
+MINUTES = 0
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 IMAGES = DOCS / "images"
 _TEXT = 8
@@ -52,7 +55,19 @@ def table(page: Path, heading: str, column: str) -> Table:
         ValueError: there is none.
     """
     _, found, text = page.read_text().partition(f"\n## {heading}\n")
-    lines = text.partition("\n## ")[0].splitlines() if found else []
+    try:
+        return parsed(text.partition("\n## ")[0] if found else "", column)
+    except ValueError:
+        raise ValueError(f"{page.name}: no table with a column {column!r} below {heading!r}") from None
+
+
+def parsed(text: str, column: str) -> Table:
+    """The first Markdown table of a text that has a column of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    lines = text.splitlines()
     for number, line in enumerate(lines):
         heads = _cells(line)
         if column in heads and lines[number + 1].startswith("|--"):
@@ -62,7 +77,7 @@ def table(page: Path, heading: str, column: str) -> Table:
                     break
                 rows.append(_cells(row))
             return Table(heads, tuple(rows))
-    raise ValueError(f"{page.name}: no table with a column {column!r} below {heading!r}")
+    raise ValueError(f"no table with a column {column!r}")
 
 
 def _cells(line: str) -> tuple[str, ...]:
@@ -87,26 +102,24 @@ def scaling() -> Figure:
     return figure
 
 
-def _legend_below(figure: Figure, axes: Axes) -> None:
-    """Move the legend to where it hides nothing."""
-    legend = axes.get_legend()
-    assert legend is not None
-    legend.remove()
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7, frameon=False)
+def _legend_below(figure: Figure, *panels: Axes) -> None:
+    """Move the legend of panels to where it hides nothing; other panels, which show the same, have none then."""
+    handles: dict[str, Artist] = {}
+    for axes in panels:
+        handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    for axes in figure.axes:
+        if (legend := axes.get_legend()) is not None:
+            legend.remove()
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=3, fontsize=7, frameon=False)
 
 
 def _predicted(axes: Axes) -> None:
     link = fit(read(MEASURED.read_text().splitlines()))
-    fast, rdma = faster(link, 1.0, 25.0), faster(link, 1.0, 25.0, 10e-6)
-    kinds: list[tuple[str, Link, Callable[[Link, int, int], float]]] = [
-        ("25 Gbit/s RDMA", rdma, best),
-        ("25 Gbit/s TCP", fast, ring),
-        ("1 Gbit/s TCP (fitted)", link, ring),
-    ]
+    kinds = list(networks(link, 1.0, 25.0, 10e-6).items())[1:]
     curves = []
     for model, colour in (("ResNet-101", COLOURS[0]), ("VGG-16", COLOURS[1])):
         step = step_of(MODELS[model], BATCH / IMAGES_PER_SECOND[model])
-        for (network, each, cost), dash in zip(kinds, ("-", "-.", ":"), strict=True):
+        for (network, (each, cost)), dash in zip(kinds, (":", "-.", "--", "-"), strict=True):
             parts = [100 * efficiency(step, each, ranks, cost=cost) for ranks in RANKS]
             curves.append(Curve(f"{model}, {network}", RANKS, parts, points=True, colour=colour, dash=dash))
     draw(axes, curves, x="ranks", y="efficiency, %", title="Predicted; dashed: published by Horovod for 512")
@@ -162,13 +175,101 @@ def _times(rows: Table, columns: dict[str, str]) -> Figure:
         axes.minorticks_off()
     latency.set_yscale("log")
     _legend_below(figure, latency)
-    legend = bandwidth.get_legend()
-    assert legend is not None
-    legend.remove()
     return figure
 
 
-PICTURES: dict[str, Callable[[], Figure]] = {"scaling": scaling, "allreduce": allreduce, "mpi": mpi}
+def parameter_server() -> Figure:
+    """What the page of parameter servers has measured, and the model far beyond it."""
+    return parameter_server_of(table(DOCS / "parameter-server.md", "Measured", "busiest link, x bytes"))
+
+
+def parameter_server_of(rows: Table, link: Link = FAR_LINK, nbytes: int = FAR_BYTES) -> Figure:
+    """Bytes over the busiest link and time of the largest gradients measured, and the model for more workers."""
+    figure, (bytes_, times, far) = figure_of(10.5, 3.4, panels=3)
+    largest = max(rows.numbers("bytes"))
+    kept = [place for place, size in enumerate(rows.numbers("bytes")) if size == largest]
+    kinds, workers = [row[rows.heads.index("way")] for row in rows.rows], rows.numbers("workers")
+    names = list(dict.fromkeys([*kinds, *FAR_WAYS]))
+
+    def curve(kind: str, x: Sequence[float], y: Sequence[float]) -> Curve:
+        number = names.index(kind)
+        return Curve(kind, x, y, points=True, colour=COLOURS[number], dash=DASHES[number % len(DASHES)])
+
+    for axes, head in ((bytes_, "busiest link, x bytes"), (times, "ms a step")):
+        values = rows.numbers(head)
+        curves = []
+        for kind in dict.fromkeys(kinds):
+            places = [place for place in kept if kinds[place] == kind]
+            curves.append(curve(kind, [workers[place] for place in places], [values[place] for place in places]))
+        draw(axes, curves, x="workers", y=head, title=f"Measured: {largest / (1 << 20):g} MiB of gradients")
+        ticks = sorted(set(workers))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}")
+    many = [2**power for power in range(1, 10)]
+    modelled = [curve(kind, many, [1e3 * cost(link, nbytes, n) for n in many]) for kind, cost in FAR_WAYS.items()]
+    draw(far, modelled, x="workers", y="ms a step", title=f"Model: {nbytes >> 20} MiB, {8e-9 / link.beta:g} Gbit/s")
+    far.set_xscale("log", base=2)
+    far.set_xticks(many[::2], [str(n) for n in many[::2]])
+    far.set_yscale("log")
+    _legend_below(figure, times, far)
+    return figure
+
+
+def steps_on_hosts() -> Figure:
+    """The model beside what hosts did, as the page of scaling has it."""
+    return steps_on_hosts_of(table(DOCS / "scaling.md", "Checked: 2, 4 and 8 hosts", "predicted ms"))
+
+
+def steps_on_hosts_of(rows: Table) -> Figure:
+    """Predicted against measured time, of all-reduces and of steps."""
+    figure, panels = figure_of(8.0, 3.4, panels=2)
+    kinds = [row[rows.heads.index("what")] for row in rows.rows]
+    ways = [row[rows.heads.index("way")] for row in rows.rows]
+    measured, predicted = rows.numbers("measured ms"), rows.numbers("predicted ms")
+    for axes, whats in zip(panels, (("all-reduce",), ("step", "step, no overlap")), strict=True):
+        kept = [place for place, kind in enumerate(kinds) if kind in whats]
+        ends = [min(measured[place] for place in kept), max(measured[place] for place in kept)]
+        draw(axes, [Curve("as predicted", ends, ends, colour=COLOURS[7])], title=f"{whats[0].capitalize()}s, ms")
+        for number, (what, way) in enumerate(dict.fromkeys((kinds[place], ways[place]) for place in kept)):
+            places = [place for place in kept if (kinds[place], ways[place]) == (what, way)]
+            x, y = [measured[place] for place in places], [predicted[place] for place in places]
+            axes.plot(x, y, "o", ms=4, color=COLOURS[number], label=way if len(whats) == 1 else f"{what}, {way}")
+        axes.set_xlabel("measured", fontsize=_TEXT)
+        axes.set_ylabel("predicted", fontsize=_TEXT)
+        axes.legend(fontsize=7, frameon=False)
+    for scale in (panels[0].set_xscale, panels[0].set_yscale):
+        scale("log")
+    return figure
+
+
+def local_sgd() -> Figure:
+    """Each way to train over a slow network: its speed, and its accuracy."""
+    figure, (axes,) = figure_of(7.0, 3.4)
+    speeds = table(DOCS / "benchmarks.md", "LocalSGD and DiLoCo", "samples/s")
+    points = table(DOCS / "benchmarks.md", "LocalSGD and DiLoCo", "points from DDP")
+    speed_of = {row[0]: speed for row, speed in zip(speeds.rows, speeds.numbers("of DDP's"), strict=True)}
+    for number, (row, point) in enumerate(zip(points.rows, points.numbers("points from DDP"), strict=True)):
+        mark = "osD^vP*X"[number % 8]
+        axes.plot([speed_of[row[0]]], [point], mark, color=COLOURS[number % len(COLOURS)], label=row[0])
+    axes.axhline(-0.5, color="grey", linewidth=0.9, linestyle=(0, (6, 4)))
+    axes.axvline(speed_of["alone"], color="grey", linewidth=0.9, linestyle=":")
+    axes.set_xlim(left=0)
+    axes.set_xlabel("samples/s, as a multiple of DDP's at 1 Gbit/s; dotted: no exchange at all", fontsize=_TEXT)
+    axes.set_ylabel("points of accuracy from DDP", fontsize=_TEXT)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=7, frameon=False)
+    return figure
+
+
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "scaling": scaling,
+    "allreduce": allreduce,
+    "mpi": mpi,
+    "parameter-server": parameter_server,
+    "steps-on-hosts": steps_on_hosts,
+    "local_sgd": local_sgd,
+}
 """Name of the file -> what draws it."""
 
 

@@ -30,6 +30,7 @@ from spark_hvd.runner.channel.frames import send_frame
 from spark_hvd.runner.channel.silence import BEAT
 from spark_hvd.runner.rank.reporting import Reporting
 
+MINUTES = 0.5
 BATCH = 32
 KINDS = ("unwatched", "watched")
 

@@ -32,6 +32,7 @@ from spark_hvd.data.readers.sharding import Position, Sharding
 from spark_hvd.estimators.training.readers import open_reader
 from spark_hvd.store import Store
 
+MINUTES = 2
 FEATURES = [f"f{number}" for number in range(20)]
 NAMES = (*FEATURES, "label")
 FILES, GROUP = 8, 5000

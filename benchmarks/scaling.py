@@ -24,6 +24,7 @@ from torch import nn
 import spark_hvd.torch as hvd
 from spark_hvd import run_local
 
+MINUTES = 2
 ALONE, TOGETHER = "one rank alone", "two ranks, no communication"
 IN_STEP = "two ranks, a bare barrier each step"
 OURS, OVER_GLOO = "two ranks, DistributedOptimizer", "two ranks, DistributedOptimizer over Gloo"

@@ -22,6 +22,7 @@ from torch.multiprocessing.spawn import spawn
 
 import spark_hvd.torch as hvd
 
+MINUTES = 2
 WARM_UP = 5
 BATCHES = 8
 KINDS = ("nn.Embedding, sparse allgather", "ShardedEmbedding", "ShardedEmbedding, ids ahead")

@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from spark_hvd import run_local
 
+MINUTES = 1
 Times = dict[str, dict[str, list[float]]]
 
 

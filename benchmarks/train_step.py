@@ -1,4 +1,6 @@
-"""Time of a training step on two ranks: DistributedOptimizer beside DDP, in the same processes, in alternating rounds.
+"""Time of a training step on two ranks: DistributedOptimizer beside DDP and no exchange, in the same processes.
+
+They take turns in alternating rounds.
 
 `python -m benchmarks.train_step [--rounds 9] [--steps 20] [--models cnn mlp many small] [--busy 0 2]`
 
@@ -28,10 +30,11 @@ from spark_hvd.context.init import init
 from spark_hvd.context.leave import shutdown
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
 
+MINUTES = 4
 BATCH = 32
 BUSY = "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end:\n    sum(range(10_000))"
 WARM_UP = 5
-KINDS = ("DDP", "DDP, bucket views", "spark_hvd", "spark_hvd over Gloo")
+KINDS = ("no exchange", "DDP", "DDP, bucket views", "spark_hvd", "spark_hvd over Gloo")
 Step = Callable[[], None]
 
 
@@ -90,7 +93,7 @@ def _make_step(name: str, kind: str, rank: int) -> Step:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     else:
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    if not kind.startswith("DDP"):
+    if kind.startswith("spark_hvd"):
         optimizer = DistributedOptimizer(optimizer, model.named_parameters(), shared_memory="Gloo" not in kind)
     criterion = nn.CrossEntropyLoss() if classes else nn.MSELoss()
 

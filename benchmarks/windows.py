@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from spark_hvd.data import Windows
 from spark_hvd.runner import run_local
 
+MINUTES = 1
 BARE, OURS, ITEMS = "numpy's sliding_window_view, bare gather", "spark_hvd, torch_batches", "DataLoader over a Dataset"
 
 
