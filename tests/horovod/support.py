@@ -13,7 +13,7 @@ import torch
 import spark_hvd.torch as hvd
 from tests.ranks import Ranks
 
-SECONDS = 30.0
+SECONDS = 90.0
 """Until a collective fails that some rank never joined."""
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

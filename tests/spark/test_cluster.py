@@ -14,7 +14,7 @@ import cloudpickle
 import psutil
 import pytest
 
-from spark_hvd.runner import ClusterError, ExecutorLostError, NotEnoughSlotsError, RankFailedError, run
+from spark_hvd.runner import ClusterError, ExecutorLostError, NotEnoughSlotsError, RankFailedError, run, warm_up
 from spark_hvd.runner.outcome.rows import FailureKind
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark import slots
@@ -69,6 +69,15 @@ def test_ranks_run_on_both_executors(cluster: SparkSession) -> None:
     (first, *rest_0), (second, *rest_1) = run(fn, num_proc=2, spark=cluster)
     assert first != second, "one fork server an executor"
     assert (rest_0, rest_1) == ([0, 2, 2.0], [1, 2, 2.0]), "one host: local ranks are contiguous"
+
+
+def test_warm_up_reaches_every_executor_and_runs_find_it_warm(cluster: SparkSession) -> None:
+    assert warm_up(cluster).executors == 2
+    servers = set(run(os.getppid, spark=cluster, verbose=0))
+    assert len(servers) == 2
+    again = warm_up(cluster, num_proc=2)
+    assert (again.executors, again.hosts, again.ranks) == (2, 1, 2)
+    assert set(run(os.getppid, spark=cluster, verbose=0)) == servers
 
 
 def test_num_proc_defaults_to_the_slots(cluster: SparkSession) -> None:

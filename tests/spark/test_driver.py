@@ -27,6 +27,7 @@ from spark_hvd.runner import (
 )
 from spark_hvd.runner.launch import attempt as attempt_module
 from spark_hvd.runner.spark import job, slots
+from spark_hvd.runner.spark import session as on_spark
 from tests.conftest import ranks_alive, wait_until
 
 if TYPE_CHECKING:
@@ -142,7 +143,8 @@ def test_spark_hvd_missing_on_an_executor(spark: SparkSession, tmp_path: Path, m
     told = rf"would run {python}, .* No module named 'spark_hvd'\. This program runs {sys.executable}"
     with pytest.raises(SetupError, match=told):
         run(lambda: 1, num_proc=2, spark=spark)
-    monkeypatch.setattr(job, "choose_python", lambda spark: None)  # as on a cluster, of whose hosts nothing is known
+    for place in (job, on_spark):  # as on a cluster, of whose hosts nothing is known
+        monkeypatch.setattr(place, "choose_python", lambda spark: None)
     with pytest.raises(
         SetupError, match=rf"No module named 'spark_hvd'; Python {sys.version.split()[0]} \(.*\) on host"
     ):

@@ -49,7 +49,7 @@ def fault(line: str) -> str | None:
     module, rest = words[2], words[3:]
     if module == "spark_hvd.runner.cli":
         return _fault_of_ours(rest)
-    found = importlib.util.find_spec(module)
+    found = importlib.util.find_spec(f"{module}.__main__" if module == "benchmarks" else module)
     if found is None:
         return f"no module {module}"
     if module == "spark_hvd.timeline" and rest:

@@ -123,7 +123,8 @@ def test_the_search_works_in_a_folder(site: Site) -> None:
 
 def test_long_signatures_fold(site: Site) -> None:
     page = (site.folder / "api" / "spark_hvd.html").read_text()
-    assert page.count("<details><summary>Signature</summary>") == page.count('class="doc-signature') > 0
+    short = 1  # warm_up's
+    assert page.count("<details><summary>Signature</summary>") == page.count('class="doc-signature') - short > 0
     assert "On GitHub" not in page
 
 
@@ -163,7 +164,7 @@ def test_lists_and_tables_begin_after_a_blank_line(page: Path) -> None:
         ("spark_hvd.checkpoint", set()),
         ("spark_hvd.data", set()),
         ("spark_hvd.estimators", set()),
-        ("spark_hvd.runner", {"run", "run_local", "run_elastic", "run_elastic_local", "doctor"}),
+        ("spark_hvd.runner", {"run", "run_local", "run_elastic", "run_elastic_local", "warm_up", "doctor"}),
     ],
 )  # fmt: skip
 def test_each_public_name_is_described(module: str, elsewhere: set[str]) -> None:
