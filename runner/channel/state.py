@@ -19,7 +19,7 @@ Kinds = Mapping[str, Mapping[str, type | UnionType]]
 """Kinds of messages, with the types of their fields."""
 
 FALLBACK_AFTER = 10.0
-"""Seconds after the first hello at which ranks that cannot reach the hub are given up, and all meet elsewhere."""
+"""Seconds after the latest hello at which ranks that cannot reach the hub are given up, and all meet elsewhere."""
 ECHO_GRACE = 1.0
 """Seconds to wait, after an error that looks like an echo, for the cause of it."""
 
@@ -111,7 +111,7 @@ class HubState(HubLogic):
     lost: dict[int, float] = field(default_factory=dict)  # rank -> seconds of silence
     liveness: LivenessTracker = field(default_factory=LivenessTracker)
     stopped: str | None = None
-    _first_hello: float | None = None
+    _last_hello: float | None = None
     _going_since: float | None = None
     _stop_at: float | None = None
     fell_back: bool = False
@@ -224,15 +224,14 @@ class HubState(HubLogic):
     def _someone_cannot_reach_us(self, now: float) -> bool:
         if not self.may_fall_back or self.fell_back or self.all_met or self.stopped is not None:
             return False
-        return self._first_hello is not None and now - self._first_hello >= FALLBACK_AFTER
+        return self._last_hello is not None and now - self._last_hello >= FALLBACK_AFTER
 
     def _hello(self, rank: int, attempt: int, now: float) -> list[Send]:
         known = self.attempts.setdefault(rank, attempt)
         if known != attempt:
             # Spark started this task again. The first attempt may have trained for hours: never run fn twice unasked.
             return [Send(rank, {"type": "refuse", "first_attempt": known})]
-        if self._first_hello is None:
-            self._first_hello = now
+        self._last_hello = now  # not the first: many tasks on few cores start their Python one after the other
         if self.stopped is not None:
             return [Send(rank, {"type": "stop", "reason": self.stopped, "culprit": None})]
         if self.fell_back:

@@ -180,9 +180,11 @@ def _preload() -> None:
         import spark_hvd.runner.rank.main
         import spark_hvd.runner.rank.static
         import spark_hvd.torch  # noqa: F401
+        from spark_hvd.transport.lookups import without_lookups
 
         # The first optimizer of a process imports torch._dynamo and sympy, which takes as long as torch itself.
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+        without_lookups()
     with contextlib.suppress(Exception):
         import pandas  # noqa: F401  Arrow imports it when it makes its first array, so ranks that are given rows would
     for name in filter(None, os.environ.get(PRELOAD, "").split(",")):

@@ -98,6 +98,14 @@ def test_ranks_fall_back_when_one_cannot_reach_the_hub() -> None:
     assert types(state.handle(hello(1), now=FALLBACK_AFTER + 1)) == [(1, "fallback")]  # slow, not cut off
 
 
+def test_nobody_falls_back_while_ranks_still_come() -> None:
+    state = HubState(3, may_fall_back=True)
+    state.handle(hello(0), now=0.0)
+    state.handle(hello(1), now=FALLBACK_AFTER - 1)
+    assert state.tick(FALLBACK_AFTER + 1) == []
+    assert types(state.tick(2 * FALLBACK_AFTER)) == [(0, "fallback"), (1, "fallback")]
+
+
 def test_no_fallback_once_all_have_met() -> None:
     state = HubState(1, may_fall_back=True)
     state.handle(hello(0), now=0.0)
