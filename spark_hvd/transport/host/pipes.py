@@ -107,30 +107,38 @@ class Pipes(Forkable):
         """
         others = [other for other in range(len(ranks)) if other != place]
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
-            outgoing, offered, incoming = {}, {}, {}
-            for other in others:
-                reading, outgoing[other] = os.pipe()
-                theirs.callback(os.close, reading)
-                undo.callback(os.close, outgoing[other])
-                os.set_blocking(outgoing[other], False)
-                offered[str(other)] = [reading, os.fstat(reading).st_ino]
-            offers = exchange([os.getpid(), offered])
+            outgoing: dict[int, int] = {}
+            incoming: dict[int, int] = {}
+            arena = None
             try:
-                for other in others:
-                    pid, pipes = offers[other]
-                    reading, inode = pipes[str(place)]
-                    incoming[other] = open_pipe(pid, reading, inode, os.O_RDONLY)
-                    undo.callback(os.close, incoming[other])
-                arena = SharedArena([(BOARD, torch.int64)])
+                # What a pipe is called goes through memory, as there is one for each pair of ranks.
+                arena = SharedArena([(BOARD, torch.int64), (1 + 2 * len(ranks), torch.int64)])
                 undo.callback(arena.discard)
+                offers = arena.buffers[1].numpy()
+                offers[0] = os.getpid()
+                for other in others:
+                    reading, outgoing[other] = os.pipe()
+                    theirs.callback(os.close, reading)
+                    undo.callback(os.close, outgoing[other])
+                    os.set_blocking(outgoing[other], False)
+                    offers[1 + 2 * other :][:2] = reading, os.fstat(reading).st_ino
+                possible = True
             except (OSError, AttributeError):  # other systems have no memfd, and some kernels and sandboxes refuse it
-                arena = None
-            # All have opened them now, or nobody uses them: `theirs` are closed in either case.
-            possible = arena is not None
+                possible = False
             if not (agree(possible) if agree is not None else all(exchange(possible))) or arena is None:
                 return None
             gathered = arena.map_all(place, exchange)
-            if gathered is None:
+            if gathered is not None:
+                try:
+                    for other in others:
+                        theirs_to_me = gathered[1][other].numpy()
+                        pid, (reading, inode) = int(theirs_to_me[0]), theirs_to_me[1 + 2 * place :][:2].tolist()
+                        incoming[other] = open_pipe(pid, reading, inode, os.O_RDONLY)
+                        undo.callback(os.close, incoming[other])
+                except OSError:
+                    gathered = None
+            # All have opened them now, or nobody uses them: `theirs` are closed in either case.
+            if not all(exchange(gathered is not None)) or gathered is None:
                 return None
             undo.pop_all()
             return cls(ranks, incoming, outgoing, [board.numpy().data for board in gathered[0]], timeout)
