@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Protocol
 
 import torch
@@ -22,6 +22,7 @@ from spark_hvd.transport.exchange import exchange
 
 Sockets = dict[int, int]
 """The inode of each file descriptor that is a socket."""
+Address = tuple[str, int]
 
 
 def sockets() -> Sockets:
@@ -33,6 +34,11 @@ def sockets() -> Sockets:
             if stat.S_ISSOCK(status.st_mode):
                 found[int(name)] = status.st_ino
     return found
+
+
+def since(before: Sockets) -> Sockets:
+    """Those sockets of this process that were not there before."""
+    return {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
 
 
 class Abortable(Protocol):
@@ -62,20 +68,22 @@ class Connections(Abortable):
         self._mine = mine
 
     @classmethod
-    def since(cls, before: Sockets, group: dist.ProcessGroup) -> Connections:
+    def since(cls, before: Sockets, group: dist.ProcessGroup, listeners: Sequence[Address] = ()) -> Connections:
         """Find those of a new group; collective over it. There are none if it has no Gloo.
 
         Args:
             before: What :func:`sockets` gave before the group was made.
             group: The group.
+            listeners: At which Gloo listens for it here, if it has done so for longer.
         """
         if "gloo" not in str(dist.get_backend_config(group)):
             return cls({})
-        fresh = [item for item in sockets().items() if item not in before.items()]
-        here = _listeners(fresh)
+        fresh = since(before)
+        here = listeners or listening(fresh)
         theirs = exchange(here, group, torch.device("cpu"))
         known = {tuple(each) for rank, every in enumerate(theirs) if rank != dist.get_rank(group) for each in every}
-        return cls({item[0]: item[1] for ends, item in _ends(fresh).items() if ends[0] in here or ends[1] in known})
+        ours = {ends: item for ends, item in _ends(fresh).items() if ends[0] in here or ends[1] in known}
+        return cls(dict(ours.values()))
 
     def abort(self) -> None:
         """End them, in both directions; their file descriptors stay Gloo's to close. From any thread."""
@@ -100,19 +108,16 @@ class Several(Abortable):
             each.abort()
 
 
-Address = tuple[str, int]
-
-
 def cut_to(addresses: Set[Address]) -> None:
     """End this process' connections to some addresses, in both directions. From any thread."""
-    for (_, (host, port)), (fd, inode) in _ends(sockets().items()).items():
+    for (_, (host, port)), (fd, inode) in _ends(sockets()).items():
         if (host.removeprefix("::ffff:"), port) in addresses:
             Connections({fd: inode}).abort()
 
 
 def cut_among(candidates: Sockets) -> None:
     """End those TCP connections that are among some sockets, in both directions. From any thread."""
-    for fd, inode in _ends(candidates.items()).values():
+    for fd, inode in _ends(candidates).values():
         Connections({fd: inode}).abort()
 
 
@@ -136,10 +141,10 @@ def answer(candidates: Sockets, size: int) -> None:
                     peer.sendall(struct.pack("=q", number))
 
 
-def _listeners(candidates: Iterable[tuple[int, int]]) -> list[Address]:
+def listening(candidates: Sockets) -> list[Address]:
     """Where those among sockets listen that do."""
     found = []
-    for fd, inode in candidates:
+    for fd, inode in candidates.items():
         with contextlib.suppress(OSError), _opened(fd, inode) as end:
             if end.family in (socket.AF_INET, socket.AF_INET6) and _listens(end):
                 host, port = end.getsockname()[:2]
@@ -160,10 +165,10 @@ def _opened(fd: int, inode: int) -> socket.socket:
     return socket.socket(fileno=own)
 
 
-def _ends(candidates: Iterable[tuple[int, int]]) -> dict[tuple[Address, Address], tuple[int, int]]:
+def _ends(candidates: Sockets) -> dict[tuple[Address, Address], tuple[int, int]]:
     """The TCP connections among sockets: by their addresses, mine first."""
     found = {}
-    for fd, inode in candidates:
+    for fd, inode in candidates.items():
         with contextlib.suppress(OSError), _opened(fd, inode) as end:
             if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
                 here, there = end.getsockname(), end.getpeername()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from spark_hvd.transport.connections import Connections, Forkable, sockets
-from spark_hvd.transport.torch_private import PrefixStore, Store, process_group
+from spark_hvd.transport.connections import Address, Connections, Forkable, listening, since, sockets
+from spark_hvd.transport.torch_private import PrefixStore, Store, gloo_devices, process_group
 
 if TYPE_CHECKING:
     from spark_hvd.transport.registry import ConnectionRegistry
@@ -39,6 +39,8 @@ class Groups:
         self._made: dict[int, list[dist.ProcessGroup]] = {}
         self._slices: dict[int, list[dist.ProcessGroup]] = {}
         self._pipes: dict[int, list[Forkable]] = {}
+        self._devices: list[Any] = []
+        self._listeners: list[Address] = []
 
     def make(self, process_set_id: int, ranks: Sequence[int], gloo_threads: int | None = None) -> dist.ProcessGroup:
         """A process group of a process set; each of its ranks must call this, in the same order.
@@ -67,7 +69,7 @@ class Groups:
             name: The same on all of them, and in use for no other group of the set.
         """
         full = f"{GROUP_PREFIX}{process_set_id}.{name}"
-        made = self._known(lambda: process_group(full, ranks, self._kv, timedelta(seconds=self.timeout)))
+        made = self._known(lambda: self._group(full, ranks))
         self._slices.setdefault(process_set_id, []).append(made[0])
         return made
 
@@ -75,7 +77,7 @@ class Groups:
         with contextlib.nullcontext() if self._registry is None else self._registry.establishing():
             before = sockets()
             group = make()
-            connections = Connections.since(before, group)
+            connections = Connections.since(before, group, self._listeners)
             if self._registry is not None:
                 self._registry.add(connections)
         return group, connections
@@ -83,8 +85,22 @@ class Groups:
     def _make(self, process_set_id: int, ranks: Sequence[int], gloo_threads: int | None) -> dist.ProcessGroup:
         made = self._made.setdefault(process_set_id, [])
         name = f"{GROUP_PREFIX}{process_set_id}.{len(made)}"
-        made.append(process_group(name, ranks, self._kv, timedelta(seconds=self.timeout), gloo_threads))
+        made.append(self._group(name, ranks, gloo_threads))
         return made[-1]
+
+    def _group(self, name: str, ranks: Sequence[int], gloo_threads: int | None = None) -> dist.ProcessGroup:
+        timeout = timedelta(seconds=self.timeout)
+        # In elastic worlds what listens for a group is looked for among what has come with it, so each has its own.
+        devices = self._shared_devices if self._registry is None else gloo_devices
+        return process_group(name, ranks, self._kv, timeout, gloo_threads, devices)
+
+    def _shared_devices(self) -> list[Any]:
+        """Gloo's for all groups of the world: each has a thread that wakes up a hundred times a second."""
+        if not self._devices:
+            before = sockets()
+            self._devices = gloo_devices()
+            self._listeners = listening(since(before))
+        return self._devices
 
     def keep(self, process_set_id: int, pipes: Forkable) -> None:
         """Keep pipes between a process set's ranks, which end with its groups."""

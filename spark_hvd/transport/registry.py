@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from spark_hvd.transport.connections import Abortable, Sockets, answer, cut_among, cut_to, sockets
+from spark_hvd.transport.connections import Abortable, Sockets, answer, cut_among, cut_to, since, sockets
 from spark_hvd.transport.handles import is_out_of_memory
 from spark_hvd.world.errors import CollectiveError
 
@@ -118,7 +118,7 @@ class ConnectionRegistry:
         with self._cutting, contextlib.suppress(OSError):
             if self._before is not None:
                 cut_to(self._store)
-                fresh = {fd: inode for fd, inode in sockets().items() if self._before.get(fd) != inode}
+                fresh = since(self._before)
                 cut_among(fresh)
                 answer(fresh, self._size)
 

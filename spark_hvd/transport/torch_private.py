@@ -131,7 +131,12 @@ def process_groups() -> list[Any]:
 
 
 def process_group(
-    name: str, ranks: Sequence[int], store: Store, timeout: timedelta, gloo_threads: int | None = None
+    name: str,
+    ranks: Sequence[int],
+    store: Store,
+    timeout: timedelta,
+    gloo_threads: int | None = None,
+    devices: Callable[[], list[Any]] | None = None,
 ) -> dist.ProcessGroup:
     """A process group that some ranks of the world make without the others.
 
@@ -144,6 +149,7 @@ def process_group(
         store: A key-value store that they all reach.
         timeout: Of its collectives.
         gloo_threads: None for the backends of the default group; else Gloo alone, with this number of threads.
+        devices: Gives those of Gloo, if it is used; None for :func:`gloo_devices`.
     """
     backend, _ = distributed_c10d._world.pg_map[distributed_c10d._get_default_group()]
     options = None
@@ -151,7 +157,7 @@ def process_group(
         backend, options = _our_gloo(), dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._threads = gloo_threads or _GLOO_THREADS
         options._timeout = timeout
-        options._devices = _gloo_devices()
+        options._devices = (devices or gloo_devices)()
     group: dist.ProcessGroup
     place, named_backend = list(ranks).index(dist.get_rank()), distributed_c10d.Backend(backend)
     group, _ = distributed_c10d._new_process_group_helper(
@@ -172,8 +178,8 @@ _GLOO_THREADS = 2
 """Torch's own choice."""
 
 
-def _gloo_devices() -> list[Any]:
-    """As torch chooses them for a group without options: the interfaces that the user or a launcher names, if any."""
+def gloo_devices() -> list[Any]:
+    """New ones, as torch chooses them for a group without options: of the interfaces that GLOO_SOCKET_IFNAME names."""
     make = dist.ProcessGroupGloo
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not names:

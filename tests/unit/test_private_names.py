@@ -61,10 +61,10 @@ def test_a_group_gets_the_addresses_of_all_ranks_in_one_answer() -> None:
 
 def test_groups_listen_on_the_interfaces_that_torch_would_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
-    assert len(torch_private._gloo_devices()) == 2
+    assert len(torch_private.gloo_devices()) == 2
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(RuntimeError, match="nowhere0"):
-        torch_private._gloo_devices()
+        torch_private.gloo_devices()
 
 
 def test_process_groups() -> None:
