@@ -59,7 +59,7 @@ class StaticRank:
         A rank whose fn failed stays until it is killed instead, so that no peer reports its absence as an error.
         """
         if self._ended_well:
-            leave.shutdown()
+            leave.shutdown_for_good()
 
     def linger(self) -> None:
         """Stay until the supervisor closes: rank 0 holds the store that others may still use."""

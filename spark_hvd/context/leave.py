@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from spark_hvd.collectives.queue import NegotiatedQueue
-from spark_hvd.context.standing import PendingMember, standing
+from spark_hvd.context.standing import Context, PendingMember, standing
 from spark_hvd.transport.mpi import backend as mpi_backend
 from spark_hvd.transport.mpi.ends import at_exit
 
@@ -43,11 +43,24 @@ def shutdown() -> None:
     Raises:
         StoreError: One could not be written. The world is left all the same.
     """
+    _shutdown()
+
+
+def shutdown_for_good() -> None:
+    """As :func:`shutdown`, for a process that will end by ``os._exit`` and joins no other world.
+
+    It does not wait until Gloo has taken its connections apart: for each, Gloo waits for a thread that wakes up every
+    10 ms. A thread does it, as others may still wait for this rank, and ends with the process.
+    """
+    _shutdown(for_good=True)
+
+
+def _shutdown(*, for_good: bool = False) -> None:
     try:
         finish()
     finally:
         with standing.lock:
-            end("hvd.shutdown() was called on this rank.")
+            end("hvd.shutdown() was called on this rank.", for_good=for_good)
 
 
 def abort(text: str, generation: int | None = None) -> None:
@@ -94,11 +107,12 @@ def abandon() -> None:
         standing.joined = standing.registry = None
 
 
-def end(text: str) -> None:
+def end(text: str, *, for_good: bool = False) -> None:
     """Leave the world, if there is one.
 
     Args:
         text: What is told to those who wait for something in it.
+        for_good: See :func:`shutdown_for_good`.
     """
     context, standing.context = standing.context, None
     if context is None:
@@ -111,12 +125,18 @@ def end(text: str) -> None:
         context.registry.abort(text)
     # The user may have destroyed the default group, and all others with it.
     if dist.is_initialized():
-        if context.owns_default_group:
-            dist.destroy_process_group()
-            context.groups.forget()
-            mpi_backend.release()
-        else:
+        if not context.owns_default_group:
             context.groups.destroy_all()
+        elif for_good and dist.get_backend() == "gloo":
+            threading.Thread(target=_destroy, args=[context], name="spark_hvd-farewell", daemon=True).start()
+        else:
+            _destroy(context)
+
+
+def _destroy(context: Context) -> None:
+    dist.destroy_process_group()
+    context.groups.forget()
+    mpi_backend.release()
 
 
 def drain(queues: Sequence[NegotiatedQueue]) -> None:

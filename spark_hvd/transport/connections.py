@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
 import torch
@@ -61,11 +61,14 @@ class Connections(Abortable):
     """The connections of one process group.
 
     Args:
-        mine: Its sockets in this process.
+        candidates: Sockets of this process, among which they are.
+        of_group: Whether a connection is one of them, by its two addresses, mine first. Looked at when they are ended:
+            most groups' never are, and there are as many as ranks.
     """
 
-    def __init__(self, mine: Sockets) -> None:
-        self._mine = mine
+    def __init__(self, candidates: Sockets, of_group: Callable[[Address, Address], bool] = lambda *_: True) -> None:
+        self._candidates = candidates
+        self._of_group = of_group
 
     @classmethod
     def since(cls, before: Sockets, group: dist.ProcessGroup, listeners: Sequence[Address] = ()) -> Connections:
@@ -82,14 +85,14 @@ class Connections(Abortable):
         here = listeners or listening(fresh)
         theirs = exchange(here, group, torch.device("cpu"))
         known = {tuple(each) for rank, every in enumerate(theirs) if rank != dist.get_rank(group) for each in every}
-        ours = {ends: item for ends, item in _ends(fresh).items() if ends[0] in here or ends[1] in known}
-        return cls(dict(ours.values()))
+        return cls(fresh, lambda mine, other: mine in here or other in known)
 
     def abort(self) -> None:
         """End them, in both directions; their file descriptors stay Gloo's to close. From any thread."""
-        for fd, inode in self._mine.items():
-            with contextlib.suppress(OSError), _opened(fd, inode) as end:
-                end.shutdown(socket.SHUT_RDWR)
+        for ends, (fd, inode) in _ends(self._candidates).items():
+            if self._of_group(*ends):
+                with contextlib.suppress(OSError), _opened(fd, inode) as end:
+                    end.shutdown(socket.SHUT_RDWR)
 
 
 class Several(Abortable):
@@ -110,15 +113,12 @@ class Several(Abortable):
 
 def cut_to(addresses: Set[Address]) -> None:
     """End this process' connections to some addresses, in both directions. From any thread."""
-    for (_, (host, port)), (fd, inode) in _ends(sockets()).items():
-        if (host.removeprefix("::ffff:"), port) in addresses:
-            Connections({fd: inode}).abort()
+    Connections(sockets(), lambda _, other: (other[0].removeprefix("::ffff:"), other[1]) in addresses).abort()
 
 
 def cut_among(candidates: Sockets) -> None:
     """End those TCP connections that are among some sockets, in both directions. From any thread."""
-    for fd, inode in _ends(candidates).values():
-        Connections({fd: inode}).abort()
+    Connections(candidates).abort()
 
 
 def answer(candidates: Sockets, size: int) -> None:

@@ -127,9 +127,11 @@ class Groups:
 
     def forget(self) -> None:
         """Keep none alive: torch has destroyed all, with the default group."""
-        self._made.clear()
-        self._slices.clear()
-        self.destroy_all()
+        for pipes in self._pipes.values():
+            for each in pipes:
+                each.abort()
+        for groups in (self._pipes, self._slices, self._made):
+            groups.clear()
 
     def destroy_all(self) -> None:
         """Destroy all groups of the world."""
