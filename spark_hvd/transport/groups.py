@@ -19,6 +19,10 @@ GROUP_PREFIX = "spark_hvd."
 """What the names of all process groups made here begin with."""
 
 
+_Made = tuple[dist.ProcessGroup, list[Address]]
+"""A new group, and where Gloo listens for it, if it has done so for longer."""
+
+
 class Groups:
     """The process groups of one world.
 
@@ -51,7 +55,7 @@ class Groups:
             gloo_threads: None for the world's backends; else Gloo alone, with this number of threads.
         """
         if self._registry is None:
-            return self._make(process_set_id, ranks, gloo_threads)
+            return self._make(process_set_id, ranks, gloo_threads)[0]
         return self.make_known(process_set_id, ranks, gloo_threads)[0]
 
     def make_known(
@@ -73,34 +77,37 @@ class Groups:
         self._slices.setdefault(process_set_id, []).append(made[0])
         return made
 
-    def _known(self, make: Callable[[], dist.ProcessGroup]) -> tuple[dist.ProcessGroup, Connections]:
+    def _known(self, make: Callable[[], _Made]) -> tuple[dist.ProcessGroup, Connections]:
         with contextlib.nullcontext() if self._registry is None else self._registry.establishing():
             before = sockets()
-            group = make()
-            connections = Connections.since(before, group, self._listeners)
+            group, listeners = make()
+            connections = Connections.since(before, group, listeners)
             if self._registry is not None:
                 self._registry.add(connections)
         return group, connections
 
-    def _make(self, process_set_id: int, ranks: Sequence[int], gloo_threads: int | None) -> dist.ProcessGroup:
-        made = self._made.setdefault(process_set_id, [])
-        name = f"{GROUP_PREFIX}{process_set_id}.{len(made)}"
-        made.append(self._group(name, ranks, gloo_threads))
-        return made[-1]
+    def _make(self, process_set_id: int, ranks: Sequence[int], gloo_threads: int | None) -> _Made:
+        groups = self._made.setdefault(process_set_id, [])
+        made = self._group(f"{GROUP_PREFIX}{process_set_id}.{len(groups)}", ranks, gloo_threads)
+        groups.append(made[0])
+        return made
 
-    def _group(self, name: str, ranks: Sequence[int], gloo_threads: int | None = None) -> dist.ProcessGroup:
-        timeout = timedelta(seconds=self.timeout)
+    def _group(self, name: str, ranks: Sequence[int], gloo_threads: int | None = None) -> _Made:
+        listeners: list[Address] = []
+
+        def shared() -> list[Any]:
+            """Gloo's devices for all groups of the world: each has a thread that wakes up a hundred times a second."""
+            if not self._devices:
+                before = sockets()
+                self._devices = gloo_devices()
+                self._listeners = listening(since(before))
+            listeners.extend(self._listeners)
+            return self._devices
+
         # In elastic worlds what listens for a group is looked for among what has come with it, so each has its own.
-        devices = self._shared_devices if self._registry is None else gloo_devices
-        return process_group(name, ranks, self._kv, timeout, gloo_threads, devices)
-
-    def _shared_devices(self) -> list[Any]:
-        """Gloo's for all groups of the world: each has a thread that wakes up a hundred times a second."""
-        if not self._devices:
-            before = sockets()
-            self._devices = gloo_devices()
-            self._listeners = listening(since(before))
-        return self._devices
+        devices = shared if self._registry is None else gloo_devices
+        timeout = timedelta(seconds=self.timeout)
+        return process_group(name, ranks, self._kv, timeout, gloo_threads, devices), listeners
 
     def keep(self, process_set_id: int, pipes: Forkable) -> None:
         """Keep pipes between a process set's ranks, which end with its groups."""

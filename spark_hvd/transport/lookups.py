@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 from spark_hvd.transport.torch_private import TCPStore
 
@@ -34,7 +35,7 @@ def without_lookups() -> None:
         thread.join()
 
 
-def _fail(state: ctypes._NamedFuncPointer) -> None:
+def _fail(state: Any) -> None:
     ctypes.CDLL(None).__res_init()
     state.restype = ctypes.POINTER(ctypes.c_int)  # of this thread
     state()[_RETRY] = 0
