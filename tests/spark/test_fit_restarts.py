@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ class Killed(Callback):
 
     def on_batch_end(self, state: TrainState) -> None:
         if (state.rank, state.epoch, state.step, hvd.generation()) == (1, 1, self.step, 0):
+            time.sleep(1.0)  # rank 0 writes the checkpoint of the first epoch in the background
             os.kill(os.getpid(), signal.SIGKILL)
 
 
