@@ -87,7 +87,7 @@ REFUSED: Mapping[tuple[str, ...], tuple[int, str]] = {
     ("--no-autotune",): (0, _DEFAULT),
     ("--no-timeline-mark-cycles",): (0, _DEFAULT),
     ("--stall-check",): (0, _DEFAULT),
-    ("--autotune-gaussian-process-noise",): (1, "It is 0.8, as Horovod's is by default. Leave it out."),
+    ("--autotune-gaussian-process-noise",): (1, "The search uses no Gaussian process. Leave it out."),
     ("--mpi-threads-disable", "--no-mpi-threads-disable"): (0, "One thread at a time uses MPI. Leave it out."),
     ("--output-filename",): (1, "Every line has its rank in front: redirect this program's output instead."),
     ("--config-file",): (1, "Put options into a shell script, and settings of Spark into its spark-defaults.conf."),

@@ -6,12 +6,9 @@ import math
 import reprlib
 import sys
 from collections.abc import Iterable, Mapping
-from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from spark_hvd.runner.watch.history import RunHistory
-from spark_hvd.timeline import read_trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -103,23 +100,13 @@ class RunResult(list[R]):
 
         return plot_throughput(self.history)
 
-    def timeline(
-        self, path: str | PathLike[str] | None = None, from_ms: float | None = None, to_ms: float | None = None
-    ) -> Figure:
-        """A lane for each rank over the time, filled by where its time went; needs matplotlib.
-
-        Args:
-            path: A file that ``hvd.start_timeline`` or HOROVOD_TIMELINE wrote: drawn is every phase of every rank that
-                is in it, instead.
-            from_ms: Where to begin in that file, in milliseconds from its first event.
-            to_ms: Where to end.
+    def timeline(self) -> Figure:
+        """Draw a lane for each rank over time, filled by where its time went; needs matplotlib.
 
         Raises:
-            ValueError: there is nothing to draw, or the file is none of these.
-            OSError: the file cannot be read.
+            ValueError: there is nothing to draw.
             ImportError: matplotlib is not installed.
         """
         from spark_hvd.runner.watch.display.plots import plot_timeline
-        from spark_hvd.timeline.plot import figure_of
 
-        return plot_timeline(self.history) if path is None else figure_of(read_trace(Path(path)), from_ms, to_ms)
+        return plot_timeline(self.history)

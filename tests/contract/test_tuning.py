@@ -47,7 +47,6 @@ def test_training_goes_on_unchanged(tmp_path: Path) -> None:
         fixed = train(60, bucket_cap_mb=0.5)
         return plain, tuned, fixed, current().queue.planner.threshold
 
-    pytest.importorskip("bayes_opt")
     log = tmp_path / "autotune.csv"
     with ranks(2) as world:
         (plain, tuned, fixed, threshold), other = world.run(fn, str(log))

@@ -12,7 +12,6 @@ import click
 import pytest
 
 from spark_hvd.runner import cli
-from spark_hvd.timeline import command
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -52,12 +51,6 @@ def fault(line: str) -> str | None:
     found = importlib.util.find_spec(f"{module}.__main__" if module == "benchmarks" else module)
     if found is None:
         return f"no module {module}"
-    if module == "spark_hvd.timeline" and rest:
-        try:
-            command._parser().parse_args(rest)
-        except SystemExit:
-            return f"not understood: {rest}"
-        return None
     source = Path(str(found.origin)).read_text()
     options = [word.partition("=")[0] for word in rest if word.startswith("-")]
     return next((f"no option {option}" for option in options if f'"{option}"' not in source), None)
@@ -91,6 +84,4 @@ def test_what_is_wrong_is_noticed() -> None:
     assert fault("spark-hvd examine") == "no command examine"
     assert fault("make demo") is None
     assert fault("make tea") == "no target tea"
-    assert fault("python -m spark_hvd.timeline plot trace.json --out a.png") is None
-    assert fault("python -m spark_hvd.timeline draw trace.json") is not None
     assert fault("OMP_NUM_THREADS=1 python -m benchmarks.train_step --round 3") == "no option --round"

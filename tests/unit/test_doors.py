@@ -24,7 +24,6 @@ DOORS = (
     "spark_hvd.tensorflow",
     "spark_hvd.tensorflow.elastic",
     "spark_hvd.testing",
-    "spark_hvd.timeline",
     "spark_hvd.torch",
     "spark_hvd.torch.elastic",
 )

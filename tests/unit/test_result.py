@@ -7,7 +7,6 @@ import pickle
 import sys
 from collections import OrderedDict
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ import torch
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.watch.history import RunHistory
 from tests.unit.test_history import history_of, vitals
-from tests.unit.test_timeline_summary import some_step, write
 
 
 def texts(figure: Any) -> str:
@@ -125,8 +123,8 @@ def test_plot_of_where_the_time_went() -> None:
     assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]
 
 
-def test_a_notebook_shows_plots_without_pyplot(tmp_path: Path) -> None:
-    for figure in (run_of().plot_loss(), run_of().timeline(write(tmp_path / "t.json", some_step()))):
+def test_a_notebook_shows_plots_without_pyplot() -> None:
+    for figure in (run_of().plot_loss(), run_of(3, 8).timeline()):
         picture: Any = figure
         assert picture._repr_png_().startswith(b"\x89PNG")
 
@@ -158,11 +156,6 @@ def test_hundreds_of_ranks_fit() -> None:
     figure = run_of(40, 3).timeline()
     assert figure.get_figheight() <= 12
     assert len(figure.axes[0].get_yticklabels()) <= 32
-
-
-def test_timeline_of_a_file(tmp_path: Path) -> None:
-    figure = run_of().timeline(write(tmp_path / "t.json", some_step()))
-    assert "GLOO_ALLREDUCE" in texts(figure)
 
 
 @pytest.mark.parametrize("plot", ["plot_loss", "plot_throughput", "timeline"])

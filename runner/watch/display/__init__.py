@@ -1,4 +1,4 @@
 """Draws a run: terminal, notebook, log, JSON, figures.
 
-May import watch, config and spark_hvd.timeline. Door: choose.
+May import watch and config. Door: choose.
 """

@@ -5,6 +5,7 @@ Figures are made without pyplot, so nothing of a program's own plotting state ch
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,8 +17,6 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
-
-    from spark_hvd.timeline.plot import Picture
 except ImportError as error:
     raise ImportError(f"plots need matplotlib: pip install 'spark_hvd[plots]' ({error})") from error
 
@@ -69,6 +68,15 @@ class Curve:
     points: bool = False
     colour: str | None = None
     dash: str | None = None
+
+
+class Picture(Figure):
+    """A figure that a notebook shows by itself, without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        target = io.BytesIO()
+        self.savefig(target, format="png", dpi=100)
+        return target.getvalue()
 
 
 def figure_of(width: float = SIZE[0], height: float = SIZE[1], panels: int = 1) -> tuple[Figure, list[Axes]]:

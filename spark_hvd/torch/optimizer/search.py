@@ -1,4 +1,4 @@
-"""Autotuning: the Bayesian search for the settings of highest throughput, fed with one score at a time."""
+"""Autotuning: a coordinate search for the settings of highest throughput, fed with one score at a time."""
 
 from __future__ import annotations
 
@@ -6,17 +6,11 @@ import csv
 import math
 import statistics
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
-
-import numpy as np
-
-if TYPE_CHECKING:
-    from bayes_opt import BayesianOptimization
 
 
 @dataclass(frozen=True)
@@ -57,32 +51,39 @@ class Knob:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
+    def moved(self, value: float, distance: float) -> float:
+        """The setting that lies some part of the range away, or at its end; a whole number moves by at least one."""
+        found = self.value(self.position(value) + distance)
+        if self.integer and found == value:
+            found = min(max(value + int(math.copysign(1, distance)), self.low), self.high)
+        return found
+
 
 Point = tuple[float, ...]
 """Values of the knobs that are tuned, in their order."""
+
+FIRST_STEP, LAST_STEP = 1 / 4, 1 / 32
+"""How far the search moves a knob, as a part of its range: at first, and at last."""
 
 
 class Autotuner:
     """Tries settings, one sample of training each, and keeps the fastest. One rank has it and tells the others.
 
-    The first samples are thrown away: start-up is not what training is like. Each further one is a trial, of `start`
-    and then of what a Gaussian process over the scores so far makes most promising (upper confidence bound). At last
-    the two best run once more, as the best of many noisy scores is a lucky one, and the better of them stays.
+    The first samples are thrown away: start-up is not what training is like. Each further one is a trial. The search
+    moves one knob at a time, up and then down, and stays where the score is higher. When no move helps, it halves the
+    step. At the end the two best settings run once more, since the best of many noisy scores may be luck; the better
+    one stays.
 
     Args:
         knobs: What is tuned.
         start: The values to begin with, of every knob that is not fixed.
         warmup_samples: Samples to throw away.
         samples: Trials, before the two best are checked.
-        noise: Variance of the noise in a score, where the variance of all scores is one; added to the diagonal of the
-            process's covariance.
-        seed: The same seed and scores give the same settings.
         log_path: A CSV file with a line a sample: its number, the value of every knob, the score, and "warmup", "trial"
             or "final" for the check of the two best. An existing file is overwritten.
         fixed: Knobs that keep this value, in their range or not. If none is left to tune, `done` is true at once.
 
     Raises:
-        ImportError: bayesian-optimization is not installed.
         ValueError: A value to start with is none of its knob's.
         OSError: `log_path` cannot be written.
     """
@@ -94,19 +95,16 @@ class Autotuner:
         *,
         warmup_samples: int = 3,
         samples: int = 20,
-        noise: float = 0.8,
-        seed: int = 0,
         log_path: str | PathLike[str] | None = None,
         fixed: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._knobs = tuple(knobs)
         self._fixed = dict(fixed)
         self._free = [knob for knob in knobs if knob.name not in fixed]
-        if self._free:
-            _library()  # a missing package is an error now, not after the warm-up
-        self._warmup, self._trials, self._noise, self._seed = warmup_samples, samples, noise, seed
+        self._warmup, self._trials = warmup_samples, samples
         self._point: Point = tuple(knob.within(start[knob.name]) for knob in self._free)
         self._scores: dict[Point, list[float]] = {}
+        self._proposals = self._search()
         self._finalists: list[Point] = []
         self._unchecked: list[Point] = []
         self._recorded = 0
@@ -128,8 +126,6 @@ class Autotuner:
 
     def record(self, score: float) -> dict[str, float] | None:
         """Take in what the values in force have achieved, and choose the next ones. Ignored once `done` is true.
-
-        Choosing takes some tenths of a second.
 
         Args:
             score: Bytes per second, or any other rate: only ratios count.
@@ -153,7 +149,7 @@ class Autotuner:
         self._write(score, "trial" if trial <= self._trials else "final")
         self._scores.setdefault(self._point, []).append(score)
         if trial < self._trials:
-            self._point = self._suggestion()
+            self._point = next(self._proposals)
         else:
             self._settle()
         return self.current if self.current != before else None
@@ -171,20 +167,27 @@ class Autotuner:
     def _score(self, point: Point) -> float:
         return statistics.median(self._scores[point])
 
-    def _suggestion(self) -> Point:
-        # A new optimizer each time: every score changes the mean and the variance by which all are normalized, and
-        # points tried repeatedly become one point of less noise (the library would print a line about each).
-        space, seed = {knob.name: (0.0, 1.0) for knob in self._free}, self._seed + self._recorded
-        optimizer = _library()(None, space, random_state=seed, verbose=0, allow_duplicate_points=True)
-        optimizer.set_gp_params(alpha=np.array([self._noise / len(scores) for scores in self._scores.values()]))
-        scores = [self._score(point) for point in self._scores]
-        mean, deviation = statistics.fmean(scores), statistics.pstdev(scores) or 1.0
-        for point, score in zip(self._scores, scores, strict=True):
-            # What was in force, which rounding to whole numbers may have moved from what was suggested.
-            positions = {knob.name: knob.position(value) for knob, value in zip(self._free, point, strict=True)}
-            optimizer.register(positions, (score - mean) / deviation)
-        suggested = optimizer.suggest()
-        return tuple(knob.value(float(suggested[knob.name])) for knob in self._free)
+    def _search(self) -> Iterator[Point]:
+        """Yield what to try next, without end; a point's score is known before the next is asked for."""
+        step = FIRST_STEP
+        while step >= LAST_STEP:
+            began = best = self._best()
+            for place, knob in enumerate(self._free):
+                for distance in (step, -step):
+                    point = (*best[:place], knob.moved(best[place], distance), *best[place + 1 :])
+                    if point in self._scores:
+                        continue
+                    yield point
+                    if self._score(point) > self._score(best):
+                        best = point
+                        break
+            if best == began:
+                step /= 2
+        while True:  # a score may have been luck
+            yield self._best()
+
+    def _best(self) -> Point:
+        return max(self._scores, key=self._score)
 
     def _write(self, score: float, phase: str) -> None:
         if self._log is None:
@@ -194,16 +197,6 @@ class Autotuner:
         except OSError as error:
             warnings.warn(f"the autotune log {self._log} ends here: {error}", stacklevel=3)
             self._log = None  # training goes on
-
-
-def _library() -> type[BayesianOptimization]:
-    try:
-        from bayes_opt import BayesianOptimization
-    except ImportError as error:
-        raise ImportError(
-            "autotuning needs the package bayesian-optimization; pip install 'spark_hvd[autotune]', or switch it off."
-        ) from error
-    return BayesianOptimization
 
 
 def _create(log: Path, header: Sequence[str]) -> None:
