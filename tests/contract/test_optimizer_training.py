@@ -8,7 +8,14 @@ from types import ModuleType
 
 import pytest
 
-from tests.contract import join_cases, local_cases, optimizer_cases, optimizer_odd_cases, shared_memory_cases
+from tests.contract import (
+    changed_gradient_cases,
+    join_cases,
+    local_cases,
+    optimizer_cases,
+    optimizer_odd_cases,
+    shared_memory_cases,
+)
 from tests.contract.optimizer_ranks import Ranks
 
 Case = Callable[[int, int], None]
@@ -46,6 +53,7 @@ def three() -> Iterator[Ranks]:
     [
         *cases_of(optimizer_cases),
         *cases_of(optimizer_odd_cases),
+        *cases_of(changed_gradient_cases),
         *cases_of(shared_memory_cases),
         *cases_of(join_cases),
         *cases_of(local_cases),

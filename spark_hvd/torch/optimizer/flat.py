@@ -76,7 +76,7 @@ class FlatBucket:
         flat: torch.Tensor,
     ) -> None:
         """Use `flat`, zeros, as buffer: it has an element for each of the gradients', a flag a gradient, and notes."""
-        self.members = plan.members
+        self.members = list(plan.members)
         self.params = [params[index] for index in plan.members]
         self.names = [specs[index].name for index in plan.members]
         self.reduction = reduction
@@ -84,6 +84,8 @@ class FlatBucket:
         self._flat = flat
         self._memory: MemorySum | None = None
         self._group: dist.ProcessGroup
+        self._first = flat.data_ptr()
+        self._end = self._first + flat.numel() * flat.element_size()
         self._payload = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
         self._body = self._flat[: plan.numel]
         self._tail = self._flat[plan.numel :]
@@ -92,11 +94,12 @@ class FlatBucket:
         """The notes of this rank; after :meth:`receive` they are the sum of all ranks'."""
         self._usual_tail = torch.ones_like(self._tail)
         self._usual_tail[len(plan.members) + 1 :] = 0
-        # `.data` gives each view a version counter of its own, so that a change to one gradient is seen as such.
-        self.views = [
-            torch.as_strided(self._flat, param.shape, _dense_stride(param), offset).data
-            for param, offset in zip(self.params, plan.offsets, strict=True)
+        self._layouts = [
+            (param.shape, _dense_stride(param), offset) for param, offset in zip(self.params, plan.offsets, strict=True)
         ]
+        self._flag_of = list(range(len(plan.members)))  # by place: which of the flags is its own
+        self.views = [self._view(place) for place in range(len(self.params))]
+        self._starts = [view.data_ptr() for view in self.views]
         self._fused_copy = plan.numel >= FUSED_COPY_NUMEL * len(self.params)
         self._missing: list[int] = []
         self._work: dist.Work | MemorySum | None = None
@@ -108,10 +111,12 @@ class FlatBucket:
         """Whether its all-reduce was started and not yet waited for."""
         return self._work is not None
 
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether a parameter's gradient lies here."""
-        return any(param.grad is view for param, view in zip(self.params, self.views, strict=True))
+    def holds_gradients(self, fresh: int) -> bool:
+        """Whether a gradient that lies here has a value other than zero, that of parameter `fresh` left out."""
+        return any(
+            index != fresh and self._lies_here(place) and bool(self.views[place].any())
+            for place, index in enumerate(self.members)
+        )
 
     @property
     def on_gpu(self) -> bool:
@@ -166,7 +171,12 @@ class FlatBucket:
         targets: list[torch.Tensor] = []
         missing = self._missing = []
         in_place = False
+        starts = self._starts
         for place, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+            if view.data_ptr() != starts[place]:
+                # `Module.double()`, `Module.to()` and `grad.data = ...` put other memory behind the tensor that was
+                # handed out, so it is a gradient like any other now.
+                view = self.views[place] = self._view(place)
             grad = param.grad
             if grad is view:
                 in_place = True
@@ -176,13 +186,45 @@ class FlatBucket:
             else:
                 if grad.layout is not torch.strided:
                     grad = self._densified(grad, place)
+                elif self.covers(grad):  # another parameter's place, which is written below
+                    grad = grad.clone()
                 fresh.append(grad)
                 targets.append(view)
                 param.grad = view
         self._scale_in(fresh, targets, in_place)
         self._tail.copy_(self._usual_tail)
         for place in missing:
-            self._flags[place] = 0
+            self._flags[self._flag_of[place]] = 0
+
+    def _view(self, place: int) -> torch.Tensor:
+        shape, stride, offset = self._layouts[place]
+        # `.data` gives each view a version counter of its own, so that a change to one gradient is seen as such.
+        return torch.as_strided(self._flat, shape, stride, offset).data
+
+    def _lies_here(self, place: int) -> bool:
+        view = self.views[place]
+        return self.params[place].grad is view and view.data_ptr() == self._starts[place]
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor begins in this bucket's memory."""
+        return self._first <= tensor.data_ptr() < self._end
+
+    def part_strays(self, buckets: Sequence[FlatBucket]) -> None:
+        """Give each gradient that lies in another parameter's place, in any bucket, memory of its own."""
+        for param, view in zip(self.params, self.views, strict=True):
+            grad = param.grad
+            if grad is None or grad is view or grad.layout is not torch.strided:
+                continue
+            if any(bucket.covers(grad) for bucket in buckets):
+                param.grad = grad.clone()
+
+    def vacate(self, index: int) -> None:
+        """Keep no place for a parameter any more: its part of the buffer is zeros from now on."""
+        place = self.members.index(index)
+        self._usual_tail[self._flag_of[place]] = 0
+        self._view(place).zero_()
+        for each in (self.members, self.params, self.names, self.views, self._starts, self._layouts, self._flag_of):
+            del each[place]
 
     def _densified(self, grad: torch.Tensor, place: int) -> torch.Tensor:
         if not self.reduction.sparse_as_dense:
@@ -260,7 +302,7 @@ class FlatBucket:
         if self._missing:
             used = (self._flags.abs() > 0.5).tolist()
             for place in self._missing:
-                if used[place]:
+                if used[self._flag_of[place]]:
                     self.params[place].grad = self.views[place]
 
     def abandon(self) -> None:
@@ -275,8 +317,8 @@ class FlatBucket:
 
     def drop(self) -> None:
         """Drop the gradients that lie here."""
-        for param, view in zip(self.params, self.views, strict=True):
-            if param.grad is view:
+        for place, param in enumerate(self.params):
+            if self._lies_here(place):
                 param.grad = None
 
 
@@ -300,7 +342,7 @@ def make_buckets(
     """
     leads = [params[plan.members[0]] for plan in plans]
     notes = notes_numel(reduction.size)
-    kinds = [(plan.numel + len(plan.members) + notes, lead.dtype) for plan, lead in zip(plans, leads, strict=True)]
+    kinds = [(plan.numel + len(plan.members) + notes, specs[plan.members[0]].dtype) for plan in plans]
     on_cpu = all(lead.device.type == "cpu" for lead in leads)
     sums: Sequence[tuple[torch.Tensor, MemorySum]] | None = None
     if plans and on_cpu and pipes is not None:
@@ -308,7 +350,7 @@ def make_buckets(
     if sums is not None:
         flats = [flat for flat, _ in sums]
     else:
-        flats = [lead.new_zeros(numel) for (numel, _), lead in zip(kinds, leads, strict=True)]
+        flats = [lead.new_zeros(numel, dtype=kind) for (numel, kind), lead in zip(kinds, leads, strict=True)]
     buckets = [FlatBucket(plan, params, specs, reduction, flat) for plan, flat in zip(plans, flats, strict=True)]
     if sums is not None:
         for bucket, (_, memory) in zip(buckets, sums, strict=True):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from spark_hvd.torch.optimizer.arguments import spec_of
 from spark_hvd.torch.optimizer.buckets import MEGABYTE, ParamSpec, describe_mismatch, fingerprint, plan_buckets
 from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction, make_buckets
 from spark_hvd.transport.host.hierarchy import HostSharing
@@ -42,7 +44,7 @@ class GradientPlan:
 
     Args:
         params: All parameters; the list may grow.
-        specs: What they are, in the same order.
+        specs: What they are, in the same order; brought up to date when a parameter gets its place.
         groups: Indices of parameters to keep in one bucket.
         reduction: How gradients are scaled and compressed.
         pipes: For buckets that are reduced in memory, between the ranks of one host, or the levels of several.
@@ -52,7 +54,7 @@ class GradientPlan:
     def __init__(
         self,
         params: Sequence[torch.nn.Parameter],
-        specs: Sequence[ParamSpec],
+        specs: list[ParamSpec],
         groups: Sequence[Sequence[int]],
         reduction: Reduction,
         pipes: HostSharing | None,
@@ -72,6 +74,7 @@ class GradientPlan:
         self._in_memory = pipes is not None
         self._cap_bytes = cap_bytes
         self._order: list[int] = []
+        self._placed: list[tuple[int, torch.nn.Parameter, torch.dtype, torch.Size, torch.device]] = []
 
     @property
     def made(self) -> bool:
@@ -81,6 +84,52 @@ class GradientPlan:
     def newcomers(self) -> list[int]:
         """The parameters without a place that are trained by now: added since, or unfrozen."""
         return [index for index in self.unplanned if self._params[index].requires_grad]
+
+    def changed(self) -> list[int]:
+        """The parameters in buckets whose dtype, shape or device is no longer that of their place."""
+        return [
+            index
+            for index, param, dtype, shape, device in self._placed
+            if param.dtype is not dtype or param.shape != shape or param.device != device
+        ]
+
+    def vacate(self, indices: Iterable[int]) -> None:
+        """Take parameters out of their buckets, if they are in any; they are reduced as newcomers then."""
+        for index in indices:
+            for bucket in self.buckets:
+                if index in bucket.members:
+                    bucket.vacate(index)
+
+    def drop_empty(self) -> None:
+        """Do without the buckets that every parameter has left; to be called between steps."""
+        for bucket in [bucket for bucket in self.buckets if not bucket.members]:
+            self.buckets.remove(bucket)
+            bucket.release()
+
+    def kinds_here(self, indices: Iterable[int]) -> list[dict[str, Any]]:
+        """What these parameters are on this rank now, to be compared with other ranks."""
+        return [spec_of(self._specs[index].name, self._params[index]).fields() for index in indices]
+
+    def recast(self, indices: Iterable[int]) -> list[int]:
+        """Which of these are no longer what ranks have compared: another dtype, shape, layout or device."""
+        specs = [(index, self._specs[index]) for index in indices]
+        return [
+            index
+            for index, spec in specs
+            if replace(spec_of(spec.name, self._params[index]), requires_grad=spec.requires_grad) != spec
+        ]
+
+    def require_same_kinds(self, kinds: Sequence[list[dict[str, Any]]]) -> None:
+        """Go on only if what :meth:`kinds_here` found is the same on all ranks.
+
+        Raises:
+            PlanMismatchError: It differs; raised on every rank.
+        """
+        if any(each != kinds[0] for each in kinds):
+            raise PlanMismatchError(
+                "parameters were cast or moved since DistributedOptimizer was made, and "
+                f"{describe_mismatch(kinds, [{}] * len(kinds))}. Change them alike on every rank"
+            )
 
     def require_same_newcomers(self, newcomers: Sequence[list[int]], ranks: Sequence[int]) -> None:
         """Go on only if these are the same on all ranks.
@@ -101,8 +150,9 @@ class GradientPlan:
             if (more := [index for index in indices if index not in everywhere])
         ]
         raise PlanMismatchError(
-            "requires_grad was switched on for different parameters on different ranks: "
-            f"{'; '.join(lines)}, and not every rank does. Unfreeze the same parameters on every rank"
+            "requires_grad was switched on, or the dtype changed, for different parameters on different ranks: "
+            f"{'; '.join(lines)}, and not every rank does. Unfreeze the same parameters on every rank, and cast "
+            "them alike"
         )
 
     def sparse_here(self, indices: Sequence[int]) -> list[int]:
@@ -126,11 +176,13 @@ class GradientPlan:
         Returns:
             The new buckets, which are the last ones now.
         """
+        for index in order:
+            self._specs[index] = spec_of(self._specs[index].name, self._params[index])
         gathered = sorted(set(sparse))
         dense = [index for index in order if index not in gathered]
         self.sparse.extend(gathered)
-        self._order += dense
         placed = set(order)
+        self._order = [index for index in self._order if index not in placed] + dense
         self.unplanned = [index for index in self.unplanned if index not in placed]
         return self._pack(dense, exchange)
 
@@ -158,4 +210,6 @@ class GradientPlan:
         pipes = self._pipes if self._in_memory else None
         fresh = make_buckets(plans, self._params, self._specs, self._reduction, pipes, exchange)
         self.buckets.extend(fresh)
+        params = [(index, self._params[index]) for index in self._order]
+        self._placed = [(index, param, param.dtype, param.shape, param.device) for index, param in params]
         return fresh

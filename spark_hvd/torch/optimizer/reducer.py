@@ -18,7 +18,7 @@ import enum
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from spark_hvd.torch.optimizer.hooks import GradientCounts, Unplanned, make_hook
 from spark_hvd.torch.optimizer.participation import Presence
 from spark_hvd.torch.optimizer.plan import GradientPlan, require_same
 from spark_hvd.torch.optimizer.step import BucketPipeline
-from spark_hvd.torch.optimizer.trace import StepTrace
+from spark_hvd.torch.optimizer.trace import Stepped, StepTrace
 from spark_hvd.transport.host.hierarchy import HostSharing
 from spark_hvd.transport.torch_private import at_end_of_backward, changes
 from spark_hvd.world.activity import activity
@@ -44,18 +44,6 @@ class Phase(enum.Enum):
     LEARNING = "learning"
     EAGER = "eager"
     LATE = "late"
-
-
-class Stepped(Protocol):
-    """Who is told of a reducer's steps."""
-
-    def stepped(self) -> None:
-        """One has been made, as planned."""
-        ...
-
-    def pause(self) -> None:
-        """The next one is no measure of the steps before."""
-        ...
 
 
 class GradientReducer:
@@ -196,6 +184,7 @@ class GradientReducer:
         progress.idle = True
         progress.left[:] = [self._passes] * len(progress.left)
         progress.order.clear()
+        self._plan.drop_empty()
         self._pipeline.reset()
         self._backwards = 0
         self._finished = False
@@ -243,11 +232,13 @@ class GradientReducer:
     def begin_backward(self, index: int) -> None:
         """The first gradient of a backward pass has come, that of parameter `index`."""
         if self._finished:
-            if any(bucket.holds_gradients for bucket in self._buckets):
+            if any(bucket.holds_gradients(index) for bucket in self._buckets):
                 self.overrun(index)
-            # The last step was not taken (GradScaler skips one on inf) and the model's gradients were set to None.
+            # The last step was not taken (GradScaler skips one on inf), and its gradients were dropped or zeroed.
             self.reset()
         self._progress.idle = False
+        for bucket in self._buckets:
+            bucket.part_strays(self._buckets)
         self._trace.backward_began()
         at_end_of_backward(self._end_backward)
 
@@ -319,9 +310,11 @@ class GradientReducer:
                 "sparse": self._plan.sparse_here(trained),
                 "any": any(self._params[index].grad is not None for index in trained),
                 "weights": fingerprints(self._params),
+                "kinds": self._plan.kinds_here(self._plan.recast(trained)),
             },
             self._joined or Presence.HERE,
         )
+        self._plan.require_same_kinds([fact["kinds"] for fact in facts])
         if facts and facts[0]["rank"] == dist.get_rank() and not self._warned:
             self._warned = True
             warn_of_start(self._params, self._specs, [fact["weights"] for fact in facts])
@@ -336,9 +329,8 @@ class GradientReducer:
             self._place(facts[0]["order"], facts)
 
     def _place(self, order: Sequence[int], facts: Sequence[dict[str, Any]]) -> None:
-        self._use(
-            self._plan.place(order, [index for fact in facts for index in fact["sparse"]], self._pipeline.exchange)
-        )
+        sparse = [index for fact in facts for index in fact["sparse"]]
+        self._use(self._plan.place(order, sparse, self._pipeline.exchange))
 
     def _use(self, buckets: Sequence[FlatBucket]) -> None:
         for bucket in buckets:
@@ -373,7 +365,8 @@ class GradientReducer:
         if self._joined is not None:
             return self._joined
         if self._newcomers is None:
-            self._newcomers = self._plan.newcomers()
+            self._newcomers = self._plan.newcomers() + self._plan.changed()
+            self._plan.vacate(self._newcomers)
         return Presence.HERE_WITH_NEWCOMERS if self._newcomers else Presence.HERE
 
     def _finish_waiting(self) -> None:
@@ -385,13 +378,20 @@ class GradientReducer:
             self._take_in_newcomers(presence)
 
     def _take_in_newcomers(self, presence: Presence) -> None:
-        """Place what was added or unfrozen since the last plan: no hook told of it, but its gradients are complete."""
+        """Place what was added, unfrozen or cast since the last plan: its gradients are complete, hooks or not."""
         newcomers = self._newcomers or []
         facts = self._pipeline.gather_facts(
-            {"newcomers": newcomers, "sparse": self._plan.sparse_here(newcomers)}, presence
+            {
+                "newcomers": newcomers,
+                "sparse": self._plan.sparse_here(newcomers),
+                "kinds": self._plan.kinds_here(newcomers),
+            },
+            presence,
         )
         indices = [fact["newcomers"] for fact in facts]
         self._plan.require_same_newcomers(indices, [fact["rank"] for fact in facts])
+        self._plan.require_same_kinds([fact["kinds"] for fact in facts])
+        self._plan.vacate(indices[0])  # a rank that has joined has not looked
         buckets, sparse = len(self._buckets), len(self._plan.sparse)
         self._place(indices[0][::-1], facts)
         for index in newcomers:

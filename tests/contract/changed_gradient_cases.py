@@ -1,0 +1,195 @@
+"""What a user may do to gradients and parameters between two steps: the weights stay those of one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
+from spark_hvd.world.errors import PlanMismatchError
+from tests.contract.optimizer_cases import reducer_of
+
+STEPS = 6
+Change = Callable[[nn.Sequential], object]
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def _loss(model: nn.Sequential, rank: int, step: int) -> torch.Tensor:
+    rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+    for layer in model:
+        weight = getattr(layer, "weight", rows)
+        rows = layer(rows.to(weight.dtype))
+    return rows.square().mean().double()
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _distance(model: nn.Module, oracle: nn.Module) -> float:
+    pairs = zip(model.parameters(), oracle.parameters(), strict=True)
+    return max(float((ours.double() - theirs.double()).detach().abs().max()) for ours, theirs in pairs)
+
+
+def _trained_alike(
+    rank: int, size: int, change: Change, when: int, *, to_none: bool, cap_mb: float = 25.0, skip: int = -1
+) -> None:
+    model, oracle = _net(), _net()
+    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), bucket_cap_mb=cap_mb)
+    plain = _sgd(oracle)
+    for step in range(STEPS):
+        if step == when:
+            change(model)
+            change(oracle)
+        optimizer.zero_grad(set_to_none=to_none)
+        plain.zero_grad(set_to_none=to_none)
+        _loss(model, rank, step).backward()
+        (torch.stack([_loss(oracle, r, step) for r in range(size)]).sum() / size).backward()
+        if step != skip:  # as GradScaler skips one
+            optimizer.step()
+            plain.step()
+    assert _distance(model, oracle) < 1e-6
+
+
+def _graded(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.grad is not None]
+
+
+def _repointed(model: nn.Module) -> None:
+    for param in _graded(model):
+        param.grad.data = param.grad.data.clone()  # type: ignore[union-attr]
+
+
+def _cleared(model: nn.Module) -> None:
+    for param in _graded(model):
+        param.grad.set_(torch.zeros_like(param))  # type: ignore[union-attr]
+
+
+def _cloned(model: nn.Module) -> None:
+    for param in _graded(model):
+        param.grad = param.grad.clone()  # type: ignore[union-attr]
+
+
+def _detached(model: nn.Module) -> None:
+    for param in _graded(model):
+        param.grad = param.grad.detach()  # type: ignore[union-attr]
+
+
+def _deleted(model: nn.Module) -> None:
+    for param in _graded(model):
+        param.grad = None
+
+
+def _swapped(model: nn.Sequential) -> None:
+    first, last = model[0].weight, model[2].weight
+    first.grad, last.grad = last.grad, first.grad
+
+
+def _moved(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.data.clone()
+
+
+CHANGES: list[Change] = [
+    lambda model: (model.double(), model.float()),
+    lambda model: (model.bfloat16(), model.float()),
+    lambda model: model.double(),
+    lambda model: model[2].double(),
+    _repointed,
+    _cleared,
+    _cloned,
+    _detached,
+    _deleted,
+    _swapped,
+    _moved,
+]
+
+
+def changed_before_the_first_step(rank: int, size: int) -> None:
+    for change in CHANGES:
+        _trained_alike(rank, size, change, 0, to_none=True)
+
+
+def changed_between_two_steps(rank: int, size: int) -> None:
+    for change, to_none in itertools.product(CHANGES, (True, False)):
+        _trained_alike(rank, size, change, 2, to_none=to_none)
+
+
+def changed_in_many_small_buckets(rank: int, size: int) -> None:
+    for change, to_none in itertools.product(CHANGES, (True, False)):
+        _trained_alike(rank, size, change, 2, to_none=to_none, cap_mb=1e-5)
+
+
+def cast_again_and_again(rank: int, size: int) -> None:
+    model, oracle = _net(), _net()
+    optimizer, plain = DistributedOptimizer(_sgd(model), model.named_parameters()), _sgd(oracle)
+    for step in range(STEPS):
+        for each in (model, oracle):
+            each[2 * (step % 3)].to(torch.float64 if step < 3 else torch.float32)
+        optimizer.zero_grad()
+        plain.zero_grad()
+        _loss(model, rank, step).backward()
+        (torch.stack([_loss(oracle, r, step) for r in range(size)]).sum() / size).backward()
+        optimizer.step()
+        plain.step()
+    assert _distance(model, oracle) < 1e-6
+    places = [name for bucket in reducer_of(optimizer).buckets for name in bucket]
+    assert sorted(places) == sorted(
+        name for name, _ in model.named_parameters()
+    )  # each has one, and no bucket is empty
+
+
+def a_step_is_skipped_and_gradients_are_zeroed(rank: int, size: int) -> None:
+    for to_none in (True, False):
+        _trained_alike(rank, size, lambda model: None, 0, to_none=to_none, skip=2)
+
+
+def gradients_of_a_skipped_step_are_not_silently_added(rank: int, size: int) -> None:
+    model = _net()
+    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters())
+    for step in range(2):
+        _loss(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    _loss(model, rank, 2).backward()
+    with pytest.raises(AssertionError, match="backward_passes_per_step=1"):
+        _loss(model, rank, 3).backward()
+    optimizer.zero_grad()
+
+
+def cast_on_one_rank_alone_is_an_error_on_all(rank: int, size: int) -> None:
+    model = _net()
+    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters())
+    for step in range(3):
+        if step == 2 and rank == 1:
+            model[2].double()
+        optimizer.zero_grad()
+        if step == 2:
+            with pytest.raises(PlanMismatchError, match=r"rank 1 trains .*'2\.weight'"):
+                _loss(model, rank, step).backward()
+        else:
+            _loss(model, rank, step).backward()
+            optimizer.step()
+
+
+def cast_to_different_dtypes_is_an_error_on_all(rank: int, size: int) -> None:
+    for when in (0, 2):
+        model = _net()
+        optimizer = DistributedOptimizer(_sgd(model), model.named_parameters())
+        for step in range(when + 1):
+            if step == when:
+                model.to(torch.float64 if rank else torch.bfloat16)
+                with pytest.raises(PlanMismatchError, match=r"has dtype 'torch\.bfloat16'"):
+                    _loss(model, rank, step).backward()
+            else:
+                optimizer.zero_grad()
+                _loss(model, rank, step).backward()
+                optimizer.step()
