@@ -1,7 +1,8 @@
 """Temporary folders that do not outlive a killed owner for long: others on the host find them by their locks.
 
 The owner holds a lock on the folder, which the kernel takes away with the process, however that ends. A folder without
-one is nobody's; no process id has to be right, also not in another container that shares the folder above.
+one is nobody's; no process id has to be right, also not in another container that shares the folder above. Where locks
+are refused, to whoever sweeps as well, a folder goes with its owner only if that ends in order.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import weakref
 from collections.abc import Mapping
 
 PREFIX = "spark_hvd-scratch-"
+_MOST_SWEEPS = 100
+"""Folders that are made until one is not swept at once by somebody else; two in a row are rare."""
 _swept: set[str] = set()
 _locks: set[int] = set()
 
@@ -73,24 +76,45 @@ def local_directory(env: Mapping[str, str]) -> str:
     return next((path for path in given if path and os.path.isdir(path)), temporary_directory(env))
 
 
-def _make(parent: str, purpose: str) -> tuple[str, int]:
-    while True:
+def _make(parent: str, purpose: str) -> tuple[str, int | None]:
+    """A new folder, and its lock; None where the file system or a sandbox gives no locks, so that nobody sweeps."""
+    for _ in range(_MOST_SWEEPS):
         path = tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-", dir=parent)
-        if (lock := _lock(path)) is not None:  # else a sweep was quicker, and has it now
+        try:
+            lock = _opened(path)
+        except FileNotFoundError:  # a sweep was quicker
+            continue
+        except OSError:  # it cannot be used: by a server of files, say, that has made it somebody else's
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
+            raise
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # a sweep has it
+            os.close(lock)
+            continue
+        except OSError:
+            os.close(lock)
+            return path, None
+        if _is_at(lock, path):
             _locks.add(lock)
             return path, lock
+        os.close(lock)
+    raise OSError(
+        f"{parent}: {_MOST_SWEEPS} new folders, {PREFIX}{purpose}-*, were removed as soon as they were made. Expected "
+        "that they stay. Next: see which program removes them, or set TMPDIR to another folder"
+    )
 
 
 def _lock(path: str) -> int | None:
-    """A lock on a folder that is there; None where another has it, or it is not ours."""
+    """A lock on a folder that is there; None where another has it, it is not ours, or there are no locks."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        fd = _opened(path)
     except OSError:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        info = os.fstat(fd)
-        if info.st_uid == os.geteuid() and os.path.samestat(info, os.lstat(path)):
+        if os.fstat(fd).st_uid == os.geteuid() and _is_at(fd, path):
             return fd
     except OSError:
         pass
@@ -98,12 +122,25 @@ def _lock(path: str) -> int | None:
     return None
 
 
-def _remove(path: str, lock: int, owner: int) -> None:
+def _opened(path: str) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+
+def _is_at(fd: int, path: str) -> bool:
+    """Whether the open folder still has this path."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _remove(path: str, lock: int | None, owner: int) -> None:
     if os.getpid() != owner:  # a forked process has the folder's object, but its end is not the folder's
         return
     shutil.rmtree(path, ignore_errors=True)
-    _locks.discard(lock)
-    os.close(lock)
+    if lock is not None:
+        _locks.discard(lock)
+        os.close(lock)
 
 
 def _forget() -> None:

@@ -17,6 +17,7 @@ import struct
 
 _CREDENTIALS = struct.Struct("3i")
 BACKLOG = 64
+_MOST_TRIES = 100  # to lock a folder that others remove when they have used it; two in a row are rare
 _PLACES = ("/dev/shm", "/tmp")  # the same for all executors of a host, who may have a TMPDIR each
 
 
@@ -53,7 +54,7 @@ class SocketFolder:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        while True:
+        for _ in range(_MOST_TRIES):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o700)
             try:
@@ -76,6 +77,10 @@ class SocketFolder:
                 os.close(self._fd)
                 raise
             os.close(self._fd)
+        raise OSError(
+            f"{path} was another directory once it was locked, {_MOST_TRIES} times. Expected that it stays. Next: "
+            "see which program removes it, or what the file system below it is"
+        )
 
     @classmethod
     def named(cls, name: str) -> SocketFolder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Generic, TypeVar
@@ -28,6 +29,9 @@ class ShardLoader(Generic[T_co]):
     Leaving an epoch early is allowed; the next ``iter()`` then begins the next epoch. Several threads may share an
     iterator: each batch goes to one of them.
 
+    In the state of an elastic training, the next ``iter()`` after ranks have changed gives the rest of the epoch. Where
+    the last batch had been given but the loop had not ended, the rest is empty: the loop ends this epoch then.
+
     Args:
         name: Of the data set, in messages.
         source: Where its rows are.
@@ -51,7 +55,8 @@ class ShardLoader(Generic[T_co]):
         self._name, self._source, self._sharding, self._asked = name, source, sharding, asked
         self._form, self._collate = form, collate
         self._next = Position()
-        self._now: _Epoch[T_co] | None = None
+        self._now: Feed[Any] | None = None
+        self._loop: weakref.ref[_Epoch[T_co]] | None = None
         self._reader: Reader[Any] | None = None
         self._process = 0
 
@@ -82,10 +87,14 @@ class ShardLoader(Generic[T_co]):
                 f"data set {self._name!r} has {self._source.rows} rows for {size} ranks: expected at least one for "
                 "each. Next: use fewer ranks"
             )
-        feed = Feed(self._opened(), self._sharding, rank, size, self._next)
-        self._next = Position(feed.position.epoch + 1)
-        self._now = _Epoch(feed, self._collate)
-        return self._now
+        start = self._next
+        feed = Feed(self._opened(), self._sharding, rank, size, start)
+        # With nothing left for these ranks of an epoch that was begun, this pass only ends it.
+        left = feed.left if feed.position.epoch == start.epoch else 0
+        self._next = Position(start.epoch + 1)
+        self._now, epoch = feed, _Epoch(feed, self._collate, start.epoch, left)
+        self._loop = weakref.ref(epoch)  # whether a loop still holds it
+        return epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training stands in the data, as JSON-ready values: the same on all ranks, for any number of them.
@@ -93,6 +102,17 @@ class ShardLoader(Generic[T_co]):
         It counts the batches that were given. Take it on all ranks after the same number of them.
         """
         return {"version": VERSION, "position": self._position.to_json(), **self._order()}
+
+    def loop_state_dict(self) -> dict[str, Any]:
+        """What :meth:`state_dict` gives, but for a loop that is entered again from outside, as an elastic function is.
+
+        After the last batch and before its loop has ended, the epoch is not over: all its rows are taken. A loop that
+        is entered again finds no batch then, and goes on as the first one would have.
+        """
+        loop, state = None if self._loop is None else self._loop(), self.state_dict()
+        if loop is not None and self._now is not None and loop.at_end:
+            state["position"] = Position(loop.number, ((0, self._source.rows),)).to_json()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken, with as many ranks as there are now: each row of the epoch comes once.
@@ -131,19 +151,21 @@ class ShardLoader(Generic[T_co]):
 
 
 class _Epoch(Iterator[T_co]):
-    def __init__(self, feed: Feed[Any], collate: Callable[[Any], T_co]) -> None:
+    def __init__(self, feed: Feed[Any], collate: Callable[[Any], T_co], number: int, left: int) -> None:
         self._feed, self._collate = feed, collate
-        self._left = feed.left
+        self.number, self._left = number, left
+        self._ended = False
         self._lock = threading.Lock()  # threads share the iterator: the feed counts what it gave
 
     @property
-    def position(self) -> Position:
-        """After the last batch that was given."""
-        return self._feed.position
+    def at_end(self) -> bool:
+        """Whether all batches were given, and whoever takes them has not been told yet that there are no more."""
+        return not self._left and not self._ended
 
     def __next__(self) -> T_co:
         with self._lock:
             if not self._left:
+                self._ended = True
                 raise StopIteration
             batch = next(self._feed)
             self._left -= 1

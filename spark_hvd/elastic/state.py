@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -69,7 +69,7 @@ class State:
         if launcher is not None:
             launcher.committed(self.commits)  # only now have all ranks saved it
         if wanted:
-            raise HostsUpdatedInterrupt(_UPDATED)
+            self._interrupt()
 
     def check_host_updates(self) -> None:
         """Go on with other members if they are to change, without a commit; collective, one tiny all-reduce.
@@ -80,7 +80,14 @@ class State:
             HostsUpdatedInterrupt, MismatchError, CollectiveError: See :meth:`commit`.
         """
         if self._agree():
-            raise HostsUpdatedInterrupt(_UPDATED)
+            self._interrupt()
+
+    def _interrupt(self) -> NoReturn:
+        self._interrupted()
+        raise HostsUpdatedInterrupt(_UPDATED)
+
+    def _interrupted(self) -> None:
+        """The elastic function is about to be left, and the loops in it with it."""
 
     def _agree(self) -> bool:
         """Whether the members are to change, on all ranks alike, once all have come here with the same progress."""
@@ -179,6 +186,7 @@ class ObjectState(State):
             CollectiveError: A peer or the network failed; :meth:`restore` undoes what has changed.
         """
         communicator = current().communicator
+        root = communicator.rank
         if self._snapshots.last() is None:  # so that a sync that fails half-way can be undone
             self._take(self.commits)
         if communicator.size > 1:
@@ -189,10 +197,13 @@ class ObjectState(State):
             if communicator.rank != root:
                 for name, value in received.items():
                     self._load(name, value)
-            self._sync_others(root)
+        self._sync_others(root)
+        self._take(max(self.commits, 0))
+        if communicator.rank == root and (commit := self._snapshots.last()) is not None:
+            # What others have just loaded is at the beginning of the rest; the root's may be in the middle of a use.
+            for name in filter(self._reloads, commit.skeletons):
+                self._load(name, commit.value(name, own=not self._copies(name)))
         self._renew()
-        self.commits = max(self.commits, 0)
-        self._take(self.commits)
 
     def _take(self, number: int, stable: Collection[Hashable] = ()) -> None:
         self._snapshots.take(number, self._content(), self._extras(), stable)
@@ -210,6 +221,10 @@ class ObjectState(State):
 
     def _copies(self, name: str) -> bool:
         """Whether :meth:`_load` only copies from the tensors it is given, from whatever device."""
+        return False
+
+    def _reloads(self, name: str) -> bool:
+        """Whether the rank whose state counts is to :meth:`_load` it too, because it may be half used."""
         return False
 
     def _kind(self, name: str) -> str:

@@ -22,6 +22,7 @@ class _VariablesHandler(StateDictHandler):
     """Handles what has Keras variables, by their places."""
 
     copies = True
+    reloads = False
 
     def _variables(self) -> list[Any]:
         raise NotImplementedError

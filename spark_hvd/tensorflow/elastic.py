@@ -29,6 +29,7 @@ class _TensorFlowHandler(StateDictHandler):
     """Handles variables, by their places."""
 
     copies = True
+    reloads = False
 
     def state(self) -> Any:
         """See base class."""

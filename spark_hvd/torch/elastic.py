@@ -138,6 +138,15 @@ class TorchState(ObjectState):
         handler = self._ours(name)
         return handler is not None and handler.copies
 
+    def _reloads(self, name: str) -> bool:
+        handler = self._ours(name)
+        return handler is not None and handler.reloads
+
+    def _interrupted(self) -> None:
+        for handler in self._handlers.values():
+            if isinstance(handler, StateDictHandler):
+                handler.interrupted()
+
     def _kind(self, name: str) -> str:
         handler = self._handlers.get(name)
         return super()._kind(name) if handler is None else f"for a {type(handler).__name__}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -63,6 +63,9 @@ class StateDictHandler(StateHandler):
     copies = False
     """Whether :meth:`load` only copies from the tensors it is given, from whatever device."""
 
+    reloads = True
+    """Whether the value may be half used, as an iterator is: then each sync has it load its state on every rank."""
+
     def state(self) -> Any:
         """What is to be saved and sent. Its tensors may be the value's own: dicts, lists and tuples of tensors."""
         return self.value.state_dict()
@@ -79,6 +82,9 @@ class StateDictHandler(StateHandler):
         """Keys of the tensors that only a step of the value changes, an optimizer."""
         return ()
 
+    def interrupted(self) -> None:
+        """The function that uses the value is about to be left, in order; :meth:`renewed` follows in the next world."""
+
     def renewed(self) -> None:
         """The value has been restored, or made equal on all ranks."""
 
@@ -89,6 +95,7 @@ class ModelStateHandler(StateDictHandler):
     __module__ = "spark_hvd.torch.elastic"
 
     copies = True
+    reloads = False
 
     def __init__(self, value: Any) -> None:
         require_no_tables(value, "a TorchState")
@@ -119,6 +126,8 @@ class OptimizerStateHandler(StateDictHandler):
     """
 
     __module__ = "spark_hvd.torch.elastic"
+
+    reloads = False
 
     def load(self, state: Any) -> None:
         """See base class."""
@@ -154,6 +163,33 @@ class SamplerStateHandler(StateDictHandler):
 
 
 @runtime_checkable
+class LoopStateful(Protocol):
+    """A loader that tells whether the loop over it has ended: a loader of a data set of the run."""
+
+    def loop_state_dict(self) -> dict[str, Any]:
+        """Where it stands, for a loop that is entered again."""
+        ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
+        """Have the next iteration go on from there."""
+        ...
+
+
+class LoaderStateHandler(StateDictHandler):
+    """Handles a loader of a data set of the run: its place in the epoch."""
+
+    __module__ = "spark_hvd.torch.elastic"
+
+    def state(self) -> Any:
+        """See base class."""
+        return self.value.loop_state_dict()
+
+    def interrupted(self) -> None:
+        """Stay where the loop is, which ends with the function."""
+        self.load(self.state())
+
+
+@runtime_checkable
 class Stateful(Protocol):
     """Anything with a state dict."""
 
@@ -172,6 +208,7 @@ _registry: Registry = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
+    (LoopStateful, LoaderStateHandler),
     (Stateful, StateDictHandler),
 ]
 

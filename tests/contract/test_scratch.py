@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -138,3 +140,44 @@ def test_ranks_use_the_temporary_directory_of_their_run(tmp_path: Path, monkeypa
     run_local(os.getpid, num_proc=1)  # at its end the server looks for what the rank has left
     monkeypatch.setenv("TMPDIR", str(tmp_path / "a"))
     assert run_local(tempfile.gettempdir, num_proc=1) == [str(tmp_path / "a")]
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM])
+def test_a_folder_without_a_lock_where_locks_are_refused(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with Scratch("test", str(temporary)) as folder:
+        sweep(str(temporary))  # has no lock either, so it cannot know
+        assert [folder] == [str(path) for path in temporary.iterdir()]
+    assert not [*temporary.iterdir()]
+
+
+def test_a_folder_that_is_somebody_elses(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # as where a server of files says who owns them
+    with Scratch("test", str(temporary)) as folder:
+        assert [folder] == [str(path) for path in temporary.iterdir()]
+    assert not [*temporary.iterdir()]
+
+
+def test_folders_that_are_always_swept_at_once(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*_: object) -> None:
+        raise BlockingIOError(errno.EWOULDBLOCK, "somebody has it")
+
+    monkeypatch.setattr(fcntl, "flock", busy)
+    with pytest.raises(OSError, match=r"100 new folders, spark_hvd-scratch-test-\*, were removed .* set TMPDIR"):
+        Scratch("test", str(temporary))
+
+
+def test_a_folder_that_cannot_be_opened(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: str, *_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(PermissionError, match="spark_hvd-scratch-test-"):
+        Scratch("test", str(temporary))
+    monkeypatch.undo()
+    assert not [*temporary.iterdir()]
