@@ -1,4 +1,4 @@
-"""The rows of a DataFrame, which lie spread over the hosts of the ranks: each rank reads those that came to it."""
+"""The rows of a DataFrame, which lie spread over the hosts of the ranks: each rank reads its share of them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import torch
 
+from spark_hvd.collectives.process_set import global_process_set, queue_of
+from spark_hvd.collectives.start import start_alltoall
+from spark_hvd.context import who
 from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.packed import PackedRows
 from spark_hvd.data.readers.forms import BatchT, Form
 from spark_hvd.data.readers.reader import Reader
 from spark_hvd.data.readers.sharding import Interval, Position, Sharding, gaps_of, length, steps_of
+from spark_hvd.data.readers.sharding import rows_of as equal_rows
 from spark_hvd.data.source import Asked, DataSource
-from spark_hvd.data.spool import Spool
-from spark_hvd.data.units import Ints, Piece, Seed, line_of, mixing, stretches, units_of, windows_of
+from spark_hvd.data.spool import Spool, SpoolWriter
+from spark_hvd.data.units import Ints, Move, Owned, Piece, Seed, line_of, mixing, owned_by, stretches, windows_of
 
 T = TypeVar("T")
 
@@ -32,7 +37,7 @@ class FrameSource(DataSource):
     Attributes:
         spool: Where its rows lie.
         counts: Rows of each unit, those of all ranks.
-        parts: Which part of the units each rank owns: ranks are numbered by host, and tasks are not.
+        parts: Which part of the rows each rank owns: ranks are numbered by host, and tasks are not.
         part: Which one this rank owns.
         window_rows: Rows that are shuffled together unless something else is asked for.
     """
@@ -73,13 +78,17 @@ class FrameSource(DataSource):
 
     def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
         """See base class."""
-        units = units_of(self.part, len(self.parts))
-        return SpoolReader(self.spool, self.counts, units, asked, form, asked.window_rows or self.window_rows)
+        return SpoolReader(self.spool, self.counts, self.owned, asked, form, asked.window_rows or self.window_rows)
+
+    @property
+    def owned(self) -> Owned:
+        """What this rank takes of each unit."""
+        return owned_by(self.part, len(self.parts), self.counts)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnitSharding(Sharding):
-    """Rows are bound to the rank that owns their unit; ranks differ a little in rows, and not in steps.
+    """Each rank takes the same part of the units in every epoch; ranks differ by a row at most, and not in steps.
 
     Attributes:
         counts: Rows of each unit.
@@ -97,15 +106,15 @@ class UnitSharding(Sharding):
     def batches(self, position: Position, rank: int, size: int) -> list[int]:
         """See base class. None where a rank has no row left; what the others have is left out.
 
-        No batch is empty: where a rank has fewer rows than others have batches, those of the others are larger.
+        No batch is empty: where a rank has fewer rows than others have batches, those of the others are larger. Ranks
+        differ by more than a row only after their number has changed within an epoch.
         """
         left = [length(share) for share in self._shares(position, size)]
         if not min(left):
             return []
         if self.drop_last:
             return [min(self.batch_size, min(left))] * steps_of(min(left), 1, self.batch_size, drop_last=True)
-        owned = (units_of(part, size) for part in self.parts)
-        whole = [int(self.counts[units.start : units.stop].sum()) for units in owned]
+        whole = [equal_rows(self.rows, part, size) for part in self.parts]
         # As many ranks as before go on with the batches that were left; others share what is left anew.
         steps, done = self._steps(whole), self._steps_done(whole, left)
         if done is None:
@@ -115,7 +124,8 @@ class UnitSharding(Sharding):
 
     def _steps(self, rows: Sequence[int]) -> int:
         """Of ranks with so many rows each."""
-        return min(min(rows), steps_of(max(rows), 1, self.batch_size))
+        fewest, most = min(rows), max(rows)
+        return min(fewest, steps_of(fewest if most - fewest <= 1 else most, 1, self.batch_size))
 
     def _steps_done(self, whole: Sequence[int], left: Sequence[int]) -> int | None:
         """After how many steps ranks that had so many rows have so many left; None if there is no such step."""
@@ -126,8 +136,8 @@ class UnitSharding(Sharding):
 
     def _first(self, rows: int, steps: int, batches: int) -> int:
         """How many of a rank's rows are in its first batches."""
-        if steps == steps_of(rows, 1, self.batch_size):
-            return min(rows, batches * self.batch_size)
+        if (steps - 1) * self.batch_size < rows <= steps * self.batch_size + 1:
+            return rows if batches == steps else batches * self.batch_size
         return batches * (rows // steps) + min(batches, rows % steps)
 
     def share(self, position: Position, rank: int, size: int) -> list[Interval]:
@@ -137,17 +147,16 @@ class UnitSharding(Sharding):
     def taken(self, position: Position, rank: int, size: int, rows: int) -> list[Interval]:
         """See base class."""
         seed = seed_of(self.seed, position.epoch)
-        order, begins = line_of(self.counts, seed)
-        mine = _owned(order, units_of(self.parts[rank], size))
-        begins, counts = begins[mine], self.counts[order[mine]]
+        whole = _pieces_of(self.counts, owned_by(self.parts[rank], size, self.counts), seed)
         found: list[Interval] = []
-        pieces = _pieces(begins, begins, counts, self.share(position, rank, size))
+        cut = whole.cut(self.share(position, rank, size))
+        pieces = zip(cut.begins.tolist(), cut.firsts.tolist(), cut.done.tolist(), cut.lengths.tolist(), strict=True)
         for number, window in enumerate(windows_of(pieces, self.window_rows)):
             if not rows:
                 break
-            left = [(first + done, first + count) for first, done, count in window if done < count]
+            left = [(begin + done, begin + count) for begin, _, done, count in window if done < count]
             if (there := length(left)) > rows:
-                firsts, _, lengths = np.array(window).T
+                firsts, _, _, lengths = np.array(window).T
                 return [*found, *_runs(np.sort(stretches(firsts, lengths)[mixing(window, seed, number)[:rows]]))]
             found += left
             rows -= there
@@ -157,39 +166,35 @@ class UnitSharding(Sharding):
         """What is left for each rank."""
         if (position, size) not in self._known:
             self._known.clear()  # a training asks for the same place again and again
-            order, starts = line_of(self.counts, seed_of(self.seed, position.epoch))
-            stops = starts + self.counts[order]
-            left = list(gaps_of(self.rows, position.done))
+            seed, left = seed_of(self.seed, position.epoch), list(gaps_of(self.rows, position.done))
             shares = []
             for part in self.parts:
-                mine = _owned(order, units_of(part, size))
-                shares.append(list(_common(zip(starts[mine].tolist(), stops[mine].tolist(), strict=True), left)))
+                mine = _pieces_of(self.counts, owned_by(part, size, self.counts), seed)
+                stops = mine.begins + mine.lengths
+                shares.append(list(_common(zip(mine.begins.tolist(), stops.tolist(), strict=True), left)))
             self._known[position, size] = shares
         return self._known[position, size]
 
 
 class UnitReader(Reader[BatchT]):
-    """Reads the rows of a rank's units; a subclass finds those of some pieces.
+    """Reads the rows that a rank takes of units; a subclass finds those of some pieces.
 
     Args:
         counts: Rows of each unit.
-        units: The rank's.
+        owned: What the rank takes of them.
         asked: What is read.
         form: Makes batches.
     """
 
-    def __init__(self, counts: Ints, units: range, asked: Asked, form: Form[Any, BatchT]) -> None:
-        self._counts, self._units, self._asked, self._form = counts, units, asked, form
+    def __init__(self, counts: Ints, owned: Owned, asked: Asked, form: Form[Any, BatchT]) -> None:
+        self._counts, self._owned, self._asked, self._form = counts, owned, asked, form
 
     def batches(self, epoch: int, share: Sequence[Interval], sizes: Sequence[int]) -> Generator[BatchT, None, None]:
         """See base class."""
         if not sizes:
             return
         seed = seed_of(self._asked.seed if self._asked.shuffle else None, epoch)
-        order, begins = line_of(self._counts, seed)
-        mine = _owned(order, self._units)
-        units = order[mine]
-        pieces = _pieces(units, begins[mine], self._counts[units], share)
+        pieces = _pieces_of(self._counts, self._owned, seed).cut(share).pieces()
         with ThreadPoolExecutor(1, "spark_hvd-reader") as pool:
             yield from self._form.cut(_ahead(pool, self._parts(pieces, seed, sizes)), sizes)
 
@@ -205,9 +210,9 @@ class SpoolReader(UnitReader[BatchT]):
     """Reads units, one window ahead of the consumer. Bounded by two windows of memory; files are mapped."""
 
     def __init__(
-        self, spool: Spool, counts: Ints, units: range, asked: Asked, form: Form[Any, BatchT], window_rows: int
+        self, spool: Spool, counts: Ints, owned: Owned, asked: Asked, form: Form[Any, BatchT], window_rows: int
     ) -> None:
-        super().__init__(counts, units, asked, form)
+        super().__init__(counts, owned, asked, form)
         self._spool, self._window_rows = spool, window_rows
 
     def _parts(self, pieces: Iterator[Piece], seed: Seed | None, sizes: Sequence[int]) -> Iterator[Any]:
@@ -220,31 +225,93 @@ class SpoolReader(UnitReader[BatchT]):
         return self._form.of(pa.Table.from_batches([window.batch()]), where)
 
 
+def with_moved(name: str, spool: Spool, moves: Iterator[list[Move]], part: int) -> Spool:
+    """The rows that are here together with those that this rank lacks. To be called by all ranks.
+
+    Args:
+        name: Of the data set.
+        spool: The rows that are here.
+        moves: See :func:`moves_of`.
+        part: Of this rank, which ranks of its task differ in.
+
+    Raises:
+        DataError: the disk does not take the rows.
+    """
+    me, size, writer = who.rank(), who.size(), None
+    device = queue_of(global_process_set).communicator.fact_device
+    folder = f"{spool.folder}-{part}"
+    for number, moving in enumerate(moves):
+        sent = {move.target: _to_bytes(spool.rows(*move[2:])) for move in moving if move.source == me}
+        payload = torch.cat([sent.get(rank, torch.empty(0, dtype=torch.uint8)) for rank in range(size)]).to(device)
+        splits = [len(sent.get(rank, ())) for rank in range(size)]
+        handle = start_alltoall(payload, splits, f"spark_hvd.moved.{name}.{number}", global_process_set)
+        received, lengths = handle.wait()
+        for rows in np.split(received.cpu().numpy(), np.cumsum(lengths.cpu().numpy())[:-1]):
+            if len(rows):
+                writer = writer or SpoolWriter(folder, spool.schema)
+                with pa.ipc.open_stream(pa.py_buffer(rows)) as stream:
+                    for batch in stream:
+                        writer.write(batch)
+    if writer is None:
+        return spool
+    writer.close()
+    return Spool(str(spool.folder), folder)
+
+
+def _to_bytes(batch: pa.RecordBatch) -> torch.Tensor:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch)
+    return torch.from_numpy(np.frombuffer(sink.getvalue(), np.uint8).copy())
+
+
 def seed_of(seed: int | None, epoch: int) -> Seed | None:
     """Of an epoch's order; None where all have the same."""
     return None if seed is None else (seed, epoch)
 
 
-def _owned(order: Ints, units: range) -> Ints:
-    """Which places of the order have these units."""
-    return np.flatnonzero((order >= units.start) & (order < units.stop))
+@dataclass(frozen=True)
+class _Pieces:
+    """What a rank takes of units, in the order of an epoch: where each piece begins in the line, and as in a Piece."""
+
+    begins: Ints
+    units: Ints
+    firsts: Ints
+    done: Ints
+    lengths: Ints
+
+    def pieces(self) -> Iterator[Piece]:
+        """One by one."""
+        return zip(self.units.tolist(), self.firsts.tolist(), self.done.tolist(), self.lengths.tolist(), strict=True)
+
+    def cut(self, share: Sequence[Interval]) -> _Pieces:
+        """The same, where ``share`` is left to do: of each piece its last rows.
+
+        A piece is cut where rows that are done follow some that are not, as other ranks may leave it.
+        """
+        edges = np.array([(0, 0), *share], np.int64)
+        stops, ends = edges[1:, 1], self.begins + self.lengths
+        whose = np.searchsorted(self.begins, stops) - 1
+        begins = np.sort(np.concatenate([self.begins, stops[stops < ends[whose]]])) if len(stops) else self.begins
+        piece = np.searchsorted(self.begins, begins, side="right") - 1
+        ends = np.minimum(ends[piece], np.append(begins[1:], np.iinfo(np.int64).max))
+        below = np.cumsum(edges[:, 1] - edges[:, 0])
+        # Rows of the share before a place grow by one a row inside of its intervals, and stay as they are between them.
+        before = np.column_stack((below - (edges[:, 1] - edges[:, 0]), below)).ravel()
+        left = np.interp(ends, edges.ravel(), before) - np.interp(begins, edges.ravel(), before)
+        firsts = self.firsts[piece] + begins - self.begins[piece]
+        return _Pieces(begins, self.units[piece], firsts, ends - begins - left.astype(np.int64), ends - begins)
 
 
-def _pieces(names: Ints, begins: Ints, counts: Ints, share: Sequence[Interval]) -> Iterator[Piece]:
-    """Of each unit of a rank, in the order of the line, what is left of it: its last rows.
-
-    Args:
-        names: What the pieces say of their units.
-        begins: Where in the line they begin.
-        counts: Rows of each.
-        share: What is left, in the order of the line.
-    """
-    edges = np.array([(0, 0), *share], np.int64)
-    below = np.cumsum(edges[:, 1] - edges[:, 0])
-    # Rows of the share before a place grow by one a row inside of its intervals, and stay as they are between them.
-    before = np.column_stack((below - (edges[:, 1] - edges[:, 0]), below)).ravel()
-    left = np.interp(begins + counts, edges.ravel(), before) - np.interp(begins, edges.ravel(), before)
-    return zip(names.tolist(), (counts - left.astype(np.int64)).tolist(), counts.tolist(), strict=True)
+def _pieces_of(counts: Ints, owned: Owned, seed: Seed | None) -> _Pieces:
+    """Where in the line of an epoch the rows that a rank owns are; none is done."""
+    order, begins = line_of(counts, seed)
+    places = np.empty_like(begins)
+    places[order] = begins
+    begins = places[owned.units] + owned.firsts
+    sort = np.argsort(begins)
+    units, firsts, lengths = (each[sort] for each in owned)
+    return _Pieces(begins[sort], units, firsts, np.zeros_like(lengths), lengths)
 
 
 def _runs(places: Ints) -> list[Interval]:

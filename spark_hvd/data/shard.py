@@ -14,7 +14,7 @@ from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.context import who
 from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.columns import Features, numpy_batch, torch_batch
-from spark_hvd.data.frame import FrameSource
+from spark_hvd.data.frame import FrameSource, with_moved
 from spark_hvd.data.loader import ShardLoader
 from spark_hvd.data.readers.dataset import listed
 from spark_hvd.data.readers.errors import DataError
@@ -24,6 +24,7 @@ from spark_hvd.data.series.windows import METADATA
 from spark_hvd.data.sliding import window_source
 from spark_hvd.data.source import Asked, DataSource
 from spark_hvd.data.spool import SpoolSource
+from spark_hvd.data.units import moves_of
 
 if TYPE_CHECKING:
     from spark_hvd.data.torch_loader import TorchLoader
@@ -195,9 +196,11 @@ def source_here(name: str, told: DataSource | SpoolSource) -> DataSource:
     counts = np.zeros_like(spool.counts)
     mine = slice(told.units.start, told.units.stop)
     all_ranks = allgather_object(
-        (mine, spool.counts[mine], told.part, spool.window_rows), name=f"spark_hvd.rows_of.{name}"
+        (mine, spool.counts[mine], told.part, spool.held, spool.window_rows), name=f"spark_hvd.rows_of.{name}"
     )
-    for units, found, _, _ in all_ranks:
+    for units, found, *_ in all_ranks:
         counts[units] = found
-    parts, windows = tuple(part for _, _, part, _ in all_ranks), (rows for *_, rows in all_ranks)
-    return FrameSource(spool, counts, parts, told.part, min(windows))
+    _, _, parts, held, rows = zip(*all_ranks, strict=True)
+    window_rows = min(rows)
+    spool = with_moved(name, spool, moves_of(counts, counts, parts, held, window_rows), told.part)
+    return FrameSource(spool, counts, parts, told.part, window_rows)

@@ -15,14 +15,27 @@ import pyarrow as pa
 from spark_hvd.collectives.objects import allgather_object
 from spark_hvd.context import who
 from spark_hvd.data.column_form import ColumnForm
-from spark_hvd.data.frame import FrameSource, UnitReader
+from spark_hvd.data.frame import FrameSource, UnitReader, with_moved
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import BatchT, Form, pieces_of
 from spark_hvd.data.readers.reader import Reader
 from spark_hvd.data.series.pieces import COUNT, GAP, NULL, PROBLEM, REPEATED, SHORT, windows_in
 from spark_hvd.data.source import Asked
 from spark_hvd.data.spool import Spool
-from spark_hvd.data.units import ROW, UNITS, Ints, Piece, Seed, mixing, order_in_units, stretches, units_of, windows_of
+from spark_hvd.data.units import (
+    ROW,
+    UNITS,
+    Ints,
+    Owned,
+    Piece,
+    Seed,
+    mixing,
+    moves_of,
+    order_in_units,
+    owned_by,
+    stretches,
+    windows_of,
+)
 
 TOGETHER = 1 << 20
 """Windows that are shuffled together: of each, only its number is in memory."""
@@ -70,8 +83,7 @@ class WindowSource(FrameSource):
 
     def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
         """See base class."""
-        units = units_of(self.part, len(self.parts))
-        return WindowReader(self.series, self.counts, units, asked, form, asked.window_rows or self.window_rows)
+        return WindowReader(self.series, self.counts, self.owned, asked, form, asked.window_rows or self.window_rows)
 
 
 class SeriesHere:
@@ -79,25 +91,40 @@ class SeriesHere:
 
     Args:
         spool: Where the pieces are.
-        units: The rank's.
+        units: Those that are read.
         asked: What :class:`~spark_hvd.data.series.windows.WindowSpec` has, as JSON gives it back.
+        closing: Closes the files, to which :meth:`read` adds nothing any more then; they stay while they are mapped.
 
     Attributes:
         schema: Of the windows.
-        counts: Windows of each unit; of other ranks' units none.
+        counts: Windows of each unit; of units that were not read none.
         problems: What is wrong, by the values of :data:`PROBLEM`.
     """
 
-    def __init__(self, spool: Spool, units: range, asked: Mapping[str, Any]) -> None:
+    def __init__(self, spool: Spool, units: Sequence[int], asked: Mapping[str, Any], closing: ExitStack) -> None:
         self._keys, self._columns = asked["keys"], asked["columns"]
         self.length, self._stride = asked["length"], asked["stride"]
         self.problems: dict[str, Problem] = {}
-        keys, rows, whose = [], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        owners, at = np.repeat(np.array(units, np.int64), spool.counts[units.start : units.stop]), 0
-        with ExitStack() as closing, spool.disk():
-            opened = [closing.enter_context(tempfile.TemporaryFile(dir=spool.folder)) for _ in self._columns]
-            files = dict(zip(self._columns, opened, strict=True))
-            for table in spool.tables([(unit, 0, int(spool.counts[unit])) for unit in units], None):
+        with spool.disk():
+            opened = [closing.enter_context(tempfile.TemporaryFile(dir=spool.folder)) for _ in self._columns]  # noqa: SIM115
+            self._files = dict(zip(self._columns, opened, strict=True))
+        self._rows = self._owners = np.zeros(0, np.int64)
+        fields = [spool.schema.field(name) for name in self._keys]
+        self._key_columns = pa.schema(fields).empty_table()
+        self.schema = pa.schema([*fields, *(pa.field(name, self._list()) for name in self._columns)])
+        self.read(spool, units)
+
+    def read(self, spool: Spool, units: Sequence[int]) -> None:
+        """Take in the pieces of more units.
+
+        Raises:
+            DataError: the disk does not take them.
+        """
+        numbers = np.array(units, np.int64)
+        keys, rows, whose = [self._key_columns], [self._rows], [self._owners]
+        owners, at = np.repeat(numbers, spool.counts[numbers]), 0
+        with spool.disk():
+            for table in spool.tables([(unit, 0, 0, int(spool.counts[unit])) for unit in units], None):
                 problems = table.column(PROBLEM)
                 fine = problems.is_null()
                 whose.append(owners[at : at + table.num_rows][fine.to_numpy()])
@@ -105,28 +132,27 @@ class SeriesHere:
                 self._note(table.filter(problems.is_valid()))
                 pieces = table.filter(fine)
                 keys.append(pieces.select(self._keys))
-                for name, file in files.items():
+                for name, file in self._files.items():
                     file.write(pieces.column(name).combine_chunks().flatten().to_numpy())
                 rows.append(pieces.column(self._columns[0]).combine_chunks().value_lengths().to_numpy())
-            for file in opened:
+            for file in self._files.values():
                 file.flush()
-            # They have no names, and stay while they are mapped. What is empty cannot be, and has no windows.
-            self._values = {
-                name: np.memmap(file, np.float32, "r") for name, file in files.items() if any(map(len, rows))
-            }
-        self._rows = np.concatenate(rows)
+        # They have no names, and stay while they are mapped. What is empty cannot be, and has no windows.
+        there = any(map(len, rows))
+        self._values = {name: np.memmap(file, np.float32, "r") for name, file in self._files.items() if there}
+        self._rows, self._owners = np.concatenate(rows), np.concatenate(whose)
         windows = windows_in(self._rows, self.length, self._stride)
-        self.counts: Ints = np.bincount(np.concatenate(whose), windows, minlength=UNITS).astype(np.int64)
-        self._unit_ends = np.cumsum(self.counts)
+        self.counts: Ints = np.bincount(self._owners, windows, minlength=UNITS).astype(np.int64)
         self._ends, self._starts = np.cumsum(windows), np.cumsum(self._rows) - self._rows
         self._firsts = self._ends - windows
-        fields = [spool.schema.field(name) for name in self._keys]
-        self._key_columns = pa.concat_tables([pa.schema(fields).empty_table(), *keys]).combine_chunks()
-        self.schema = pa.schema([*fields, *(pa.field(name, self._list()) for name in self._columns)])
+        self._first_windows = np.zeros(UNITS, np.int64)
+        there_units, pieces_at = np.unique(self._owners, return_index=True)  # the pieces of a unit follow each other
+        self._first_windows[there_units] = self._firsts[pieces_at]
+        self._key_columns = pa.concat_tables(keys).combine_chunks()
 
     def first_of(self, units: Ints) -> Ints:
         """The number of the first window of each unit."""
-        found: Ints = self._unit_ends[units] - self.counts[units]
+        found: Ints = self._first_windows[units]
         return found
 
     def batch(self, numbers: Ints, columns: Sequence[str]) -> pa.RecordBatch:
@@ -155,9 +181,9 @@ class WindowReader(UnitReader[BatchT]):
     """Cuts windows out of series, a few batches ahead of the consumer."""
 
     def __init__(
-        self, series: SeriesHere, counts: Ints, units: range, asked: Asked, form: Form[Any, BatchT], together: int
+        self, series: SeriesHere, counts: Ints, owned: Owned, asked: Asked, form: Form[Any, BatchT], together: int
     ) -> None:
-        super().__init__(counts, units, asked, form)
+        super().__init__(counts, owned, asked, form)
         self._series, self._together = series, together
 
     def _parts(self, pieces: Iterator[Piece], seed: Seed | None, sizes: Sequence[int]) -> Iterator[Any]:
@@ -174,12 +200,15 @@ class WindowReader(UnitReader[BatchT]):
 
     def _order(self, pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
         """The windows of pieces that are left, in their order, which is the same whatever the number of ranks."""
-        units, _, lengths = np.array(pieces, np.int64).T
-        within = stretches(np.zeros_like(lengths), lengths)
-        places = np.repeat(np.arange(len(units)), lengths)
+        units, firsts, _, lengths = np.array(pieces, np.int64).T
+        whole = self._counts[units]
+        within = stretches(np.zeros_like(whole), whole)
+        places = np.repeat(np.arange(len(units)), whole)
         ids = units[places] * (ROW + 1) + within
         order = order_in_units(places.astype(np.int16), ids, seed)
-        found: Ints = (self._series.first_of(units)[places] + within)[order][mixing(pieces, seed, number)]
+        if (lengths < whole).any():  # another rank takes the others
+            order = order[stretches(np.cumsum(whole) - whole + firsts, lengths)]
+        found: Ints = (self._series.first_of(units)[places] + within)[order[mixing(pieces, seed, number)]]
         return found
 
 
@@ -201,23 +230,35 @@ def window_source(name: str, spool: Spool, units: range, part: int, asked: Mappi
     Raises:
         DataError: series that are not as they were said to be, or too few windows; the same on all ranks.
     """
-    series = SeriesHere(spool, units, asked)
-    ranks = allgather_object((series.counts, part, series.problems), name=f"spark_hvd.rows_of.{name}")
-    counts: Ints = np.sum([its for its, *_ in ranks], axis=0)
-    problems: dict[str, Problem] = {}
-    for *_, its in ranks:
-        for kind, problem in its.items():
-            _add(problems, kind, problem)
-    _check(name, asked, problems, [int(its.sum()) for its, *_ in ranks])
-    return WindowSource(spool, counts, tuple(its for _, its, _ in ranks), part, TOGETHER, series)
+    with ExitStack() as closing:
+        series = SeriesHere(spool, units, asked, closing)
+        mine = np.zeros_like(spool.counts)
+        mine[units.start : units.stop] = spool.counts[units.start : units.stop]
+        ranks = allgather_object(
+            (series.counts, mine, part, spool.held, spool.window_rows, series.problems),
+            name=f"spark_hvd.rows_of.{name}",
+        )
+        found, rows, parts, held, window_rows, noted = zip(*ranks, strict=True)
+        counts: Ints = np.sum(found, axis=0)
+        problems: dict[str, Problem] = {}
+        for its in noted:
+            for kind, problem in its.items():
+                _add(problems, kind, problem)
+        _check(name, asked, problems, int(counts.sum()), len(ranks))
+        moves = moves_of(counts, np.sum(rows, axis=0), parts, held, min(window_rows))
+        spool = with_moved(name, spool, moves, part)
+        wanted = owned_by(part, len(parts), counts).units.tolist()
+        if more := [unit for unit in wanted if unit not in units]:
+            series.read(spool, more)
+    return WindowSource(spool, counts, parts, part, TOGETHER, series)
 
 
 def _add(problems: dict[str, Problem], kind: str, problem: Problem) -> None:
     problems[kind] = problems[kind] + problem if kind in problems else problem
 
 
-def _check(name: str, asked: Mapping[str, Any], problems: Mapping[str, Problem], windows: Sequence[int]) -> None:
-    """Windows of each rank, and what is wrong with series."""
+def _check(name: str, asked: Mapping[str, Any], problems: Mapping[str, Problem], windows: int, ranks: int) -> None:
+    """The number of windows, and what is wrong with series."""
     where, order, left_out = f"data set {name!r}: ", asked["order_by"], ""
     for kind, found in problems.items():
         here = f"{found.there} of them in {found.key}"
@@ -246,9 +287,9 @@ def _check(name: str, asked: Mapping[str, Any], problems: Mapping[str, Problem],
             raise DataError(f'{where}{left_out}. Next: shorter windows, or short="skip" to leave such series out')
         if who.rank() == 0:
             _log.warning("%s%s: they are left out", where, left_out)
-    if not all(windows):
+    if windows < ranks:
         raise DataError(
-            f"data set {name!r} has {sum(windows)} windows of {asked['length']} rows, and none came to rank "
-            f"{windows.index(0)} of {len(windows)}{f' ({left_out})' if left_out else ''}: each rank needs some. Next: "
-            "more or longer series, shorter windows, or fewer ranks"
+            f"data set {name!r} has {windows} windows of {asked['length']} rows for {ranks} ranks"
+            f"{f' ({left_out})' if left_out else ''}: expected one for each at least. Next: more or longer series, "
+            "shorter windows, or fewer ranks"
         )

@@ -173,24 +173,36 @@ class Spool:
 
     Args:
         folder: Where.
+        brought: Where more rows are, which came from other ranks.
 
     Attributes:
-        folder: The same.
+        folder: The first of the two.
         schema: Of the user's columns.
         counts: Rows of each unit.
         window_rows: Those that fit in :data:`WINDOW_BYTES`.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, brought: str | None = None) -> None:
         self.folder = Path(folder)
-        self._counts = np.load(self.folder / _COUNTS)
+        folders = [self.folder] if brought is None else [self.folder, Path(brought)]
+        found = [np.load(each / _COUNTS) for each in folders]
+        self._own = len(found[0])
+        self._counts = np.concatenate(found)
         self.counts: Ints = self._counts.sum(0, dtype=np.int64)
         self._ends = np.cumsum(self._counts, axis=1, dtype=np.int64)
         self.schema = pa.ipc.read_schema(pa.py_buffer((self.folder / _SCHEMA).read_bytes()))
-        files = [self.folder / _chunk(number) for number in range(len(self._counts))]
-        row_bytes = sum(file.stat().st_size for file in files) // max(1, int(self.counts.sum()))
+        self._files = [
+            each / _chunk(number) for each, chunks in zip(folders, found, strict=True) for number in range(len(chunks))
+        ]
+        row_bytes = sum(file.stat().st_size for file in self._files) // max(1, int(self.counts.sum()))
         self.window_rows = max(1, WINDOW_BYTES // max(1, row_bytes))
-        self._mapped = [_mapped(str(file)) for file in files]
+        self._mapped = [_mapped(str(file)) for file in self._files]
+
+    @property
+    def held(self) -> range:
+        """The units that have rows here, and those between them: all of their rows are here."""
+        there = np.flatnonzero(self.counts)
+        return range(int(there[0]), int(there[-1]) + 1) if len(there) else range(0)
 
     def windows(
         self,
@@ -210,22 +222,30 @@ class Spool:
         names = self.schema.names if columns is None else columns
         schema = pa.schema([self.schema.field(name) for name in names])
         for number, window in enumerate(windows_of(pieces, window_rows or self.window_rows)):
-            if any(done < rows for _, done, rows in window):
+            if any(done < rows for _, _, done, rows in window):
                 yield self._gather(window, seed, number, schema)
 
     def tables(self, *args: Any) -> Iterator[pa.Table]:
         """:meth:`windows` as Arrow has them."""
         return (pa.Table.from_batches([window.batch()]) for window in self.windows(*args))
 
+    def rows(self, unit: int, first: int, rows: int) -> pa.RecordBatch:
+        """Some rows of a unit in the order of the DataFrame, as :meth:`SpoolWriter.write` takes them."""
+        named = pa.schema([pa.field(ID, pa.int64()), *self.schema])
+        found = self._gather([(unit, first, 0, rows)], None, 0, named).batch()
+        schema = pa.schema([pa.field(UNIT, pa.int32()), *named])
+        units = pa.array(np.full(rows, unit, np.int32))
+        return pa.RecordBatch.from_arrays([units, *found.columns], schema=schema)
+
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """All rows that the task has, in no order, some at once."""
+        """All rows that the task has, in no order, some at once; without those that came from other ranks."""
         schema = pa.schema([self.schema.field(name) for name in columns])
-        for number, mapped in enumerate(self._mapped):
+        for number, mapped in enumerate(self._mapped[: self._own]):
             if mapped is not None:
                 for start in range(0, mapped.num_rows, _SLICE):
                     yield unpack(mapped.slice(start, _SLICE), None, schema)
                 continue
-            with pa.memory_map(str(self.folder / _chunk(number))) as file, pa.ipc.open_file(file) as reader:
+            with pa.memory_map(str(self._files[number])) as file, pa.ipc.open_file(file) as reader:
                 for at in range(reader.num_record_batches):
                     yield reader.get_batch(at).select(columns)
 
@@ -234,7 +254,8 @@ class Spool:
         return _Disk(self.folder, 0)
 
     def _gather(self, pieces: Sequence[Piece], seed: Seed | None, number: int, schema: pa.Schema) -> PackedRows:
-        units, *_ = np.array(pieces, np.int64).T
+        units, firsts, _, rows = np.array(pieces, np.int64).T
+        whole = self.counts[units]
         parts, places = [], []
         for chunk, counts in enumerate(self._counts):
             lengths = counts[units].astype(np.int64)
@@ -244,6 +265,8 @@ class Spool:
         columns = [batch.column(ID).to_numpy() for batch, _ in parts]
         ids = [column if at is None else column[at] for column, (_, at) in zip(columns, parts, strict=True)]
         order = order_in_units(np.concatenate(places), np.concatenate(ids), seed)
+        if (rows < whole).any():  # another rank takes the others
+            order = order[stretches(np.cumsum(whole) - whole + firsts, rows)]
         return taken(parts, order[mixing(pieces, seed, number)], schema)
 
     def _part(self, number: int, units: Ints, lengths: Ints) -> Rows:
@@ -253,7 +276,7 @@ class Spool:
             return mapped, stretches(self._ends[number, units] - lengths, lengths)
         places = np.cumsum(self._counts[number] > 0) - 1
         one_by_one = pa.ipc.IpcReadOptions(use_threads=False)  # threads for each small batch take four times as long
-        path = str(self.folder / _chunk(number))
+        path = str(self._files[number])
         with pa.memory_map(path) as file, pa.ipc.open_file(file, options=one_by_one) as reader:
             found = [reader.get_batch(places[unit]) for unit in units[lengths > 0]]
         return single(pa.Table.from_batches(found)), None
@@ -265,7 +288,7 @@ class SpoolSource:
 
     Attributes:
         folder: Where its task writes them, together with those of the task's other ranks.
-        part: Which share of the units is the rank's.
+        part: Which share of the rows is the rank's.
         parts: Of how many.
     """
 
@@ -275,7 +298,7 @@ class SpoolSource:
 
     @property
     def units(self) -> range:
-        """The units whose rows are this rank's."""
+        """The units whose rows Spark has brought here for this rank."""
         return units_of(self.part, self.parts)
 
     def open(self) -> Spool:

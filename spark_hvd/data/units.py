@@ -1,13 +1,14 @@
 """In which order the rows of a DataFrame stand in an epoch, and which rank has them. Pure functions of numbers.
 
-Every row belongs to one of :data:`UNITS` units. A rank owns consecutive units; an epoch goes through them in an order
-of its own. So neither the order in which rows arrive nor the number of ranks decides the line of an epoch.
+Every row belongs to one of :data:`UNITS` units. Laid end to end, these are cut into one share a rank, equal but for a
+row; an epoch goes through them in an order of its own. So neither the order in which rows arrive nor the number of
+ranks decides the line of an epoch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +23,11 @@ ROW = (1 << 33) - 1
 """The bits of monotonically_increasing_id() that number rows; those above number partitions."""
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-Piece = tuple[int, int, int]
-"""A unit, how many of its rows are done, and how many it has. Rows of a unit are taken in its order."""
+Piece = tuple[int, int, int, int]
+"""A unit, the first of its rows that is meant, how many from there on are done, and how many there are.
+
+Rows of a unit are counted and taken in its order, which is another one in each epoch.
+"""
 
 Seed = tuple[int, int]
 """The user's, and the epoch's number."""
@@ -38,9 +42,83 @@ OURS = {UNIT, ID, SOURCE, struct_of(0)}
 """Names that no column of the user's may have."""
 
 
+class Owned(NamedTuple):
+    """What a rank takes of the units in every epoch, in ascending order; none is empty.
+
+    Attributes:
+        units: Their numbers.
+        firsts: The first row that it takes of each, in the order of the epoch.
+        lengths: How many from there on.
+    """
+
+    units: Ints
+    firsts: Ints
+    lengths: Ints
+
+
+def owned_by(part: int, parts: int, counts: Ints) -> Owned:
+    """What one of ``parts`` ranks takes of units with so many rows; ranks differ by a row at most.
+
+    Two ranks share the units at the border between them: one takes the first rows, the other takes the last ones.
+    """
+    ends = np.cumsum(counts)
+    each, more = divmod(int(ends[-1]), parts)
+    low, high = part * each + min(part, more), (part + 1) * each + min(part + 1, more)
+    firsts, stops = (np.clip(edge - (ends - counts), 0, counts) for edge in (low, high))
+    units = np.flatnonzero(firsts < stops)
+    return Owned(units, firsts[units], (stops - firsts)[units])
+
+
 def units_of(part: int, parts: int) -> range:
-    """The units of one of ``parts`` ranks."""
+    """The units whose rows Spark brings to one of ``parts`` ranks."""
     return range(-(-part * UNITS // parts), -(-(part + 1) * UNITS // parts))
+
+
+class Move(NamedTuple):
+    """Rows of a unit that one rank sends to another.
+
+    Attributes:
+        source: The rank that has them.
+        target: The rank that lacks them.
+        unit: Their unit.
+        first: The first one, in the order of the DataFrame.
+        rows: How many.
+    """
+
+    source: int
+    target: int
+    unit: int
+    first: int
+    rows: int
+
+
+def moves_of(weights: Ints, rows: Ints, parts: Sequence[int], held: Sequence[range], most: int) -> Iterator[list[Move]]:
+    """What ranks send each other, in rounds: units at the border of two tasks, which Spark has brought to the other.
+
+    Spark places rows before anybody has counted them, so tasks differ by some. Once all ranks know how many rows each
+    unit has, each knows by itself who lacks which.
+
+    A unit is sent whole, for each epoch draws anew which of its rows are whose.
+
+    Args:
+        weights: What is shared equally, of each unit: rows, or windows.
+        rows: Rows of each unit.
+        parts: The part of each rank, as ranks and parts are numbered in two ways.
+        held: The units of which each rank can read the rows.
+        most: Rows that a rank sends another in a round, at most.
+    """
+    size, has = len(parts), {part: rank for rank, part in enumerate(parts)}
+    pending: dict[tuple[int, int], list[Move]] = {}
+    for target, part in enumerate(parts):
+        for unit in owned_by(part, size, weights).units.tolist():
+            if unit in held[target]:
+                continue
+            source = has[unit * size // UNITS]
+            of_pair = pending.setdefault((source, target), [])
+            for first in range(0, int(rows[unit]), most):
+                of_pair.append(Move(source, target, unit, first, min(most, int(rows[unit]) - first)))
+    for number in range(max(map(len, pending.values()), default=0)):
+        yield [moves[number] for moves in pending.values() if number < len(moves)]
 
 
 def order_of(seed: Seed | None) -> Ints:
@@ -98,7 +176,7 @@ def windows_of(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
     window: list[Piece] = []
     room = rows
     for piece in pieces:
-        *_, length = piece
+        length = piece[-1]
         if window and length > room:
             yield window
             window, room = [], rows
@@ -120,7 +198,7 @@ def mixing(pieces: Sequence[Piece], seed: Seed | None, number: int) -> Ints:
         seed: None for one after the other.
         number: Of the window.
     """
-    _, done, lengths = np.array(pieces, np.int64).reshape(-1, 3).T
+    _, _, done, lengths = np.array(pieces, np.int64).reshape(-1, 4).T
     order = np.arange(lengths.sum()) if seed is None else _mixed(lengths, (*seed, number))
     if done.any():
         left = np.zeros(len(order), bool)

@@ -26,7 +26,7 @@ def read(name: str) -> tuple[str, list[dict[str, Any]]]:
 
     source = source_of(name)
     rows = source.open()
-    pieces = [(unit, 0, int(rows.counts[unit])) for unit in source.units]
+    pieces = [(unit, 0, 0, int(rows.counts[unit])) for unit in source.units]
     return source.folder, [row for table in rows.tables(pieces, None) for row in table.to_pylist()]
 
 

@@ -20,7 +20,7 @@ from spark_hvd.data.readers.forms import TableForm
 from spark_hvd.data.readers.sharding import Position
 from spark_hvd.data.source import Asked
 from spark_hvd.data.spool import Spool, SpoolWriter, spool_table
-from spark_hvd.data.units import ID, STRIDE, UNIT, UNITS, units_of
+from spark_hvd.data.units import ID, STRIDE, UNIT, UNITS, moves_of, units_of
 
 PARTITIONS = 3
 
@@ -43,6 +43,14 @@ def sources(folder: Path, rows: int, size: int) -> list[FrameSource]:
         writer.close()
         spools.append(Spool(place))
     counts = np.sum([spool.counts for spool in spools], axis=0)
+    brought: dict[int, SpoolWriter] = {}
+    for move in itertools.chain(*moves_of(counts, counts, parts, [spool.held for spool in spools], 2)):
+        if move.target not in brought:
+            brought[move.target] = SpoolWriter(f"{spools[move.target].folder}-more", spools[move.target].schema)
+        brought[move.target].write(spools[move.source].rows(*move[2:]))
+    for rank, writer in brought.items():
+        writer.close()
+        spools[rank] = Spool(str(spools[rank].folder), f"{spools[rank].folder}-more")
     return [FrameSource(spool, counts, parts, part, window_rows=50) for spool, part in zip(spools, parts, strict=True)]
 
 
@@ -154,17 +162,21 @@ def test_as_many_ranks_as_before_go_on_with_the_batches_that_were_left(
     assert position == Position(2)
 
 
-def test_ranks_that_differ_in_rows_take_equal_steps(folder: Path) -> None:
-    source = sources(folder, 1000, 3)[0]
-    sharding = source.sharding(10, False, Asked(columns=("row",)))
-    left = [sum(sharding.batches(Position(), rank, 3)) for rank in range(3)]
-    assert len(set(left)) > 1
-    sizes = [sharding.batches(Position(), rank, 3) for rank in range(3)]
-    assert [len(each) for each in sizes] == [-(-max(left) // 10)] * 3
-    assert max(max(each) for each in sizes) == 10
-    assert min(min(each[:-1]) for each in sizes) >= 9
-    whole = source.sharding(10, True, Asked(columns=("row",)))
-    assert [whole.batches(Position(), rank, 3) for rank in range(3)] == [[10] * (min(left) // 10)] * 3
+@pytest.mark.parametrize("rows", [1000, 1001, 1019, 442, 9])
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_ranks_differ_by_a_row_at_most_and_take_the_steps_of_an_equal_share(folder: Path, rows: int, size: int) -> None:
+    source = sources(folder, rows, size)[0]
+    for batch_size in (1, 4, 10, 50):
+        sharding = source.sharding(batch_size, False, Asked(columns=("row",)))
+        sizes = [sharding.batches(Position(), rank, size) for rank in range(size)]
+        assert {sum(each) for each in sizes} <= {rows // size, -(-rows // size)}
+        assert [len(each) for each in sizes] == [-(-(rows // size) // batch_size)] * size
+        assert all(each[:-1] == [batch_size] * (len(each) - 1) for each in sizes)
+        last = [each[-1] for each in sizes]
+        assert max(last) - min(last) <= 1
+        whole = source.sharding(batch_size, True, Asked(columns=("row",)))
+        full = [whole.batches(Position(), rank, size) for rank in range(size)]
+        assert full == [[min(batch_size, rows // size)] * max(1, rows // size // batch_size)] * size
 
 
 def test_only_the_columns_asked_for(folder: Path) -> None:

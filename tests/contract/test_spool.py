@@ -17,7 +17,7 @@ from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.columns import numpy_batch
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.spool import Spool, SpoolSource, SpoolWriter
-from spark_hvd.data.units import UNITS, keys_of, mixing, order_of, units_of, windows_of
+from spark_hvd.data.units import UNITS, Piece, keys_of, mixing, order_of, units_of, windows_of
 
 SCHEMA = pa.schema([("x", pa.float32()), ("name", pa.string()), ("many", pa.list_(pa.int64()))])
 ROWS = 5000
@@ -50,7 +50,7 @@ def spool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return written(tmp_path_factory.mktemp("spool") / "rows", order, **request.param)
 
 
-def ids_in(spool: Spool, pieces: list[tuple[int, int, int]], seed: tuple[int, int] | None, window: int) -> list[int]:
+def ids_in(spool: Spool, pieces: list[Piece], seed: tuple[int, int] | None, window: int) -> list[int]:
     tables = list(spool.tables(pieces, seed, window))
     assert {table.schema for table in tables} <= {SCHEMA}
     read = pa.concat_tables(tables or [SCHEMA.empty_table()])
@@ -59,15 +59,14 @@ def ids_in(spool: Spool, pieces: list[tuple[int, int, int]], seed: tuple[int, in
     return ids.tolist()
 
 
-def expected(pieces: list[tuple[int, int, int]], seed: tuple[int, int] | None, window: int) -> list[int]:
+def expected(pieces: list[Piece], seed: tuple[int, int] | None, window: int) -> list[int]:
     ids = np.arange(ROWS)
     line: list[int] = []
     for number, window_pieces in enumerate(windows_of(pieces, window)):
         rows: list[int] = []
-        for unit, _, stop in window_pieces:
+        for unit, first, _, rows_meant in window_pieces:
             own = ids[ids * 7 % UNITS == unit]
-            assert stop == len(own)
-            rows += own[np.argsort(keys_of(own, seed))].tolist()
+            rows += own[np.argsort(keys_of(own, seed))][first : first + rows_meant].tolist()
         line += np.array(rows)[mixing(window_pieces, seed, number)].tolist()
     return line
 
@@ -79,14 +78,14 @@ def test_the_line_of_an_epoch_depends_on_nothing_but_the_seed(
 ) -> None:
     own = [unit for unit in order_of(seed).tolist() if unit in units_of(1, 3)]
     own = own[:300] if window == 1 else own
-    whole = [(unit, 0, int(spool.counts[unit])) for unit in own]
+    whole = [(unit, 0, 0, int(spool.counts[unit])) for unit in own]
     assert ids_in(spool, whole, seed, window) == expected(whole, seed, window)
 
 
 def test_what_is_left_of_units_comes_in_their_order(spool: Spool) -> None:
     seed = (0, 7)
-    pieces = [(unit, 1, int(spool.counts[unit])) for unit in (5, 4000, 903, 6) if spool.counts[unit]]
-    pieces.append((0, 0, int(spool.counts[0])))
+    pieces = [(unit, 0, 1, int(spool.counts[unit])) for unit in (5, 4000, 903, 6) if spool.counts[unit]]
+    pieces.append((0, 0, 0, int(spool.counts[0])))
     assert ids_in(spool, pieces, seed, 1 << 20) == expected(pieces, seed, 1 << 20)
 
 
@@ -115,7 +114,7 @@ def test_numbers_lie_side_by_side_unless_some_are_null(tmp_path: Path, limits: d
         writer.write(pa.RecordBatch.from_pydict(own | dict(zip(table.column_names, batch.columns, strict=True))))
     writer.close()
     spool, names = Spool(str(tmp_path / "rows")), ["twice", "text", "row", "holes", "half"]
-    pieces = [(unit, 0, int(spool.counts[unit])) for unit in order_of((1, 2)).tolist()]
+    pieces = [(unit, 0, 0, int(spool.counts[unit])) for unit in order_of((1, 2)).tolist()]
     for window in spool.windows(pieces, (1, 2), 250, names):
         rows = window.column("row").to_numpy()
         assert pa.Table.from_batches([window.batch()]) == table.select(names).take(rows)
@@ -140,7 +139,7 @@ def test_what_is_beyond_the_limit_is_compressed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", [0, 1])
 def test_few_rows_are_no_special_case(tmp_path: Path, rows: int) -> None:
     spool = written(tmp_path / "rows", np.arange(rows))
-    whole = [(unit, 0, int(spool.counts[unit])) for unit in range(UNITS)]
+    whole = [(unit, 0, 0, int(spool.counts[unit])) for unit in range(UNITS)]
     assert ids_in(spool, whole, (1, 1), 1 << 20) == list(range(rows))
     assert spool.schema == SCHEMA
 

@@ -117,7 +117,7 @@ WRONG = {
         'or short="skip"',
     ),
     "too short for all": ({"d": 9}, {"short": "skip"}, r"has 0 windows of 24 rows.*1 series have fewer rows.*key='d'"),
-    "empty": ({"d": 0}, {}, "has 0 windows of 24 rows, and none came to rank 0 of 2: each rank needs some"),
+    "empty": ({"d": 0}, {}, "has 0 windows of 24 rows for 2 ranks: expected one for each at least"),
     "no key": (LENGTHS, {"keys": []}, "1 series have .* rows with the 'time' of another row"),
 }
 

@@ -6,7 +6,17 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from spark_hvd.data.units import STRIDE, UNITS, keys_of, mixing, order_in_units, order_of, units_of, windows_of
+from spark_hvd.data.units import (
+    STRIDE,
+    UNITS,
+    keys_of,
+    mixing,
+    order_in_units,
+    order_of,
+    owned_by,
+    units_of,
+    windows_of,
+)
 
 SEEDS = st.tuples(st.integers(0, 1 << 32), st.integers(0, 1000))
 
@@ -24,6 +34,21 @@ def test_consecutive_rows_are_spread_evenly_also_when_they_are_few(parts: int, r
     owners = (first + np.arange(rows) * STRIDE) % UNITS * parts // UNITS
     counts = np.bincount(owners, minlength=parts)
     assert counts.max() - counts.min() <= 12 + rows // UNITS
+
+
+@given(st.integers(1, 70), st.lists(st.integers(0, 60), min_size=1, max_size=50), st.integers(0, 5000))
+def test_owners_differ_by_a_row_whatever_units_hold(parts: int, counts: list[int], large: int) -> None:
+    units = np.array([*counts, large], np.int64)
+    owned = [owned_by(part, parts, units) for part in range(parts)]
+    shares = [int(each.lengths.sum()) for each in owned]
+    assert max(shares) - min(shares) <= 1
+    taken = [
+        (unit, row)
+        for each in owned
+        for unit, first, rows in zip(*each, strict=True)
+        for row in range(first, first + rows)
+    ]
+    assert taken == [(unit, row) for unit, rows in enumerate(units) for row in range(rows)]
 
 
 @given(SEEDS)
@@ -61,20 +86,22 @@ def test_rows_stand_by_unit_and_key_however_long_keys_are(
     assert order_in_units(places, rows, seed).tolist() == np.lexsort((keys_of(rows, seed), places)).tolist()
 
 
-Pieces = list[tuple[int, int, int]]
-PIECES = st.lists(st.tuples(st.integers(0, UNITS - 1), st.integers(0, 5), st.integers(5, 50)), max_size=40)
+Pieces = list[tuple[int, int, int, int]]
+PIECES = st.lists(
+    st.tuples(st.integers(0, UNITS - 1), st.integers(0, 9), st.integers(0, 5), st.integers(5, 50)), max_size=40
+)
 
 
 @given(PIECES, st.integers(1, 100))
 def test_windows_hold_every_piece_and_no_more_rows_than_asked_for(pieces: Pieces, rows: int) -> None:
-    windows = list(windows_of([*pieces, (0, 0, 0)], rows))
+    windows = list(windows_of([*pieces, (0, 0, 0, 0)], rows))
     assert [piece for window in windows for piece in window] == pieces
     assert all(len(window) == 1 or sum(length for *_, length in window) <= rows for window in windows)
 
 
 @given(PIECES, SEEDS)
 def test_a_window_mixes_units_and_keeps_the_order_in_each(pieces: Pieces, seed: tuple[int, int]) -> None:
-    whole = [(unit, 0, length) for unit, _, length in pieces]
+    whole = [(unit, first, 0, length) for unit, first, _, length in pieces]
     order = mixing(whole, seed, 3).tolist()
     lengths = [length for *_, length in whole]
     assert sorted(order) == list(range(sum(lengths)))
@@ -86,7 +113,7 @@ def test_a_window_mixes_units_and_keeps_the_order_in_each(pieces: Pieces, seed: 
 
 @given(PIECES, st.none() | SEEDS)
 def test_what_is_done_changes_nothing_in_the_order_of_the_rest(pieces: Pieces, seed: tuple[int, int] | None) -> None:
-    places = [(unit, row) for unit, (_, _, length) in enumerate(pieces) for row in range(length)]
-    whole = [places[at] for at in mixing([(unit, 0, length) for unit, _, length in pieces], seed, 3)]
+    places = [(unit, row) for unit, (_, _, _, length) in enumerate(pieces) for row in range(length)]
+    whole = [places[at] for at in mixing([(unit, first, 0, length) for unit, first, _, length in pieces], seed, 3)]
     left = [places[at] for at in mixing(pieces, seed, 3)]
-    assert left == [(unit, row) for unit, row in whole if row >= pieces[unit][1]]
+    assert left == [(unit, row) for unit, row in whole if row >= pieces[unit][2]]
