@@ -99,6 +99,13 @@ class CommonConfig:
         unit="GPUs for each rank",
         none="for what the application gives",
     )
+    seed: int | None = option(
+        None,
+        "Makes the ranks' random numbers repeatable: Python's, numpy's, torch's, and TensorFlow's where fn's module "
+        "imports it. Each rank draws its own, the same in every run with this seed. None for others in each run.",
+        least=0,
+        none="for other random numbers in each run",
+    )
     min_num_proc: int | None = option(
         None,
         "Ranks that are enough for a restart where the slots for num_proc do not come back within start_timeout; None "

@@ -73,6 +73,7 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
         progress=settings["progress"],
         min_num_proc=settings["min_num_proc"],
         tracker=settings["tracker"],
+        seed=settings["random_seed"],
         env=settings.get("env"),
         **({} if settings["max_num_proc"] else {"max_restarts": settings["max_restarts"]}),
     )

@@ -72,7 +72,7 @@ class Agent:
     Args:
         link: Connection to the hub, on which hello has been said.
         server: Where workers are forked.
-        job: Gives what a worker runs, by its first place and this agent's slot.
+        job: Gives what a worker runs, by its first place, this agent's slot and its number.
         value_limit: What a pickled value may take, in bytes; None for no limit.
         executor: Spark's name of its executor; empty where there is none.
     """
@@ -81,7 +81,7 @@ class Agent:
         self,
         link: Link,
         server: ForkServer,
-        job: Callable[[RankInfo, int], RankJob],
+        job: Callable[[RankInfo, int, int], RankJob],
         value_limit: int | None = None,
         executor: str = "",
     ) -> None:
@@ -168,7 +168,7 @@ class Agent:
         return worker if worker is not None and worker.number == message["worker"] else None
 
     def _start(self, number: int, place: RankInfo, slot: int) -> None:
-        job = self._job(place, slot)
+        job = self._job(place, slot, number)
         try:
             rank = SupervisedRank(job, self._server, self._link, self._poller, self._on_frame)
         except ForkServerError as error:

@@ -61,6 +61,7 @@ def run_elastic_local(
     verbose: int = 1,
     progress: str = "auto",
     price_per_hour: float | None = None,
+    seed: int | None = None,
     tracker: Tracker | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,

@@ -87,6 +87,7 @@ def run_elastic(
     verbose: int = 1,
     progress: str = "auto",
     price_per_hour: float | None = None,
+    seed: int | None = None,
     cpus_per_proc: int | None = None,
     gpus_per_proc: int | None = None,
     tracker: Tracker | None = None,

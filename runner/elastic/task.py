@@ -116,8 +116,8 @@ def run_agent(
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     own = devices_of(gpus, 1, 0, visible, config.gpus_per_proc)
 
-    def job(place: RankInfo, slot: int) -> RankJob:
-        return common.job(place, address, own, payload, join_timeout=spec.rejoin_timeout, slot=slot)
+    def job(place: RankInfo, slot: int, worker: int) -> RankJob:
+        return common.job(place, address, own, payload, join_timeout=spec.rejoin_timeout, slot=slot, stream=worker)
 
     while True:
         server = fork_server(config.env, anchor)  # starts to import torch while we meet the driver

@@ -63,6 +63,7 @@ def run_local(
     verbose: int = 1,
     progress: str = "auto",
     price_per_hour: float | None = None,
+    seed: int | None = None,
     max_restarts: int = 0,
     tracker: Tracker | None = None,
     stdout: TextIO | None = None,

@@ -50,6 +50,7 @@ def run(
     verbose: int = 1,
     progress: str = "auto",
     price_per_hour: float | None = None,
+    seed: int | None = None,
     cpus_per_proc: int | None = None,
     gpus_per_proc: int | None = None,
     max_restarts: int = 0,

@@ -26,6 +26,7 @@ from spark_hvd.runner.rank.gpus import GpuError
 from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.own_gpu import settle, take
 from spark_hvd.runner.rank.process import SetupFailure, call, end_process, unpickle_call
+from spark_hvd.runner.rank.randomness import RandomState
 from spark_hvd.runner.rank.reporting import Reporting
 from spark_hvd.transport.registry import ConnectionRegistry
 from spark_hvd.transport.torch_private import TCPStore
@@ -67,7 +68,7 @@ class ElasticRank(ElasticLauncher):
 
     def run(self, payload: bytes) -> Any:
         """Call fn, and return what it returns."""
-        fn, args, kwargs = unpickle_call(payload)
+        fn, args, kwargs = unpickle_call(payload, RandomState(self._order.seed, self._order.stream))
         try:
             take(self._local(self._me), self._order.gpus)
         except GpuError as error:

@@ -27,6 +27,8 @@ class RankOrder:
         collective_timeout: Seconds after which a collective that peers do not join fails.
         watched: Whether the driver hears how far the rank is.
         slot: Of an elastic run: a number that no other agent of the host has. None for a static one.
+        seed: The run's, of random numbers; None for others in each run.
+        stream: Which of the seed's streams is this rank's; no other rank of the run has had it.
         data: The sources of the run's data sets, pickled, by name.
     """
 
@@ -41,6 +43,8 @@ class RankOrder:
     collective_timeout: float
     watched: bool = True
     slot: int | None = None
+    seed: int | None = None
+    stream: int
     data: Mapping[str, bytes] = field(default_factory=dict)
 
     def to_message(self) -> dict[str, Any]:

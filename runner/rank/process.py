@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from spark_hvd.runner.rank.randomness import RandomState
 from spark_hvd.world.env import read_threads, share_cores
 
 _OURS = re.compile(r"spark_hvd\.runner\.|runpy$")
@@ -49,12 +50,13 @@ def check_torch() -> None:
         share_cores(threads)
 
 
-def unpickle_call(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Fn with its arguments.
+def unpickle_call(payload: bytes, state: RandomState) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Fn with its arguments, and random state of this rank's own for it and the modules that it needs.
 
     Raises:
         SetupFailure: something that it needs is missing here.
     """
+    state.start()  # modules may draw while they are imported
     try:
         fn, args, kwargs = pickle.loads(payload)
     except Exception as error:
@@ -64,6 +66,7 @@ def unpickle_call(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], 
             'spark.addArtifact("x.py", pyfile=True).',
             error,
         ) from error
+    state.start()
     return fn, args, kwargs
 
 

@@ -16,6 +16,7 @@ from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.own_gpu import settle
 from spark_hvd.runner.rank.preflight import SECONDS, UnreachableError, check_hosts, connect
 from spark_hvd.runner.rank.process import SetupFailure, call, unpickle_call
+from spark_hvd.runner.rank.randomness import RandomState
 from spark_hvd.runner.rank.reporting import Reporting
 from spark_hvd.runner.rank.same_mpi import MpiMismatchError, check_same_mpi
 from spark_hvd.transport.torch_private import TCPStore
@@ -40,7 +41,7 @@ class StaticRank:
 
     def run(self, payload: bytes) -> Any:
         """Meet the others, and call fn."""
-        fn, args, kwargs = unpickle_call(payload)
+        fn, args, kwargs = unpickle_call(payload, RandomState(self._order.seed, self._order.stream))
         if not self._join():
             sys.exit(1)  # the supervisor closed: another rank has failed before we could meet
         reporting = Reporting(lambda vitals: send_frame(self._control, {"type": "vitals", "vitals": vitals}))

@@ -90,6 +90,7 @@ class TaskSpec:
         join_timeout: float | None = None,
         watched: bool = True,
         slot: int | None = None,
+        stream: int | None = None,
         part: tuple[int, int] = (0, 1),
     ) -> RankJob:
         """What the supervisor of one rank is to run.
@@ -103,6 +104,7 @@ class TaskSpec:
             join_timeout: Seconds to join the others' world; None for ``start_timeout``.
             watched: Whether the driver hears how far the rank is.
             slot: See :class:`RankOrder`.
+            stream: Of random numbers; None for the one of the rank's number.
             part: Which of how many parts of the rows are the rank's.
         """
         config = self.config
@@ -120,6 +122,8 @@ class TaskSpec:
             collective_timeout=config.collective_timeout,
             watched=watched,
             slot=slot,
+            seed=config.seed,
+            stream=me.rank if stream is None else stream,
             data=self._data(*part),
         )
         return RankJob(order, rank_env(self, me, address, gpus), payload, config.start_timeout, config.timeout, mpi)

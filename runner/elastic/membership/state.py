@@ -133,9 +133,7 @@ class Membership:
 
     def _staff(self, now: float) -> None:
         """Start workers where there are none, and let the agents go whose executors are to."""
-        for agent in [
-            agent for agent in self.roster.agents.values() if agent.leaving is not None and agent.worker is None
-        ]:
+        for agent in [each for each in self.roster.agents.values() if each.leaving is not None and each.worker is None]:
             del self.roster.agents[agent.number]
             self._out.append(ev.EndAgent(agent.number, again=True))
         idle = self.roster.idle(now)
@@ -150,7 +148,8 @@ class Membership:
             self._begun = True
         if not idle:
             return
-        for agent, place in zip(idle, self.roster.places_of(idle), strict=True):
+        placed = zip(self.roster.places_of(idle), idle, strict=True)
+        for place, agent in sorted(placed, key=lambda each: each[0].rank):  # the first get their ranks as numbers
             worker = self.roster.add_worker(agent)
             self._out.append(ev.StartWorker(agent.number, worker.number, place, agent.slot))
 
