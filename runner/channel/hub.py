@@ -295,6 +295,11 @@ class Hub(HubServer):
         with self._lock:
             return set(self._state.attempts), list(self._state.failed)
 
+    def values(self) -> dict[int, bytes]:
+        """The pickled values, by rank, that came here and not in Spark's result."""
+        with self._lock:
+            return dict(self._state.values)
+
     @property
     def lost(self) -> str | None:
         """Ranks that have gone silent, their hosts and for how long; None while all are heard of."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from spark_hvd.runner.channel.heartbeat import Heartbeat
+from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE
 
 if TYPE_CHECKING:
     from spark_hvd.runner.channel.state import Message
@@ -122,15 +123,26 @@ class Link:
             return False
         return True
 
-    def send_large(self, type_: str, payload: bytes, **fields: Any) -> None:
-        """Send what may be larger than one message, in parts; it waits for the hub while that answers."""
-        parts = range(0, max(len(payload), 1), _PART)
+    def hand_over(self, value: bytes, **fields: Any) -> bool:
+        """Send a value of any size, in parts, and wait until the hub has it.
+
+        Returns:
+            Whether it has; not if it does not answer any more, or tells this task to stop.
+        """
+        parts = range(0, max(len(value), 1), _PART)
         for number, start in enumerate(parts):
-            body = self._encoded(type_, {**fields, "part": number, "parts": len(parts)})
+            body = self._encoded("value", {**fields, "part": number, "parts": len(parts)})
             while self.hub_silence() < _PATIENCE:
                 with contextlib.suppress(zmq.Again):
-                    self.socket.send_multipart([body, payload[start : start + _PART]])
+                    self.socket.send_multipart([body, value[start : start + _PART]])
                     break
+            else:
+                return False
+        while self.hub_silence() < HUB_PATIENCE:
+            message = self.wait(BEAT)
+            if message is not None and message["type"] in ("kept", "stop"):
+                return bool(message["type"] == "kept")
+        return False
 
     def _encoded(self, type_: str, fields: dict[str, Any]) -> bytes:
         message = {"type": type_, "rank": self.rank, **fields}

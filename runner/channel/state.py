@@ -83,7 +83,8 @@ class HubState(HubLogic):
     Args:
         size: World size.
         timeout: Seconds that ranks may run after all have met, or None.
-        max_result_bytes: What the values of all ranks together may take, pickled; None for no limit.
+        max_result_bytes: What the pickled values of all ranks may take together in Spark's result, which goes through
+            the driver's Java heap. What is more comes here. None for no limit.
         may_fall_back: Whether ranks can meet elsewhere when some cannot reach this hub.
     """
 
@@ -93,6 +94,7 @@ class HubState(HubLogic):
         "ready": {"store": list | None},
         "ended": {"ok": bool, "bytes": int | None, "echo": bool | None},
         "relay": {"to": int, "body": dict},
+        "value": {"part": int, "parts": int},
         "gone": {},
     }
     FAREWELL: ClassVar[Message] = {"type": "stop", "reason": "the hub failed", "culprit": None}
@@ -105,6 +107,7 @@ class HubState(HubLogic):
     store: tuple[str, int] | None = None  # where rank 0's listens
     ready: set[int] = field(default_factory=set)
     ended_ok: dict[int, int] = field(default_factory=dict)  # rank -> bytes of its value
+    values: dict[int, bytes] = field(default_factory=dict)  # those that did not go through Spark
     failed: list[int] = field(default_factory=list)
     gone: set[int] = field(default_factory=set)
     hosts: dict[int, str] = field(default_factory=dict)
@@ -116,6 +119,7 @@ class HubState(HubLogic):
     _stop_at: float | None = None
     fell_back: bool = False
     _released: bool = False
+    _parts: dict[int, list[bytes]] = field(default_factory=dict)
 
     def handle(self, message: Message, now: float) -> list[Send]:
         """See base class."""
@@ -139,6 +143,13 @@ class HubState(HubLogic):
                 return self._ended(rank, message=message, now=now)
             case "relay":
                 return [Send(message["to"], message["body"])] if message["to"] in self.attempts else []
+            case "value":
+                parts = self._parts.setdefault(rank, [])
+                parts.append(message["payload"])
+                if len(parts) < message["parts"]:
+                    return []
+                self.values[rank] = b"".join(self._parts.pop(rank))
+                return [Send(rank, {"type": "kept"})]
             case "gone":
                 self.gone.add(rank)
                 self.liveness.forget(rank)
@@ -259,12 +270,9 @@ class HubState(HubLogic):
         return []
 
     def _release(self) -> list[Send]:
-        total, limit = sum(self.ended_ok.values()), self.max_result_bytes
-        message: Message = {"type": "release"}
-        if limit is not None and total > limit:
-            # Collecting more would exhaust the driver's Java heap and end the whole application.
-            message |= {"limit": limit, "total": total, "largest": max(self.ended_ok.values())}
-        return self._to_all(message)
+        # Collecting more would exhaust the driver's Java heap and end the whole application.
+        too_much = self.max_result_bytes is not None and sum(self.ended_ok.values()) > self.max_result_bytes
+        return self._to_all({"type": "release", "hand_over": too_much})
 
     def _to_all(self, message: Message) -> list[Send]:
         return [Send(rank, message) for rank in sorted(self.attempts)]

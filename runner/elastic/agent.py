@@ -19,7 +19,7 @@ import zmq
 from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.channel.silence import HUB_PATIENCE
 from spark_hvd.runner.elastic.membership.events import Loss
-from spark_hvd.runner.outcome.endings import exit_failure, trim_stacks, value_too_large
+from spark_hvd.runner.outcome.endings import exit_failure, trim_stacks
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
 from spark_hvd.runner.supervise.processes import ForkServer, ForkServerError
 from spark_hvd.runner.supervise.supervised import RankJob, SupervisedRank
@@ -73,7 +73,8 @@ class Agent:
         link: Connection to the hub, on which hello has been said.
         server: Where workers are forked.
         job: Gives what a worker runs, by its first place, this agent's slot and its number.
-        value_limit: What a pickled value may take, in bytes; None for no limit.
+        value_limit: What a pickled value may take in Spark's result, in bytes; larger ones go to the hub. None for no
+            limit.
         executor: Spark's name of its executor; empty where there is none.
     """
 
@@ -150,9 +151,7 @@ class Agent:
                     self._worker.rank.examine()
             case "end":
                 self._ended = True
-                if message.get("report"):
-                    for number, packed in self._values:
-                        self._link.send_large("value", packed.data, worker=number, place=packed.rank)
+                self._hand_over(everything=message.get("report", False))
                 if message["again"]:
                     self._given_up = "the driver goes on without this task, which Spark is to start elsewhere"
             case kind:
@@ -161,6 +160,14 @@ class Agent:
                     if kind == "assign":
                         worker.place = RankInfo(**message["place"])
                     worker.rank.send(message)
+
+    def _hand_over(self, *, everything: bool) -> None:
+        """Give the hub the values that Spark cannot take, or will not in time."""
+        for number, packed in self._values.copy():
+            if not everything and (self._value_limit is None or len(packed.data) <= self._value_limit):
+                continue
+            if self._link.hand_over(packed.data, worker=number, place=packed.rank):
+                self._values.remove((number, packed))
 
     def _mine(self, message: Message) -> _Worker | None:
         """The worker that a message is for, unless it has gone meanwhile."""
@@ -187,9 +194,6 @@ class Agent:
         assert worker is not None
         if header["type"] != "outcome":
             self._link.send(header.pop("type"), worker=worker.number, **header)
-        elif header["ok"] and self._value_limit is not None and len(payload) > self._value_limit:
-            error = value_too_large(self._value_limit, len(payload))
-            self._end_worker(worker, FailureKind.RESULT, error, Loss.FAILED)
         elif header["ok"]:
             self._values.append((worker.number, Packed(worker.place.rank, True, bytes(payload))))
             self._link.send("ended", worker=worker.number, loss=None, error="", raised=False)

@@ -106,8 +106,7 @@ class ElasticState(HubLogic):
                 return self._act(self.membership.handle(AgentLost(agent, message["why"]), now))
             return []
         if kind == "value":
-            self._keep(message)
-            return []
+            return [Send(agent, {"type": "kept"})] if self._keep(message) else []
         if agent not in self.membership.roster.agents:
             # Was it given up, and comes back? What it has been part of goes on without it.
             return [Send(agent, {"type": "end", "again": True})] if agent in self._given_up else []
@@ -173,11 +172,14 @@ class ElasticState(HubLogic):
         present = {self._tasks[agent] for agent in self._present}
         return any(self._tasks[agent] not in present for agent in self._given_up)
 
-    def _keep(self, message: Message) -> None:
+    def _keep(self, message: Message) -> bool:
+        """Take a part of a value; returns whether that is all of it."""
         worker, parts = message["worker"], self._parts.setdefault(message["worker"], [])
         parts.append(message["payload"])
-        if len(parts) == message["parts"]:
-            self.values[worker] = Packed(message["place"], True, b"".join(self._parts.pop(worker)))
+        if len(parts) < message["parts"]:
+            return False
+        self.values[worker] = Packed(message["place"], True, b"".join(self._parts.pop(worker)))
+        return True
 
     def _act(self, decisions: Iterable[Decision]) -> list[Send]:
         sends = []

@@ -117,9 +117,9 @@ class Attempt:
                     hub.wait_gone(_STOP_GRACE.ranks / 2)
                 lost = None if hub is None else hub.lost
                 raise (silent(lost) if lost else translate(job.error, size, job.placement())) from job.error
-            order = [] if hub is None else hub.snapshot()[1]
+            order, values = ([], {}) if hub is None else (hub.snapshot()[1], hub.values())
             where = partial(job.where, size)
-            return results(from_rows(job.rows), size, order, config.timeout, monitor.hang, where)
+            return results(from_rows(job.rows, values), size, order, config.timeout, monitor.hang, where)
 
     def _open_hub(self, size: int, max_result_bytes: int | None) -> Hub | None:
         ports = self.config.port_range

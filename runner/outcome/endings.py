@@ -42,26 +42,6 @@ def stopped(reason: str, culprit: int | None) -> str:
     }.get(reason, f"stopped: {reason}")
 
 
-_SAVE_IT = (
-    "(the lesser of spark.driver.maxResultSize and a fifth of the Java heap, spark.driver.memory). Save large values "
-    "from rank 0 to shared storage and return the path, return None from the other ranks, or start the application "
-    "with more spark.driver.memory."
-)
-
-
-def too_large(limit: int, total: int, largest: int) -> str:
-    """What to say to the rank with the largest value, in bytes, where all together are too much for the driver."""
-    return (
-        f"fn returned {largest >> 20} MiB, {total >> 20} MiB on all ranks together; this application can "
-        f"collect {limit >> 20} MiB {_SAVE_IT}"
-    )
-
-
-def value_too_large(limit: int, there: int) -> str:
-    """What to say to a rank whose value, in bytes, is more than its share of what the driver can take."""
-    return f"fn returned {there >> 20} MiB; this application can collect {limit >> 20} MiB from each rank {_SAVE_IT}"
-
-
 def start_took_too_long(start_timeout: float, mpi_seconds: float | None) -> str:
     """What to say of a rank that is not in the world in time.
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 CHUNK_BYTES = 4 << 20  # Spark Connect ships results in gRPC messages of 4 MiB at most
 SPOOL_ABOVE = 16 << 20
 _SPOOLED = -1
+_HANDED_OVER = -2
 
 
 class FailureKind(str, Enum):
@@ -71,16 +73,22 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """An outcome in transit: the value still pickled, so that it is copied and not understood on the way."""
+    """An outcome in transit, still pickled. Where the hub has the value already, `data` is empty."""
 
     rank: int
     ok: bool
     data: bytes
+    at_hub: bool = False
 
     @classmethod
     def failed(cls, failure: Failed) -> Packed:
         """Pack a failure."""
         return cls(failure.rank, False, pickle.dumps(failure))
+
+    @classmethod
+    def handed_over(cls, rank: int) -> Packed:
+        """Stand for the value of a rank that the driver has already."""
+        return cls(rank, True, b"", at_hub=True)
 
     def open(self) -> Ok | Failed:
         """Unpickle; call on the driver only.
@@ -107,6 +115,9 @@ def to_rows(packed: Packed, spool: str | None = None, chunk_bytes: int = CHUNK_B
             into a file there, and the row names it: Spark needs five times a result's size of Java heap for it.
         chunk_bytes: Size of a row.
     """
+    if packed.at_hub:
+        yield packed.rank, packed.ok, _HANDED_OVER, b""
+        return
     if spool is not None and len(packed.data) > SPOOL_ABOVE:
         path = os.path.join(spool, f"rank-{packed.rank}")
         with open(path, "wb") as file:
@@ -117,14 +128,22 @@ def to_rows(packed: Packed, spool: str | None = None, chunk_bytes: int = CHUNK_B
         yield packed.rank, packed.ok, part, packed.data[start : start + chunk_bytes]
 
 
-def from_rows(rows: Iterable[Row]) -> list[Packed]:
-    """Join rows, in any order, back into outcomes in rank order."""
+def from_rows(rows: Iterable[Row], values: Mapping[int, bytes] = MappingProxyType({})) -> list[Packed]:
+    """Join rows, in any order, back into outcomes in rank order.
+
+    Args:
+        rows: Spark's.
+        values: By rank, the pickled values that the hub was handed.
+    """
     parts: dict[int, list[tuple[int, bytes]]] = {}
     oks: dict[int, bool] = {}
     for rank, ok, part, chunk in rows:
         parts.setdefault(rank, []).append((part, chunk))
         oks[rank] = ok
-    return [Packed(rank, oks[rank], _join(sorted(parts[rank]))) for rank in sorted(parts)]
+    return [
+        Packed(rank, oks[rank], values[rank] if parts[rank][0][0] == _HANDED_OVER else _join(sorted(parts[rank])))
+        for rank in sorted(parts)
+    ]
 
 
 def _join(parts: list[tuple[int, bytes]]) -> bytes:

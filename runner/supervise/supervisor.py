@@ -12,7 +12,7 @@ import zmq
 
 from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE
-from spark_hvd.runner.outcome.endings import exit_failure, start_took_too_long, stopped, too_large, trim_stacks
+from spark_hvd.runner.outcome.endings import exit_failure, start_took_too_long, stopped, trim_stacks
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
 from spark_hvd.runner.supervise.mpi.blame import Blame, Suspect
 from spark_hvd.runner.supervise.processes import ForkServer, ForkServerError
@@ -73,6 +73,7 @@ class _Supervision:
         self._outcome: Packed | None = None
         self._failure: Failed | None = None  # as the child told it, before its last output is known
         self._leaving = False
+        self._hands_over = False  # its value to the hub, and not to Spark
         self._mpi: MpiSide | None = None
         self._mpi_fds: set[int] = set()
         self._suspect = Suspect()  # among the parts of MPI's process manager
@@ -160,9 +161,7 @@ class _Supervision:
             case "examine":
                 self._rank.examine()
             case "release":
-                self._leaving = True
-                if "limit" in message:
-                    self._drop_large_value(**{key: message[key] for key in ("limit", "total", "largest")})
+                self._leaving, self._hands_over = True, message["hand_over"]
             case "stop":
                 self._stop(message["reason"], message.get("culprit"), message.get("lost"))
             case other:
@@ -197,12 +196,6 @@ class _Supervision:
         waits_for_mpi = self._mpi is not None and self._mpi.variables is None
         error = start_took_too_long(self._job.start_timeout, _MPI_SECONDS if waits_for_mpi else None)
         self._fail_now(FailureKind.SETUP, error, self._take_stacks())
-
-    def _drop_large_value(self, limit: int, total: int, largest: int) -> None:
-        """The values of all ranks are too much for the driver: the largest becomes an error instead."""
-        if self._outcome is not None and len(self._outcome.data) == largest:
-            self._outcome = None
-            self._fail(FailureKind.RESULT, too_large(limit, total, largest))
 
     def _stop(self, reason: str, culprit: int | None, lost: str | None = None) -> None:
         self._leaving = True
@@ -257,7 +250,12 @@ class _Supervision:
         if self._outcome is not None:
             self._rank.let_exit(self._step)
         self._rank.end(_TERM_GRACE, _OUTPUT_GRACE)
-        if self._outcome is not None:
+        if self._outcome is not None and self._hands_over:
+            if self._link.hand_over(self._outcome.data):
+                return Packed.handed_over(self._job.me.rank)
+            size = len(self._outcome.data) >> 20
+            self._fail(FailureKind.LOST, f"the driver did not answer while it was sent the value of fn, {size} MiB")
+        elif self._outcome is not None:
             return self._outcome
         assert self._failure is not None
         return Packed.failed(replace(self._failure, log_tail=str(self._rank.output.tail)))

@@ -99,3 +99,13 @@ def test_a_fit_goes_on_with_fewer_ranks_where_the_cluster_has_shrunk(cluster: Sp
     assert [(row["epoch"], row.get("restarts", 0)) for row in history] == [(1, 0), (2, 0), (3, 1), (4, 1)]
     assert [row["lr"] for row in history] == pytest.approx([0.1, 0.1, 0.05, 0.05])
     assert history[-1]["loss"] < history[1]["loss"]
+
+
+@pytest.mark.usefixtures("_tests_travel_by_value")
+def test_a_model_larger_than_what_spark_can_collect_comes_back(
+    cluster: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spark_hvd.runner.spark.session.max_result_bytes", lambda spark: 1024)
+    fitted = estimator(epochs=1).fit(frame(cluster))
+    monkeypatch.undo()
+    same(fitted.getModel(), estimator(epochs=1).fit(frame(cluster)).getModel().state_dict())

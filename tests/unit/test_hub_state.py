@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from spark_hvd.runner.channel.state import ECHO_GRACE, FALLBACK_AFTER, HubState, Send
@@ -119,10 +121,25 @@ def test_a_rank_that_comes_after_a_stop_is_stopped() -> None:
     assert types(state.handle(hello(1), now=1.0)) == [(1, "stop")]
 
 
-def test_values_too_large_for_the_driver_are_told_on_release() -> None:
+def test_values_too_large_for_spark_are_handed_to_the_hub() -> None:
     state = HubState(2, max_result_bytes=100)
     for rank in range(2):
         state.handle(hello(rank), now=0.0)
     state.handle(ended(0, ok=True, size=40), now=1.0)
     decisions = state.handle(ended(1, ok=True, size=61), now=1.0)
-    assert decisions[0].message == {"type": "release", "limit": 100, "total": 101, "largest": 61}
+    assert [each.message for each in decisions] == [{"type": "release", "hand_over": True}] * 2
+
+    def value(rank: int, part: int, payload: bytes) -> dict[str, Any]:
+        return {"type": "value", "rank": rank, "part": part, "parts": 2, "payload": payload}
+
+    assert state.handle(value(1, 0, b"ab"), now=2.0) == []
+    assert state.handle(value(0, 0, b"x"), now=2.0) == []
+    assert types(state.handle(value(1, 1, b"c"), now=2.0)) == [(1, "kept")]
+    assert state.values == {1: b"abc"}
+
+
+def test_values_that_spark_can_take_are_its_own() -> None:
+    state = HubState(1, max_result_bytes=100)
+    state.handle(hello(0), now=0.0)
+    (release,) = state.handle(ended(0, ok=True, size=100), now=1.0)
+    assert release.message == {"type": "release", "hand_over": False}

@@ -22,3 +22,9 @@ def test_open_gives_values_and_failures() -> None:
     failure = Failed(2, "h", FailureKind.EXIT, "the process exited with code 7 before fn returned")
     assert Packed.failed(failure).open() == failure
     assert Packed(1, True, b"\x80\x04K\x05.").open() == Ok(1, 5)
+
+
+def test_a_value_that_the_hub_has_is_put_in_its_place() -> None:
+    packed = [Packed(0, True, b"own"), Packed.handed_over(1)]
+    rows = [row for item in packed for row in to_rows(item)]
+    assert from_rows(rows, {1: b"large"}) == [Packed(0, True, b"own"), Packed(1, True, b"large")]
