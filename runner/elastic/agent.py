@@ -71,7 +71,7 @@ class Agent:
 
     Args:
         link: Connection to the hub, on which hello has been said.
-        server: Where workers are forked.
+        server: Gives the fork server for a worker: another one when the last was killed.
         job: Gives what a worker runs, by its first place and this agent's slot.
         value_limit: What a pickled value may take, in bytes; None for no limit.
         executor: Spark's name of its executor; empty where there is none.
@@ -80,7 +80,7 @@ class Agent:
     def __init__(
         self,
         link: Link,
-        server: ForkServer,
+        server: Callable[[], ForkServer],
         job: Callable[[RankInfo, int], RankJob],
         value_limit: int | None = None,
         executor: str = "",
@@ -170,8 +170,11 @@ class Agent:
     def _start(self, number: int, place: RankInfo, slot: int) -> None:
         job = self._job(place, slot)
         try:
-            rank = SupervisedRank(job, self._server, self._link, self._poller, self._on_frame)
-        except ForkServerError as error:
+            try:
+                rank = SupervisedRank(job, self._server(), self._link, self._poller, self._on_frame)
+            except ForkServerError:  # it was killed just now; the next one is new
+                rank = SupervisedRank(job, self._server(), self._link, self._poller, self._on_frame)
+        except (ForkServerError, OSError) as error:
             failed = Failed(
                 place.rank, place.host, FailureKind.SETUP, str(error), ended_at=time.time(), executor=self._executor
             )
@@ -213,7 +216,10 @@ class Agent:
             self._link.send("ended", worker=worker.number, loss=Loss.LOST.value, error="left", raised=False)
             return
         kind, error = exit_failure(code)
-        self._end_worker(worker, kind, error, Loss.FAILED, trace=trim_stacks(worker.rank.process.stacks()))
+        loss = Loss.FAILED
+        if worker.rank.process.orphaned:  # by no fault of the worker or of what it runs
+            loss, error = Loss.LOST, "its fork server was killed, and the rank with it"
+        self._end_worker(worker, kind, error, loss, trace=trim_stacks(worker.rank.process.stacks()))
 
     def _end_worker(
         self,
