@@ -43,6 +43,7 @@ class Checkpoints:
             check_state(state)
 
         def put(copies: Mapping[str, Mapping[str, Any]]) -> None:
+            self.store.sweep(self.store.run_path(self.run_id))  # what a killed save left
             for name, state in copies.items():
                 write(self.store, self.store.checkpoint_path(self.run_id, name), state)
 

@@ -112,6 +112,13 @@ def _memory() -> str:
     return free if limit == resource.RLIM_INFINITY else f"{free}, limit of this process {limit >> 20} MiB"
 
 
+_NO_SHARING = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES),
+    *(errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM),  # locks are refused
+)
+"""Errors of a folder in which workers cannot share models; each then loads its own."""
+
+
 def _load(source: ModelSource, device: torch.device) -> Any:
     folder = _folder()
     if folder is None or (source.loader and device.type == "cuda"):  # what is on a GPU anyway shares nothing
@@ -122,7 +129,7 @@ def _load(source: ModelSource, device: torch.device) -> Any:
             if not (place / _ALONE).exists():
                 return _shared(source, place)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+        if error.errno not in _NO_SHARING:
             raise
     return _loaded_alone(source)  # without the lock: workers side by side
 

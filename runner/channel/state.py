@@ -20,6 +20,8 @@ Kinds = Mapping[str, Mapping[str, type | UnionType]]
 
 FALLBACK_AFTER = 10.0
 """Seconds after the latest hello at which ranks that cannot reach the hub are given up, and all meet elsewhere."""
+FALLBACK_AFTER_HERE = 30.0
+"""The same where tasks are on the hub's machine: they reach it as soon as they are up."""
 ECHO_GRACE = 1.0
 """Seconds to wait, after an error that looks like an echo, for the cause of it."""
 
@@ -114,6 +116,7 @@ class HubState(HubLogic):
     lost: dict[int, float] = field(default_factory=dict)  # rank -> seconds of silence
     liveness: LivenessTracker = field(default_factory=LivenessTracker)
     stopped: str | None = None
+    fallback_after: float = FALLBACK_AFTER
     _last_hello: float | None = None
     _going_since: float | None = None
     _stop_at: float | None = None
@@ -235,7 +238,7 @@ class HubState(HubLogic):
     def _someone_cannot_reach_us(self, now: float) -> bool:
         if not self.may_fall_back or self.fell_back or self.all_met or self.stopped is not None:
             return False
-        return self._last_hello is not None and now - self._last_hello >= FALLBACK_AFTER
+        return self._last_hello is not None and now - self._last_hello >= self.fallback_after
 
     def _hello(self, rank: int, attempt: int, now: float) -> list[Send]:
         known = self.attempts.setdefault(rank, attempt)

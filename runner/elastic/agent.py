@@ -71,17 +71,23 @@ class Agent:
 
     Args:
         link: Connection to the hub, on which hello has been said.
+<<<<<<< HEAD
         server: Where workers are forked.
         job: Gives what a worker runs, by its first place, this agent's slot and its number.
         value_limit: What a pickled value may take in Spark's result, in bytes; larger ones go to the hub. None for no
             limit.
+=======
+        server: Gives the fork server for a worker: another one when the last was killed.
+        job: Gives what a worker runs, by its first place and this agent's slot.
+        value_limit: What a pickled value may take, in bytes; None for no limit.
+>>>>>>> wt-elastic
         executor: Spark's name of its executor; empty where there is none.
     """
 
     def __init__(
         self,
         link: Link,
-        server: ForkServer,
+        server: Callable[[], ForkServer],
         job: Callable[[RankInfo, int, int], RankJob],
         value_limit: int | None = None,
         executor: str = "",
@@ -177,8 +183,11 @@ class Agent:
     def _start(self, number: int, place: RankInfo, slot: int) -> None:
         job = self._job(place, slot, number)
         try:
-            rank = SupervisedRank(job, self._server, self._link, self._poller, self._on_frame)
-        except ForkServerError as error:
+            try:
+                rank = SupervisedRank(job, self._server(), self._link, self._poller, self._on_frame)
+            except ForkServerError:  # it was killed just now; the next one is new
+                rank = SupervisedRank(job, self._server(), self._link, self._poller, self._on_frame)
+        except (ForkServerError, OSError) as error:
             failed = Failed(
                 place.rank, place.host, FailureKind.SETUP, str(error), ended_at=time.time(), executor=self._executor
             )
@@ -217,7 +226,10 @@ class Agent:
             self._link.send("ended", worker=worker.number, loss=Loss.LOST.value, error="left", raised=False)
             return
         kind, error = exit_failure(code)
-        self._end_worker(worker, kind, error, Loss.FAILED, trace=trim_stacks(worker.rank.process.stacks()))
+        loss = Loss.FAILED
+        if worker.rank.process.orphaned:  # by no fault of the worker or of what it runs
+            loss, error = Loss.LOST, "its fork server was killed, and the rank with it"
+        self._end_worker(worker, kind, error, loss, trace=trim_stacks(worker.rank.process.stacks()))
 
     def _end_worker(
         self,

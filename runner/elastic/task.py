@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -120,7 +121,7 @@ def run_agent(
         return common.job(place, address, own, payload, join_timeout=spec.rejoin_timeout, slot=slot, stream=worker)
 
     while True:
-        server = fork_server(config.env, anchor)  # starts to import torch while we meet the driver
+        fork_server(config.env, anchor)  # starts to import torch while we meet the driver
         try:
             with closing(Link(common.hub, number, host)) as link:
                 if not link.wait_connected(_CONNECT_WAIT):
@@ -132,7 +133,7 @@ def run_agent(
                         "open its ports (ports=), or use spark_hvd.run, which needs no such connection.:END"
                     )
                 link.hello(number, task=task)
-                agent = Agent(link, server, job, spec.value_limit, executor)
+                agent = Agent(link, partial(fork_server, config.env, anchor), job, spec.value_limit, executor)
                 with _notices(agent):
                     return agent.run()
         except GivenUpError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import zmq
 
 from spark_hvd.runner.channel.hub import Hub
-from spark_hvd.runner.channel.state import HubState
+from spark_hvd.runner.channel.state import FALLBACK_AFTER, FALLBACK_AFTER_HERE, HubState
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.launch.attend import Grace, attend
 from spark_hvd.runner.launch.data import Given
@@ -38,7 +38,9 @@ H = TypeVar("H")
 _log = logging.getLogger(__name__)
 _STOP_GRACE = Grace(4.0, 1.0)
 _UNHEARD = 20.0
-"""Seconds that tasks get to be heard of. None has been, then none can reach us: they wait half of that."""
+"""Seconds after which it is said that no task has been heard of yet; after three times that, that none can reach us."""
+_PATIENCE_HERE = 3
+"""By how much longer that takes on a local master: there, a task that is silent is slow and not cut off."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Attempt:
             local = on_spark.is_local(session)
             if local:
                 check_system()
-            if (hub := self._open_hub(size, None if local else on_spark.max_result_bytes(session))) is not None:
+            if (hub := self._open_hub(size, local)) is not None:
                 closing.callback(hub.close)
             spool = closing.enter_context(on_spark.temporary_directory(session)) if local else None
             spec = TaskSpec(
@@ -110,7 +112,7 @@ class Attempt:
                 self.resources.profile,
                 input_frame=None if rows is None else rows.frame,
             )
-            attend(job, hub, monitor, _STOP_GRACE, *([] if hub is None else [_look(job, hub, size, config)]))
+            attend(job, hub, monitor, _STOP_GRACE, *([] if hub is None else [_look(job, hub, size, config, local)]))
             if job.error is not None:
                 if hub is not None:  # Spark kills the other tasks in its own time; ours are told now
                     hub.stop("lost")
@@ -121,14 +123,66 @@ class Attempt:
             where = partial(job.where, size)
             return results(from_rows(job.rows, values), size, order, config.timeout, monitor.hang, where)
 
-    def _open_hub(self, size: int, max_result_bytes: int | None) -> Hub | None:
+    def _open_hub(self, size: int, local: bool) -> Hub | None:
         ports = self.config.port_range
-        state = HubState(size, timeout=self.config.timeout, may_fall_back=True, max_result_bytes=max_result_bytes)
+        state = HubState(
+            size,
+            timeout=self.config.timeout,
+            may_fall_back=True,
+            max_result_bytes=None if local else on_spark.max_result_bytes(self.session),
+            fallback_after=FALLBACK_AFTER_HERE if local else FALLBACK_AFTER,
+        )
         try:
             return open_hub(self.session, lambda bind, public: Hub(state, bind, public, self.monitor, ports))
         except ClusterError as error:
             _log.warning("%s. Training goes on, but the output of the ranks stays in the executors' logs", error)
             return None
+
+
+@dataclass
+class Contact:
+    """What is said of tasks that are not heard of, and taken back once they are.
+
+    Attributes:
+        size: Number of ranks.
+        address: Where this program listens, in words.
+        patience: Seconds; see ``_UNHEARD``.
+    """
+
+    size: int
+    address: str
+    patience: float
+    _said: int = 0
+
+    def without_us(self, started: Collection[int], fell_back: bool, unheard: float) -> bool:
+        """Whether the ranks may be training without this program.
+
+        Args:
+            started: The ranks that have been heard of.
+            fell_back: Whether they were told to meet without us.
+            unheard: Seconds since the tasks began to run, where none has been heard of.
+        """
+        if started and self._said and not fell_back:
+            _log.warning("ranks %s have been heard of by now, and are watched as ever", sorted(started))
+            self._said = 0
+        cut_off = fell_back or unheard > 3 * self.patience
+        if cut_off and self._said < 2:
+            self._said = 2
+            _log.warning(
+                "ranks %s cannot reach this program at %s; training goes on, but their output stays in the "
+                "executors' logs",
+                sorted(set(range(self.size)) - set(started)),
+                self.address,
+            )
+        elif unheard > self.patience and not self._said:
+            self._said = 1
+            _log.warning(
+                "no rank has been heard of yet, %.0f s after Spark has started their tasks. They may be slow to start "
+                "on a busy machine; else see whether they reach this program at %s",
+                unheard,
+                self.address,
+            )
+        return cut_off or unheard > self.patience
 
 
 def open_hub(session: SparkSession, make: Callable[[str, str], H]) -> H:
@@ -154,25 +208,25 @@ def open_hub(session: SparkSession, make: Callable[[str, str], H]) -> H:
         ) from error
 
 
-def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig) -> Callable[[], None]:
+def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig, local: bool) -> Callable[[], None]:
     """What may end a run early: ranks that are lost, cannot come up, or take too long to; see :func:`attend`."""
     deadline = time.monotonic() + config.start_timeout
-    warned = False
+    contact = Contact(size, f"{hub.address.host}:{hub.address.port}", _UNHEARD * (_PATIENCE_HERE if local else 1))
     reach = Reach(size, job.placement)
     next_look, placed_at = 0.0, None
 
-    def meet_elsewhere(now: float) -> bool:
-        """Whether tasks run that cannot tell us so, since none of them reaches us."""
+    def unheard(now: float) -> float:
+        """For how long tasks have been running."""
         nonlocal next_look, placed_at
         if now >= next_look and placed_at is None:
             next_look = now + 1
             placed = job.placed
             if placed or (placed is None and now > deadline):
                 placed_at = now if placed else 0.0
-        return placed_at is not None and now - placed_at > _UNHEARD
+        return 0.0 if placed_at is None else now - placed_at
 
     def look() -> None:
-        nonlocal warned, deadline
+        nonlocal deadline
         if (lost := hub.lost) is not None:
             raise silent(lost)
         started = hub.snapshot()[0]
@@ -181,16 +235,7 @@ def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig) -> Callable[[], 
             return
         if len(started) < size and (missing := reach.missing(started)) is not None:
             raise silent(missing)
-        without_us = hub.fell_back or (not started and meet_elsewhere(time.monotonic()))
-        if without_us and not warned:
-            warned = True
-            _log.warning(
-                "ranks %s cannot reach this program at %s:%d; training goes on, but their output stays in the "
-                "executors' logs",
-                sorted(set(range(size)) - started),
-                hub.address.host,
-                hub.address.port,
-            )
+        without_us = contact.without_us(started, hub.fell_back, 0.0 if started else unheard(time.monotonic()))
         if len(started) < size and not without_us and time.monotonic() > deadline:
             raise StartTimeoutError(
                 f"{len(started)} of {size} ranks had started after start_timeout={config.start_timeout:g} s. "

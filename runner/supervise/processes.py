@@ -19,6 +19,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import psutil
@@ -50,6 +51,8 @@ class RankProcess:
     stacks_fd: int
     status_fd: int
     server: ForkServer
+    orphaned: bool = False
+    """Whether it has ended because its fork server was killed; known once its exit code is."""
 
     def signal_group(self, signum: signal.Signals) -> None:
         """Send a signal to the rank and to everything it has started."""
@@ -72,6 +75,7 @@ class RankProcess:
         if data := os.read(self.status_fd, 256):
             return int(json.loads(data)["exitcode"])
         # The fork server itself was killed, and the kernel has killed the rank along with it.
+        self.orphaned = True
         self.signal_group(signal.SIGKILL)
         return -signal.SIGKILL
 
@@ -124,7 +128,7 @@ class ForkServer:
     def alive(self) -> bool:
         """Whether the server can still fork."""
         # It never writes here, so what can be read is its end.
-        return not select.select([self._socket.fileno()], [], [], 0)[0]
+        return not readable([self._socket.fileno()], 0)
 
     def spawn(self, env: Mapping[str, str], timeout: float) -> RankProcess:
         """Fork a rank process, which waits for its first frame on ``control``.
@@ -136,40 +140,38 @@ class ForkServer:
         Raises:
             ForkServerError: the server ended, or did not answer in time.
         """
-        control, child_control = socket.socketpair()
-        out_read, out_write = os.pipe()
-        err_read, err_write = os.pipe()
-        status_read, status_write = os.pipe()
-        with tempfile.TemporaryFile() as file:  # nameless: it goes with the last descriptor
-            stacks = os.dup(file.fileno())
         request = {"env": dict(env), "sys_path": sys.path, "argv": sys.argv[:1], "cwd": os.getcwd()}
-        given = (child_control.fileno(), out_write, err_write, stacks, status_write)
-        try:
-            with self._lock:
-                pid = self._ask(request, given, status_read, timeout)
-                self.ranks += 1
-        except (OSError, ForkServerError) as error:
-            control.close()
-            for fd in (out_read, err_read, stacks, status_read):
-                os.close(fd)
-            raise ForkServerError(
-                f"the fork server of {sys.executable} gave no process: {error}. "
-                "Its own error, if any, is in the log of the Spark executor."
-            ) from error
-        finally:
-            child_control.close()
-            for fd in (out_write, err_write, status_write):
-                os.close(fd)
+        with ExitStack() as ours, ExitStack() as theirs:  # both are closed if there is no rank, else the second
+            try:
+                control, child_control = socket.socketpair()
+                ours.callback(control.close)
+                theirs.callback(child_control.close)
+                out_read, out_write = _pipe(ours, theirs)
+                err_read, err_write = _pipe(ours, theirs)
+                status_read, status_write = _pipe(ours, theirs)
+                with tempfile.TemporaryFile() as file:  # nameless: it goes with the last descriptor
+                    stacks = os.dup(file.fileno())
+                ours.callback(os.close, stacks)
+                given = (child_control.fileno(), out_write, err_write, stacks, status_write)
+                with self._lock:
+                    pid = self._ask(request, given, status_read, timeout)
+                    self.ranks += 1
+            except (OSError, ForkServerError) as error:
+                raise ForkServerError(
+                    f"the fork server of {sys.executable} gave no process: {error}. "
+                    "Its own error, if any, is in the log of the Spark executor."
+                ) from error
+            ours.pop_all()
         return RankProcess(pid, control, out_read, err_read, stacks, status_read, self)
 
     def _ask(self, request: Mapping[str, object], fds: tuple[int, ...], status_fd: int, timeout: float) -> int:
         body = json.dumps(request).encode()
         socket.send_fds(self._socket, [REQUEST_LENGTH.pack(len(body))], fds)
         self._socket.sendall(body)
-        readable, _, _ = select.select([status_fd, self._socket.fileno()], [], [], timeout)
-        if not readable:
+        ready = readable([status_fd, self._socket.fileno()], timeout)
+        if not ready:
             raise ForkServerError(f"no answer in {timeout:.0f} s")
-        if self._socket.fileno() in readable:
+        if self._socket.fileno() in ready:
             raise ForkServerError("it has ended")
         pid: int = json.loads(_read_line(status_fd))["pid"]
         return pid
@@ -177,6 +179,21 @@ class ForkServer:
     def close(self) -> None:
         """Close the connection: the server kills the ranks that were forked on it."""
         self._socket.close()
+
+
+def readable(fds: Sequence[int], timeout: float) -> set[int]:
+    """Those that can be read, or have ended, once there is one, or after so many seconds. Of any number."""
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    return {fd for fd, _ in poller.poll(timeout * 1000)}
+
+
+def _pipe(ours: ExitStack, theirs: ExitStack) -> tuple[int, int]:
+    read, write = os.pipe()
+    ours.callback(os.close, read)
+    theirs.callback(os.close, write)
+    return read, write
 
 
 def _read_line(fd: int) -> bytes:

@@ -47,7 +47,8 @@ def save(
 ) -> SaveHandle:
     """Write a checkpoint, on rank 0; on other ranks nothing happens, so that all ranks may call it or rank 0 alone.
 
-    The file has its name only when it is complete: whoever is killed meanwhile leaves the former ones whole.
+    The file has its name only when it is complete: whoever is killed meanwhile leaves the former ones whole, and in a
+    local folder a file that the next save there deletes.
 
     With ``wait=False`` rank 0 copies the state and goes on; a thread writes the copy. All ranks must call it then.
     One save is under way at a time: the next one waits for it first, as do :func:`load` and the end of the program. If
@@ -82,6 +83,7 @@ def save(
     content = {"step": step, "state": dict(state)}
 
     def put(content: Mapping[str, Any]) -> None:
+        folder.store.sweep(folder.store.url)
         write(folder.store, folder.path(step), content)
         for old in folder.superseded(step, keep):
             folder.store.delete(folder.path(old))

@@ -144,6 +144,7 @@ def _checked(folder: Folder, step: int) -> str:
 def _tidy(folder: Folder, step: int, keep: int | None) -> None:
     """Delete superseded checkpoints, and directories that a save left that was cut off."""
     store = folder.store
+    store.sweep(store.url)
     for old in folder.superseded(step, keep):
         store.delete(folder.path(old))  # first, so that no manifest is ever without its files
     known = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import os
 from collections.abc import Callable, Iterator
@@ -44,12 +45,17 @@ def explaining(tried: str, path: str) -> Iterator[None]:
 def staged(temporary: str, path: str, commit: Callable[[], None]) -> Iterator[BinaryIO]:
     """A new local file ``temporary``; at the end of the block it is closed, and ``commit`` brings it to its place.
 
-    The file is gone afterwards, whatever happens. Errors name ``path``. An error of the disk is raised as StoreError
+    The file is gone afterwards, whatever happens to the block; it stays only where this process is killed, and then has
+    no lock any more. Errors name ``path``. An error of the disk is raised as StoreError
     also where the block made another exception of it, as torch.save does.
     """
     with explaining("write", path):
         raw = _CheckedFile(temporary, path)
+    held = None
     try:
+        with contextlib.suppress(OSError):  # no room for a descriptor, or no locks: then nobody sweeps either
+            held = os.dup(raw.fileno())  # for the time between the file's end and its new name
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             with io.BufferedWriter(raw) as file:
                 yield file
@@ -61,6 +67,8 @@ def staged(temporary: str, path: str, commit: Callable[[], None]) -> Iterator[Bi
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+        if held is not None:
+            os.close(held)
 
 
 class _CheckedFile(io.FileIO):

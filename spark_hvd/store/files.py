@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import fcntl
 import os
 import posixpath
 import uuid
@@ -209,6 +210,18 @@ class Store:
         # an object store takes any text as a key: as names these would lead elsewhere
         return [join(path, name) for name in sorted(names - {".", ".."}) if unfinished or not is_temporary(name)]
 
+    def sweep(self, path: str) -> None:
+        """Delete files right in a local directory whose writers were killed: those without a name and without a lock.
+
+        Errors are ignored. Remote stores are left alone: there, nothing tells who writes.
+        """
+        if not self.is_local:
+            return
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(path):
+                if is_temporary(entry.name) and entry.is_file(follow_symlinks=False):
+                    _remove_if_left(entry.path)
+
     def _info(self, path: str) -> dict[str, Any] | None:
         # not fsspec's exists(), which takes every error for "no"
         with explaining("look at", path):
@@ -300,6 +313,12 @@ class Store:
             ):  # whatever fsspec's file systems raise: the first error is the one to tell
                 filesystem.rm_file(temporary)
             raise
+
+
+def _remove_if_left(temporary: str) -> None:
+    with contextlib.suppress(OSError), open(temporary, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(temporary)
 
 
 def _rename(temporary: str, path: str) -> None:

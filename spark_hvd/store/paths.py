@@ -104,4 +104,4 @@ def temporary_name(name: str) -> str:
 
 def is_temporary(name: str) -> bool:
     """Whether :func:`temporary_name` made it."""
-    return name.startswith(".") and name.endswith(".tmp")
+    return re.fullmatch(r"\..+\.[0-9a-f]{32}\.tmp", name, re.DOTALL) is not None

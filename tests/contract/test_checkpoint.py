@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -320,3 +321,33 @@ def test_on_an_object_store(two: Ranks, s3: dict[str, Any]) -> None:  # noqa: F8
     names = {name.rpartition("checkpoints/")[2].partition("-")[0] for name in everything(store())}
     assert names == {"step"}
     assert len([name for name in everything(store()) if name.endswith("json")]) == 1
+
+
+KILLED = """
+import os, signal, sys
+from spark_hvd.store import Store
+store = Store.create(sys.argv[1])
+with store.writing(store.join("step-000000000003.pt")) as file:
+    file.write(b"x" * 1000)
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_save_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    hvd.init()
+    try:
+        subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+        (left,) = tmp_path.iterdir()
+        assert left.name.endswith(".tmp")
+        other = tmp_path / ".notes.tmp"
+        other.touch()
+        store = Store.create(tmp_path)
+        with store.writing(store.join("step-000000000004.pt")) as file:  # one that is being written
+            file.write(b"x")
+            save(tmp_path, 1.0, 5)
+            assert not left.exists()
+            assert other.exists()
+        assert sorted(path.name[-6:] for path in tmp_path.iterdir()) == ["004.pt", "005.pt", "es.tmp"]
+    finally:
+        hvd.shutdown()

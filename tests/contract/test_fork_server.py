@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import resource
 import select
 import signal
 import sys
@@ -15,8 +18,16 @@ import psutil
 import pytest
 
 import spark_hvd
+import spark_hvd.torch as hvd
 from spark_hvd.runner.config import PRELOAD, RunConfig
-from spark_hvd.runner.supervise.processes import ForkServer, Interpreter, fork_server, fork_server_of, outlives_runs
+from spark_hvd.runner.supervise.processes import (
+    ForkServer,
+    ForkServerError,
+    Interpreter,
+    fork_server,
+    fork_server_of,
+    outlives_runs,
+)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -129,3 +140,69 @@ def test_tensorflow_is_imported_before_where_the_driver_trains_with_it(monkeypat
     backend = "tensorflow"
     assert RunConfig.of({"env": {"A": "b"}}).env == {PRELOAD: "tensorflow", "A": "b"}
     assert RunConfig.of({"env": {PRELOAD: None}}).env == {PRELOAD: None}
+
+
+def hold(count: int) -> list[int]:
+    """Open so many files; the process may have no more than its hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, count + 256)), hard))
+    return [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
+
+
+def test_ranks_of_a_program_with_many_open_files() -> None:
+    held = hold(1100)
+    try:
+        assert spark_hvd.run_local(os.getpgrp, num_proc=2, verbose=0) != []
+    finally:
+        for fd in held:
+            os.close(fd)
+
+
+def test_nothing_stays_open_where_there_is_no_room_for_a_ranks_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = fork_server({}, os.getpid())
+    before, left = os.listdir("/proc/self/fd"), iter(range(3))
+    pipe = os.pipe
+
+    def scarce() -> tuple[int, int]:
+        if next(left) == 2:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return pipe()
+
+    monkeypatch.setattr(os, "pipe", scarce)
+    with pytest.raises(ForkServerError, match="Too many open files"):
+        server.spawn(dict(os.environ), 60.0)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_the_product_waits_for_any_number_of_files() -> None:
+    """select.select() refuses descriptors from 1,024 on: a driver with many files has those."""
+    root = Path(__file__).parents[2]
+    files = [path for room in ("spark_hvd", "runner", "estimators") for path in (root / room).rglob("*.py")]
+    assert [
+        str(path) for path in files if re.search(r"\bselect\.select\(|import select as|from select ", path.read_text())
+    ] == []
+
+
+def killed_with_its_server() -> str:
+    """The first ranks' fork server is killed, before there is a commit."""
+
+    @hvd.elastic.run
+    def train(state: Any) -> int:
+        if hvd.generation() == 0:
+            hvd.barrier()
+            if hvd.rank() == 0:
+                os.kill(os.getppid(), signal.SIGKILL)
+                signal.pause()  # for the kernel to kill this process too
+            hvd.barrier()
+        return os.getppid()
+
+    return f"{train(hvd.elastic.ObjectState(step=0))} {hvd.generation()}"
+
+
+def test_an_elastic_run_starts_a_new_server_and_blames_nobody() -> None:
+    env = {"OMP_NUM_THREADS": "5"}  # a server of its own
+    first, second = spark_hvd.run_elastic_local(
+        killed_with_its_server, num_proc=2, host_failure_limit=1, env=env, verbose=0
+    )
+    assert first == second
+    assert int(first.split()[1]) > 0

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import socket
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from spark_hvd.runner.channel.private_sockets import SocketFolder
+from spark_hvd.runner.supervise.mpi.leftovers import sweep_folders, sweep_segments
 from spark_hvd.transport.mpi.pace import PollingPace
 from spark_hvd.transport.mpi.start import is_mpi_communicator
 from spark_hvd.world.env import MpiEnv, read_mpi_cuda, read_mpi_env
@@ -80,3 +85,41 @@ def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "spark_hvd.transport.mpi.library", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'spark_hvd\[mpi\]'"):
         importlib.import_module("spark_hvd.transport.mpi.library")
+
+
+HOLDER = """
+import mmap, sys
+with open(sys.argv[1], "r+b") as file:
+    held = mmap.mmap(file.fileno(), 4096)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_shared_memory_that_nobody_uses_goes(tmp_path: Path) -> None:
+    old, mine, used, other = (tmp_path / name for name in ("mpich_shm_1", "mpich_shm_2", "mpich_shm_3", "others"))
+    old.write_bytes(bytes(4096))
+    since = old.stat().st_ctime + 1e-6
+    while mine.write_bytes(bytes(4096)) and mine.stat().st_ctime < since:
+        pass
+    for path in (used, other):
+        path.write_bytes(bytes(4096))
+    command = [sys.executable, "-c", HOLDER, str(used)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        sweep_segments(since, str(tmp_path))
+        assert {*tmp_path.iterdir()} == {old, used, other}
+        holder.communicate()
+    sweep_segments(since, str(tmp_path))
+    assert {*tmp_path.iterdir()} == {old, other}
+
+
+def test_folders_of_supervisors_that_were_killed_go(tmp_path: Path) -> None:
+    with SocketFolder(str(tmp_path / "spark_hvd-mpi-dead")) as folder:
+        folder.listen("0", socket.SOCK_SEQPACKET).close()
+    with SocketFolder(str(tmp_path / "spark_hvd-mpi-live")) as folder:
+        listener = folder.listen("0", socket.SOCK_SEQPACKET)
+    with listener:
+        sweep_folders(str(tmp_path))
+        assert [path.name for path in tmp_path.iterdir()] == ["spark_hvd-mpi-live"]

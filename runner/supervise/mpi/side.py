@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.channel.private_sockets import SocketFolder, is_ours
 from spark_hvd.runner.supervise.mpi import mpich, openmpi
 from spark_hvd.runner.supervise.mpi.blame import Blame
+from spark_hvd.runner.supervise.mpi.leftovers import FOLDER, sweep_folders, sweep_segments
 from spark_hvd.runner.supervise.mpi.manager import MpiMissingError, ProcessManager, counts_by_host, guarded, manager_env
 from spark_hvd.runner.supervise.mpi.shim import LAUNCH
 from spark_hvd.world.layout import RankInfo, WorldLayout
@@ -63,7 +65,7 @@ class MpiPlan:
     @property
     def folder(self) -> str:
         """The name of the directory in which this host's supervisors listen."""
-        return f"spark_hvd-mpi-{hashlib.sha256(self.token.encode()).hexdigest()[:24]}"
+        return f"{FOLDER}{hashlib.sha256(self.token.encode()).hexdigest()[:24]}"
 
 
 class MpiSide:
@@ -90,10 +92,12 @@ class MpiSide:
         self._shim: socket.socket | None = None
         self._programs: list[_Program] = []
         self._launched = False
+        self._began = time.time()
         try:
             with SocketFolder.named(plan.folder) as folder:
                 self._folder = folder.path
                 self._listener = folder.listen(str(me.rank), socket.SOCK_SEQPACKET)
+            sweep_folders(os.path.dirname(self._folder))  # of supervisors that were killed
         except OSError as error:
             raise OSError(f"rank {me.rank}'s supervisor cannot listen for MPI's process manager: {error}") from error
         self.handlers[self._listener.fileno()] = self._take_shim
@@ -136,6 +140,7 @@ class MpiSide:
         self._close_fds()
         for program in reversed(self._programs):  # a proxy before mpiexec, which waits for it
             program.end()
+        sweep_segments(self._began)  # the last rank of this host has none that others use
         self.handlers.clear()
 
     def _start(self, name: str, command: Sequence[str], on_line: Callable[[list[str]], None]) -> None:
