@@ -39,6 +39,13 @@ class Rows:
         """Batches of an epoch, the same on all ranks."""
         return len(self.sharding.batches(Position(), hvd.rank(), hvd.size()))
 
+    @property
+    def weights(self) -> list[float]:
+        """Those of a row of each of this rank's batches of epoch 0, see :class:`~spark_hvd.data.readers.feed.Feed`."""
+        size = hvd.size()
+        mine, totals = self.sharding.batches(Position(), hvd.rank(), size), self.sharding.totals(Position(), size)
+        return [rows * size / every for rows, every in zip(mine, totals, strict=True)]
+
     def first_epoch(self) -> Iterator[Batch]:
         """This rank's batches of epoch 0."""
         place = Position(), hvd.rank(), hvd.size()
