@@ -35,6 +35,8 @@ class ShardLoader(Generic[T_co]):
         asked: What is read.
         form: Makes the form that rows are read into.
         collate: Makes what is given out of a batch of that form.
+        row_weights: Adds the weights of a batch's rows to it: given the batch, its rows, and the weight of each; see
+            :class:`~spark_hvd.data.readers.feed.Feed`.
     """
 
     __module__ = "spark_hvd.data"
@@ -47,9 +49,10 @@ class ShardLoader(Generic[T_co]):
         asked: Asked,
         form: Callable[[], Form[Any, Any]],
         collate: Callable[[Any], T_co] = lambda batch: batch,
+        row_weights: Callable[[Any, int, float], None] | None = None,
     ) -> None:
         self._name, self._source, self._sharding, self._asked = name, source, sharding, asked
-        self._form, self._collate = form, collate
+        self._form, self._collate, self._row_weights = form, collate, row_weights
         self._next = Position()
         self._now: _Epoch[T_co] | None = None
         self._reader: Reader[Any] | None = None
@@ -84,7 +87,7 @@ class ShardLoader(Generic[T_co]):
             )
         feed = Feed(self._opened(), self._sharding, rank, size, self._next)
         self._next = Position(feed.position.epoch + 1)
-        self._now = _Epoch(feed, self._collate)
+        self._now = _Epoch(feed, self._collate, self._row_weights)
         return self._now
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,8 +134,10 @@ class ShardLoader(Generic[T_co]):
 
 
 class _Epoch(Iterator[T_co]):
-    def __init__(self, feed: Feed[Any], collate: Callable[[Any], T_co]) -> None:
-        self._feed, self._collate = feed, collate
+    def __init__(
+        self, feed: Feed[Any], collate: Callable[[Any], T_co], row_weights: Callable[[Any, int, float], None] | None
+    ) -> None:
+        self._feed, self._collate, self._row_weights = feed, collate, row_weights
         self._left = feed.left
         self._lock = threading.Lock()  # threads share the iterator: the feed counts what it gave
 
@@ -147,4 +152,6 @@ class _Epoch(Iterator[T_co]):
                 raise StopIteration
             batch = next(self._feed)
             self._left -= 1
+            if self._row_weights is not None:
+                self._row_weights(batch, self._feed.rows, self._feed.weight)
         return self._collate(batch)

@@ -22,7 +22,7 @@ class Feed(Iterator[BatchT], Generic[BatchT]):
 
     Attributes:
         given: Batches given so far, those skipped included.
-        rows: Rows of the last batch on all ranks together.
+        rows: Rows of the last batch on this rank.
         weight: That of a row of it: by what the mean over this rank's rows is to be multiplied, so that the mean of all
             ranks' results is that over the rows of all. 1 where all ranks have as many.
     """
@@ -67,8 +67,8 @@ class Feed(Iterator[BatchT], Generic[BatchT]):
             share = self.sharding.share(self._start, self._rank, self._size)
             self._batches = self._reader.batches(self._start.epoch, share, self._sizes)
         batch = next(self._batches)
-        self.rows = self._totals[self._done]
-        self.weight = self._sizes[self._done] * self._size / self.rows
+        self.rows = self._sizes[self._done]
+        self.weight = self.rows * self._size / self._totals[self._done]
         self._done += 1
         self.given += 1
         if self._done == len(self._sizes):
