@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from spark_hvd import DataError
 from tests.spark.estimator_support import estimator, frame, linear, numbers, same
 
 if TYPE_CHECKING:
@@ -135,3 +136,15 @@ def test_lightning_makes_the_step_of_all_rows(nine: DataFrame) -> None:
     same(fitted.getModel().net, weights, 1e-6)
     for name in ("loss", "seen"):
         assert [row[name] for row in fitted.getHistory()] == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_batch_of_one_row_is_told_of_before_training(spark: SparkSession) -> None:
+    def normalising() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    df = frame(spark, 13)
+    with pytest.raises(DataError, match=r"rank 1 of 2 would .*'1', a layer .* 13 rows, batch_size=5.* drop_last=True"):
+        estimator(normalising(), batch_size=5, epochs=1).fit(df)  # of 13 rows 5 and 2 on one rank, 5 and 1 on the other
+    assert len(estimator(normalising(), batch_size=5, epochs=1, drop_last=True).fit(df).getHistory()) == 1
+    assert len(estimator(batch_size=5, epochs=1).fit(df).getHistory()) == 1
+    assert len(estimator(normalising(), batch_size=6, epochs=1).fit(df).getHistory()) == 1  # 7 and 6
