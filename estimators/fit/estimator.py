@@ -24,7 +24,7 @@ from spark_hvd.estimators.fit.meanwhile import importing
 from spark_hvd.estimators.fit.plan import FitPlan, Settings, check_together, label_of, make_plan, store_missing
 from spark_hvd.estimators.fit.ranks import train_on_ranks
 from spark_hvd.estimators.fit.rows import feeds, rows_for_ranks
-from spark_hvd.estimators.fit.trial import ROWS, batch_of_rows, first_batch, spec_for
+from spark_hvd.estimators.fit.trial import ROWS, batch_of_rows, first_batch, normalised_rows, spec_for
 from spark_hvd.estimators.params.persistence import SavedParams
 from spark_hvd.estimators.params.tables import MODEL_SETTINGS
 from spark_hvd.estimators.training.head import head_of
@@ -153,8 +153,9 @@ class SparkEstimator(SavedParams, Estimator[M]):
 
     def _tried(self, plan: FitPlan, batch: Batch, columns: tuple[Column, ...]) -> TrainSpec:
         spec = spec_for(plan, batch, columns)
-        self._try(plan, spec, batch)
-        return spec
+        with normalised_rows(plan.objects.model) as layers:
+            self._try(plan, spec, batch)
+        return replace(spec, needs_two_rows=layers[0] if layers else None)
 
     def _trained(self, plan: FitPlan, spec: TrainSpec, num_proc: int, data: Mapping[str, Any] | None = None) -> M:
         state, history = train_on_ranks(plan, spec, num_proc, self._framework, data)

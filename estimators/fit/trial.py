@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import uuid
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,30 @@ from spark_hvd.store import Store
 
 ROWS = 32
 """At most so many rows are tried: enough for batch normalisation, little enough to take no time."""
+
+
+@contextmanager
+def normalised_rows(model: torch.nn.Module) -> Iterator[list[str]]:
+    """Within this context, names of layers of batch normalisation that a batch of one row fails in are found.
+
+    They are found where the model, or a copy of it, trains on a batch of any size: torch refuses one value a channel.
+    """
+    found: list[str] = []
+
+    def watch(name: str, layer: torch.nn.Module) -> torch.utils.hooks.RemovableHandle:
+        def note(its: torch.nn.Module, given: tuple[Any, ...]) -> None:
+            if its.training and given and math.prod(given[0].shape[2:]) == 1 and name not in found:
+                found.append(name)
+
+        return layer.register_forward_pre_hook(note)
+
+    kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+    handles = [watch(name, layer) for name, layer in model.named_modules() if isinstance(layer, kinds)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def batch_of_rows(plan: FitPlan, table: pa.Table, columns: Sequence[Column]) -> Batch:

@@ -152,6 +152,7 @@ class _KerasFit:
                 self._prepare(given)
                 for variable, value in zip(self.model.metrics_variables, metrics, strict=False):  # else they are none
                     assign(variable, value)
+            self.optimizer.weigh(job.feed.weight)
             callbacks.on_train_batch_begin(number)
             latest.update(self._step(given))
             callbacks.on_train_batch_end(number, latest)

@@ -41,9 +41,10 @@ class _Fit:
         self.first = len(job.history)
         self.pl = parts.package_of(self.module)
         self.checkpoint_io = parts.make_checkpoint_io(self.pl, self._resumed())
+        self.loader, self.batch = parts.TrainLoader(job), 0
         self.trainer = self._trainer()
         self.on_sigterm = signal.getsignal(signal.SIGTERM)
-        self.sums, self.rows = Sums([], job.device), 0
+        self.sums, self.rows, self.validated = Sums([], job.device), 0, 0
         self.began, self.validating, self.rate = 0.0, 0.0, 0.0
 
     def run(self) -> History:
@@ -58,7 +59,7 @@ class _Fit:
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified in DDP")
             self.trainer.fit(
                 self.module,
-                parts.TrainLoader(job),
+                self.loader,
                 validation,
                 ckpt_path=parts.KEEP if job.resumed is not None else None,
             )
@@ -84,7 +85,7 @@ class _Fit:
             **{"num_sanity_val_steps": 0, "enable_model_summary": False, **self.asked["args"]},
             accelerator="gpu" if device.type == "cuda" else "cpu",
             devices=[device.index] if device.type == "cuda" else 1,
-            strategy=parts.make_strategy(pl, device, self.checkpoint_io, unused),
+            strategy=parts.make_strategy(pl, device, self.checkpoint_io, unused, self._factor),
             use_distributed_sampler=False,
             max_epochs=spec.epochs,
             callbacks=[_first(self), *callbacks, _last(self)],
@@ -94,6 +95,17 @@ class _Fit:
             enable_progress_bar=spec.verbose > 1,
             default_root_dir=self.files.root,
         )
+
+    def _factor(self) -> float:
+        """Of the loss of this batch: by its rows, and by the batches that are summed up to the coming step.
+
+        Lightning divides by all that a step is to be made of, and the last one of an epoch may be made of fewer.
+        """
+        passes, weight = self.trainer.accumulate_grad_batches, self.loader.weights[self.batch]
+        if passes == 1 or not self.module.automatic_optimization:
+            return weight
+        batches = int(min(self.trainer.num_training_batches, len(self.loader)))
+        return float(weight * passes / min(passes, batches - self.batch // passes * passes))
 
     def _profiler(self) -> Any:
         profiler = self.asked["profiler"]
@@ -128,7 +140,7 @@ class _Fit:
             self.finish_epoch()
         self.job.seed(self.trainer.current_epoch)
         self.job.progress = hvd.progress(self.job.steps, epoch=self.trainer.current_epoch, epochs=self.job.spec.epochs)
-        self.sums, self.rows = Sums([], self.job.device), 0
+        self.sums, self.rows, self.validated = Sums([], self.job.device), 0, 0
         self.began, self.validating = time.monotonic(), 0.0
         optimizers = self.trainer.optimizers
         self.rate = float(optimizers[0].param_groups[0]["lr"]) if optimizers else 0.0
@@ -155,12 +167,13 @@ class _Fit:
         """Row of the history, files and checkpoint of an epoch that is over; after the ``last`` one no other begins."""
         job, trainer = self.job, self.trainer
         seconds = time.monotonic() - self.began - self.validating
-        mine = (self.rows, self.sums.values.tolist(), _numbers(trainer.callback_metrics))
+        mine = ((self.rows, self.validated), self.sums.values.tolist(), _numbers(trainer.callback_metrics))
         # The one exchange of an epoch. Ranks may log what others do not (rank_zero_only=True).
         rows, sums, metrics = zip(*hvd.allgather_object(mine, name="spark_hvd.epoch"), strict=True)
         rows_with_loss, loss = map(sum, zip(*sums, strict=True))
         means = {"loss": loss / rows_with_loss} if rows_with_loss else {}
-        job.add(means | _means(metrics), **{"lr": self.rate, **speed(seconds, sum(rows))})
+        trained = sum(count for count, _ in rows)
+        job.add(means | _means(metrics, rows), **{"lr": self.rate, **speed(seconds, trained)})
         behind = (len(job.history) - self.first) * job.steps - job.feed.given
         job.feed.skip(max(0, behind))  # the epoch was left early (limit_train_batches)
         trainer.save_checkpoint(parts.KEEP)
@@ -186,12 +199,22 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if name not in twice}
 
 
-def _means(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean over those ranks that have a metric; what was logged with sync_dist is equal on all, and stays so."""
+def _means(ranks: Sequence[Mapping[str, float]], rows: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """The mean over those ranks that have a metric; what was logged with sync_dist is equal on all, and stays so.
+
+    Args:
+        ranks: The metrics of each.
+        rows: How many each has trained on, and how many it has validated on: metrics named ``val...`` are of these.
+    """
     means = {}
     for name in dict.fromkeys(name for metrics in ranks for name in metrics):
-        values = [metrics[name] for metrics in ranks if name in metrics]
-        means[name] = values[0] if len(set(values)) == 1 else sum(values) / len(values)
+        held = name.startswith("val")
+        values = [(metrics[name], each[held]) for metrics, each in zip(ranks, rows, strict=True) if name in metrics]
+        total = sum(count for _, count in values)
+        if len({value for value, _ in values}) == 1 or not total:
+            means[name] = values[0][0]
+        else:
+            means[name] = sum(value * count for value, count in values) / total
     return means
 
 
@@ -205,11 +228,19 @@ def _first(fit: _Fit) -> Any:
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
             fit.start_epoch()
 
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            fit.batch = batch_idx
+
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             fit.finish_batch(outputs, batch, batch_idx)
 
         def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
             fit.validating -= time.monotonic()
+
+        def on_validation_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        ) -> None:
+            fit.validated += len(next(iter(batch.values())))
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
             fit.validating += time.monotonic()

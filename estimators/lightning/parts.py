@@ -60,10 +60,15 @@ def batch_dict(spec: TrainSpec, batch: Batch) -> Batch:
 
 
 class TrainLoader:
-    """Batches of one epoch each time it is iterated; ``len`` of them on every rank."""
+    """Batches of one epoch each time it is iterated; ``len`` of them on every rank.
+
+    Attributes:
+        weights: Of a row of each batch that was given, see :class:`~spark_hvd.data.readers.feed.Feed`.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self.weights: list[float] = []
 
     def __len__(self) -> int:
         return self._job.steps
@@ -71,10 +76,12 @@ class TrainLoader:
     def __iter__(self) -> Iterator[Batch]:
         # Nothing happens before the first batch is asked for: Lightning makes iterators that it does not use.
         job = self._job
+        self.weights.clear()
         for _ in range(len(self)):
             # Lightning asks for the first batch before it begins the epoch.
             with nullcontext() if job.progress is None else job.progress.fetching():
                 batch = batch_dict(job.spec, next(job.feed))
+            self.weights.append(job.feed.weight)
             yield batch
 
 
@@ -92,12 +99,20 @@ class ValidationLoader:
             yield batch_dict(self._job.spec, batch)
 
 
-def make_strategy(pl: Any, device: torch.device, checkpoint_io: Any, find_unused_parameters: bool) -> Any:
+def make_strategy(
+    pl: Any,
+    device: torch.device,
+    checkpoint_io: Any,
+    find_unused_parameters: bool,
+    factor: Callable[[], float] = lambda: 1.0,
+) -> Any:
     """DDP over the process group that the runner has initialised.
 
     DDP and not hvd.DistributedOptimizer, which belongs to one optimizer whose every gradient comes once a step: modules
     of Lightning have several, toggle them, and clip, scale and accumulate within Lightning's own closure around
     ``step``. Lightning drives DDP through all of that; gradients are averaged over the same process group either way.
+
+    ``factor`` gives that of the loss of this rank's present batch.
     """
 
     class Environment(pl.plugins.environments.ClusterEnvironment):  # type: ignore[misc] # Any
@@ -134,6 +149,11 @@ def make_strategy(pl: Any, device: torch.device, checkpoint_io: Any, find_unused
         @property
         def root_device(self) -> torch.device:
             return device
+
+        def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
+            """The mean over ranks is that over the rows of all."""
+            share = factor()
+            return super().backward(closure_loss if share == 1.0 else closure_loss * share, *args, **kwargs)
 
         def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
             """What is kept in memory is kept on every rank."""

@@ -14,6 +14,7 @@ import spark_hvd.torch as hvd
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.torch.learning_rate import Scheduler, make_optimizer, make_scheduler, scale
 from spark_hvd.estimators.torch.objective import Metrics, Objective, Sums
+from spark_hvd.estimators.torch.share import Shares
 from spark_hvd.estimators.training.callbacks import TrainState
 from spark_hvd.estimators.training.history import History, monitored
 from spark_hvd.estimators.training.inputs import outputs_of, tensors_of
@@ -41,6 +42,9 @@ class _Loop:
         self.scaled = 1.0
         self.optimizer, self.scheduler = self._optimizer()
         self.objective = make_objective(spec, job)
+        self.shares = Shares(
+            self.objective.losses, counted="collate" in objects.reader and objects.reader["collate"] is not None
+        )
         self.metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
         self.scaler = torch.amp.GradScaler(job.device.type, enabled=spec.precision == "fp16")
         if job.resumed and job.resumed.get("scaler"):
@@ -161,6 +165,10 @@ class _Loop:
         spec, state, device = self.spec, self.state, self.job.device
         inputs, labels, weights = self._on_device(batch)
         last = (number + 1) % spec.backward_passes_per_step == 0 or number + 1 == self.state.steps
+        # The last passes of an epoch may be fewer than those of a step.
+        begun = number - number % spec.backward_passes_per_step
+        passes = min(spec.backward_passes_per_step, state.steps - begun)
+        self._share(inputs, labels, weights, self.job.feed.weight)
         if self.minibatch is not None:
             outputs, loss = self.minibatch(
                 model=self.model,
@@ -176,14 +184,14 @@ class _Loop:
             outputs, labels = self.objective.transform_outputs(outputs_of(outputs), labels)
         elif len(inputs[0]):
             outputs, labels, loss = self._forward(inputs, labels, weights)
-            torch.autograd.backward(self.scaler.scale(loss / spec.backward_passes_per_step))
+            torch.autograd.backward(self.scaler.scale(loss / passes))
             if last:
                 self._step()
         else:  # all its rows were skipped: the others' gradients count, and zeros
             loss = torch.zeros((), device=device)
             if last:
                 self._step()
-        state.loss = loss.detach()
+        state.loss = self._by_row(loss)
         state.step, state.global_step = number + 1, state.global_step + 1
         looked_at = device.type == "cpu" or number % NAN_CHECK_EVERY == 0 or number + 1 == state.steps
         if spec.terminate_on_nan and looked_at:
@@ -199,6 +207,17 @@ class _Loop:
         spec, device = self.spec, self.job.device
         weights = batch[spec.sample_weight_col].to(device) if spec.sample_weight_col else None
         return tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device), weights
+
+    def _share(
+        self, inputs: list[torch.Tensor], labels: list[torch.Tensor], weights: torch.Tensor | None, weight: float
+    ) -> None:
+        """Have the loss of a batch count for what it is of the batches of all ranks."""
+        self.objective.factors = self.shares.of(labels, len(inputs[0]), weight, weights is not None)
+
+    def _by_row(self, loss: torch.Tensor) -> torch.Tensor:
+        """What the mean over rows, of all batches and ranks, is to be taken of."""
+        weight = self.shares.weight
+        return loss.detach() / weight if weight not in (0.0, 1.0) else loss.detach()
 
     def _forward(
         self, inputs: list[torch.Tensor], labels: list[torch.Tensor], weights: torch.Tensor | None
@@ -244,11 +263,12 @@ class _Loop:
             return sums
         self.model.eval()
         with torch.no_grad():
-            for batch in self.job.validation_batches():
+            for batch, weight in zip(self.job.validation_batches(), self.job.validation.weights, strict=False):
                 inputs, labels, weights = self._on_device(batch)
+                self._share(inputs, labels, weights, weight)
                 if len(inputs[0]):
                     outputs, labels, loss = self._forward(inputs, labels, weights)
-                    sums.add(len(inputs[0]), loss, self.metrics(outputs, labels))
+                    sums.add(len(inputs[0]), self._by_row(loss), self.metrics(outputs, labels))
         return sums
 
     def _share_buffers(self) -> None:

@@ -47,6 +47,8 @@ class Objective:
         self.losses = list(losses) * (labels if len(losses) == 1 else 1)
         self.weights = [1.0 / labels] * labels if weights is None else list(weights)
         self.reshape_labels = reshape_labels
+        self.factors = [1.0] * labels
+        """By which each loss is multiplied, see :class:`~spark_hvd.estimators.torch.share.Shares`."""
         self._by_row: list[Loss] = []
 
     def transform_outputs(
@@ -84,8 +86,14 @@ class Objective:
                 (loss(output, label).reshape(len(sample_weights), -1).mean(1) * sample_weights).mean()
                 for loss, output, label in zip(self._by_row, outputs, labels, strict=True)
             ]
-        total = parts[0] * self.weights[0]
-        for part, weight in zip(parts[1:], self.weights[1:], strict=True):
+        # A loss that counts for nothing, as all its labels are left out, may be NaN.
+        parts = [
+            part if factor else (output * 0).sum()
+            for part, output, factor in zip(parts, outputs, self.factors, strict=True)
+        ]
+        weights = [weight * factor for weight, factor in zip(self.weights, self.factors, strict=True)]
+        total = parts[0] * weights[0]
+        for part, weight in zip(parts[1:], weights[1:], strict=True):
             total = total + part * weight
         return total
 

@@ -18,6 +18,7 @@ from spark_hvd.data.shard import source_here
 from spark_hvd.data.source import Asked
 from spark_hvd.data.spool import Spool
 from spark_hvd.estimators.training.readers import form_of, open_reader
+from spark_hvd.estimators.training.spec import TrainSpec
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,13 @@ class Rows:
     def steps(self) -> int:
         """Batches of an epoch, the same on all ranks."""
         return len(self.sharding.batches(Position(), hvd.rank(), hvd.size()))
+
+    @property
+    def weights(self) -> list[float]:
+        """Those of a row of each of this rank's batches of epoch 0, see :class:`~spark_hvd.data.readers.feed.Feed`."""
+        size = hvd.size()
+        mine, totals = self.sharding.batches(Position(), hvd.rank(), size), self.sharding.totals(Position(), size)
+        return [rows * size / every for rows, every in zip(mine, totals, strict=True)]
 
     def first_epoch(self) -> Iterator[Batch]:
         """This rank's batches of epoch 0."""
@@ -99,6 +107,23 @@ def too_few(rows: int, what: str, num_proc: int) -> str:
         f"{rows} rows for {what} and num_proc={num_proc}: expected at least one row for each rank. Use fewer ranks or "
         "more rows"
     )
+
+
+def check_batches(layer: str, spec: TrainSpec, sharding: Sharding) -> None:
+    """Make sure that no rank trains on a batch of one row; the same on all ranks.
+
+    Raises:
+        DataError: one would.
+    """
+    size = hvd.size()
+    alone = [rank for rank in range(size) if 1 in sharding.batches(Position(), rank, size)]
+    if alone:
+        next_step = "batch_size" if spec.batch_size == 1 else "drop_last=True, or another batch_size"
+        raise DataError(
+            f"rank {alone[0]} of {size} would train on a batch of one row, for which {layer!r}, a layer of batch "
+            f"normalisation, has no variance: {sharding.rows} rows, batch_size={spec.batch_size}. Expected two rows in "
+            f"each batch of a rank. Next: {'a larger ' if spec.batch_size == 1 else ''}{next_step} or num_proc"
+        )
 
 
 def layout_of(dataset: DatasetMeta) -> int:

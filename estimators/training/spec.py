@@ -36,6 +36,7 @@ class TrainSpec:
         returns_state: Driver and ranks share no place for checkpoints: rank 0 keeps them on its host, and returns the
             one of the trained model.
         trainer: What LightningEstimator gives to the Trainer.
+        needs_two_rows: The layer that cannot train on a batch of one row.
     """
 
     label: str = ""
@@ -77,6 +78,7 @@ class TrainSpec:
     returns_state: bool = False
     restore_best_weights: bool = False
     trainer: Mapping[str, Any] = field(default_factory=dict)
+    needs_two_rows: str | None = None
 
     def epoch_steps(self, size: int) -> int:
         """Batches of an epoch on each of ``size`` ranks."""

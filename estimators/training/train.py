@@ -20,7 +20,7 @@ from spark_hvd.estimators.training.checkpoint import BEST, LAST, Checkpoints, ch
 from spark_hvd.estimators.training.elastic import FitState
 from spark_hvd.estimators.training.history import History, monitored
 from spark_hvd.estimators.training.readers import reader_spec
-from spark_hvd.estimators.training.rows import Rows, rows_of
+from spark_hvd.estimators.training.rows import Rows, check_batches, rows_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.scratch import Scratch
 from spark_hvd.store import Store
@@ -241,6 +241,8 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
         reader = reader_spec(spec, objects, dataset=spec.train, shuffle=spec.shuffle, seed=spec.seed)
         rows = rows_of("training", reader, spec.batch_size, spec.drop_last)
         cleanup.enter_context(closing(rows.reader))
+        if spec.needs_two_rows is not None:
+            check_batches(spec.needs_two_rows, spec, rows.sharding)
         order = order_of(spec, rows.sharding.rows, rows.layout)
         if resumed is not None:
             check_order(resumed, order, spec.run_id)

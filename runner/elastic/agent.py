@@ -71,16 +71,10 @@ class Agent:
 
     Args:
         link: Connection to the hub, on which hello has been said.
-<<<<<<< HEAD
-        server: Where workers are forked.
+        server: Gives the fork server for a worker: another one when the last was killed.
         job: Gives what a worker runs, by its first place, this agent's slot and its number.
         value_limit: What a pickled value may take in Spark's result, in bytes; larger ones go to the hub. None for no
             limit.
-=======
-        server: Gives the fork server for a worker: another one when the last was killed.
-        job: Gives what a worker runs, by its first place and this agent's slot.
-        value_limit: What a pickled value may take, in bytes; None for no limit.
->>>>>>> wt-elastic
         executor: Spark's name of its executor; empty where there is none.
     """
 

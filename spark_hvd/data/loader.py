@@ -39,6 +39,8 @@ class ShardLoader(Generic[T_co]):
         asked: What is read.
         form: Makes the form that rows are read into.
         collate: Makes what is given out of a batch of that form.
+        row_weights: Adds the weights of a batch's rows to it: given the batch, its rows, and the weight of each; see
+            :class:`~spark_hvd.data.readers.feed.Feed`.
     """
 
     __module__ = "spark_hvd.data"
@@ -51,9 +53,10 @@ class ShardLoader(Generic[T_co]):
         asked: Asked,
         form: Callable[[], Form[Any, Any]],
         collate: Callable[[Any], T_co] = lambda batch: batch,
+        row_weights: Callable[[Any, int, float], None] | None = None,
     ) -> None:
         self._name, self._source, self._sharding, self._asked = name, source, sharding, asked
-        self._form, self._collate = form, collate
+        self._form, self._collate, self._row_weights = form, collate, row_weights
         self._next = Position()
         self._now: Feed[Any] | None = None
         self._loop: weakref.ref[_Epoch[T_co]] | None = None
@@ -92,7 +95,7 @@ class ShardLoader(Generic[T_co]):
         # With nothing left for these ranks of an epoch that was begun, this pass only ends it.
         left = feed.left if feed.position.epoch == start.epoch else 0
         self._next = Position(start.epoch + 1)
-        self._now, epoch = feed, _Epoch(feed, self._collate, start.epoch, left)
+        self._now, epoch = feed, _Epoch(feed, self._collate, self._row_weights, start.epoch, left)
         self._loop = weakref.ref(epoch)  # whether a loop still holds it
         return epoch
 
@@ -151,8 +154,15 @@ class ShardLoader(Generic[T_co]):
 
 
 class _Epoch(Iterator[T_co]):
-    def __init__(self, feed: Feed[Any], collate: Callable[[Any], T_co], number: int, left: int) -> None:
-        self._feed, self._collate = feed, collate
+    def __init__(
+        self,
+        feed: Feed[Any],
+        collate: Callable[[Any], T_co],
+        row_weights: Callable[[Any, int, float], None] | None,
+        number: int,
+        left: int,
+    ) -> None:
+        self._feed, self._collate, self._row_weights = feed, collate, row_weights
         self.number, self._left = number, left
         self._ended = False
         self._lock = threading.Lock()  # threads share the iterator: the feed counts what it gave
@@ -169,4 +179,6 @@ class _Epoch(Iterator[T_co]):
                 raise StopIteration
             batch = next(self._feed)
             self._left -= 1
+            if self._row_weights is not None:
+                self._row_weights(batch, self._feed.rows, self._feed.weight)
         return self._collate(batch)

@@ -81,6 +81,7 @@ class DatasetShard:
         features: Features | None = None,
         collate_fn: Callable[[pa.RecordBatch], Any] | None = None,
         drop_last: bool = False,
+        row_weights: str | None = None,
         window_rows: int | None = None,
         workers: int = 2,
     ) -> TorchLoader[Any]:
@@ -99,11 +100,14 @@ class DatasetShard:
                 "features", or a dict from the names of tensors to those of columns.
             collate_fn: Makes the batch; gets a ``pyarrow.RecordBatch`` of the columns.
             drop_last: Leave out the batch at the end that is not full.
+            row_weights: Name of a tensor to add to each batch, (rows,) of float32. With a row's loss multiplied by it,
+                the mean over ranks of the means over their rows is that over the rows of all ranks, however they
+                differ in rows. All are 1 where ranks have as many.
             window_rows: Rows that are shuffled together; None for those in 64 MiB, of a DataFrame in 8 MiB.
             workers: Threads that read ahead.
 
         Raises:
-            DataError: a column is not there, or a number is out of range.
+            DataError: a column is not there, a number is out of range, or ``row_weights`` does not fit.
         """
         import torch
 
@@ -111,10 +115,12 @@ class DatasetShard:
 
         asked = self._asked(columns, shuffle, seed, window_rows, workers)
         sharding = self._sharding(batch_size, drop_last, asked)
+        self._check_row_weights(row_weights, asked, features, collate_fn)
         if collate_fn is not None:
             return TorchLoader(self.name, self._source, sharding, asked, TableForm, collate_fn)
         form = partial(ColumnForm, torch_batch, features, torch.cat)
-        return TorchLoader(self.name, self._source, sharding, asked, form)
+        weigh = row_weights and partial(_weigh, row_weights, torch.full)
+        return TorchLoader(self.name, self._source, sharding, asked, form, row_weights=weigh or None)
 
     def numpy_batches(
         self,
@@ -125,14 +131,17 @@ class DatasetShard:
         columns: Sequence[str] | None = None,
         features: Features | None = None,
         drop_last: bool = False,
+        row_weights: str | None = None,
         window_rows: int | None = None,
         workers: int = 2,
     ) -> ShardLoader[dict[str, np.ndarray[Any, Any] | list[Any]]]:
         """Batches for every other framework: dicts of numpy arrays. Arguments are those of :meth:`torch_batches`."""
         asked = self._asked(columns, shuffle, seed, window_rows, workers)
         sharding = self._sharding(batch_size, drop_last, asked)
+        self._check_row_weights(row_weights, asked, features)
         form = partial(ColumnForm, numpy_batch, features, np.concatenate)
-        return ShardLoader(self.name, self._source, sharding, asked, form)
+        weigh = row_weights and partial(_weigh, row_weights, np.full)
+        return ShardLoader(self.name, self._source, sharding, asked, form, row_weights=weigh or None)
 
     def arrow_batches(
         self,
@@ -149,6 +158,20 @@ class DatasetShard:
         asked = self._asked(columns, shuffle, seed, window_rows, workers)
         sharding = self._sharding(batch_size, drop_last, asked)
         return ShardLoader(self.name, self._source, sharding, asked, TableForm)
+
+    def _check_row_weights(
+        self, name: str | None, asked: Asked, features: Features | None, collate_fn: Callable[..., Any] | None = None
+    ) -> None:
+        if name is None:
+            return
+        if collate_fn is not None:
+            raise DataError(
+                f"row_weights={name!r} and collate_fn are both given: collate_fn makes the whole batch. Next: leave "
+                "one of them out"
+            )
+        taken = [*asked.columns, *(["features"] if isinstance(features, list | tuple) else features or ())]
+        if not name or name in taken:
+            raise DataError(f"row_weights={name!r}: expected a name that nothing else in the batch has")
 
     def _sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
         if batch_size < 1:
@@ -171,6 +194,13 @@ class DatasetShard:
             if value is not None and value < 1:
                 raise DataError(f"{argument}={value}: expected at least 1")
         return Asked(columns=wanted, shuffle=shuffle, seed=seed, window_rows=window_rows, workers=workers)
+
+
+def _weigh(
+    name: str, full: Callable[[tuple[int], float], Any], batch: dict[str, Any], rows: int, weight: float
+) -> None:
+    made = full((rows,), weight)
+    batch[name] = made.astype(np.float32) if isinstance(made, np.ndarray) else made.float()
 
 
 def shard_of(name: str, told: DataSource | SpoolSource) -> DatasetShard:

@@ -50,6 +50,8 @@ class GradientExchange:
     given: Sequence[Any] = ()
     """What the gradients that come next are of; not the optimizer's own, which would save it as its state."""
     reducer: KerasReducer | None = None
+    weight: Any = None
+    """A variable by which losses are multiplied; None for none."""
 
     def open(self, variables: Sequence[Any], *, overlapping: bool) -> KerasReducer:
         """Have a reducer.

@@ -32,12 +32,23 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[mis
             )
         self._exchange.local.add(id(var))
 
+    def weigh(self, weight: float) -> None:
+        """Have the coming losses count so much; on all ranks, from before the first step on, 1.0 where nothing else.
+
+        A rank whose batch has fewer rows than others' is to count for less: by its rows, times the number of ranks,
+        divided by the rows of all. The step is that of the whole batch then.
+        """
+        if self._exchange.weight is None:
+            self._exchange.weight = keras.Variable(1.0, trainable=False, dtype="float32", name="weight")
+        self._exchange.weight.assign(weight)
+
     def scale_loss(self, loss: Any) -> Any:
         """See keras.Optimizer.scale_loss."""
         overlapping = keras.config.backend() == "torch" and not self.gradient_accumulation_steps
         if self.built and overlapping:  # so that the coming backward is reduced while it runs
             self._exchange.open(self._trainable_variables, overlapping=True).ready()
-        return super().scale_loss(loss)
+        weight = self._exchange.weight
+        return super().scale_loss(loss if weight is None else loss * keras.ops.cast(weight, loss.dtype))
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """See keras.Optimizer.apply."""

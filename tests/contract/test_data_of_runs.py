@@ -118,3 +118,29 @@ def test_elastic_ranks_see_each_row_of_a_table_once(value: Any) -> None:
 def test_a_table_without_rows_is_refused_before_ranks_start() -> None:
     with pytest.raises(DataError, match=r"data\['train'\] has no rows"):
         run_elastic_local(elastic_epoch, (FaultPlan(),), data={"train": TABLE.slice(0, 0)})
+
+
+def test_rows_have_weights_that_make_up_for_ranks_with_fewer() -> None:
+    def fn() -> tuple[list[float], list[list[float]], str]:
+        import spark_hvd.torch as hvd
+
+        hvd.init()
+        shard = hvd.get_dataset_shard("train")
+        means, weights = [], []
+        for batch in shard.torch_batches(3, row_weights="weight"):
+            assert batch["weight"].dtype.itemsize == 4
+            weights.append(batch["weight"].tolist())
+            sums = hvd.allreduce((batch["id"].double() * batch["weight"]).mean())  # an average over ranks
+            rows = hvd.allgather(batch["id"]).double()
+            means += [float(sums - rows.mean())]
+        assert [batch["weight"].tolist() for batch in shard.numpy_batches(3, row_weights="weight")] == weights
+        with pytest.raises(DataError) as caught:
+            shard.torch_batches(3, row_weights="id")
+        return means, weights, str(caught.value)
+
+    ranks = run_local(fn, num_proc=2, data={"train": TABLE.slice(0, 9)})
+    for off, weights, error in ranks:
+        assert off == pytest.approx([0.0, 0.0], abs=1e-6)
+        assert weights[0] == [1.0] * 3
+        assert "row_weights='id': expected a name that nothing else in the batch has" in error
+    assert sorted(weights[1] for _, weights, _ in ranks) == [pytest.approx([2 / 3]), pytest.approx([4 / 3] * 2)]

@@ -109,7 +109,8 @@ def reference(
             for rank in range(ranks):
                 start = rank * each + step * batch
                 rows_now = slice(start, min(start + batch, (rank + 1) * each))
-                (loss_of(model, rows_now) / ranks / passes).backward()
+                summed = min(passes, steps - step // passes * passes)
+                (loss_of(model, rows_now) / ranks / summed).backward()
             if (step + 1) % passes == 0 or step + 1 == steps:
                 before_step(model)
                 maker.step()

@@ -22,12 +22,15 @@ class Feed(Iterator[BatchT], Generic[BatchT]):
 
     Attributes:
         given: Batches given so far, those skipped included.
+        rows: Rows of the last batch on this rank.
+        weight: That of a row of it: by what the mean over this rank's rows is to be multiplied, so that the mean of all
+            ranks' results is that over the rows of all. 1 where all ranks have as many.
     """
 
     def __init__(self, reader: Reader[BatchT], sharding: Sharding, rank: int, size: int, position: Position) -> None:
         self._reader, self.sharding = reader, sharding
         self._rank, self._size = rank, size
-        self.given = 0
+        self.given, self.rows, self.weight = 0, 0, 1.0
         self._batches: Generator[BatchT, None, None] | None = None
         self._begin(position)
 
@@ -64,6 +67,8 @@ class Feed(Iterator[BatchT], Generic[BatchT]):
             share = self.sharding.share(self._start, self._rank, self._size)
             self._batches = self._reader.batches(self._start.epoch, share, self._sizes)
         batch = next(self._batches)
+        self.rows = self._sizes[self._done]
+        self.weight = self.rows * self._size / self._totals[self._done]
         self._done += 1
         self.given += 1
         if self._done == len(self._sizes):
@@ -78,6 +83,7 @@ class Feed(Iterator[BatchT], Generic[BatchT]):
             position = Position(position.epoch + 1)
         self._start, self._done = position, 0
         self._sizes = self.sharding.batches(position, self._rank, self._size)
+        self._totals = self.sharding.totals(position, self._size)
 
     def _drop(self) -> None:
         batches, self._batches = self._batches, None

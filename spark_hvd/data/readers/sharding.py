@@ -60,6 +60,11 @@ class Sharding:
         left = self.rows - length(position.done)
         return batch_rows(left, rank, size, self.batch_size, self.drop_last) if left >= size else []
 
+    def totals(self, position: Position, size: int) -> list[int]:
+        """Rows in each batch of all ranks together."""
+        steps = zip(*(self.batches(position, rank, size) for rank in range(size)), strict=True)
+        return [sum(step) for step in steps]
+
     def share(self, position: Position, rank: int, size: int) -> list[Interval]:
         """The rows of ``rank`` of ``size``, from ``position`` on."""
         left = self.rows - length(position.done)

@@ -1,0 +1,150 @@
+"""Ranks whose batches differ in rows, or in what a loss divides by, make the step of the whole batch together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from spark_hvd import DataError
+from tests.spark.estimator_support import estimator, frame, linear, numbers, same
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def nine(spark: SparkSession) -> DataFrame:
+    return frame(spark, 9).cache()
+
+
+def whole(rows: int, loss: Any, label: torch.Tensor, outputs: int = 1, rate: float = 0.1) -> tuple[Any, list[float]]:
+    """What one process gets that takes all rows in one step, twice: weights and losses."""
+    model, losses = linear(outputs), []
+    features = torch.from_numpy(numbers(rows)[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for _ in range(2):
+        optimizer.zero_grad()
+        output = model(features)
+        value = loss(output[:, 0] if outputs == 1 else output, label)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return model.state_dict(), losses
+
+
+@pytest.mark.parametrize("rows", [9, 442, 3])
+def test_a_step_is_that_of_all_rows(spark: SparkSession, nine: DataFrame, rows: int) -> None:
+    df = nine if rows == 9 else frame(spark, rows)
+    weights, losses = whole(rows, nn.MSELoss(), torch.from_numpy(numbers(rows)[1]))
+    fitted = estimator(batch_size=221).fit(df)
+    same(fitted.getModel(), weights, 1e-6)
+    assert [row["loss"] for row in fitted.getHistory()] == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(weight=torch.tensor([0.1, 3.0])),
+        nn.CrossEntropyLoss(ignore_index=1),
+        nn.CrossEntropyLoss(reduction="sum"),
+    ],
+    ids=["classes weigh", "labels are left out", "a sum"],
+)
+def test_a_loss_divides_by_what_all_ranks_have(nine: DataFrame, loss: nn.Module) -> None:
+    label = torch.from_numpy(numbers(9)[2]).long()
+    weights, losses = whole(9, loss, label, outputs=2)
+    fitted = estimator(linear(2), loss=loss, label_cols=["late"], batch_size=5).fit(nine)
+    same(fitted.getModel(), weights, 1e-5)
+    assert [row["loss"] for row in fitted.getHistory()] == pytest.approx(losses, rel=1e-5)
+
+
+def test_weights_of_rows_count_on_whatever_rank_they_are(nine: DataFrame) -> None:
+    weight = torch.arange(9) % 3
+
+    def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return ((output - label).square() * weight).mean()
+
+    weights, losses = whole(9, loss, torch.from_numpy(numbers(9)[1]))
+    fitted = estimator(batch_size=5, sample_weight_col="weight").fit(nine)
+    same(fitted.getModel(), weights, 1e-6)
+    assert [row["loss"] for row in fitted.getHistory()] == pytest.approx(losses, rel=1e-6)
+
+
+def test_keras_makes_the_step_of_all_rows(spark: SparkSession) -> None:
+    keras = pytest.importorskip("keras")
+    from spark_hvd.estimators import KerasEstimator, LocalBackend
+
+    features, value, _ = numbers(5)
+    weight = np.arange(5) % 3
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+    alone = keras.models.clone_model(model)
+    alone.set_weights(model.get_weights())
+    alone.compile(keras.optimizers.SGD(0.1), "mse")
+    history = alone.fit(features, value, batch_size=5, epochs=2, sample_weight=weight, shuffle=False, verbose=0)
+    fitted = KerasEstimator(
+        model=model,
+        optimizer=keras.optimizers.SGD(0.1),
+        loss="mse",
+        feature_cols=["features"],
+        label_cols=["value"],
+        sample_weight_col="weight",
+        scale_lr=False,
+        backend=LocalBackend(2),
+        batch_size=3,
+        epochs=2,
+        verbose=0,
+    ).fit(frame(spark, 5))
+    for mine, its in zip(fitted.getModel().get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, its, rtol=1e-5, atol=1e-6)
+    assert [row["loss"] for row in fitted.getHistory()] == pytest.approx(history.history["loss"], rel=1e-5)
+
+
+def test_lightning_makes_the_step_of_all_rows(nine: DataFrame) -> None:
+    L = pytest.importorskip("lightning")  # noqa: N806 - the name that everybody gives it
+    from spark_hvd.estimators import LightningEstimator, LocalBackend
+
+    class Net(L.LightningModule):  # type: ignore[misc] # Any
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = linear()
+
+        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            loss = nn.functional.mse_loss(self.net(batch["features"])[:, 0], batch["value"])
+            self.log("seen", loss, on_step=False, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    weights, losses = whole(9, nn.MSELoss(), torch.from_numpy(numbers(9)[1]))
+    fitted = LightningEstimator(
+        model=Net(),
+        feature_cols=["features"],
+        label_cols=["value"],
+        backend=LocalBackend(2),
+        batch_size=5,
+        epochs=2,
+        verbose=0,
+    ).fit(nine)
+    same(fitted.getModel().net, weights, 1e-6)
+    for name in ("loss", "seen"):
+        assert [row[name] for row in fitted.getHistory()] == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_batch_of_one_row_is_told_of_before_training(spark: SparkSession) -> None:
+    def normalising() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    df = frame(spark, 13)
+    with pytest.raises(DataError, match=r"rank 1 of 2 would .*'1', a layer .* 13 rows, batch_size=5.* drop_last=True"):
+        estimator(normalising(), batch_size=5, epochs=1).fit(df)  # of 13 rows 5 and 2 on one rank, 5 and 1 on the other
+    assert len(estimator(normalising(), batch_size=5, epochs=1, drop_last=True).fit(df).getHistory()) == 1
+    assert len(estimator(batch_size=5, epochs=1).fit(df).getHistory()) == 1
+    assert len(estimator(normalising(), batch_size=6, epochs=1).fit(df).getHistory()) == 1  # 7 and 6
