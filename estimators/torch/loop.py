@@ -94,6 +94,7 @@ class _Loop:
             self._epoch()
         for callback in callbacks:
             callback.on_train_end(state)
+        self.job.finish(self.model.state_dict())
         return state.history
 
     def _epoch(self) -> None:
