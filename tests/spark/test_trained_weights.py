@@ -114,7 +114,7 @@ def test_keras_finalizes_averages_of_a_fit_that_was_stopped_within_an_epoch(df: 
     features, value, _ = numbers()
     held = np.arange(len(value)) % 4 == 0
     (row,) = fitted.getHistory()
-    assert row["rows_per_second"] and len(fitted.getHistory()) == 1
+    assert row["epoch"] == 1
     # The callback of tests made the model answer zero while it was validated.
     np.testing.assert_allclose(row["val_loss"], np.mean(value[held] ** 2), rtol=1e-4)
     trained = [features[~held], value[~held, None]]
