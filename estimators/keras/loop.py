@@ -83,6 +83,7 @@ class _KerasFit:
         )
         self.model = compiled(self.spec, job.objects, self.optimizer)
         self.partial_epoch = job.partial_epoch
+        self.stops_at_batches = any(map(_looks_at_batches, job.objects.callbacks))
         self.factor = 1.0  # of the learning rate, now that there are so many ranks
         self._start()
 
@@ -125,7 +126,9 @@ class _KerasFit:
         logs: Logs = {}
         while len(job.history) < spec.epochs and not model.stop_training:
             logs = self._epoch(callbacks)
+        self.optimizer.finalize_variable_values(model.trainable_variables)
         callbacks.on_train_end(logs)
+        job.finish(job.objects.model.state_dict())
         return job.history
 
     def _epoch(self, callbacks: Any) -> Logs:
@@ -161,23 +164,28 @@ class _KerasFit:
                 raise not_finite(latest["loss"], epoch, number, steps, batch)
             if job.saves_after(number + 1) and number + 1 < steps:
                 self._save_partial(number + 1, rows, latest, time.monotonic() - began, rate)
+            if self.stops_at_batches and self._anyone_stops():
+                job.feed.skip(steps - number - 1)
+                break
         mine, seconds = dict(latest), time.monotonic() - began
-        if epoch + 1 == self.spec.epochs:
-            self.optimizer.finalize_variable_values(model.trainable_variables)
         self._share_statistics()
-        validated, val_rows = self._validate()
+        validated, val_rows = self._validate(callbacks)
         ranks = hvd.allgather_object((rows, mine, val_rows, validated), name="spark_hvd.epoch")
         means = _means([(each[0], each[1]) for each in ranks]) | {
             f"val_{name}": value for name, value in _means([(each[2], each[3]) for each in ranks]).items()
         }
         job.add(means, lr=rate, **speed(seconds, sum(each[0] for each in ranks)))
         callbacks.on_epoch_end(epoch, dict(means))
-        if job.objects.callbacks:
-            wishes = hvd.allgather_object(bool(model.stop_training), name="spark_hvd.stop")
-            model.stop_training = any(wishes)
+        self._anyone_stops()
         job.report()
         job.save(job.objects.model.state_dict(), self._rest, stop=model.stop_training)
         return means
+
+    def _anyone_stops(self) -> bool:
+        """Whether a callback of any rank has ended the training; all ranks know it from then on."""
+        wish = torch.tensor([float(self.model.stop_training)])
+        self.model.stop_training = bool(hvd.allreduce(wish, op=hvd.Max, name="spark_hvd.stop").item())
+        return bool(self.model.stop_training)
 
     def _share_statistics(self) -> None:
         """Running statistics differ between ranks; rank 0's are the ones that are saved."""
@@ -206,16 +214,24 @@ class _KerasFit:
         """Train on a batch; the means of the epoch so far, which train_on_batch would begin anew."""
         return {name: float(value) for name, value in self.model.train_function([batch]).items()}
 
-    def _validate(self) -> tuple[Logs, int]:
+    def _validate(self, callbacks: Any) -> tuple[Logs, int]:
         if self.job.validation is None:
             return {}, 0
-        self.model.make_test_function()
-        self.model.reset_metrics()
+        model = self.model
+        model.make_test_function()
+        model.stop_evaluating = False
+        callbacks.on_test_begin()
+        model.reset_metrics()
         rows, logs = 0, Logs()
-        for batch in self.job.validation_batches():
-            found = self.model.test_function([batch_of(self.spec, batch, self.job.device)])
+        for number, batch in enumerate(self.job.validation_batches()):
+            callbacks.on_test_batch_begin(number)
+            found = model.test_function([batch_of(self.spec, batch, self.job.device)])
             logs = {name: float(value) for name, value in found.items()}
+            callbacks.on_test_batch_end(number, logs)
             rows += len(next(iter(batch.values())))
+            if model.stop_evaluating:
+                break
+        callbacks.on_test_end(logs)
         return logs, rows
 
     def _seed(self, epoch: int, done: int) -> None:
@@ -224,6 +240,16 @@ class _KerasFit:
         for number, variable in enumerate(_seeds(self.model)):
             generator = torch.Generator().manual_seed(torch.initial_seed() + number)
             variable.assign(torch.randint(2**31 - 1, (2,), generator=generator).numpy().astype("uint32"))
+
+
+def _looks_at_batches(callback: Any) -> bool:
+    """Whether it may end the training between two batches."""
+    import keras
+
+    names = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+    base = keras.callbacks.Callback
+    # A LambdaCallback has its functions on the object.
+    return any(getattr(getattr(callback, name), "__func__", None) is not getattr(base, name) for name in names)
 
 
 def _raised_in_graph(error: Exception) -> Exception | None:

@@ -66,6 +66,7 @@ class _Fit:
         self.files.copy()
         if not job.history:
             raise EstimatorError(f"no epoch was trained: trainer_args={self.asked['args']!r} left nothing to do")
+        job.finish(self.module.state_dict())
         return job.history
 
     # -- the Trainer

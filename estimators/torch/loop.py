@@ -98,6 +98,7 @@ class _Loop:
             self._epoch()
         for callback in callbacks:
             callback.on_train_end(state)
+        self.job.finish(self.model.state_dict())
         return state.history
 
     def _epoch(self) -> None:
@@ -212,7 +213,7 @@ class _Loop:
         self, inputs: list[torch.Tensor], labels: list[torch.Tensor], weights: torch.Tensor | None, weight: float
     ) -> None:
         """Have the loss of a batch count for what it is of the batches of all ranks."""
-        self.objective.factors = self.shares.of(labels, len(inputs[0]), weight, weights is not None)
+        self.objective.factors = self.shares.of(labels, len(inputs[0]), weight)
 
     def _by_row(self, loss: torch.Tensor) -> torch.Tensor:
         """What the mean over rows, of all batches and ranks, is to be taken of."""

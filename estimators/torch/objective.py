@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from spark_hvd.estimators.torch.weighted import WeightedLoss
 from spark_hvd.estimators.training.head import loss_name
 
 Loss = Callable[..., torch.Tensor]
@@ -49,7 +49,7 @@ class Objective:
         self.reshape_labels = reshape_labels
         self.factors = [1.0] * labels
         """By which each loss is multiplied, see :class:`~spark_hvd.estimators.torch.share.Shares`."""
-        self._by_row: list[Loss] = []
+        self._weighted: list[WeightedLoss] = []
 
     def transform_outputs(
         self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]
@@ -76,15 +76,15 @@ class Objective:
         Args:
             outputs: One for each label.
             labels: Of (rows, ...) each.
-            sample_weights: Of (rows,); the loss is then the mean of ``weight * loss`` over rows.
+            sample_weights: Of (rows,); see :class:`WeightedLoss`.
         """
         if sample_weights is None:
             parts = [loss(output, label) for loss, output, label in zip(self.losses, outputs, labels, strict=True)]
         else:
-            self._by_row = self._by_row or [_by_row(loss) for loss in self.losses]
+            self._weighted = self._weighted or [WeightedLoss(loss) for loss in self.losses]
             parts = [
-                (loss(output, label).reshape(len(sample_weights), -1).mean(1) * sample_weights).mean()
-                for loss, output, label in zip(self._by_row, outputs, labels, strict=True)
+                loss(output, label, sample_weights)
+                for loss, output, label in zip(self._weighted, outputs, labels, strict=True)
             ]
         # A loss that counts for nothing, as all its labels are left out, may be NaN.
         parts = [
@@ -96,20 +96,6 @@ class Objective:
         for part, weight in zip(parts[1:], weights[1:], strict=True):
             total = total + part * weight
         return total
-
-
-def _by_row(loss: Loss) -> Loss:
-    """The same loss without the mean over rows."""
-    if isinstance(loss, torch.nn.Module):
-        if not hasattr(loss, "reduction"):
-            raise ValueError(
-                f"sample_weight_col needs losses of single rows, and {loss_name(loss)} has no attribute `reduction`: "
-                "give it one that 'none' turns the mean off with, as torch's losses have"
-            )
-        loss = copy.copy(loss)
-        loss.reduction = "none"  # type: ignore[assignment]
-        return loss
-    return lambda output, label: loss(output, label, reduction="none")
 
 
 class Metrics:

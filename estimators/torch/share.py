@@ -30,21 +30,20 @@ class Shares:
     def __init__(self, losses: Sequence[Callable[..., Any]], counted: bool) -> None:
         self._losses, self._counted, self.weight = list(losses), counted, 1.0
 
-    def of(self, labels: Sequence[torch.Tensor], rows: int, weight: float, weighted: bool) -> list[float]:
+    def of(self, labels: Sequence[torch.Tensor], rows: int, weight: float) -> list[float]:
         """The factor of each loss. Where ranks have to ask each other, all are to call it.
+
+        Weights of rows change nothing here: a weighted loss divides by what it divides by without them.
 
         Args:
             labels: Of this rank.
             rows: How many of its rows came.
             weight: That of a row, see :class:`~spark_hvd.data.readers.feed.Feed`.
-            weighted: Whether rows have weights: the loss is then a mean over rows, whatever it is without them.
         """
         size = hvd.size()
         if size == 1:
             return [1.0] * len(self._losses)
-        divisors: list[float | None] = [
-            None if weighted else _divisor_of(loss, label) for loss, label in zip(self._losses, labels, strict=True)
-        ]
+        divisors = [_divisor_of(loss, label) for loss, label in zip(self._losses, labels, strict=True)]
         self.weight, shares = weight, [weight] * len(divisors)
         if self._counted or divisors != [None] * len(divisors):
             mine = [float(rows), *(float(rows) if divisor is None else divisor for divisor in divisors)]
@@ -53,7 +52,7 @@ class Shares:
                 own * size / every if every else 1.0 for own, every in zip(mine, total.tolist(), strict=True)
             )
         return [
-            float(size) if getattr(loss, "reduction", None) == "sum" and not weighted else share
+            float(size) if getattr(loss, "reduction", None) == "sum" else share
             for loss, share in zip(self._losses, shares, strict=True)
         ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from spark_hvd.store.errors import CheckpointError
 
 LAST = "last.ckpt"
 BEST = "best.ckpt"
+TRAINED = "trained.ckpt"
+"""The weights that callbacks and the framework left at the end of a fit, where they differ from the last epoch's."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,12 @@ class Checkpoints:
 
         background.start(self.store.checkpoint_path(self.run_id), states, put)
 
+    def discard(self, name: str) -> None:
+        """Delete one, if it is there."""
+        path = self.store.checkpoint_path(self.run_id, name)
+        if self.store.exists(path):
+            self.store.delete(path)
+
     def finish(self) -> None:
         """Wait until what was saved is written.
 
@@ -71,10 +80,13 @@ class Checkpoints:
     def trained(self, best: bool) -> dict[str, Any]:
         """Read the one of the trained model: the best where that is wanted and there is one. Not together with others.
 
+        Else it is the one with the weights that were left at the end of the fit, or the last epoch's.
+
         Raises:
             StoreError, CheckpointError: as :meth:`load`.
         """
-        return self._read(BEST if best and self.exists(BEST) else LAST).state
+        names = [BEST, TRAINED] if best else [TRAINED]
+        return self._read(next(filter(self.exists, names), LAST)).state
 
     def _read(self, name: str) -> Found:
         otherwise = f"Delete it to train run_id={self.run_id!r} from the start, or give another run_id"
@@ -97,6 +109,18 @@ def check_fits(state: Mapping[str, Any], model: torch.nn.Module, run_id: str) ->
         f"{name!r}: {there.get(name, 'not there')} in the checkpoint, {here.get(name, 'not there')} in the model "
         "given. Give the model that the run was started with, or another run_id"
     )
+
+
+def digest_of(weights: Mapping[str, Any]) -> str:
+    """Hex digits that are the same for the same weights."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in weights.items():
+        digest.update(name.encode())
+        if isinstance(value, torch.Tensor):
+            digest.update(memoryview(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        else:
+            digest.update(repr(value).encode())
+    return digest.hexdigest()
 
 
 def shapes_of(weights: Mapping[str, Any]) -> dict[str, str]:

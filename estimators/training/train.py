@@ -16,7 +16,7 @@ from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.data.readers.sharding import Position
 from spark_hvd.estimators.errors import NotFiniteLossError
-from spark_hvd.estimators.training.checkpoint import BEST, LAST, Checkpoints, check_fits
+from spark_hvd.estimators.training.checkpoint import BEST, LAST, TRAINED, Checkpoints, check_fits, digest_of
 from spark_hvd.estimators.training.elastic import FitState
 from spark_hvd.estimators.training.history import History, monitored
 from spark_hvd.estimators.training.readers import reader_spec
@@ -49,6 +49,7 @@ class Framework(Protocol):
 
         Epochs ``len(job.history)`` to ``spec.epochs`` are to be done, the first from ``job.partial_epoch`` on.
         ``job.save`` is to be called after each, at the end of all that is to be done for it: ranks may change there.
+        ``job.finish`` is to be called at the very end.
         """
         ...
 
@@ -78,6 +79,7 @@ class Job:
     validation: Rows | None
     state: FitState | None = None
     progress: hvd.Progress[Batch] | None = None
+    _saved: str | None = None  # of the weights that the last epoch's checkpoint has
 
     @property
     def steps(self) -> int:
@@ -186,12 +188,23 @@ class Job:
                     states[BEST] = common
             states[LAST] = content
             self.checkpoints.save(states)
+            if done:
+                self._saved = digest_of(weights)
             if self.state is not None and (done or BEST in states):
                 self.checkpoints.finish()
         if self.state is not None:
             if partial_epoch is None:
                 hvd.barrier()  # who goes on from this commit without rank 0 will not write its checkpoints
             self.state.put({**content, _STOPPED: stop}, done)
+
+    def finish(self, weights: Mapping[str, Any]) -> None:
+        """Have ``weights``, as callbacks and the framework left them, be those of the trained model.
+
+        To be called when the training is over and the callbacks have been told.
+        """
+        if hvd.rank() == 0 and self._saved is not None and digest_of(weights) != self._saved:
+            history = [dict(row) for row in self.history]
+            self.checkpoints.save({TRAINED: {"model": weights, "history": history, "size": hvd.size()}})
 
     def report(self) -> None:
         """Print the last row of the history, on rank 0."""
@@ -255,6 +268,8 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
             validation = rows_of("validation", reader, spec.val_batch_size)
             cleanup.enter_context(closing(validation.reader))
         job = Job(spec, objects, device, resumed, history, checkpoints, rows, feed, validation, state)
+        if hvd.rank() == 0 and len(history) < spec.epochs and not job.stopped:
+            checkpoints.discard(TRAINED)  # of the fit that this one goes on from
         history = framework.fit(job)
         checkpoints.finish()
         return history

@@ -286,3 +286,17 @@ def test_other_package(df: DataFrame, estimator: Callable[..., LightningEstimato
 
     losses = column(estimator(model=Other()).fit(df), "loss")
     assert losses[-1] < 0.1 * losses[0]
+
+
+class SetsTwo(Net):
+    """Its own hook is called after those of all callbacks."""
+
+    def on_train_end(self) -> None:
+        with torch.no_grad():
+            for param in self.parameters():
+                param.fill_(2.0)
+
+
+def test_weights_that_a_module_sets_at_the_end(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
+    fitted = estimator(model=SetsTwo(), epochs=1).fit(df)
+    assert all(bool((value == 2.0).all()) for value in weights(fitted).values())

@@ -1,0 +1,103 @@
+"""Weights of rows: 1 for all changes nothing, whatever the loss and its reduction; others weigh what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from spark_hvd.estimators.torch.objective import Objective
+
+ROWS, CLASSES = 12, 4
+_generator = torch.Generator().manual_seed(0)
+SCORES = torch.randn(ROWS, CLASSES, generator=_generator)
+TARGETS = torch.randn(ROWS, CLASSES, generator=_generator)
+NUMBERS = torch.tensor([0, 1, 2, 3, 0, 0, 2, -100, 1, 3, 1, -100])
+INSIDE = NUMBERS.clamp(min=0)
+PIXELS = torch.randn(ROWS, CLASSES, 2, 3, generator=_generator)
+PIXEL_CLASSES = torch.randint(0, CLASSES, (ROWS, 2, 3), generator=_generator)
+BY_CLASS = torch.tensor([1.0, 2.0, 0.5, 4.0])
+SHARES, LOG_SHARES = SCORES.softmax(1), TARGETS.log_softmax(1)
+
+CASES: list[tuple[Any, torch.Tensor, torch.Tensor]] = [
+    *((nn.MSELoss(reduction=each), SCORES, TARGETS) for each in ("mean", "sum")),
+    *((nn.HuberLoss(reduction=each), SCORES, TARGETS) for each in ("mean", "sum")),
+    *((nn.KLDivLoss(reduction=each), LOG_SHARES, SHARES) for each in ("mean", "sum", "batchmean")),
+    *(
+        (nn.CrossEntropyLoss(weight, reduction=each, label_smoothing=smooth), SCORES, NUMBERS)
+        for weight in (None, BY_CLASS)
+        for each in ("mean", "sum")
+        for smooth in (0.0, 0.1)
+    ),
+    (nn.CrossEntropyLoss(BY_CLASS, ignore_index=2), SCORES, INSIDE),
+    (nn.CrossEntropyLoss(BY_CLASS), SCORES, SHARES),
+    (nn.CrossEntropyLoss(BY_CLASS), PIXELS, PIXEL_CLASSES),
+    (nn.NLLLoss(BY_CLASS), LOG_SHARES, NUMBERS),
+    (nn.BCEWithLogitsLoss(BY_CLASS, pos_weight=BY_CLASS), SCORES, SHARES),
+    (nn.MultiMarginLoss(weight=BY_CLASS), SCORES, INSIDE),
+    (nn.MultiLabelSoftMarginLoss(BY_CLASS), SCORES, (TARGETS > 0).float()),
+    (nn.PoissonNLLLoss(), SCORES, SHARES),
+    (functional.mse_loss, SCORES, TARGETS),
+    (functional.cross_entropy, SCORES, NUMBERS),
+    (partial(functional.mse_loss, reduction="sum"), SCORES, TARGETS),
+    (partial(functional.cross_entropy, weight=BY_CLASS, ignore_index=1), SCORES, INSIDE),
+    (partial(functional.kl_div, reduction="batchmean"), LOG_SHARES, SHARES),
+]
+
+
+def both(loss: Callable[..., Any], output: torch.Tensor, label: torch.Tensor, weights: Any) -> tuple[Any, Any]:
+    """The loss and the gradient of the output."""
+    output = output.clone().requires_grad_()
+    value = Objective([loss], None, 1)([output], [label], weights)
+    value.backward()
+    return value.detach(), output.grad
+
+
+@pytest.mark.parametrize(("loss", "output", "label"), CASES)
+def test_weights_of_one_change_nothing(loss: Callable[..., Any], output: torch.Tensor, label: torch.Tensor) -> None:
+    for with_weights, plain in zip(
+        both(loss, output, label, torch.ones(ROWS)), both(loss, output, label, None), strict=True
+    ):
+        torch.testing.assert_close(with_weights, plain)
+
+
+def test_a_weight_counts_its_row() -> None:
+    weights = torch.arange(ROWS).float()
+    single = functional.cross_entropy(SCORES, NUMBERS, BY_CLASS, reduction="none")
+    for reduction, divisor in (("sum", 1.0), ("mean", BY_CLASS[NUMBERS[NUMBERS >= 0]].sum())):
+        loss, _ = both(nn.CrossEntropyLoss(BY_CLASS, reduction=reduction), SCORES, NUMBERS, weights)
+        torch.testing.assert_close(loss, (single * weights).sum() / divisor)
+
+
+class Halved(nn.MSELoss):
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(output, label)
+        return loss if self.reduction == "none" else loss / 2
+
+
+class Deaf(nn.MSELoss):
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return ((output - label) ** 2).mean()
+
+
+def without_reduction(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return ((output - label) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (Halved(), "Halved is .* Expected the same"),
+        (Deaf(), r"Deaf gives the shape \(\) for 12 rows"),
+        (without_reduction, "without_reduction has no argument `reduction`"),
+        (partial(without_reduction), "without_reduction has no argument `reduction`"),
+    ],
+)
+def test_a_loss_that_cannot_be_weighed_is_refused(loss: Callable[..., Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        both(loss, SCORES, TARGETS, torch.ones(ROWS))
