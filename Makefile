@@ -22,19 +22,23 @@ ALONE := tests/multihost tests/contract/test_elastic_soak.py
 export SPARK_LOCAL_IP ?= 127.0.0.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow slow-alone slow-together matrix lint docs format bench setup java clean
+.PHONY: demo test night test-slow slow-alone slow-together matrix lint docs format bench setup java clean
 
 demo: $(DEMO) java
 	$(BIN)/python examples/flights.py
 	$(BIN)/python examples/flights_estimator.py --rows 100000 --epochs 5
 
 test: setup java
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not night" $(PARALLEL) $(PYTEST_ARGS)
 
 test-slow: slow-alone slow-together
 
 slow-alone: setup java
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ALONE) $(PYTEST_ARGS)
+
+# Long searches, and what CI covers at a smaller size.
+night: setup java
+	SPARK_HVD_NIGHT=1 $(BIN)/python -m pytest -m "not gpu" --timeout 3600 $(PYTEST_ARGS)
 
 slow-together: setup java
 	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 $(ALONE:%=--ignore=%) $(PYTEST_ARGS)

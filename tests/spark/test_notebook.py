@@ -16,6 +16,7 @@ pytest.importorskip("nbclient")
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
+IN_CI = ("keras.ipynb", "quickstart.ipynb")
 FAILS_ON_PURPOSE = "raises-exception"
 
 
@@ -84,9 +85,12 @@ def test_it_is_small_and_tells_nothing_of_a_machine(name: str) -> None:
             assert not re.search(r"\b\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}\b", text.replace("127.0.0.1", "")), text
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize(
+    "name",
+    # The gallery's programs run in CI, so its notebooks, which do the same on more rows, run at night.
+    [pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.night) for name in NOTEBOOKS],
+)
 def test_it_runs_and_shows_the_same_kinds_of_things(name: str) -> None:
     before = committed(name)
     again = executor.execute(FOLDER / name)
