@@ -6,13 +6,17 @@ with it. So each row is computed once, by one job of Spark, and goes to where ev
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import pickle
 import posixpath
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from spark_hvd.runner.launch.data import Given
 from spark_hvd.runner.spark import session as on_spark
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
 
     from spark_hvd.store import Store
 
+_log = logging.getLogger(__name__)
+_FOLDER, _OWNER = "run_data-", "owner.json"
 _GROUPS = 32
 """Row groups that a file shall have at least, where it has rows enough."""
 
@@ -90,11 +96,50 @@ def _place(
     store = given if isinstance(given, Store) else Store.create(given)
     if not store.is_shared:
         raise ValueError(f"data_store={store.url!r}: expected a place that other processes see, too")
-    folder = store.join(store.url, f"run_data-{uuid.uuid4().hex}")
+    _sweep(store)
+    folder = store.join(f"{_FOLDER}{uuid.uuid4().hex}")
     try:
+        store.write_bytes(posixpath.join(folder, _OWNER), json.dumps(_owner()).encode())
         yield store, folder
     finally:
         store.delete(folder)
+
+
+def _owner() -> dict[str, Any]:
+    """This process, as others can look for it."""
+    process = psutil.Process()
+    return {"where": _where(), "pid": process.pid, "born": process.create_time()}
+
+
+def _where() -> list[str]:
+    """Where process ids mean the same: one start of one machine, one container."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return [file.read().strip(), os.readlink("/proc/self/ns/pid")]
+    except OSError:  # no Linux, or hidden
+        return []
+
+
+def _sweep(store: Store) -> None:
+    """Delete the rows of programs of this machine that were killed; of others, nothing tells whether they live."""
+    for path in store.list(store.url):
+        if posixpath.basename(path).startswith(_FOLDER) and _is_left(store, path):
+            _log.warning("deleting %s, the rows of a run whose program was killed", path)
+            store.delete(path)
+
+
+def _is_left(store: Store, folder: str) -> bool:
+    from spark_hvd.store.errors import StoreError
+
+    try:
+        owner = json.loads(store.read_bytes(posixpath.join(folder, _OWNER)))
+        if not owner["where"] or owner["where"] != _where():
+            return False
+        return bool(abs(psutil.Process(owner["pid"]).create_time() - owner["born"]) > 1.0)
+    except psutil.NoSuchProcess:
+        return True
+    except (StoreError, psutil.Error, ValueError, KeyError, TypeError, OSError):  # not there yet, or not ours to know
+        return False
 
 
 def _write_table(store: Store, path: str, name: str, table: pa.Table) -> None:

@@ -270,9 +270,27 @@ def run_ranks(
 
 
 def executor_pid() -> int:
-    """The executor's JVM, above Spark's daemon, which is above this worker; this process where there is none."""
+    """The executor's JVM, above Spark's daemon, which is above this worker; this process where there is none.
+
+    A daemon that was killed has left its workers without parents: then it is the executor that works in our directory.
+    """
     java = [parent.pid for parent in psutil.Process().parents() if parent.name() == "java"]
-    return java[0] if java else os.getpid()
+    return (java or _executors_here() or [os.getpid()])[0]
+
+
+def _executors_here() -> list[int]:
+    here, found = os.getcwd(), []
+    for process in psutil.process_iter(["pid", "name", "uids", "cwd", "cmdline"]):
+        told = process.info  # of what is not ours to know, None
+        if (
+            told["name"] == "java"
+            and told["uids"] is not None
+            and told["uids"].effective == os.geteuid()
+            and told["cwd"] == here
+            and "--executor-id" in (told["cmdline"] or ())
+        ):
+            found.append(told["pid"])
+    return found if len(found) == 1 else []
 
 
 def _meet_at_rank_0(
