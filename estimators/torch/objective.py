@@ -1,4 +1,4 @@
-"""The loss of a batch: one loss for each label, weighted; and the metrics beside it."""
+"""The loss of a batch: one loss for each label, weighted, and what it counts for; and the metrics beside it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+import spark_hvd.torch as hvd
 from spark_hvd.estimators.training.head import loss_name
 
 Loss = Callable[..., torch.Tensor]
+_BY_CLASS = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
 
 
 def match(outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -48,7 +50,7 @@ class Objective:
         self.weights = [1.0 / labels] * labels if weights is None else list(weights)
         self.reshape_labels = reshape_labels
         self.factors = [1.0] * labels
-        """By which each loss is multiplied, see :class:`~spark_hvd.estimators.torch.share.Shares`."""
+        """By which each loss is multiplied, see :class:`Shares`."""
         self._by_row: list[Loss] = []
 
     def transform_outputs(
@@ -163,3 +165,59 @@ class Sums:
         """From sums over all ranks to means by name."""
         rows = values[0]
         return {f"{prefix}{name}": value / rows for name, value in zip(names, values[1:], strict=True)}
+
+
+class Shares:
+    """By what a rank's losses of a batch are multiplied before gradients are averaged over ranks.
+
+    A loss that is a mean over rows counts by this rank's rows, and all ranks know those of all beforehand. A mean that
+    leaves labels out or weighs classes counts by what it divides by, which ranks add up in one small exchange. A sum
+    is as it is on one rank: ranks' sums add up.
+
+    Args:
+        losses: One for each label.
+        counted: Whether a batch may have fewer rows than planned, because some cannot be read.
+
+    Attributes:
+        weight: That of a row of the last batch.
+    """
+
+    def __init__(self, losses: Sequence[Callable[..., Any]], counted: bool) -> None:
+        self._losses, self._counted, self.weight = list(losses), counted, 1.0
+
+    def of(self, labels: Sequence[torch.Tensor], rows: int, weight: float, weighted: bool) -> list[float]:
+        """The factor of each loss. Where ranks have to ask each other, all are to call it.
+
+        Args:
+            labels: Of this rank.
+            rows: How many of its rows came.
+            weight: That of a row, see :class:`~spark_hvd.data.readers.feed.Feed`.
+            weighted: Whether rows have weights: the loss is then a mean over rows, whatever it is without them.
+        """
+        size = hvd.size()
+        if size == 1:
+            return [1.0] * len(self._losses)
+        divisors: list[float | None] = [
+            None if weighted else _divisor_of(loss, label) for loss, label in zip(self._losses, labels, strict=True)
+        ]
+        self.weight, shares = weight, [weight] * len(divisors)
+        if self._counted or divisors != [None] * len(divisors):
+            mine = [float(rows), *(float(rows) if divisor is None else divisor for divisor in divisors)]
+            total = hvd.allreduce(torch.tensor(mine, dtype=torch.float64), op=hvd.Sum, name="spark_hvd.share")
+            self.weight, *shares = (
+                own * size / every if every else 1.0 for own, every in zip(mine, total.tolist(), strict=True)
+            )
+        return [
+            float(size) if getattr(loss, "reduction", None) == "sum" and not weighted else share
+            for loss, share in zip(self._losses, shares, strict=True)
+        ]
+
+
+def _divisor_of(loss: Any, label: torch.Tensor) -> float | None:
+    """What a loss that is no mean over rows divides by; None for one that is."""
+    if not isinstance(loss, _BY_CLASS) or loss.reduction != "mean" or label.is_floating_point():
+        return None
+    if loss.weight is None and loss.ignore_index < 0 and label.dim() < 2:
+        return None
+    counted = label[label != loss.ignore_index]
+    return float(len(counted) if loss.weight is None else loss.weight.to(counted.device)[counted.long()].sum())
