@@ -24,10 +24,17 @@ from spark_hvd.estimators.fit.meanwhile import importing
 from spark_hvd.estimators.fit.plan import FitPlan, Settings, check_together, label_of, make_plan, store_missing
 from spark_hvd.estimators.fit.ranks import train_on_ranks
 from spark_hvd.estimators.fit.rows import feeds, rows_for_ranks
-from spark_hvd.estimators.fit.trial import ROWS, batch_of_rows, first_batch, normalised_rows, spec_for
+from spark_hvd.estimators.fit.trial import (
+    ROWS,
+    batch_of_rows,
+    first_batch,
+    losses_known,
+    normalised_rows,
+    spec_for,
+)
 from spark_hvd.estimators.params.persistence import SavedParams
 from spark_hvd.estimators.params.tables import MODEL_SETTINGS
-from spark_hvd.estimators.training.head import head_of
+from spark_hvd.estimators.training.head import head_of, heads_of
 from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.training.train import Framework
@@ -202,10 +209,10 @@ def session_to_fit(dataset: DataFrame) -> SparkSession:
 
 def model_fields(plan: FitPlan, spec: TrainSpec, model: torch.nn.Module, history: History) -> dict[str, Any]:
     """What every estimator gives to the model that comes out of it, as keywords."""
-    labels = tuple(label.column for label in spec.labels)
+    labels, losses = tuple(label.column for label in spec.labels), losses_known(plan.objects)
     return {
         "model": model.eval(),
-        "metadata": ModelMeta(spec.inputs, labels, head_of(plan.objects.loss)),
+        "metadata": ModelMeta(spec.inputs, labels, head_of(losses), heads=heads_of(losses, len(labels))),
         "history": history,
         "run_id": spec.run_id,
         "feature_columns": plan.settings["feature_cols"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
 import uuid
 from collections.abc import Iterator, Sequence
@@ -19,12 +21,14 @@ from spark_hvd.data.readers.files import where
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.fit.plan import FitPlan
-from spark_hvd.estimators.training.head import INTEGER_LABELS, loss_name
+from spark_hvd.estimators.training.head import INTEGER_LABELS, KNOWN, known_as
 from spark_hvd.estimators.training.inputs import TensorSpec
+from spark_hvd.estimators.training.losses import losses_of
 from spark_hvd.estimators.training.readers import open_reader, reader_spec
-from spark_hvd.estimators.training.spec import TrainSpec
+from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.store import Store
 
+_log = logging.getLogger(__name__)
 ROWS = 32
 """At most so many rows are tried: enough for batch normalisation, little enough to take no time."""
 
@@ -99,8 +103,9 @@ def spec_for(plan: FitPlan, batch: Batch, columns: Sequence[Column]) -> TrainSpe
 
     labels = tensors(settings["label_cols"], "label")
     if settings["label_dtypes"] is None:
+        losses = losses_known(plan.objects)
         labels = tuple(
-            replace(label, dtype=_label_dtype(batch[label.column.name], plan.objects.loss, number))
+            replace(label, dtype=_label_dtype(batch[label.column.name], losses, number))
             for number, label in enumerate(labels)
         )
     if settings.get("collate") is None:
@@ -113,9 +118,19 @@ def spec_for(plan: FitPlan, batch: Batch, columns: Sequence[Column]) -> TrainSpe
 def _label_dtype(tensor: torch.Tensor, losses: Sequence[Any], number: int) -> str | None:
     """The dtype that a label is given in by default: int64 for losses of class numbers, else float32 for numbers."""
     loss = losses[number if len(losses) > 1 else 0] if losses else None
-    if loss_name(loss) in INTEGER_LABELS:
+    if known_as(loss) in INTEGER_LABELS:
         return "int64" if tensor.dim() == 1 or not tensor.is_floating_point() else None
-    return "float32" if isinstance(loss, torch.nn.Module) or tensor.dtype is torch.float64 else None
+    known = isinstance(loss, torch.nn.Module) or known_as(loss) in KNOWN
+    return "float32" if known or tensor.dtype is torch.float64 else None
+
+
+def losses_known(objects: Objects) -> list[Any]:
+    """The losses; none where their constructors work in ranks only."""
+    try:
+        return losses_of(replace(objects, model=copy.deepcopy(objects.model)) if objects.loss_constructors else objects)
+    except Exception as error:  # whatever the user's functions raise; a rank tells it if it is so there, too
+        _log.warning("loss_constructors cannot be tried on the driver: %s: %s", type(error).__name__, error)
+        return []
 
 
 def _as_in(tensor: torch.Tensor, column: Column) -> Column:

@@ -155,7 +155,9 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
         module = copy.deepcopy(plan.objects.model)
         module.load_state_dict(state["model"])
         fields = model_fields(plan, spec, module, history)
-        fields["metadata"] = replace(fields["metadata"], head=_head_of(self.value_of("loss")))
+        fields["metadata"] = replace(
+            fields["metadata"], head=_head_of(self.value_of("loss")), heads=_heads_of(self.value_of("loss"))
+        )
         return KerasModel(**fields, custom_objects=plan.settings["custom_objects"])
 
 
@@ -184,10 +186,18 @@ def _head_of(loss: Any) -> Head:
         found = list(loss.values()) if isinstance(loss, Mapping) else list(loss)
         return _head_of(found[0]) if len(found) == 1 else Head("other")
     config = loss.get_config() if hasattr(loss, "get_config") else {}
-    name = loss if isinstance(loss, str) else config.get("name") or getattr(loss, "__name__", "")
-    kind = _HEADS.get(_snake(str(name)), "other")
+    names = [loss if isinstance(loss, str) else getattr(loss, "__name__", ""), config.get("name")]
+    names += [kind.__name__ for kind in type(loss).__mro__]
+    kind = next((_HEADS[name] for name in map(_snake, map(str, names)) if name in _HEADS), "other")
     scores = "logits" if config.get("from_logits") else "probabilities"
     return Head(kind, scores if kind in ("binary", "multiclass") else "")
+
+
+def _heads_of(loss: Any) -> tuple[Head, ...]:
+    """What each of several outputs is; empty where there is one loss for all."""
+    if isinstance(loss, list | tuple | Mapping):
+        return tuple(map(_head_of, loss.values() if isinstance(loss, Mapping) else loss))
+    return ()
 
 
 def _snake(name: str) -> str:

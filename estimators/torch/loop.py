@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from spark_hvd.estimators.torch.share import Shares
 from spark_hvd.estimators.training.callbacks import TrainState
 from spark_hvd.estimators.training.history import History, monitored
 from spark_hvd.estimators.training.inputs import outputs_of, tensors_of
+from spark_hvd.estimators.training.losses import calling, losses_of
 from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.training.train import NAN_CHECK_EVERY, Framework, Job, not_finite, speed
 
@@ -49,7 +48,7 @@ class _Loop:
         self.scaler = torch.amp.GradScaler(job.device.type, enabled=spec.precision == "fp16")
         if job.resumed and job.resumed.get("scaler"):
             self.scaler.load_state_dict(job.resumed["scaler"])
-        self.minibatch = _calling(objects.train_minibatch_fn) if objects.train_minibatch_fn else None
+        self.minibatch = calling(objects.train_minibatch_fn) if objects.train_minibatch_fn else None
         self.skipped = 0
         self.partial_epoch = job.partial_epoch
         self.state = TrainState(
@@ -289,22 +288,13 @@ class _Loop:
 def make_objective(spec: TrainSpec, job: Job) -> Objective:
     """The objective of a training; losses that are modules go to the device."""
     objects = job.objects
-    losses = [_calling(make)(model=objects.model, device=job.device) for make in objects.loss_constructors]
-    losses = losses or list(objects.loss) or [_no_loss]
+    losses = losses_of(objects, job.device) or [_no_loss]
     losses = [loss.to(job.device) if isinstance(loss, torch.nn.Module) else loss for loss in losses]
     return Objective(losses, spec.loss_weights, len(spec.labels), spec.reshape_labels)
 
 
 def _no_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     raise ValueError("loss_fn was called, but no loss was given: give loss= to the estimator")
-
-
-def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, given only those keyword arguments that it has names for."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return function
-    return lambda **kwargs: function(**{name: value for name, value in kwargs.items() if name in parameters})
 
 
 def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:

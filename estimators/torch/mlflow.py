@@ -14,7 +14,6 @@ import torch
 from spark_hvd.data.readers.dataset import Column
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.transform import scoring
-from spark_hvd.estimators.transform.outputs import threshold_of
 from spark_hvd.runner.spark.series import quoted
 from spark_hvd.scratch import Scratch
 
@@ -105,12 +104,12 @@ def _plan(planned: Planned, batch_size: int) -> Mapping[str, Any]:
                 "role": each.role,
                 "element": each.element,
                 "depth": each.depth,
+                "threshold": each.threshold,
             }
             for each in planned.plan
         ],
         "kind": planned.head.kind,
         "scores": planned.head.scores,
-        "threshold": threshold_of(planned.head),
         "decoders": dict(planned.decoders),
         "batch_size": batch_size,
     }

@@ -15,7 +15,7 @@ from spark_hvd.estimators.params import checks
 from spark_hvd.estimators.params.params import rows
 from spark_hvd.estimators.params.persistence import SavedParams
 from spark_hvd.estimators.params.tables import MODEL_SETTINGS, SHARED
-from spark_hvd.estimators.training.head import Head, head_of
+from spark_hvd.estimators.training.head import Head, head_of, heads_of
 from spark_hvd.estimators.training.history import History, as_history
 from spark_hvd.estimators.training.inputs import TensorSpec
 from spark_hvd.estimators.training.packing import PackedModule, pack, unpack
@@ -220,6 +220,13 @@ class TorchModel(SavedParams, Model):
         meta: ModelMeta | None = self.value_of("metadata")
         return meta.head if meta is not None else head_of(self.value_of("loss") or [])
 
+    def _heads(self, outputs: int) -> tuple[Head, ...]:
+        """What each output is."""
+        meta: ModelMeta | None = self.value_of("metadata")
+        if meta is None:
+            return heads_of(self.value_of("loss") or [], outputs)
+        return meta.heads if len(meta.heads) == outputs else (meta.head,) * outputs
+
     def _outputs(self) -> int:
         """How many outputs there are to name."""
         named = self.value_of("output_cols") or self.value_of("label_columns")
@@ -243,7 +250,8 @@ class TorchModel(SavedParams, Model):
             raise ModelError(f"the model returns {len(shapes)} outputs, expected one for each of {listed(names)}")
         if labels and len(names) != len(labels):
             raise ValueError(f"output_cols={names!r}: expected {len(labels)}, one for each of {listed(labels)}")
-        plan = [label_output(name, i, types[i], shapes[i]) for i, name in enumerate(names)]
+        heads = self._heads(len(names))
+        plan = [label_output(name, i, types[i], shapes[i], heads[i]) for i, name in enumerate(names)]
         if len(shapes) == 1:
             columns = (self.value_of(f"{name}_col") for name in ("raw_prediction", "probability", "prediction"))
             plan += head_outputs(self._head(), shapes[0], *columns)

@@ -13,7 +13,7 @@ import torch
 from spark_hvd.checkpoint.format import check_plain
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.errors import ModelError
-from spark_hvd.estimators.fit.trial import describe, failed
+from spark_hvd.estimators.fit.trial import describe, failed, losses_known
 from spark_hvd.estimators.torch.learning_rate import make_optimizer, make_scheduler
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.torch.objective import Metrics, Objective
@@ -52,9 +52,10 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
             check_plain(None if part is None else part.state_dict(), name)
 
     _step("a checkpoint", given, check_state)
-    if objects.loss_constructors or objects.train_minibatch_fn is not None:
+    losses = losses_known(objects)
+    if (objects.loss_constructors and not losses) or objects.train_minibatch_fn is not None:
         return  # made and called in the rank only
-    objective = Objective(objects.loss, spec.loss_weights, len(spec.labels), spec.reshape_labels)
+    objective = Objective(losses, spec.loss_weights, len(spec.labels), spec.reshape_labels)
     metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
     outputs, labels = _step("model(*inputs)", given, lambda: objective.transform_outputs(outputs, labels))
     with warnings.catch_warnings():

@@ -49,7 +49,7 @@ class WeightedLoss:
             self._options = {name: getattr(loss, name, None) for name in ("weight", "ignore_index")}
             return
         try:
-            parameters = inspect.signature(loss).parameters
+            parameters = dict(inspect.signature(loss).parameters)
         except ValueError:  # of C
             parameters = {}
         keywords = any(each.kind is each.VAR_KEYWORD for each in parameters.values())

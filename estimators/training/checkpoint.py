@@ -117,7 +117,8 @@ def digest_of(weights: Mapping[str, Any]) -> str:
     for name, value in weights.items():
         digest.update(name.encode())
         if isinstance(value, torch.Tensor):
-            digest.update(memoryview(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+            octets: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            digest.update(octets)
         else:
             digest.update(repr(value).encode())
     return digest.hexdigest()

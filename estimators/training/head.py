@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ _HEADS = {
     **dict.fromkeys(("BCELoss", "binary_cross_entropy"), Head("binary", "probabilities")),
     **dict.fromkeys(_REGRESSION.split(), Head("regression")),
 }
+KNOWN = frozenset(_HEADS)
+"""Losses of torch whose labels' dtype is known: modules and functions."""
 INTEGER_LABELS = frozenset({"CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss", "MultiMarginLoss"})
 """Losses whose labels are class numbers: int64 whatever the column's type."""
 
@@ -39,6 +42,27 @@ def loss_name(loss: Any) -> str:
     return getattr(loss, "__name__", None) or type(loss).__name__
 
 
+def known_as(loss: Any) -> str:
+    """The name of the loss of torch that a loss is, derives from, or calls with other arguments; else its own."""
+    if isinstance(loss, functools.partial):
+        return known_as(loss.func)
+    known = (kind.__name__ for kind in type(loss).__mro__)
+    return next((name for name in known if name in _HEADS or name in INTEGER_LABELS), loss_name(loss))
+
+
+def heads_of(losses: Sequence[Any], outputs: int) -> tuple[Head, ...]:
+    """What each output is, by its loss or the one of all; "other" where that is not known."""
+    heads = [_HEADS.get(known_as(loss), Head("other")) for loss in losses]
+    if len(heads) == 1:
+        return (heads[0],) * outputs
+    return tuple(heads) if len(heads) == outputs else (Head("other"),) * outputs
+
+
 def head_of(losses: Sequence[Any]) -> Head:
     """The head that follows from the losses; "other" if there is not exactly one, or it is not known."""
-    return _HEADS.get(loss_name(losses[0]), Head("other")) if len(losses) == 1 else Head("other")
+    return heads_of(losses, 1)[0]
+
+
+def threshold_of(head: Head) -> float:
+    """Above which an output's number makes a boolean label true."""
+    return 0.0 if head == Head("binary", "logits") else 0.5

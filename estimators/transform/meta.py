@@ -36,6 +36,7 @@ class ModelMeta:
         inputs: What the model takes; their columns as they were in training, with their shapes.
         labels: The columns of the labels, in the order of the outputs.
         head: What the output is.
+        heads: What each output is, where that is known.
         shapes: Of each output for one row; None to find out with two rows of zeros when transform is called.
     """
 
@@ -43,6 +44,7 @@ class ModelMeta:
     labels: tuple[Column, ...]
     head: Head
     shapes: tuple[Shape, ...] | None = None
+    heads: tuple[Head, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-ready dicts and lists."""
@@ -64,6 +66,7 @@ class ModelMeta:
             tuple(map(Column.from_json, data["labels"])),
             Head(**data["head"]),
             None if data["shapes"] is None else tuple(tuple(shape) for shape in data["shapes"]),
+            tuple(Head(**each) for each in data.get("heads", ())),
         )
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 
 from spark_hvd.estimators.errors import ModelError
-from spark_hvd.estimators.training.head import Head
+from spark_hvd.estimators.training.head import Head, threshold_of
 from spark_hvd.estimators.transform.scoring import ELEMENTS, numbers_of, scores_of
 
 ARROW = {
@@ -43,6 +43,7 @@ class Output:
         spark_type: The column's type: "vector", or one that Spark parses.
         element: Of which numbers Python hands it to Spark: "double", "bigint", "boolean" ...
         depth: How many lists are around a number: 0 for scalars.
+        threshold: Above which a number is true, where ``element`` is "boolean".
     """
 
     name: str
@@ -51,6 +52,7 @@ class Output:
     spark_type: str
     element: str = "double"
     depth: int = 0
+    threshold: float = 0.5
 
     @property
     def arrow_ddl(self) -> str:
@@ -66,8 +68,10 @@ class Output:
         return kind
 
 
-def label_output(name: str, index: int, label_type: str, shape: Shape) -> Output:
+def label_output(name: str, index: int, label_type: str, shape: Shape, head: Head = _ODD) -> Output:
     """The column of output ``index`` in the type of its label, "" where that is not known; ``shape`` is that of a row.
+
+    ``head`` is what the output is, which booleans depend on.
 
     Returns:
         A scalar label gives a scalar of its type, or a vector where the output has several numbers; vectors and arrays
@@ -79,13 +83,12 @@ def label_output(name: str, index: int, label_type: str, shape: Shape) -> Output
     if depth:
         depth = depth if depth == len(shape) else 1
         known = inner in ELEMENTS or inner.startswith("decimal")
-        return Output(
-            name, index, "value", "array<" * depth + (inner if known else "double") + ">" * depth, element, depth
-        )
+        kind = "array<" * depth + (inner if known else "double") + ">" * depth
+        return Output(name, index, "value", kind, element, depth, threshold_of(head))
     if label_type == "vector" or math.prod(shape) != 1:
         return Output(name, index, "value", "vector", depth=1)
     known = inner in ELEMENTS or inner.startswith("decimal")
-    return Output(name, index, "value", inner if known else "double", element)
+    return Output(name, index, "value", inner if known else "double", element, 0, threshold_of(head))
 
 
 def head_outputs(head: Head, shape: Shape, raw: str, probability: str, prediction: str) -> tuple[Output, ...]:
@@ -111,26 +114,25 @@ def to_arrow(outputs: Sequence[Values], plan: Sequence[Output], head: Head = _OD
     Args:
         outputs: The model's, on the CPU; tensors where ``plan`` has columns of Spark ML.
         plan: What to make of them.
-        head: What the output is, for the columns of Spark ML and for boolean labels.
+        head: What the output is, for the columns of Spark ML.
 
     Returns:
         A struct with the fields "c0", "c1" ... of ``plan``. Values that an integer cannot be (NaN) are null.
 
     Raises:
-        ModelError: an output has several numbers a row where one was expected, or values of another type.
+        ModelError: an output has several numbers a row where one was expected, or values that its type cannot hold.
     """
     scored: dict[str, torch.Tensor] = {}
     if any(output.role != "value" for output in plan):
         assert isinstance(outputs[0], torch.Tensor)
         scored = scores_of(outputs[0], head.kind, head.scores)
     arrays = [
-        _array(outputs[output.index] if output.role == "value" else scored[output.role], output, head)
-        for output in plan
+        _array(outputs[output.index] if output.role == "value" else scored[output.role], output) for output in plan
     ]
     return pa.StructArray.from_arrays(arrays, names=[f"c{i}" for i in range(len(plan))])
 
 
-def _array(tensor: Values, output: Output, head: Head) -> pa.Array:
+def _array(tensor: Values, output: Output) -> pa.Array:
     if isinstance(tensor, list):
         try:
             return pa.array(tensor, output.arrow_type)
@@ -145,7 +147,7 @@ def _array(tensor: Values, output: Output, head: Head) -> pa.Array:
             f"the model gives {math.prod(shape)} numbers a row for {output.name!r}, where one was expected. Its "
             "output's shape was not known when transform was called (no rows then): call transform again."
         )
-    array = _numbers(tensor.reshape(-1), output.element, head)
+    array = _numbers(tensor.reshape(-1), output)
     lists = (math.prod(shape),) if output.depth == 1 else shape[: output.depth]
     for level in range(len(lists) if output.depth else 0, 0, -1):
         count = rows * math.prod(lists[: level - 1])
@@ -153,11 +155,9 @@ def _array(tensor: Values, output: Output, head: Head) -> pa.Array:
     return array
 
 
-def _numbers(flat: torch.Tensor, element: str, head: Head) -> pa.Array:
-    values, missing = numbers_of(flat, element, threshold_of(head))
+def _numbers(flat: torch.Tensor, output: Output) -> pa.Array:
+    try:
+        values, missing = numbers_of(flat, output.element, output.threshold, output.name)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
     return pa.array(values, mask=missing)
-
-
-def threshold_of(head: Head) -> float:
-    """Above which an output's number makes a boolean label true."""
-    return 0.0 if head == Head("binary", "logits") else 0.5

@@ -50,31 +50,63 @@ def scores_of(output: torch.Tensor, kind: str, given: str) -> dict[str, torch.Te
     return {"raw": scores, "probability": probability, "prediction": scores.argmax(1)}
 
 
-def numbers_of(flat: torch.Tensor, element: str, threshold: float) -> tuple[Any, Any]:
-    """An output's numbers in the type of its label: integers rounded, booleans from a threshold.
+def numbers_of(flat: torch.Tensor, element: str, threshold: float, name: str) -> tuple[Any, Any]:
+    """An output's numbers in the type of its column.
+
+    Integers stay the numbers they are. Floating point numbers are rounded to integers, to the nearest that the type
+    has, and to narrower floating point; booleans come from a threshold.
 
     Args:
         flat: The numbers, (n,).
         element: The type, a key of :data:`ELEMENTS`.
         threshold: Above which numbers are true.
+        name: Of the column, for messages.
 
     Returns:
         An array (n,); and which of them an integer cannot be (NaN), or None.
+
+    Raises:
+        ValueError: the type does not have an integer, or is too narrow for the size of a number.
     """
     dtype = ELEMENTS[element]
-    if flat.dtype == dtype or dtype.is_floating_point:
-        return flat.to(dtype).numpy(), None
+    if flat.dtype == dtype:
+        return flat.numpy(), None
     if dtype == torch.bool:
         return (flat > threshold).numpy(), None
-    if not flat.dtype.is_floating_point:
-        return flat.to(dtype).numpy(), None
-    limits = torch.iinfo(dtype)
-    # the largest double below 2**63 is 2**63 - 1024
-    high = limits.max if dtype != torch.int64 else limits.max - 1023
-    rounded = flat.double().round()
-    missing = rounded.isnan()
-    whole = rounded.nan_to_num(0.0).clamp(limits.min, high).to(dtype)
-    return whole.numpy(), missing.numpy()
+    if flat.dtype.is_floating_point and not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        # the largest double below 2**63 is 2**63 - 1024
+        high = limits.max if dtype != torch.int64 else limits.max - 1023
+        rounded = flat.double().round()
+        missing = rounded.isnan()
+        whole = rounded.nan_to_num(0.0).clamp(limits.min, high).to(dtype)
+        return whole.numpy(), missing.numpy()
+    found = flat.to(dtype)
+    if flat.dtype.is_floating_point:
+        odd = found.isinf() & ~flat.isinf()
+    elif flat.dtype == torch.bool:
+        return found.numpy(), None
+    else:
+        odd = torch.from_numpy(_changed(flat.numpy(), found.numpy()))
+    if odd.any():
+        kind = str(flat.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"output {name!r} of the model has the {kind} {flat[odd][0].item()}, which its column of type {element} "
+            "cannot hold. Declare a wider type (bigint, double), or have the model return what fits"
+        )
+    return found.numpy(), None
+
+
+def _changed(before: Any, after: Any) -> Any:
+    """Which integers are others after a conversion."""
+    if after.dtype.kind == "f":  # below 2**24 and 2**53 all are exact; 2**63 would not come back
+        exact = 2 ** (24 if after.itemsize == 4 else 53)
+        large = (before > exact) | (before < -exact)
+        large[large] = [int(one) != int(two) for one, two in zip(before[large], after[large], strict=True)]
+        return large
+    limits = np.iinfo(after.dtype)
+    high = before > limits.max if np.iinfo(before.dtype).max > limits.max else np.zeros(len(before), bool)
+    return high | (before < limits.min) if np.iinfo(before.dtype).min < limits.min else high
 
 
 class ScoredModel:
@@ -83,7 +115,7 @@ class ScoredModel:
     Args:
         model: A ``torch.nn.Module``.
         plan: "inputs", each with "name", "dtype", "to", "shape" and "stacked"; "outputs", each with "name", "index",
-            "role", "element" and "depth"; "kind", "scores" and "threshold" of the head; "decoders"; "batch_size".
+            "role", "element", "depth" and "threshold"; "kind" and "scores" of the head; "decoders"; "batch_size".
     """
 
     def __init__(self, model: torch.nn.Module, plan: Mapping[str, Any]) -> None:
@@ -148,7 +180,7 @@ class ScoredModel:
         return tensor.to(getattr(torch, given["to"])) if given["to"] else tensor
 
     def _column(self, tensor: torch.Tensor, output: Mapping[str, Any]) -> Any:
-        values, missing = numbers_of(tensor.reshape(-1), output["element"], self.plan["threshold"])
+        values, missing = numbers_of(tensor.reshape(-1), output["element"], output["threshold"], output["name"])
         if output["depth"]:
             shape = tensor.shape[1:] if output["depth"] > 1 else (-1,)
             return list(values.reshape(len(tensor), *shape).tolist())

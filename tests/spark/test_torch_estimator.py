@@ -220,6 +220,19 @@ def test_several_inputs_and_outputs(df: DataFrame) -> None:
     assert row["late__output"] == round(late.item())  # as an int, like the label
 
 
+def logits_loss(model: nn.Module) -> Any:
+    return functional.binary_cross_entropy_with_logits
+
+
+def test_a_loss_of_logits_made_in_the_rank_with_boolean_labels(df: DataFrame) -> None:
+    """The driver makes it too: labels become float, and true is what is above 0."""
+    rows = df.selectExpr("features", "late > 0 as late")
+    fitted = estimator(label_cols=["late"], loss=None, loss_constructors=[logits_loss], epochs=1).fit(rows)
+    found = fitted.transform(rows).select("late__output", "rawPrediction", "prediction").collect()
+    assert {(row[0], row[2]) for row in found} == {(False, 0.0), (True, 1.0)}
+    assert all(row[0] == (row[1][1] > 0) for row in found)
+
+
 def test_stacked_features_are_one_argument(df: DataFrame, tmp_path: Path) -> None:
     columns = [df["features"][i].alias(f"f{i}") for i in (0, 1, 2)]
     split = df.select("row", "value", *columns[:2], df["features"].alias("all"), columns[2])
