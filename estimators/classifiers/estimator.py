@@ -21,6 +21,7 @@ from spark_hvd.estimators.fit.estimator import session_to_fit
 from spark_hvd.estimators.params.persistence import SavedParams
 from spark_hvd.runner.spark.names import job_group
 from spark_hvd.runner.spark.private import rename
+from spark_hvd.runner.spark.session import tells_case_apart
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -64,8 +65,9 @@ class NeuralClassifier(SavedParams, Estimator[M]):
             if settings[name] is None:
                 raise ValueError(f"{name} is missing: {type(self).__name__} needs it")
         column, label = settings[self._column], settings["label_col"]
-        check_columns(dataset.schema, [column], self._column)
-        check_columns(dataset.schema, [label], "label_col")
+        exact = tells_case_apart(session)
+        check_columns(dataset.schema, [column], self._column, exact=exact)
+        check_columns(dataset.schema, [label], "label_col", exact=exact)
         self._check(dataset, settings)
         with job_group(session, self.uid):
             labels = labels_of(dataset, label, column, type(self).__name__)

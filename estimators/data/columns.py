@@ -60,6 +60,9 @@ def session_of(frame: Any, what: str) -> SparkSession:
     """
     if not hasattr(frame, "sparkSession"):
         kind = type(frame)
+        if kind.__module__.startswith("pyspark.pandas."):
+            give = "frame.to_spark()" if kind.__name__ == "DataFrame" else "series.to_frame().to_spark()"
+            raise TypeError(f"{what} got a {kind.__name__} of pandas on Spark: give {give}")
         raise TypeError(
             f"{what} got a {kind.__module__}.{kind.__qualname__}: expected a DataFrame of Spark; of pandas or Arrow, "
             "spark.createDataFrame(frame)"
@@ -67,16 +70,19 @@ def session_of(frame: Any, what: str) -> SparkSession:
     return active_session(frame.sparkSession)
 
 
-def check_columns(schema: T.StructType, names: Sequence[str], what: str) -> None:
+def check_columns(schema: T.StructType, names: Sequence[str], what: str, *, exact: bool = True) -> None:
     """Check that a DataFrame has the columns that a parameter names, each once.
 
     Args:
         schema: Of the DataFrame.
         names: Of the columns, exactly as in the schema: upper and lower case differ, dots are part of a name.
         what: The parameter that names them, for the message ("feature_cols").
+        exact: Whether the DataFrame's session tells upper from lower case, as
+            :func:`spark_hvd.runner.spark.session.tells_case_apart` says.
 
     Raises:
-        DataError: a column is missing, with the name that is nearest to it; or the DataFrame has it twice.
+        DataError: a column is missing, with the name that is nearest to it; or the DataFrame has it twice, or has
+            another that Spark does not tell from it.
     """
     there = schema.fieldNames()
     for name in names:
@@ -87,6 +93,12 @@ def check_columns(schema: T.StructType, names: Sequence[str], what: str) -> None
             raise DataError(
                 f"{what} names {name!r}, which the DataFrame has {there.count(name)} times: expected once. "
                 "Drop or rename the others, for example after a join."
+            )
+        alike = [] if exact else [each for each in there if each != name and each.casefold() == name.casefold()]
+        if alike:
+            raise DataError(
+                f"{what} names {name!r}, which Spark does not tell from the column {alike[0]!r}: rename one of them, "
+                "or set spark.sql.caseSensitive to true"
             )
 
 

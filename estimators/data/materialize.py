@@ -25,7 +25,7 @@ from spark_hvd.estimators.data.writing import TRAIN, VALIDATION, WriteReport, Wr
 from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.runner.spark.names import job_named
 from spark_hvd.runner.spark.series import quoted
-from spark_hvd.runner.spark.session import choose_python
+from spark_hvd.runner.spark.session import choose_python, tells_case_apart
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
 
@@ -98,7 +98,7 @@ def check_validation(df: DataFrame, validation: float | str | None) -> None:
         DataError: it is no such column.
     """
     if isinstance(validation, str):
-        check_columns(df.schema, [validation], "validation")
+        check_columns(df.schema, [validation], "validation", exact=tells_case_apart(df.sparkSession))
         kind = df.schema[validation].dataType
         if not isinstance(kind, (BooleanType, IntegralType)):
             raise DataError(

@@ -40,6 +40,7 @@ from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.training.train import Framework
 from spark_hvd.estimators.transform.meta import ModelMeta
 from spark_hvd.runner.spark.names import job_group, job_named
+from spark_hvd.runner.spark.session import tells_case_apart
 from spark_hvd.store import Store
 
 if TYPE_CHECKING:
@@ -222,11 +223,11 @@ def model_fields(plan: FitPlan, spec: TrainSpec, model: torch.nn.Module, history
 
 
 def _checked_columns(plan: FitPlan, df: DataFrame) -> tuple[Column, ...]:
-    settings = plan.settings
+    settings, exact = plan.settings, tells_case_apart(df.sparkSession)
     for parameter in ("feature_cols", "label_cols"):
-        check_columns(df.schema, settings[parameter], parameter)
+        check_columns(df.schema, settings[parameter], parameter, exact=exact)
     if settings["sample_weight_col"]:
-        check_columns(df.schema, [settings["sample_weight_col"]], "sample_weight_col")
+        check_columns(df.schema, [settings["sample_weight_col"]], "sample_weight_col", exact=exact)
     return columns_of(
         df.schema,
         plan.spec.columns,

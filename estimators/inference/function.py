@@ -29,7 +29,7 @@ from spark_hvd.estimators.transform.models import ModelSource, memory_named, sen
 from spark_hvd.estimators.transform.predict import Prediction
 from spark_hvd.runner.outcome.payload import UnpicklableError, explain
 from spark_hvd.runner.spark.series import quoted
-from spark_hvd.runner.spark.session import choose_python, is_connect
+from spark_hvd.runner.spark.session import choose_python, is_connect, tells_case_apart
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -106,7 +106,7 @@ def predict(
         raise ValueError(f"window={window}: it sorts what collate is called with, and there is no collate=")
     plan = declared_outputs(outputs)
     names, arguments = _names(columns)
-    check_columns(df.schema, names, "columns")
+    check_columns(df.schema, names, "columns", exact=tells_case_apart(session))
     check_new(df, [output.name for output in plan], "predict", "outputs={'name': type}")
     feed: ModelFeed
     if collate is None:

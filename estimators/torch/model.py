@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pyspark.ml import Model
 
 from spark_hvd.data.readers.dataset import listed
-from spark_hvd.estimators.data.columns import expression_of, session_of
+from spark_hvd.estimators.data.columns import check_columns, expression_of, session_of
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.params import checks
 from spark_hvd.estimators.params.params import rows
@@ -25,7 +25,7 @@ from spark_hvd.estimators.transform.meta import ModelMeta, inputs_as_trained, in
 from spark_hvd.estimators.transform.models import sent
 from spark_hvd.estimators.transform.outputs import Output, Shape, head_outputs, label_output, to_arrow
 from spark_hvd.estimators.transform.predict import Prediction, run
-from spark_hvd.runner.spark.session import choose_python, is_connect
+from spark_hvd.runner.spark.session import choose_python, is_connect, tells_case_apart
 
 if TYPE_CHECKING:
     import torch
@@ -203,6 +203,7 @@ class TorchModel(SavedParams, Model):
         for name, value in (("model", model), ("feature_columns", names)):
             if value is None:
                 raise ValueError(f"{what} needs {name}: give it to the constructor, or set it")
+        check_columns(dataset.schema, names, "feature_columns", exact=tells_case_apart(dataset.sparkSession))
         decoders, meta = self.value_of("decoders") or {}, self.value_of("metadata")
         if meta is not None:
             specs = inputs_as_trained(dataset.schema, names, decoders, meta.inputs)

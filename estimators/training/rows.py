@@ -19,6 +19,7 @@ from spark_hvd.data.source import Asked
 from spark_hvd.data.spool import Spool
 from spark_hvd.estimators.training.readers import form_of, open_reader
 from spark_hvd.estimators.training.spec import TrainSpec
+from spark_hvd.world.words import count
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,8 @@ def too_few(rows: int, what: str, num_proc: int) -> str:
             "the DataFrame, and what validation= leaves of it"
         )
     return (
-        f"{rows} rows for {what} and num_proc={num_proc}: expected at least one row for each rank. Use fewer ranks or "
-        "more rows"
+        f"{count(rows, 'row')} for {what} and num_proc={num_proc}: expected at least one row for each rank. "
+        "Use fewer ranks or more rows"
     )
 
 

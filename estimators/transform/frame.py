@@ -11,6 +11,7 @@ from pyspark.sql.types import UserDefinedType
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.estimators.transform.outputs import Output
 from spark_hvd.estimators.transform.predict import Prediction, arrow_function, pandas_function
+from spark_hvd.runner.spark.session import tells_case_apart
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -45,8 +46,7 @@ def check_new(dataset: DataFrame, names: Sequence[str], what: str, parameters: s
     Raises:
         DataError: one of them is there, or is named twice.
     """
-    exact = dataset.sparkSession.conf.get("spark.sql.caseSensitive", "false") == "true"
-    fold = str if exact else str.casefold
+    fold = str if tells_case_apart(dataset.sparkSession) else str.casefold
     taken = {fold(column) for column in dataset.columns}
     for name in names:
         if fold(name) in taken:

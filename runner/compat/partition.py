@@ -17,6 +17,7 @@ from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.sharding import Position
 from spark_hvd.data.shard import source_here
 from spark_hvd.data.source import Asked, DataSource
+from spark_hvd.world.words import count
 
 _opened: list[tuple[DataSource, int, int]] = []
 
@@ -67,7 +68,8 @@ class _PartitionRows(IterableDataset[list[Any]]):
         self._asked = Asked(columns=tuple(source.schema.names), workers=workers)
         self._sharding = source.sharding(batch_size, False, self._asked)
         if not self._sharding.batches(Position(), rank, size):
-            raise DataError(f"the DataFrame has {source.rows} rows for {size} ranks: expected one for each at least")
+            has = f"{count(source.rows, 'row')} for {count(size, 'rank')}"
+            raise DataError(f"the DataFrame has {has}: expected one for each at least")
 
     def __iter__(self) -> Iterator[list[Any]]:
         reader = self._source.open(self._asked, ColumnForm(torch_batch, None, torch.cat))

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from spark_hvd.runner.spark.session import tells_case_apart
+
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
@@ -84,7 +86,7 @@ def given(data: Mapping[str, Any] | None) -> Given:
 
     Raises:
         TypeError, ValueError: a name or a value that cannot be one; nothing was started.
-        DataError: files that cannot be read.
+        DataError: files that cannot be read, or a table without rows.
     """
     if data is None:
         return Given()
@@ -101,7 +103,7 @@ def given(data: Mapping[str, Any] | None) -> Given:
             sources[name] = pickle.dumps(parquet_source(value))
         elif _is_frame(value):
             frames[name] = value
-            _check_names(name, value.columns)
+            _check_names(name, value.columns, exact=tells_case_apart(value.sparkSession))
         elif _is_windows(value):
             (frames if _is_frame(value.rows) else tables)[name] = _checked(name, value)
         elif (split := sys.modules.get("spark_hvd.runner.spark.input")) is not None and isinstance(value, split.Split):
@@ -109,12 +111,33 @@ def given(data: Mapping[str, Any] | None) -> Given:
         elif (table := _table_of(value)) is not None:
             tables[name] = table
             _check_names(name, table.column_names)
+            check_rows(name, table.num_rows)
+        elif type(value).__module__.startswith("pyspark.pandas."):
+            kind = type(value).__name__
+            raise TypeError(
+                f"data[{name!r}] is a {kind} of pandas on Spark: give "
+                f"{'frame.to_spark()' if kind == 'DataFrame' else 'series.to_frame().to_spark()'}"
+            )
         else:
             raise TypeError(f"data[{name!r}] is of type {type(value).__qualname__}: expected {KINDS}")
     return Given(frames, tables, sources)
 
 
-def _check_names(data: str, columns: list[str]) -> None:
+def check_rows(data: str, rows: int) -> None:
+    """Refuse a data set of which it is known that it has no rows.
+
+    Raises:
+        DataError: it has none.
+    """
+    if not rows:
+        from spark_hvd.data.readers.errors import DataError
+
+        raise DataError(
+            f"data[{data!r}] has no rows: expected at least one for each rank. Check filters and joins that lead to it"
+        )
+
+
+def _check_names(data: str, columns: list[str], exact: bool = True) -> None:
     if not columns:
         raise ValueError(f"data[{data!r}] has no columns: select those that fn needs")
     from spark_hvd.data.units import OURS  # and so numpy, which a run without data does not need
@@ -123,6 +146,13 @@ def _check_names(data: str, columns: list[str]) -> None:
         raise ValueError(f"data[{data!r}] has a column {ours[0]!r}, a name that rows on their way need: rename it")
     if twice := sorted({name for name in columns if columns.count(name) > 1}):
         raise ValueError(f"data[{data!r}] has more than one column {twice[0]!r}: rename them, or select one")
+    first: dict[str, str] = {}
+    for name in columns:
+        if not exact and first.setdefault(name.casefold(), name) != name:
+            raise ValueError(
+                f"data[{data!r}] has more than one column {name!r} for Spark, which does not tell it from "
+                f"{first[name.casefold()]!r}: rename one of them, or set spark.sql.caseSensitive to true"
+            )
 
 
 def _is_windows(value: Any) -> TypeGuard[Windows]:

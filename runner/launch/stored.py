@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from spark_hvd.runner.launch.data import Given
+from spark_hvd.runner.launch.data import Given, check_rows
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.names import job_named
 from spark_hvd.scratch import Scratch
@@ -145,7 +145,7 @@ def _is_left(store: Store, folder: str) -> bool:
 def _write_table(store: Store, path: str, name: str, table: pa.Table) -> None:
     from spark_hvd.store.row_groups import RowGroupWriter
 
-    _check_rows(name, table.num_rows)
+    check_rows(name, table.num_rows)
     with ExitStack() as stack:
         writer = RowGroupWriter(store, posixpath.join(path, "part-00000.parquet"), _GROUPS, stack)
         writer.add(table)
@@ -165,7 +165,7 @@ def _write_frame(store: Store, path: str, name: str, frame: DataFrame) -> None:
     job = selected.mapInArrow(_writer(store, path, listed.columns), "file string, rows long")
     with job_named(job, f"spark_hvd: data[{name!r}] is written to {path}"):
         written = job.collect()
-    _check_rows(name, sum(row["rows"] for row in written))
+    check_rows(name, sum(row["rows"] for row in written))
     kept = {row["file"] for row in written}
     for file in store.list(path, unfinished=True):  # of attempts that Spark ran twice, gave up, or killed
         if file not in kept:
@@ -193,10 +193,3 @@ def _writer(
             yield pa.RecordBatch.from_pydict({"file": [file], "rows": [rows]})
 
     return write
-
-
-def _check_rows(name: str, rows: int) -> None:
-    if not rows:
-        from spark_hvd.data.readers.errors import DataError
-
-        raise DataError(f"data[{name!r}] has no rows: expected at least one for each rank")

@@ -79,14 +79,22 @@ def with_lists(frame: DataFrame) -> DataFrame:
     from pyspark.ml.functions import vector_to_array
     from pyspark.sql import functions as F  # noqa: N812
 
-    columns = {name: F.col(quoted(name)) for name in vectors}  # vector_to_array fails on null
-    return frame.withColumns({name: F.when(its.isNotNull(), vector_to_array(its)) for name, its in columns.items()})
+    columns = {name: F.col(quoted(name)) for name in frame.columns}
+    for name in vectors:  # vector_to_array fails on null
+        columns[name] = F.when(columns[name].isNotNull(), vector_to_array(columns[name])).alias(name)
+    return frame.select(*columns.values())
 
 
 def _schema_of(frame: DataFrame, columns: Sequence[str]) -> StructType:
     from pyspark.sql.types import StructType
 
     return StructType([frame.schema[name] for name in columns])
+
+
+def _numbered(schema: StructType) -> StructType:
+    from pyspark.sql.types import StructField, StructType
+
+    return StructType([StructField(f"c{at}", field.dataType, field.nullable) for at, field in enumerate(schema.fields)])
 
 
 def _frame_of(frames: Sequence[tuple[DataFrame, Sequence[str], Column]], tasks: int) -> DataFrame:
@@ -99,8 +107,10 @@ def _frame_of(frames: Sequence[tuple[DataFrame, Sequence[str], Column]], tasks: 
     from pyspark.sql import functions as F  # noqa: N812
 
     selected = []
-    given = [[F.col(quoted(name)) for name in columns] for _, columns, _ in frames]
-    kinds = [_schema_of(frame, columns) for frame, columns, _ in frames]
+    # Numbers for names: mapInArrow takes those with dots for fields of structs, and looks others up as the thread's
+    # session would, which may tell "a" and "A" apart or not.
+    given = [[F.col(quoted(name)).alias(f"c{at}") for at, name in enumerate(columns)] for _, columns, _ in frames]
+    kinds = [_numbered(_schema_of(frame, columns)) for frame, columns, _ in frames]
     for number, (frame, _, source) in enumerate(frames):
         rows = [F.lit(None).cast(kind).alias(struct_of(at)) for at, kind in enumerate(kinds)]
         rows[number] = F.struct(*given[number]).alias(struct_of(number))

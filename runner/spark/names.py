@@ -37,6 +37,8 @@ def job_group(spark: SparkSession, group: str) -> Iterator[None]:
 def job_named(frame: DataFrame, description: str, place: str | None = None, stack: str = "") -> Iterator[None]:
     """Name the jobs that this thread starts to compute `frame`; afterwards the thread's own names hold again.
 
+    A description that the user has set stays, with ours behind it.
+
     Args:
         frame: One that we have made; its action must be called in here.
         description: What the jobs are for.
@@ -48,6 +50,8 @@ def job_named(frame: DataFrame, description: str, place: str | None = None, stac
         return
     if place is None:
         place, stack = call_site(description)
+    own = _property(frame.sparkSession, _DESCRIPTION)
+    description = f"{own} ({description})" if own else description
     named = {_DESCRIPTION: description, CALL_SITE: place, CALL_STACK: stack}
     with keeping_call_site(frame), _properties(frame.sparkSession, named):
         yield

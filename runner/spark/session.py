@@ -65,6 +65,11 @@ def conf(spark: SparkSession, key: str) -> str | None:
     return value
 
 
+def tells_case_apart(spark: SparkSession) -> bool:
+    """Whether "a" and "A" are two columns for a session."""
+    return conf(spark, "spark.sql.caseSensitive") == "true"
+
+
 def is_local(spark: SparkSession) -> bool:
     """Whether all tasks run in the driver's own JVM (``local[N]``; not ``local-cluster``)."""
     master = conf(spark, "spark.master") or ""

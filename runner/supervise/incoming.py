@@ -21,6 +21,7 @@ class Incoming:
 
     Args:
         batches: Columns :data:`UNIT`, :data:`ID`, :data:`SOURCE`; :func:`struct_of` each data set, or those of the one.
+            Spark has numbers for the names of the user's columns, "c0" for the first.
         schemas: Of each data set the number of its column, and its schema for those of which no row comes.
 
     Attributes:
@@ -30,10 +31,9 @@ class Incoming:
     def __init__(self, batches: Iterator[Any], schemas: Mapping[str, tuple[int, bytes]]) -> None:
         self._scratch = Scratch("rows", local_directory(os.environ))
         self.folders = {name: os.path.join(self._scratch.path, str(at)) for at, name in enumerate(schemas)}
-        self._writers = [
-            SpoolWriter(self.folders[name], pa.ipc.read_schema(pa.py_buffer(schema)))
-            for name, (_, schema) in schemas.items()
-        ]
+        known = [pa.ipc.read_schema(pa.py_buffer(schema)) for _, schema in schemas.values()]
+        self._writers = [SpoolWriter(folder, each) for folder, each in zip(self.folders.values(), known, strict=True)]
+        self._names = [each.names for each in known]
         self._structs = [struct_of(number) for number, _ in schemas.values()]
         self._batches = batches
         self._ends = False
@@ -62,12 +62,12 @@ class Incoming:
     def _write(self, batch: pa.RecordBatch) -> None:
         for number, writer in enumerate(self._writers):
             rows = batch if len(self._writers) == 1 else batch.filter(pc.equal(batch.column(SOURCE), number))
-            if self._structs[number] not in rows.schema.names:
-                writer.write(rows.drop_columns([SOURCE]))
-                continue
-            struct = rows.column(self._structs[number])
-            fields = [struct.type.field(at) for at in range(struct.type.num_fields)]
-            schema = pa.schema([pa.field(UNIT, pa.int32()), pa.field(ID, pa.int64()), *fields])
-            writer.write(
-                pa.RecordBatch.from_arrays([rows.column(UNIT), rows.column(ID), *struct.flatten()], schema=schema)
-            )
+            if self._structs[number] in rows.schema.names:
+                struct = rows.column(self._structs[number])
+                values, fields = struct.flatten(), list(struct.type)
+            else:
+                given = [rows.schema.get_field_index(f"c{at}") for at in range(len(self._names[number]))]
+                values, fields = [rows.column(at) for at in given], [rows.schema.field(at) for at in given]
+            named = [field.with_name(name) for field, name in zip(fields, self._names[number], strict=True)]
+            schema = pa.schema([pa.field(UNIT, pa.int32()), pa.field(ID, pa.int64()), *named])
+            writer.write(pa.RecordBatch.from_arrays([rows.column(UNIT), rows.column(ID), *values], schema=schema))

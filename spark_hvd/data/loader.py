@@ -16,6 +16,7 @@ from spark_hvd.data.readers.forms import Form
 from spark_hvd.data.readers.reader import Reader
 from spark_hvd.data.readers.sharding import Position, Sharding
 from spark_hvd.data.source import Asked, DataSource
+from spark_hvd.world.words import count
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -86,10 +87,7 @@ class ShardLoader(Generic[T_co]):
         """
         rank, size = who.rank(), who.size()
         if not self._sharding.batches(Position(), rank, size):
-            raise DataError(
-                f"data set {self._name!r} has {self._source.rows} rows for {size} ranks: expected at least one for "
-                "each. Next: use fewer ranks"
-            )
+            raise DataError(too_few(self._name, self._source.rows, size))
         start = self._next
         feed = Feed(self._opened(), self._sharding, rank, size, start)
         # With nothing left for these ranks of an epoch that was begun, this pass only ends it.
@@ -182,3 +180,16 @@ class _Epoch(Iterator[T_co]):
             if self._row_weights is not None:
                 self._row_weights(batch, self._feed.rows, self._feed.weight)
         return self._collate(batch)
+
+
+def too_few(name: str, rows: int, size: int) -> str:
+    """The text of the error that a data set has fewer rows than there are ranks."""
+    if not rows:
+        return (
+            f"data set {name!r} has no rows: expected at least one for each rank. Check filters and joins that lead to "
+            "it"
+        )
+    return (
+        f"data set {name!r} has {count(rows, 'row')} for {count(size, 'rank')}: expected at least one for each. "
+        "Next: use fewer ranks"
+    )

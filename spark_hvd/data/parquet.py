@@ -67,6 +67,8 @@ def dataset_in(store: Store, table: TableFiles, columns: Sequence[str] | None = 
     outside = [] if partitions is None else list(partitions.schema)
     names = {field.name for field in outside}
     fields = [field for field in _fields(table, footers, columns) if field.name not in names]
+    everywhere = set.intersection(*(set(footer.schema.names) for footer in footers))
+    optional = [field for field in fields if field.name not in everywhere]
     meta = DatasetMeta(
         url=table.url,
         columns=tuple(map(_column, [*fields, *outside])),
@@ -75,6 +77,7 @@ def dataset_in(store: Store, table: TableFiles, columns: Sequence[str] | None = 
         unischema=not table.version and _has_unischema(store, table.url),
         version=table.version,
         partitions=partitions,
+        optional=pa.schema(optional) if optional else None,
     )
     return meta if columns is None else replace(meta, columns=tuple(map(meta.column, dict.fromkeys(columns))))
 
@@ -109,22 +112,29 @@ def _open(store: Store, file: str) -> pq.ParquetFile:
 
 
 def _fields(table: TableFiles, footers: Sequence[_Footer], wanted: Sequence[str] | None) -> list[pa.Field]:
-    """The columns that all files have alike: those of a table, or else all that are in the first file."""
+    """The columns that files have alike, where they have them: those of a table, or all that are in the first file."""
     first = footers[0]
     if table.columns is None:
         for footer in footers[1:]:
             if _types(footer) != _types(first):
                 raise DataError(_difference(first, footer))
         return list(first.schema)
-    for footer in footers:
-        for name in table.columns:
-            if wanted is None or name in wanted:
-                _check_column(table, name, first, footer)
-    return [first.schema.field(name) for name in table.columns if name in first.schema.names]
+    older = plain_schema(table.optional if table.optional is not None else pa.schema([]))
+    fields = []
+    for name in table.columns:
+        having = next((footer for footer in footers if name in footer.schema.names), first)
+        if wanted is None or name in wanted:
+            for footer in footers:
+                if name in footer.schema.names or name not in older.names:
+                    _check_column(table, name, having, footer)
+        there = having.schema if name in having.schema.names else older
+        if name in there.names:
+            fields.append(there.field(name))
+    return fields
 
 
 def _check_column(table: TableFiles, name: str, first: _Footer, footer: _Footer) -> None:
-    """That a file of a table has a column as the table means it.
+    """That a file of a table has a column as the table means it, and of the type that it has in the ``first``.
 
     Raises:
         DataError: it has not.

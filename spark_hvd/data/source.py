@@ -92,6 +92,8 @@ class ParquetSource(DataSource):
         fields = {field.name: field for field in plain_schema(found)}
         if self.dataset.partitions is not None:
             fields |= {field.name: field for field in self.dataset.partitions.schema}
+        if self.dataset.optional is not None:
+            fields |= {field.name: field for field in self.dataset.optional}
         names = [column.name for column in self.dataset.columns]
         check_columns(names, fields, first.file)
         return pa.schema([fields[name] for name in names])

@@ -35,6 +35,7 @@ class TableFiles:
         partitions: Columns that are in no file, a row for each file; None if there are none.
         version: Of the table, as "version 3 of the Delta table /data/x"; "" for a directory, which has no versions.
         columns: Those that each file must have, with Iceberg's field IDs; None for those of the first file.
+        optional: Those of the columns that older files may be without, with their types: null there.
     """
 
     url: str
@@ -42,6 +43,7 @@ class TableFiles:
     partitions: pa.Table | None = None
     version: str = ""
     columns: Mapping[str, int | None] | None = None
+    optional: pa.Schema | None = None
 
 
 def files_of(store: Store, path: str) -> TableFiles:
@@ -111,13 +113,14 @@ def _of_delta(table: Any) -> TableFiles:
         order = sorted(range(len(paths)), key=paths.__getitem__)
         inside = metadata.partition_columns
         values = {name: _in_order(actions.column(f"partition.{name}"), order) for name in inside}
-        columns = {field.name: None for field in table.schema().fields if field.name not in values}
+        fields = [field for field in pa.schema(table.schema().to_arrow()) if field.name not in values]
     return TableFiles(
         url=url,
         sizes={paths[at]: sizes[at] for at in order},
         partitions=pa.table(values) if values else None,
         version=version,
-        columns=columns,
+        columns={field.name: None for field in fields},
+        optional=pa.schema([field for field in fields if field.nullable]),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 
 import spark_hvd.torch as hvd
+from spark_hvd import DataError
 from spark_hvd.estimators.fit import plan
 from spark_hvd.runner import RunError
 from tests.spark.estimator_support import estimator
@@ -93,3 +95,26 @@ def test_no_rows_are_written_where_checkpoints_are(df: DataFrame, tmp_path: Path
     estimator(Recorder(tmp_path), feature_cols=["x"], run_id="second").fit(df)
     assert set(Path(folder.path).rglob("*.parquet")) == before
     assert [path for path in Path(folder.path).rglob("*.ckpt") if "second" in str(path)]
+
+
+def test_columns_of_any_name(spark: SparkSession) -> None:
+    odd = spark.range(8).select(F.col("id").cast("float").alias("a.dot"), F.lit(1.0).alias("back`tick"))
+    names = {"feature_cols": ["a.dot"], "label_cols": ["back`tick"]}
+    model = estimator(nn.Linear(1, 1), input_shapes=[[-1, 1]], epochs=1, batch_size=4, **names).fit(odd)
+    rows = model.setOutputCols(["o.ut"]).transform(odd).collect()
+    assert [row["a.dot"] for row in rows] == list(range(8))
+    assert rows[0]["o.ut"] == pytest.approx(float(model.getModel()(torch.zeros(1, 1)).item()))
+
+
+def test_names_that_only_case_tells_apart(spark: SparkSession) -> None:
+    names = {"feature_cols": ["a"], "label_cols": ["A"]}
+    given = estimator(nn.Linear(1, 1), input_shapes=[[-1, 1]], epochs=1, batch_size=4, **names)
+    with pytest.raises(DataError, match="feature_cols names 'a', which Spark does not tell from the column 'A'"):
+        given.fit(spark.createDataFrame([(1.0, 2.0)] * 8, "a double, A double"))
+    exact = spark.newSession()
+    exact.conf.set("spark.sql.caseSensitive", "true")
+    cased = exact.range(8).select(F.lit(1.0).alias("a"), F.lit(2.0).alias("A"))
+    with ThreadPoolExecutor(1) as pool:  # where the first session is the active one
+        model = pool.submit(given.fit, cased).result()
+        rows = pool.submit(lambda: model.setOutputCols(["out"]).transform(cased).collect()).result()
+    assert [(row["a"], row["A"]) for row in rows] == [(1.0, 2.0)] * 8

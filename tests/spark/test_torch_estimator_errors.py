@@ -207,7 +207,7 @@ def test_an_empty_frame(df: DataFrame) -> None:
 
 
 def test_fewer_rows_than_ranks(df: DataFrame) -> None:
-    with pytest.raises(DataError, match="1 rows for training and num_proc=2: expected at least one row for each rank"):
+    with pytest.raises(DataError, match="1 row for training and num_proc=2: expected at least one row for each rank"):
         estimator().fit(df.limit(1))
 
 

@@ -7,6 +7,8 @@ import json
 import struct
 import sys
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +21,10 @@ from zmq.utils import z85
 from spark_hvd.data.parquet import dataset_of
 from spark_hvd.data.readers.dataset import DatasetMeta
 from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import TableForm
-from spark_hvd.data.source import Asked, parquet_source
+from spark_hvd.data.readers.sharding import Position
+from spark_hvd.data.source import Asked, ParquetSource, parquet_source
 from spark_hvd.store import Store
 
 ROWS = pa.table({"x": [1, 2, 3, 4], "name": ["a", "b", "c", "d"], "day": ["1", "1", "2", None]})
@@ -110,14 +114,42 @@ def test_partitions_of_a_delta_table_are_columns(delta: Callable[..., Path]) -> 
     assert names_of(chosen) == ["day", "x"]
 
 
-def test_an_old_file_without_a_column_is_named(delta: Callable[..., Path]) -> None:
+def rows_of(source: ParquetSource, *columns: str) -> list[dict[str, Any]]:
+    """All rows, as a rank reads them."""
+    asked = Asked(columns=columns)
+    with closing(source.open(asked, TableForm())) as reader:
+        feed = Feed(reader, source.sharding(source.rows, False, asked), 0, 1, Position())
+        rows: list[dict[str, Any]] = next(feed).to_pylist()
+        return rows
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_columns_that_an_old_file_has_not_are_null_there(delta: Callable[..., Path], newest_first: bool) -> None:
     folder = delta(ROWS.select(["x"]))
-    old = next(folder.glob("*.parquet"))
     delta(ROWS.select(["x", "name"]), mode="append", schema_mode="merge")
-    text = rf"{old} has no column 'name', which version 1 of the Delta table .*/t has: it was added .* Next: rewrite"
-    with pytest.raises(DataError, match=text):
-        meta_of(folder)
-    assert dataset_of(Store.create(folder), str(folder), ["x"]).rows == 8
+    source = parquet_source(folder)
+    if newest_first:  # the order of the files is that of random names
+        groups = sorted(source.dataset.row_groups, key=lambda group: "name" not in pq.read_schema(group.file).names)
+        source = replace(source, dataset=replace(source.dataset, row_groups=tuple(groups)))
+    assert source.schema.names == ["x", "name"]
+    assert source.schema.field("name").type == pa.string()
+    rows = sorted(rows_of(source, "name", "x"), key=lambda row: (row["x"], row["name"] or ""))
+    assert rows == [
+        {"name": name, "x": x} for x, name in zip([1, 2, 3, 4], "abcd", strict=True) for name in (None, name)
+    ]
+    assert [row["x"] for row in rows_of(source, "x")].count(1) == 2
+
+
+def test_a_column_that_no_file_has_yet_is_null(delta: Callable[..., Path]) -> None:
+    from deltalake import DeltaTable, Field
+    from deltalake.schema import PrimitiveType
+
+    folder = delta(ROWS.select(["x"]))
+    table = DeltaTable(folder)
+    table.alter.add_columns([Field("later", PrimitiveType("double"))])
+    source = parquet_source(table)
+    assert source.schema.field("later").type == pa.float64()
+    assert [row["later"] for row in rows_of(source, "later")] == [None] * 4
 
 
 def test_a_vacuumed_version_is_named(delta: Callable[..., Path]) -> None:

@@ -164,7 +164,7 @@ fit(stream.select(F.col("value").cast("float").alias("x"), F.col("value").cast("
         "TorchEstimator(model=torch.nn.Linear(1, 1)).transform(rows)", "not trained", "TorchEstimator", ".fit(df)"
     ),
     "no rows": Mistake('fit(rows.where("x < 0"))', "no rows", "DataFrame", "filters"),
-    "fewer rows than ranks": Mistake("fit(rows.limit(1))", "1 rows", "num_proc=2", "fewer ranks"),
+    "fewer rows than ranks": Mistake("fit(rows.limit(1))", "1 row ", "num_proc=2", "fewer ranks"),
     "a share above one": Mistake("fit(validation=1.5)", "validation=1.5", "validation", "expected a share"),
     "no column to validate by": Mistake("fit(validation='held')", "'held'", "validation", "It has"),
     "a store that is a number": Mistake("fit(store=3)", "store=3", "store", "path or URL"),

@@ -62,6 +62,7 @@ class DatasetMeta:
         unischema: Whether the data set carries a Petastorm Unischema, so that only Petastorm can decode it.
         version: Which version of which table it is, for messages; "" for files that are no table's.
         partitions: Columns that are in no file, each with one value for a file: a row for each of :attr:`files`.
+        optional: Columns that a file need not have, with their types: null in those without.
     """
 
     url: str
@@ -71,6 +72,7 @@ class DatasetMeta:
     unischema: bool = False
     version: str = ""
     partitions: pa.Table | None = field(default=None, hash=False)
+    optional: pa.Schema | None = field(default=None, hash=False)
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -80,6 +80,8 @@ class RowGroups:
         self._added = {name: outside[name] for name in columns if name in outside}
         self._number = {file: number for number, file in enumerate(dataset.files)} if self._added else {}
         self._stored = [name for name in columns if name not in self._added]
+        optional = dataset.optional
+        self._optional = {} if optional is None else {each.name: each.type for each in optional if each.name in columns}
         # Reading ahead of the columns saves round trips of a network, and costs a copy on a disk.
         self._pre_buffer = not isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
         self._lock = threading.Lock()
@@ -118,12 +120,15 @@ class RowGroups:
             file.close()
 
     def _complete(self, rows: Any, group: RowGroup) -> Any:
-        """A table or batch of a file in plain types, with the columns that are in none, in the order asked for."""
+        """A table or batch of a file in plain types, with the columns that it has not, in the order asked for."""
         schema = plain_schema(rows.schema)
         if schema != rows.schema:
             rows = rows.cast(schema)
         for name, values in self._added.items():
             rows = rows.append_column(name, pa.repeat(values[self._number[group.file]], rows.num_rows))
+        for name, kind in self._optional.items():
+            if name not in rows.schema.names:
+                rows = rows.append_column(name, pa.nulls(rows.num_rows, kind))
         return rows if rows.schema.names == self._columns else rows.select(self._columns)
 
     @contextlib.contextmanager
@@ -149,7 +154,7 @@ class RowGroups:
         inner = self._inner_path(group.file)
         file = pq.ParquetFile(inner, filesystem=self._filesystem, pre_buffer=self._pre_buffer)
         try:
-            check_columns(self._stored, file.schema_arrow.names, where(group))
+            check_columns(self._stored, {*file.schema_arrow.names, *self._optional}, where(group))
         except DataError:
             file.close()
             raise
