@@ -72,7 +72,8 @@ class ImageDecoder:
 
     __module__ = "spark_hvd.data"
 
-    formats, max_pixels = FORMATS, MAX_PIXELS  # of those that were pickled before there were these arguments
+    formats: tuple[str, ...] = FORMATS  # these two of decoders that were pickled before there were such arguments
+    max_pixels: int = MAX_PIXELS
 
     def __init__(
         self,
