@@ -75,7 +75,7 @@ class ImageClassifier(NeuralClassifier[ImageClassificationModel]):
         model = ImageClassifier(model=net, image_col="content", label_col="kind", num_proc=8).fit(df)
         model.transform(df).select("kind", "prediction", "probability")
 
-    Ranks get the images as they are, PNG or JPEG or what else Pillow opens, in a binary column or one of Spark's image
+    Ranks get the images as they are, PNG, JPEG or of another common format, in a binary column or one of Spark's image
     type; threads decode them there. ``model`` takes tensors (rows, channels, height, width), float32, and returns
     scores (rows, classes), before softmax: only parameters with ``requires_grad`` are trained. Labels are text,
     numbers or booleans; or arrays with 0 or 1 for each class, where an image may have several (multi-label).

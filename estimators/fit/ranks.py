@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,11 @@ from spark_hvd.estimators.training.packing import pack
 from spark_hvd.estimators.training.rows import layout_of, too_few
 from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.training.train import Framework, check_order, order_of, train
-from spark_hvd.runner.outcome.errors import ElasticError, ExecutorLostError, RankFailedError
+from spark_hvd.runner.outcome.errors import ElasticError, ExecutorLostError, RankFailedError, StateLostError
 from spark_hvd.runner.outcome.payload import renamed
 from spark_hvd.store.errors import StoreError
+
+_log = logging.getLogger(__name__)
 
 
 def train_on_ranks(
@@ -57,12 +60,16 @@ def train_on_ranks(
         history = History(state["history"])
     if len(history) < spec.epochs:
         try:
-            job = renamed(train, plan.name), (spec, pack(plan.objects, "the parameters"), framework)
-            if rows is None:
-                values = plan.backend.run(*job)
-            else:
+            packed = pack(plan.objects, "the parameters")
+
+            def run(spec: TrainSpec) -> Any:
+                job = renamed(train, plan.name), (spec, packed, framework)
+                if rows is None:
+                    return plan.backend.run(*job)
                 assert isinstance(plan.backend, SparkBackend)
-                values = plan.backend.run(*job, data=rows)
+                return plan.backend.run(*job, data=rows)
+
+            values = _through_losses(run, spec, checkpoints)
         except RankFailedError as error:
             if isinstance(error.__cause__, DataError | EstimatorError | StoreError):
                 raise type(error.__cause__)(str(error.__cause__)) from error
@@ -79,6 +86,23 @@ def train_on_ranks(
         if returned is not None:
             return returned, history
     return checkpoints.trained(spec.restore_best_weights), history
+
+
+def _through_losses(run: Callable[[TrainSpec], Any], spec: TrainSpec, checkpoints: Checkpoints) -> Any:
+    """What ranks return; where all of an elastic fit are lost at once, new ones go on from its last checkpoint.
+
+    Only while there is a newer one each time: what struck them may do so again.
+    """
+    version = checkpoints.version()
+    while True:
+        try:
+            return run(spec)
+        except StateLostError as error:
+            former, version = version, checkpoints.version()
+            if version in (None, former):
+                raise
+            _log.warning("%s. The fit goes on from its last checkpoint", str(error).splitlines()[0])
+            spec = replace(spec, resume=True)
 
 
 def _kept(spec: TrainSpec) -> str:

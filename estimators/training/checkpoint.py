@@ -31,6 +31,10 @@ class Checkpoints:
         """Whether there is one."""
         return self.store.exists(self.store.checkpoint_path(self.run_id, name))
 
+    def version(self) -> str | None:
+        """Differs from that of the last checkpoint before and after it; None where there is none."""
+        return self.store.version(self.store.checkpoint_path(self.run_id, LAST))
+
     def save(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Copy states, and have them written one after the other while training goes on; one such save at a time.
 

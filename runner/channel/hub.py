@@ -21,7 +21,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.link import MAX_MESSAGE, HubAddress, zmq_url
 from spark_hvd.runner.channel.messages import ASIDE, decode, decode_vitals
-from spark_hvd.runner.channel.newcomers import Newcomers
+from spark_hvd.runner.channel.newcomers import Newcomers, require_descriptors
 from spark_hvd.runner.channel.state import HubLogic, HubState, Message, Send
 from spark_hvd.world.ports import PortRange, bound
 from spark_hvd.world.vitals import Vitals
@@ -97,6 +97,7 @@ class HubServer:
         self._identities: dict[int, bytes] = {}
         self._failure: RuntimeError | None = None
         self._observes = True
+        require_descriptors("the driver's channel to its ranks")
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._newcomers = Newcomers(self._socket, _CONNECTIONS_EACH * state.most_ranks)

@@ -19,6 +19,10 @@ _STRANGERS = 1000
 _ENOUGH = 1 << 16
 
 
+SOCKETS = 24
+"""What one ZeroMQ context with a few sockets opens at once. Without room for them libzmq ends the process."""
+
+
 class Newcomers:
     """Cuts the oldest of the silent connections when there are too many.
 
@@ -76,3 +80,29 @@ def _descriptors() -> int:
     except (ValueError, OSError):
         return soft
     return wanted
+
+
+def require_descriptors(purpose: str, number: int = SOCKETS) -> None:
+    """Make sure that this process can open so many more files.
+
+    Args:
+        purpose: What they are for, in the error.
+        number: How many.
+
+    Raises:
+        OSError: it cannot; with what to do.
+    """
+    held: list[int] = []
+    try:
+        for _ in range(number):
+            held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise OSError(
+            error.errno,
+            f"{purpose} needs {number} more open files, and this process can open {len(held)} (its limit is {limit}: "
+            f"{error.strerror}). Next: close files, or raise the limit where it is started, ulimit -n 65536",
+        ) from error
+    finally:
+        for fd in held:
+            os.close(fd)

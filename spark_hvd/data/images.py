@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of red, green and blue over ImageNet: what most pretrained networks were trained with."""
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF")
+"""What is opened by default. Pillow knows more: some are decoded by other programs, or by code that few use."""
+_BY_PROGRAMS = {"EPS", "WMF", "BUFR", "GRIB", "HDF5"}
+"""Formats that Pillow hands to Ghostscript, to Windows, or to whoever has registered for them."""
+MAX_PIXELS = 89_478_485
+"""Where Pillow begins to warn: 256 MiB at three bytes a pixel."""
 _SHOWN = 3
 """Images that an error describes, of those that cannot be decoded."""
 
@@ -33,7 +39,7 @@ Augment = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
 
 
 class ImageDecoder:
-    """Makes a tensor of images that are PNG, JPEG or whatever else Pillow opens, or of Spark's image type.
+    """Makes a tensor of images that are PNG, JPEG or of another of ``formats``, or of Spark's image type.
 
     Calling it is what ``spark_hvd.predict(collate=)`` takes; for ``torch_batches(collate_fn=)`` see :meth:`collate`.
 
@@ -52,6 +58,9 @@ class ImageDecoder:
         undecodable: "stop" for a DataError where an image cannot be decoded, or "skip" to go on without it: a training
             batch has fewer rows, and a prediction is made of NaN.
         threads: That decode; None for as many as torch computes with in that process.
+        formats: Names of the formats that are opened, as Pillow has them; those that this Pillow lacks are left out.
+            Formats that other programs decode, EPS above all, cannot be among them.
+        max_pixels: An image that says it has more is undecodable: a small file can become gigabytes.
 
     Attributes:
         skipped: Images that could not be decoded so far, in this process.
@@ -63,6 +72,9 @@ class ImageDecoder:
 
     __module__ = "spark_hvd.data"
 
+    formats: tuple[str, ...] = FORMATS  # these two of decoders that were pickled before there were such arguments
+    max_pixels: int = MAX_PIXELS
+
     def __init__(
         self,
         size: int | tuple[int, int],
@@ -73,6 +85,8 @@ class ImageDecoder:
         crop: bool = True,
         undecodable: str = "stop",
         threads: int | None = None,
+        formats: Sequence[str] = FORMATS,
+        max_pixels: int = MAX_PIXELS,
     ) -> None:
         height, width = (size, size) if isinstance(size, int) else tuple(size)
         if height < 1 or width < 1:
@@ -83,7 +97,16 @@ class ImageDecoder:
             raise ValueError(f"undecodable={undecodable!r}: expected 'stop' or 'skip'")
         if threads is not None and threads < 1:
             raise ValueError(f"threads={threads!r}: expected at least 1")
-        _pillow()
+        wanted = (formats,) if isinstance(formats, str) else tuple(formats)
+        if not wanted or _BY_PROGRAMS & {name.upper() for name in wanted}:
+            raise ValueError(
+                f"formats={formats!r}: expected some that Pillow decodes itself, such as {listed(FORMATS)}; none of "
+                f"{', '.join(sorted(_BY_PROGRAMS))}, for which it starts other programs"
+            )
+        if max_pixels < 1:
+            raise ValueError(f"max_pixels={max_pixels!r}: expected at least 1")
+        self.formats, self.max_pixels = tuple(name.upper() for name in wanted), max_pixels
+        _openable(self.formats)
         self.size, self.channels, self.crop = (height, width), channels, crop
         self.mean = _per_channel("mean", mean, channels, _MEAN)
         self.std = _per_channel("std", std, channels, _STD)
@@ -180,7 +203,13 @@ class ImageDecoder:
         pillow, operations = _pillow()
         if value is None:
             raise ValueError("null")
-        with _of_spark(value) if isinstance(value, Mapping) else pillow.open(io.BytesIO(value)) as image:
+        if isinstance(value, Mapping):
+            opened = _of_spark(value)
+        else:
+            opened = pillow.open(io.BytesIO(value), formats=_openable(self.formats))
+        with opened as image:
+            if image.width * image.height > self.max_pixels:
+                raise _TooLargeError(f"{image.width} x {image.height} pixels, max_pixels={self.max_pixels}")
             height, width = self.size
             least = 2 * max(height, width)  # which way up is not known yet; and scaling needs something to average
             image.draft(None, (least, least))
@@ -251,6 +280,23 @@ def _pillow() -> tuple[Any, Any]:
     return Image, ImageOps
 
 
+@functools.cache
+def _openable(formats: tuple[str, ...]) -> tuple[str, ...]:
+    """Those that this Pillow knows."""
+    pillow, _ = _pillow()
+    pillow.init()
+    found = tuple(name for name in formats if name in pillow.OPEN)
+    if not found:
+        raise ValueError(
+            f"formats={formats!r}: Pillow knows none of them; expected some of {listed(sorted(pillow.OPEN))}"
+        )
+    return found
+
+
+class _TooLargeError(ValueError):
+    pass
+
+
 @functools.lru_cache(maxsize=4)
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     """Of this process: threads do not survive a fork."""
@@ -288,4 +334,5 @@ def _undecodable(images: Sequence[Any], wrong: Mapping[int, Exception], where: s
 def _told(value: Any, error: Exception) -> str:
     if not isinstance(value, bytes | bytearray | memoryview):
         return str(error)
-    return f"{len(value)} bytes that begin with {bytes(value[:8])!r} ({type(error).__name__})"
+    why = str(error) if isinstance(error, _TooLargeError) else type(error).__name__
+    return f"{len(value)} bytes that begin with {bytes(value[:8])!r} ({why})"

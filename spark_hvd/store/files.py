@@ -210,6 +210,17 @@ class Store:
         # an object store takes any text as a key: as names these would lead elsewhere
         return [join(path, name) for name in sorted(names - {".", ".."}) if unfinished or not is_temporary(name)]
 
+    def version(self, path: str) -> str | None:
+        """A text that is another one when the file has been written again; None where there is no file.
+
+        Raises:
+            StoreError: the store cannot be asked.
+        """
+        if self._info(path) is None:
+            return None
+        with explaining("look at", path):
+            return str(self.filesystem.ukey(self.inner_path(path)))
+
     def sweep(self, path: str) -> None:
         """Delete files right in a local directory whose writers were killed: those without a name and without a lock.
 

@@ -8,6 +8,7 @@ import re
 import resource
 import select
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,3 +207,24 @@ def test_an_elastic_run_starts_a_new_server_and_blames_nobody() -> None:
     )
     assert first == second
     assert int(first.split()[1]) > 0
+
+
+FEW = """
+import resource, os
+import spark_hvd
+held = []
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+while len(os.listdir("/proc/self/fd")) < 50:
+    held.append(os.open(os.devnull, os.O_RDONLY))
+try:
+    spark_hvd.run_local(os.getpid, num_proc=1)
+except OSError as error:
+    print(error)
+"""
+
+
+def test_too_few_open_files_are_a_sentence_and_no_abort() -> None:
+    ran = subprocess.run([sys.executable, "-c", FEW], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "the driver's channel to its ranks needs 24 more open files" in ran.stdout
+    assert "ulimit -n 65536" in ran.stdout

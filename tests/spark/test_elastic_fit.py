@@ -98,6 +98,19 @@ class AllDie(Callback):
             time.sleep(60)
 
 
+class AllDieOnce(AllDie):
+    """Does that in the first start of the ranks alone."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def on_batch_end(self, state: TrainState) -> None:
+        if not self.mark.exists():
+            if state.rank == 0 and state.global_step == 20:
+                self.mark.touch()
+            super().on_batch_end(state)
+
+
 class DiesSometime(Callback):
     """Kills a rank of generations 1 to 3 at a moment of its own, and stops when they have gone on in the fifth.
 
@@ -173,6 +186,17 @@ def test_all_ranks_are_lost_at_once(df: DataFrame, tmp_path: Path) -> None:
     with pytest.raises(StateLostError, match="fit again with run_id='lost' to go on from it"):
         estimator(Counts(), **settings, backend=backend, callbacks=[AllDie()]).fit(df)
     fitted = estimator(Counts(), **settings, backend=backend).fit(df)
+    each_row_once_an_epoch(fitted)
+    assert len(fitted.getHistory()) == 3
+
+
+@pytest.mark.slow
+def test_all_ranks_are_lost_at_once_after_a_checkpoint(df: DataFrame, tmp_path: Path) -> None:
+    settings = {**COUNTING, "store": Store.create(tmp_path), "epochs": 3, "checkpoint_every": 2}
+    callbacks = [AllDieOnce(tmp_path / "struck")]
+    backend = LocalBackend(2, max_num_proc=2, verbose=0)
+    fitted = estimator(Counts(), **settings, backend=backend, callbacks=callbacks).fit(df)
+    assert callbacks[0].mark.exists()
     each_row_once_an_epoch(fitted)
     assert len(fitted.getHistory()) == 3
 

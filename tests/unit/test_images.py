@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import pickle
+import subprocess
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
 
 from spark_hvd import DataError
 from spark_hvd.data import ImageAugmentation, ImageDecoder
@@ -181,3 +182,30 @@ def test_wrong_arguments(arguments: dict[str, Any], said: str) -> None:
         ImageDecoder(**arguments)
     with pytest.raises(ValueError, match=r"crop_padding=-1: expected pixels from 0"):
         ImageAugmentation(-1)
+
+
+def test_only_named_formats_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n"
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a program was started"))
+    with pytest.raises(DataError, match=r"begin with b'%!PS-Ado' \(UnidentifiedImageError\)"):
+        ImageDecoder(4)([eps])
+    file = io.BytesIO()
+    Image.new("RGB", (3, 3)).save(file, "GIF")
+    with pytest.raises(DataError, match="UnidentifiedImageError"):
+        ImageDecoder(4, formats=["png", "jpeg"])([file.getvalue()])
+    assert ImageDecoder(4, formats="gif")([file.getvalue()]).shape == (1, 3, 4, 4)
+    with pytest.raises(ValueError, match="expected some that Pillow decodes itself"):
+        ImageDecoder(4, formats=["PNG", "eps"])
+    with pytest.raises(ValueError, match="Pillow knows none of them"):
+        ImageDecoder(4, formats=["NOPE"])
+
+
+def test_images_that_say_they_are_large_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.BytesIO()
+    Image.new("L", (300, 200)).save(file, "PNG")
+    assert ImageDecoder(4, max_pixels=60_000)([file.getvalue()]).shape == (1, 3, 4, 4)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(DataError, match="300 x 200 pixels, max_pixels=59999"):
+        ImageDecoder(4, max_pixels=59_999)([file.getvalue()])
+    with pytest.raises(ValueError, match="max_pixels=0"):
+        ImageDecoder(4, max_pixels=0)

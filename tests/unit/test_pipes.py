@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from spark_hvd.transport.host import pipes
+from spark_hvd.transport.host import looking, pipes
 from spark_hvd.transport.host.arena import SharedArena
+from spark_hvd.transport.host.looking import Fence
 from spark_hvd.transport.host.pipes import BOARD, Pipes, SyncPoint
 
 
@@ -223,3 +224,28 @@ def test_a_kernel_that_refuses_memory_without_a_name(here: bool, monkeypatch: py
     assert told == [not here]
     gc.collect()  # a mapping has a descriptor, too
     assert set(os.listdir("/proc/self/fd")) <= set(before)
+
+
+def test_a_flag_is_fenced_where_memory_is_weakly_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is written, and after all have been seen; on x86 neither costs anything."""
+    zero, one = two()
+    calls: list[str] = []
+    monkeypatch.setattr(Fence, "__call__", lambda fence: calls.append("fence"))
+    for ordered, expected in ((True, 0), (False, 1)):
+        monkeypatch.setattr(looking, "ORDERED", ordered)
+        fence = Fence()
+        fence.publish()
+        fence.look()
+        assert len(calls) == 2 * expected
+    seen: list[Any] = []
+    for rank, name in ((zero, "zero"), (one, "one")):
+        board = rank._mine
+        monkeypatch.setattr(rank._published, "publish", lambda name=name, board=board: seen.append((name, board[0])))
+        monkeypatch.setattr(rank._published, "look", lambda name=name: seen.append((name, "looked")))
+    point = next(iter(SyncPoint))
+    assert zero.send(point) == 1
+    assert not zero.arrived(point, 1)
+    assert one.arrived(point, 1)
+    assert seen == [("zero", 0), ("one", "looked")]
+    for each in (zero, one):
+        each.abort()

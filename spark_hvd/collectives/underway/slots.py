@@ -133,6 +133,7 @@ class Slots:
         self._place = place
         self._passes = range(1 if len(data) == 2 else 2)
         self._fence = Fence()
+        self._published = Fence()
         self._looking = threading.Lock()
         self._slots: dict[int, Slot] = {}
         self._by_name: dict[str, Slot] = {}
@@ -212,6 +213,7 @@ class Slots:
                 if slot.use.prescale != 1.0:
                     target.mul_(slot.use.prescale)
         words = self._mine
+        self._published.publish()
         words[_LAST], words[_LAST_NS] = calls[-1][0].word, int(now * 1e9)
         for slot, _ in calls:
             slot.round += 1
@@ -246,6 +248,7 @@ class Slots:
                     waits = True
             if waits:
                 return RoundState.WAITS
+        self._published.look()
         return RoundState.COMPLETE
 
     def ended(self, slots: Iterable[Slot]) -> int:
@@ -262,6 +265,7 @@ class Slots:
             if not 0 <= words[slot.word] - (slot.round << 2) not in (_TRIES, _WITHDRAWN):
                 break
             number += 1
+        self._published.look()
         return number
 
     def reduced(self, rounds: Sequence[Slot]) -> list[torch.Tensor]:

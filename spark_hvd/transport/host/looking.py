@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import threading
 import time
 from collections.abc import Callable
@@ -37,15 +38,35 @@ class Spin:
         return False
 
 
+ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
+"""Whether processors keep stores in order, and loads: only a load may overtake a store there (x86-TSO)."""
+
+
 class Fence:
     """For one thread at a time: what it has written is seen by all before it reads on."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lock.acquire()
+        self._guard = threading.Lock()
 
     def __call__(self) -> None:
         """Let all that this thread has written be seen."""
-        # To let go of a lock orders what was before, to take one what comes after, and both are one order.
+        # To let go of a lock orders what was before, to take one what comes after, and both are one order. On Arm: what
+        # is before a store-release stays before it, what is after a load-acquire stays after it, and a load-acquire is
+        # not done before an earlier store-release (Arm ARM B2.3: po;[L], [A];po and [L];po;[A] are ordered). glibc's
+        # semaphores, which Python's locks are up to 3.12, and the atomics of later ones are made of these.
         self._lock.release()
         self._lock.acquire()
+
+    def publish(self) -> None:
+        """Before a flag is written: whoever sees it sees what was written before. From any thread."""
+        if not ORDERED:
+            with self._guard:
+                self()
+
+    def look(self) -> None:
+        """After a flag was seen: what is read from now on is what was there when it was written. From any thread."""
+        if not ORDERED:
+            with self._guard:
+                self()

@@ -77,6 +77,7 @@ class Pipes(Forkable):
         self._ended = set[int]()
         self._spin = Spin(len(ranks))
         self._fence = Fence()
+        self._published = Fence()
         # Its end tells a thread that waits for the others that abort() was called.
         self._closing, self._open = os.pipe()
         self._places = {fd: place for place, fd in incoming.items()}
@@ -160,6 +161,7 @@ class Pipes(Forkable):
         if self._open < 0:
             raise RuntimeError(self._closed_here())
         times: int = self._mine[point] + 1
+        self._published.publish()
         self._mine[point] = times
         # Before I look who sleeps: who is about to sleep says so, and then looks at my counter. One sees the other.
         self._fence()
@@ -185,7 +187,10 @@ class Pipes(Forkable):
 
     def arrived(self, point: SyncPoint, times: int) -> bool:
         """Whether all others have come to a kind of point so many times; does not wait."""
-        return all(board[point] >= times for _, board, _ in self._others)
+        if not all(board[point] >= times for _, board, _ in self._others):
+            return False
+        self._published.look()
+        return True
 
     def wait(self, point: SyncPoint, times: int) -> None:
         """Wait until all others have come to a kind of point so many times.

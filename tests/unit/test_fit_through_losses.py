@@ -1,0 +1,44 @@
+"""An elastic fit whose ranks all go at once goes on from its own checkpoint, as long as it gets further."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spark_hvd.estimators.fit.ranks import _through_losses
+from spark_hvd.estimators.training.checkpoint import LAST, Checkpoints
+from spark_hvd.runner import StateLostError
+from spark_hvd.store import Store
+
+
+def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: list[bytes | None]) -> list[bool]:
+    """Whether each start was told to resume; each saves something, or nothing, and all but one more are lost."""
+    store = Store.create(tmp_path)
+    checkpoints, starts = Checkpoints(store, "run"), []
+    monkeypatch.setattr("spark_hvd.estimators.fit.ranks.replace", lambda spec, **changes: SimpleNamespace(**changes))
+
+    def run(spec: Any) -> str:
+        starts.append(spec.resume)
+        if len(starts) > len(saves):
+            return "trained"
+        if (data := saves[len(starts) - 1]) is not None:
+            store.write_bytes(store.checkpoint_path("run", LAST), data)
+        raise StateLostError("all ranks that had the state are gone", ())
+
+    assert _through_losses(run, SimpleNamespace(resume=False), checkpoints) == "trained"  # type: ignore[arg-type]
+    return starts
+
+
+def test_it_resumes_while_checkpoints_get_newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fit(tmp_path, monkeypatch, [b"epoch 1", b"epoch 2 of more"]) == [False, True, True]
+
+
+@pytest.mark.parametrize("saves", [[None], [b"epoch 1", None]])
+def test_it_ends_without_a_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: list[bytes | None]
+) -> None:
+    with pytest.raises(StateLostError, match="all ranks that had the state are gone"):
+        fit(tmp_path, monkeypatch, saves)
