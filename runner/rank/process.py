@@ -109,6 +109,9 @@ def unpickle_call(payload: bytes, state: RandomState) -> tuple[Callable[..., Any
     Raises:
         SetupFailure: something that it needs is missing here.
     """
+    from spark_hvd.world.pickles import send_by_value
+
+    send_by_value()
     state.start()  # modules may draw while they are imported
     try:
         fn, args, kwargs = pickle.loads(payload)
