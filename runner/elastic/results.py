@@ -80,5 +80,5 @@ def _error(
     text = failure_report([first, *others], size, (), hang, where)
     cause, _, rest = text.partition("\n")
     made = error(f"{cause}\n{verdict.text}\n{rest}", (first, *others), hang)
-    made.__cause__ = load_exception(first.exception)
+    made.__cause__ = load_exception(first.exception, first.error)
     return made

@@ -48,7 +48,7 @@ def results(
             assert timeout is not None
             raise RunTimeoutError(timeout_report(failures, size, timeout, hang, there), tuple(failures), hang)
         error = RankFailedError(failure_report(failures, size, finished, hang, there), tuple(failures), hang)
-        raise error from load_exception(failures[0].exception)
+        raise error from load_exception(failures[0].exception, failures[0].error)
     if [item.rank for item in packed] != list(range(size)):
         raise RunError(f"Spark returned the values of ranks {[item.rank for item in packed]}, expected 0..{size - 1}")
     return [value_of(item) for item in packed]

@@ -11,10 +11,16 @@ from typing import Any, TypeVar
 
 from spark_hvd.runner.tracebacks import Brief
 from spark_hvd.world.pickles import dumps
+from spark_hvd.world.words import bounded
 
 R = TypeVar("R")
 
 _MAX_DEPTH = 6
+_MOST_OF_AN_EXCEPTION = 1 << 20
+"""Bytes of a pickled exception."""
+_MOST_OF_A_TEXT = 16 << 10
+_STANDING_IN = (KeyError, IndexError, OSError, ValueError, TypeError, AttributeError, AssertionError, MemoryError)
+"""Those that take a text; RuntimeError stands for exceptions of no such class."""
 _INSIDE = "Create it inside fn instead, or pass what it is made from (a path, a configuration)."
 _OF_SPARK = (
     "Ranks have no Spark. Write a DataFrame to Parquet and pass the path, pass df.toPandas() if it is small, or train "
@@ -56,6 +62,8 @@ def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
         )
     if inspect.iscoroutinefunction(fn):
         raise TypeError(f"fn={name_of(fn)} is async, and ranks call plain functions: call asyncio.run(...) inside one")
+    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise TypeError(f"fn={name_of(fn)} is a generator, which runs nothing when it is called: return a list instead")
     if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
         raise TypeError(
             f"args={reprlib.repr(args)}: expected a tuple of arguments; of one, args=({reprlib.repr(args)},)"
@@ -91,22 +99,50 @@ def dump_result(value: Any, rank: int) -> bytes:
 
 
 def dump_exception(error: BaseException) -> bytes:
-    """Pickle an exception without its traceback; empty when it cannot be pickled and read back."""
+    """Pickle an exception without its traceback; a built-in one stands for what is too large or cannot travel."""
+    for made in (error, _Parts(error)):  # many exceptions pickle and then cannot be rebuilt from their args
+        try:
+            data = dumps(made)
+            if len(data) <= _MOST_OF_AN_EXCEPTION and isinstance(pickle.loads(data), BaseException):
+                return data
+        except Exception:  # whatever a user's __reduce__ or __init__ raises
+            continue
     try:
-        data = dumps(error)
-        pickle.loads(data)  # many exceptions pickle and then cannot be rebuilt from their args
-    except Exception:  # whatever a user's __reduce__ or __init__ raises
-        return b""
-    return data
+        text = str(error)
+    except Exception:  # whatever a user's __str__ raises
+        text = "its text cannot be told"
+    base = next((each for each in type(error).__mro__ if each in _STANDING_IN), RuntimeError)
+    name = "" if type(error) is base else f"{type(error).__qualname__}: "
+    return dumps(base(bounded(f"{name}{text}", _MOST_OF_A_TEXT)))
 
 
-def load_exception(data: bytes | None) -> BaseException | None:
-    """Rebuild an exception; None where its class does not exist in this process."""
-    try:
-        error = pickle.loads(data) if data else None
-    except Exception:  # whatever a user's module or __init__ raises here
+class _Parts:
+    """Pickles an exception as its class, arguments and attributes, to be rebuilt without its ``__init__``."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _from_parts, (type(self._error), self._error.args, dict(vars(self._error)))
+
+
+def _from_parts(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    made = kind.__new__(kind)
+    made.args = args
+    vars(made).update(attributes)
+    str(made)  # raises where that is not enough
+    return made
+
+
+def load_exception(data: bytes | None, told: str = "") -> BaseException | None:
+    """Rebuild an exception; a RuntimeError of what was ``told`` of it where its class does not exist here."""
+    if not data:
         return None
-    return error if isinstance(error, BaseException) else None
+    try:
+        error = pickle.loads(data)
+    except Exception:  # whatever a user's module or __init__ raises here
+        error = None
+    return error if isinstance(error, BaseException) else RuntimeError(told)
 
 
 def explain(parts: Sequence[tuple[str, Any]], error: Exception) -> str:

@@ -25,8 +25,7 @@ from spark_hvd.runner.channel.frames import NOTICES, recv_frame, send_frame
 from spark_hvd.runner.rank.gpus import GpuError
 from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.own_gpu import settle, take
-from spark_hvd.runner.rank.process import SetupFailure, call, end_process, unpickle_call
-from spark_hvd.runner.rank.randomness import RandomState
+from spark_hvd.runner.rank.process import RandomState, SetupFailure, call, end_process, unpickle_call
 from spark_hvd.runner.rank.reporting import Reporting
 from spark_hvd.transport.registry import ConnectionRegistry
 from spark_hvd.transport.torch_private import TCPStore

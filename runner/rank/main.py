@@ -13,6 +13,7 @@ from spark_hvd.runner.outcome.payload import dump_exception, dump_result
 from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.process import SetupFailure, check_torch, end_process, exit_code, format_error, one_line
 from spark_hvd.world.env import carried_dialect
+from spark_hvd.world.words import bounded
 
 if TYPE_CHECKING:
     from spark_hvd.runner.rank.elastic import ElasticRank
@@ -86,7 +87,7 @@ def _send_failure(control: socket.socket, kind: str, error: str, exception: Base
             "type": "outcome",
             "ok": False,
             "kind": kind,
-            "error": error,
+            "error": bounded(error, 1 << 18),
             "traceback": text,
             "echo": exception is not None and is_echo(exception),
         },

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
+import importlib
 import os
 import pickle
+import random
 import re
+import secrets
 import sys
 import threading
 import traceback
@@ -14,11 +18,15 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from spark_hvd.runner.rank.randomness import RandomState
 from spark_hvd.world.env import read_threads, share_cores
+from spark_hvd.world.words import bounded
 
 _OURS = re.compile(r"spark_hvd\.runner\.|runpy$")
 """Modules whose frames above fn, or above a script, are no part of the user's program."""
+
+
+_MOST_OF_A_MESSAGE, _MOST_OF_A_TRACEBACK = 16 << 10, 256 << 10
+"""Characters that are told of an exception: nobody reads more, and a driver takes a minute over 20 million."""
 
 
 class SetupFailure(Exception):  # noqa: N818  users see a SetupError or the cause, never this
@@ -50,12 +58,60 @@ def check_torch() -> None:
         share_cores(threads)
 
 
+class RandomState:
+    """Seeds of this process's libraries: every rank draws its own numbers, others in each run, unless that has a seed.
+
+    A rank is forked, and would go on with the generators of the process it is forked from: the same on all ranks, and
+    the same again in the next run.
+
+    Args:
+        seed: The run's; None for a state that nothing else has.
+        stream: Which of the seed's streams: no other rank of the run has had it.
+    """
+
+    def __init__(self, seed: int | None, stream: int) -> None:
+        self._root = secrets.token_bytes(32) if seed is None else f"{seed}/{stream}".encode()
+        self._seeded: set[str] = set()
+
+    def start(self) -> None:
+        """Seed Python's generator, and those of the libraries imported so far. What was seeded before is left alone."""
+        for name, seed in _SEEDERS.items():
+            if name in sys.modules and name not in self._seeded:
+                seed(importlib.import_module(name), hashlib.sha256(self._root + b"/" + name.encode()).digest())
+                self._seeded.add(name)
+
+
+def _numpy(numpy: Any, drawn: bytes) -> None:
+    numpy.random.seed([int.from_bytes(drawn[at : at + 4], "big") for at in range(0, len(drawn), 4)])
+
+
+def _torch(torch: Any, drawn: bytes) -> None:
+    torch.manual_seed(
+        int.from_bytes(drawn[:8], "big") >> 1
+    )  # CUDA, which has not been started, takes it over when it is
+
+
+def _tensorflow(tensorflow: Any, drawn: bytes) -> None:
+    tensorflow.random.set_seed(int.from_bytes(drawn[:4], "big") >> 1)
+
+
+_SEEDERS: dict[str, Callable[[Any, bytes], None]] = {
+    "random": lambda _, drawn: random.seed(drawn),  # Keras draws the seeds of its layers from it
+    "numpy": _numpy,
+    "torch": _torch,
+    "tensorflow": _tensorflow,
+}
+
+
 def unpickle_call(payload: bytes, state: RandomState) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Fn with its arguments, and random state of this rank's own for it and the modules that it needs.
 
     Raises:
         SetupFailure: something that it needs is missing here.
     """
+    from spark_hvd.world.pickles import send_by_value
+
+    send_by_value()
     state.start()  # modules may draw while they are imported
     try:
         fn, args, kwargs = pickle.loads(payload)
@@ -115,12 +171,15 @@ def format_error(error: BaseException) -> str:
         trace = trace.tb_next
     if trace is None:
         trace = error.__traceback__
-    return "".join(traceback.format_exception(type(error), error, trace))
+    return bounded("".join(traceback.format_exception(type(error), error, trace)), _MOST_OF_A_TRACEBACK)
 
 
 def one_line(error: BaseException) -> str:
-    """What is raised, without where."""
-    return traceback.format_exception_only(type(error), error)[-1].strip()
+    """What is raised, without where and without its notes."""
+    told = traceback.TracebackException(type(error), error, None)
+    told.__notes__ = None  # type: ignore[attr-defined] # they come last, and the traceback has them
+    *_, line = told.format_exception_only()
+    return bounded(line.strip(), _MOST_OF_A_MESSAGE)
 
 
 def end_process(code: int) -> NoReturn:

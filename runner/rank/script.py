@@ -73,6 +73,13 @@ class Script:
             | {f"{node.module}.{alias.name}" for node in parts for alias in node.names}
         )
 
+    @property
+    def makes_process_group(self) -> bool:
+        """Whether its text calls ``init_process_group``, as programs for torchrun do."""
+        nodes = [] if self.text is None else ast.walk(ast.parse(self.text))
+        calls = [node.func for node in nodes if isinstance(node, ast.Call)]
+        return any("init_process_group" in (getattr(f, "attr", ""), getattr(f, "id", "")) for f in calls)
+
     @classmethod
     def module(cls, name: str, arguments: Sequence[str]) -> Script:
         """A module that is run as ``python -m`` does."""
@@ -88,6 +95,8 @@ def run_script(script: Script) -> None:
     """
     import spark_hvd.horovod  # noqa: F401  also a module that the script imports may import horovod
 
+    if script.makes_process_group:
+        _leave_as_torchrun()
     sys.argv = [script.name, *script.arguments]
     if os.path.isdir(script.folder):
         sys.path.insert(0, script.folder)
@@ -101,6 +110,17 @@ def run_script(script: Script) -> None:
         if code:
             # with its traceback, so that the report shows where the script left
             raise ScriptExitError(code).with_traceback(left.__traceback__) from None
+
+
+def _leave_as_torchrun() -> None:
+    """Leave the world that the ranks have met in, so that the script can make its own at the same store."""
+    import torch.distributed as dist
+
+    from spark_hvd.context import leave
+
+    if dist.is_initialized():  # not in an elastic run, and not where a caller has left it
+        leave.shutdown()
+        os.environ |= {"TORCHELASTIC_RUN_ID": "spark_hvd", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def _run_text(path: str, text: str) -> None:

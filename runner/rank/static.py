@@ -15,8 +15,7 @@ from spark_hvd.runner.rank.gpus import GpuError
 from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.own_gpu import settle
 from spark_hvd.runner.rank.preflight import SECONDS, UnreachableError, check_hosts, connect
-from spark_hvd.runner.rank.process import SetupFailure, call, unpickle_call
-from spark_hvd.runner.rank.randomness import RandomState
+from spark_hvd.runner.rank.process import RandomState, SetupFailure, call, unpickle_call
 from spark_hvd.runner.rank.reporting import Reporting
 from spark_hvd.runner.rank.same_mpi import MpiMismatchError, check_same_mpi
 from spark_hvd.transport.torch_private import TCPStore

@@ -9,6 +9,8 @@ from typing import Any
 from spark_hvd.runner.watch import words
 from spark_hvd.world.words import count
 
+_LEAST = 0.5
+"""Other numbers of ranks are left out where steps were less of the run: of a short one the start is most."""
 _WORTH = 0.9
 """More ranks do not help where twice as many would leave more than this part of the time."""
 
@@ -91,7 +93,7 @@ class Cost:
         waits = (("data", data), ("communication", communication))
         if waited := [f"{words.share(part)} for {name}" for name, part in waits if part is not None]:
             spent += f", waiting {' and '.join(waited)}"
-        if self.divided is None:
+        if self.divided is None or self.divided + (self.communication or 0.0) < _LEAST * self.seconds:
             return spent
         parts = [spent, self._with(2 * self.ranks)]
         if self.ranks > 1:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from spark_hvd.collectives.fusion import Batch
-from spark_hvd.collectives.underway.slots import KINDS, Slots, may_serve
+from spark_hvd.collectives.messages import bytes_of
+from spark_hvd.collectives.underway.slots import KINDS, LARGEST, Slots, may_serve
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.exchange import exchange
 from spark_hvd.transport.host.arena import SharedArena
@@ -45,8 +46,21 @@ class Staging:
         self._place = place
 
     def serves(self, batch: Batch) -> bool:
-        """Whether a batch goes through here: the same answer on every rank."""
-        return is_plain_sum(batch) and batch.nbytes >= LEAST
+        """Whether a batch goes through here: the same answer on every rank.
+
+        Batches with small tensors do, too, where the order of adding shows in the result: slots sum in rank order, as
+        is done here, while Gloo's order depends on what else is in the batch.
+        """
+        return is_plain_sum(batch) and (batch.nbytes >= LEAST or self._order_shows(batch))
+
+    def _order_shows(self, batch: Batch) -> bool:
+        size = len(self._buffers)
+        return (
+            size > 2
+            and may_serve(size)
+            and getattr(torch, batch[0].request.dtypes[0]).is_floating_point
+            and any(bytes_of(entry.request) <= LARGEST for entry in batch)
+        )
 
     def room(self, dtype: torch.dtype) -> int:
         """Elements that a buffer holds."""
@@ -77,6 +91,8 @@ def is_plain_sum(batch: Batch) -> bool:
         and batch[0].absent is None
         and {getattr(torch, dtype) for dtype in request.dtypes} <= _DTYPES
         and len(set(request.dtypes)) == 1
+        # For an average the wire has 64 bits, as a sum of 32 may leave their range.
+        and (request.op, request.dtypes[0]) != (ReduceOp.AVERAGE.name, "int32")
     )
 
 

@@ -107,8 +107,20 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in zip(numbers, params, strict=True):
         for key, value in state["state"].get(number, {}).items():
-            if isinstance(value, torch.Tensor) and optimizer.state[param][key].dtype != value.dtype:
-                optimizer.state[param][key] = value.to(optimizer.state[param][key].device)
+            optimizer.state[param][key] = _as_it_was(optimizer.state[param][key], value)
+
+
+def _as_it_was(loaded: Any, value: Any) -> Any:
+    """What torch has made of a value of the state, with what it changes on the way: dtypes, and all text."""
+    if isinstance(value, str):
+        return value  # torch takes it for a collection of others, and makes "<generator object ...>" of it
+    if isinstance(value, torch.Tensor):
+        return loaded if loaded.dtype == value.dtype else value.to(loaded.device)
+    if isinstance(value, dict):
+        return {key: _as_it_was(loaded[key], part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_as_it_was(*pair) for pair in zip(loaded, value, strict=True))
+    return loaded
 
 
 def _named(params: Any) -> list[tuple[str, torch.Tensor]]:

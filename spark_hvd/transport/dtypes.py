@@ -40,6 +40,7 @@ _AS_THEY_ARE = {
 
 _WITH_INFINITY = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2}
 
+_INTEGER_OF = {torch.float32: torch.int32, torch.float64: torch.int64}
 _SIGN_BIT = torch.iinfo(torch.int64).min
 
 Restore = Callable[[torch.Tensor], torch.Tensor]
@@ -87,10 +88,30 @@ def to_wire(tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, ReduceOp,
             flipped = tensor.view(torch.int64) ^ _SIGN_BIT
             return flipped, wire_op, lambda t: (t ^ _SIGN_BIT).view(torch.uint64)
         return tensor.view(torch.int64), wire_op, lambda t: t.view(torch.uint64)
+    if dtype.is_floating_point and op in (ReduceOp.MIN, ReduceOp.MAX):
+        return _ordered(tensor, op), wire_op, lambda t: _unordered(t).to(dtype)
     wider = _WIDER.get(dtype) or (_WIDER_FOR_AVERAGE.get(dtype) if op is ReduceOp.AVERAGE else None)
     if wider is not None:
         return tensor.to(wider), wire_op, lambda t: t.to(dtype)
     return tensor, wire_op, lambda t: t
+
+
+def _ordered(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """Integers in the order of floating-point numbers, where NaN wins: no backend's own comparison lets it through."""
+    wide = tensor if tensor.itemsize >= 4 else tensor.float()
+    numbers = _mirrored(wide.view(_INTEGER_OF[wide.dtype]))
+    limits = torch.iinfo(numbers.dtype)  # each is the integer of a NaN
+    return numbers.masked_fill_(wide.isnan(), limits.max if op is ReduceOp.MAX else limits.min)
+
+
+def _unordered(numbers: torch.Tensor) -> torch.Tensor:
+    return _mirrored(numbers).view(torch.float32 if numbers.itemsize == 4 else torch.float64)
+
+
+def _mirrored(numbers: torch.Tensor) -> torch.Tensor:
+    """Turn the order of negative numbers over: those of floats descend as integers. It is its own inverse."""
+    limits = torch.iinfo(numbers.dtype)
+    return numbers ^ ((numbers >> limits.bits - 1) & limits.max)
 
 
 def identity_element(dtype: torch.dtype, op: ReduceOp) -> float | int | bool:
@@ -118,8 +139,8 @@ def divide(tensor: torch.Tensor, size: int) -> None:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as a flat uint8 tensor: every backend moves bytes."""
-    # view(uint8) refuses 0-dim tensors and conjugated ones; reshape and resolve come first.
-    return tensor.reshape(-1).view(torch.uint8)
+    # view(uint8) refuses 0-dim tensors, and a stride other than 1 also where there is one element or none.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def to_dense(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

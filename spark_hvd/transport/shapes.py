@@ -39,9 +39,15 @@ def require_rows(tensor: torch.Tensor, operation: str) -> None:
 
 
 def require_dense(tensor: torch.Tensor) -> None:
-    """Raise a TypeError for what has no memory to send: sparse tensors, and those on neither a CPU nor a GPU."""
+    """Raise a TypeError for what has no plain memory to send: sparse, nested and quantized tensors, other devices."""
+    if tensor.is_nested:
+        raise TypeError(
+            "a nested tensor cannot be sent; pass tensor.to_padded_tensor(0.0), or each of tensor.unbind()."
+        )
     if tensor.layout is not torch.strided:
         raise TypeError(f"a tensor of layout {tensor.layout} cannot be sent; pass tensor.to_dense().")
+    if tensor.is_quantized:
+        raise TypeError("a quantized tensor cannot be sent; pass tensor.dequantize(), or its int_repr().")
     if type(tensor) is not torch.Tensor and hasattr(tensor, "placements"):
         raise TypeError("a DTensor holds another part on every rank; pass its to_local() or full_tensor().")
     if tensor.device.type not in ("cpu", "cuda"):

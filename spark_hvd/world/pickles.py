@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import pickle
+import sys
 from collections import ChainMap
-from types import CodeType
+from multiprocessing.reduction import ForkingPickler
+from types import CodeType, FunctionType
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -17,10 +20,21 @@ def _with_its_file(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
     return make, tuple(code.co_filename if each == _NAMELESS else each for each in arguments)
 
 
+def _as_bytes(storage: Any) -> Any:
+    torch = sys.modules["torch"]
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True).__reduce__()
+
+
 class SourcePickler(cloudpickle.CloudPickler):  # type: ignore[misc] # cloudpickle has no types
     """cloudpickle's, which from 3.1.3 on calls the file of all code "<dynamic-code>"."""
 
     dispatch_table: ClassVar = ChainMap({CodeType: _with_its_file}, cloudpickle.CloudPickler.dispatch_table)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if (torch := sys.modules.get("torch")) is not None:
+            # Storages of float8 and other young dtypes, whose own pickles torch cannot read.
+            self.dispatch_table.setdefault(torch.UntypedStorage, _as_bytes)
+        super().__init__(*args, **kwargs)
 
 
 def dumps(value: Any) -> bytes:
@@ -32,3 +46,30 @@ def dumps(value: Any) -> bytes:
     file = io.BytesIO()
     SourcePickler(file).dump(value)
     return file.getvalue()
+
+
+def send_by_value() -> None:
+    """Have multiprocessing pickle by value what is of ``__main__`` and cannot be found there.
+
+    The functions and classes of a notebook or script came to a rank by value, and its ``__main__`` is another module.
+    Without this a pool, or a loader whose workers are spawned, refuses them.
+    """
+    ForkingPickler.reducer_override = _reduced  # type: ignore[method-assign]
+
+
+def _reduced(pickler: object, value: Any) -> Any:
+    if isinstance(value, (FunctionType, type)) and value.__module__ == "__main__" and not _is_in_main(value):
+        return _received, (dumps(value),)
+    return NotImplemented
+
+
+def _is_in_main(value: Any) -> bool:
+    found: Any = sys.modules["__main__"]
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is value
+
+
+def _received(data: bytes) -> Any:
+    send_by_value()  # what comes back may be of such a class, too
+    return pickle.loads(data)

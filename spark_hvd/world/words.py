@@ -40,3 +40,11 @@ def nearest(wrong: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     folded = {name.casefold(): name for name in names}
     close = get_close_matches(wrong.strip().casefold(), folded, 1, cutoff)
     return f" Did you mean {folded[close[0]]!r}?" if close else ""
+
+
+def bounded(text: str, most: int) -> str:
+    """The text, without its middle where it has more than ``most`` characters."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}... ({len(text) - 2 * half:,} characters left out) ...{text[-half:]}"

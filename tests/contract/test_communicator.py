@@ -12,6 +12,7 @@ import torch
 
 from spark_hvd.context.standing import current
 from spark_hvd.transport.communicator import Communicator, Handle, ReduceOp
+from spark_hvd.transport.shapes import even_rows
 from tests.ranks import Ranks, ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -123,6 +124,77 @@ def allreduce_strides() -> None:
     mine = conjugate[communicator.rank].clone().conj()
     communicator.allreduce(mine, ReduceOp.SUM).wait()
     check(communicator, mine.resolve_conj(), [tensor.conj().resolve_conj() for tensor in conjugate], ReduceOp.SUM)
+
+
+def nan_wins_min_and_max() -> None:
+    communicator = current().communicator
+    nan, infinity = math.nan, math.inf
+    size, rank = communicator.size, communicator.rank
+    rows = [[1.0, nan, nan, -2.0, infinity, -infinity, 0.0], [nan, -1.0, -nan, -3.0, 2.0, 2.0, -0.5], [4.0] * 7]
+    for dtype in [*FLOATS, *SMALL_FLOATS]:
+        for turn in range(size):  # whichever rank has it
+            inputs = [torch.tensor(rows[(other + turn) % 3]).to(dtype) for other in range(size)]
+            stack = torch.stack([tensor.double() for tensor in inputs])
+            for op, wanted in ((ReduceOp.MIN, stack.amin(0)), (ReduceOp.MAX, stack.amax(0))):
+                for shape in ((7,), (7, 1)):
+                    mine = inputs[rank].clone().reshape(shape)
+                    result = communicator.allreduce(mine, op).wait()
+                    assert result.dtype == dtype
+                    assert torch.equal(result.double().reshape(-1).nan_to_num(77.0), wanted.nan_to_num(77.0)), (
+                        dtype,
+                        op,
+                    )
+                    many = inputs[rank].clone().repeat(size).reshape(7 * size, *shape[1:])
+                    share = communicator.reducescatter(many, op).wait()
+                    assert torch.equal(share.double().reshape(-1).nan_to_num(77.0), wanted.nan_to_num(77.0))
+
+
+def odd_strides(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Views that torch calls contiguous though their strides are not those of a new tensor, and other odd ones."""
+    return [
+        tensor[:1, 1],
+        tensor[:1, 1:2],
+        tensor[1:2, 2:3].t(),
+        tensor[:0, 1],
+        tensor[:, 1:1],
+        tensor[:1, 1].expand(3),
+        tensor[1:2].expand(2, 6),
+        tensor[0, 1],
+        tensor.as_strided((1, 1, 1), (5, 7, 9)),
+        tensor.as_strided((1, 6), (2, 1)),
+        tensor.t(),
+        tensor[:, ::2],
+    ]
+
+
+def strides_of_all_kinds() -> None:
+    communicator = current().communicator
+    size, rank = communicator.size, communicator.rank
+    for dtype in (torch.float32, torch.float16, torch.bool, torch.complex64, torch.int16, torch.uint64, torch.float64):
+        every = [odd_strides(sample(other, (4, 6), dtype)) for other in range(size)]
+        for place, view in enumerate(every[rank]):
+            same = [views[place] for views in every]
+            assert torch.equal(communicator.broadcast(view.clone(), 0).wait(), same[0])
+            if 0 not in view.stride():
+                own = odd_strides(sample(rank, (4, 6), dtype))[place]
+                assert torch.equal(communicator.broadcast(own, size - 1).wait(), same[-1])
+                own = odd_strides(sample(rank, (4, 6), dtype))[place]
+                check(communicator, communicator.allreduce(own, ReduceOp.SUM).wait(), same, ReduceOp.SUM)
+            if view.dim() == 0:
+                continue
+            gathered = communicator.allgather(view, [len(each) for each in same]).wait()
+            assert torch.equal(gathered, torch.cat(same))
+            uneven = view if rank == 0 else view[:0]
+            gathered = communicator.allgather(uneven, [len(view), *[0] * (size - 1)]).wait()
+            assert torch.equal(gathered, same[0])
+            splits = [len(view), *[0] * (size - 1)]  # all to rank 0
+            received = [len(view) if rank == 0 else 0] * size
+            moved = communicator.alltoall(view, splits, received).wait()
+            assert torch.equal(moved, torch.cat(same) if rank == 0 else view[:0])
+            share = communicator.reducescatter(view, ReduceOp.SUM).wait()
+            low = sum(even_rows(len(view), size)[:rank])
+            rows = [each[low : low + even_rows(len(view), size)[rank]] for each in same]
+            check(communicator, share, rows, ReduceOp.SUM)
 
 
 def average_truncates_toward_zero() -> None:
@@ -282,6 +354,8 @@ def handles() -> None:
         allgather_everything,
         allgather_uneven,
         broadcast_everything,
+        nan_wins_min_and_max,
+        strides_of_all_kinds,
         reducescatter_everything,
         alltoall_everything,
         handles,

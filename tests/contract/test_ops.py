@@ -175,3 +175,45 @@ def test_wrong_arguments(world: Ranks) -> None:
             hvd.allreduce(torch.empty(2, device="meta"))
 
     world.run(fn)
+
+
+def test_tensors_without_plain_memory_are_refused_and_the_world_lives(world: Ranks) -> None:
+    def fn() -> None:
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+        for tensor, word in ((nested, "nested"), (jagged, "nested"), (quantized, "quantized")):
+            for call in (
+                hvd.allreduce,
+                hvd.allgather,
+                hvd.alltoall,
+                hvd.reducescatter,
+                lambda t: hvd.broadcast(t, 0),
+                lambda t: hvd.broadcast_(t, 0),
+                lambda t: hvd.grouped_allgather([torch.ones(1), t]),
+            ):
+                with pytest.raises(TypeError, match=word):
+                    call(tensor)
+        narrow = torch.ones(3).to(torch.float8_e4m3fn)
+        assert hvd.allgather(narrow).dtype == hvd.broadcast_object([narrow], 0)[0].dtype == narrow.dtype
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+    world.run(fn)
+
+
+def test_odd_strides(world: Ranks) -> None:
+    def fn() -> None:
+        size, rank = hvd.size(), hvd.rank()
+        column = (torch.arange(12.0).view(4, 3) + rank)[:1, 1]
+        assert hvd.allgather(column).tolist() == [1.0 + other for other in range(size)]
+        assert hvd.grouped_allgather([column, column.view(1, 1)])[0].tolist() == [1.0 + other for other in range(size)]
+        assert hvd.alltoall(column, torch.tensor([1] + [0] * (size - 1)))[0].numel() == (size if rank == 0 else 0)
+        assert hvd.allreduce(column, op=hvd.Max).item() == size
+        assert hvd.reducescatter(column, op=hvd.Sum).numel() == (rank == 0)
+        parameters = {"odd": column.clone().as_strided((1,), (3,)), "same": torch.full((2, 1), float(rank)).t()}
+        hvd.broadcast_parameters(parameters, root_rank=0)
+        assert parameters["odd"].item() == 1.0
+        assert parameters["same"].tolist() == [[0.0, 0.0]]
+        assert hvd.broadcast_(column, 0).item() == 1.0
+
+    world.run(fn)

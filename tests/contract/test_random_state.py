@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import spark_hvd
-from spark_hvd.runner.rank.randomness import RandomState
+from spark_hvd.runner.rank.process import RandomState
 
 
 def draws(preloaded: bool = False) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import spark_hvd.torch as hvd
 from spark_hvd.collectives.staging import CAPACITY, LEAST
+from spark_hvd.collectives.underway.slots import LARGEST
 from spark_hvd.context.standing import current
 from tests.ranks import Ranks, ranks
 
@@ -80,7 +81,7 @@ def test_dtypes_and_pieces(world: Ranks) -> None:
         return seen
 
     (first, *_) = world.run(fn)
-    assert len(first) == len(DTYPES) * 2 * (1 + 2)
+    assert len(first) == (len(DTYPES) * 2 - 1) * (1 + 2)  # an average of int32 is formed of 64 bits, by Gloo
     assert 3 in first
 
 
@@ -107,6 +108,42 @@ def test_the_bits_of_gloo() -> None:
     assert len(seen[0]) == 5 * (1 + 2)
 
 
+def test_a_small_sum_has_one_result() -> None:
+    """In memory, by the coordinator, alone and among others: ranks' numbers are added in one order."""
+
+    def fn() -> None:
+        dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+        chance = torch.Generator().manual_seed(hvd.rank())
+        given = {
+            f"{dtype} {n}": torch.randn(n, generator=chance).to(dtype) for dtype in dtypes for n in (1, 5, 999, 8192)
+        }
+        for op in (hvd.Sum, hvd.Average):
+            seen: dict[str, torch.Tensor] = {}
+            for turn in range(6):  # the first go by the coordinator, the others through memory
+                for name, tensor in given.items():
+                    result = hvd.allreduce(tensor, name=f"{op} {name}", op=op)
+                    assert torch.equal(seen.setdefault(name, result), result), (turn, name)
+            together = {name: hvd.allreduce_async(tensor, op=op) for name, tensor in given.items()}
+            large = hvd.allreduce_async(torch.randn(LEAST // 8), op=op)
+            for name, handle in together.items():
+                assert torch.equal(hvd.synchronize(handle), seen[name]), name
+            hvd.synchronize(large)
+
+    with ranks(3) as world:
+        world.run(fn)
+
+
+def test_an_average_of_integers_leaves_no_range(world: Ranks) -> None:
+    def fn() -> None:
+        for numel in (1, LEAST // 4):
+            given = torch.full((numel,), 2**31 - 3 + hvd.rank(), dtype=torch.int32)
+            wanted = sum(2**31 - 3 + rank for rank in range(hvd.size())) // hvd.size()
+            for _ in range(5):
+                assert set(hvd.allreduce(given, name=f"average of {numel}").tolist()) == {wanted}
+
+    world.run(fn)
+
+
 def test_forms(world: Ranks) -> None:
     def fn() -> None:
         numel = LEAST // 4
@@ -131,7 +168,7 @@ def test_forms(world: Ranks) -> None:
         # others go another way
         seen.clear()
         assert close(hvd.allreduce(sample(0, numel, torch.float32), op=hvd.Max), sample(0, numel, torch.float32))
-        hvd.allreduce(torch.ones(10))
+        hvd.allreduce(torch.ones(LARGEST // 4 + 1))
         assert not seen
 
     world.run(fn)

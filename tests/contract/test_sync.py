@@ -195,6 +195,20 @@ def test_parameters_of_a_wrong_kind(world: Ranks) -> None:
     world.run(fn)
 
 
+def test_text_in_the_state_of_an_optimizer(two: Ranks) -> None:
+    def fn() -> None:
+        param = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        mine = {"mode": "warm", "modes": ["a", ("b", 1)], "by": {"name": "c"}, "exact": torch.ones(1).double()}
+        if hvd.rank() == 0:
+            optimizer.state[param].update(mine)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert {**optimizer.state[param]} == mine
+        assert optimizer.state[param]["exact"].dtype == torch.float64
+
+    two.run(fn)
+
+
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("root_steps", [0, 3])
 @pytest.mark.parametrize("other_steps", [0, 2])

@@ -86,6 +86,11 @@ def test_the_line_with_a_price_and_gpus() -> None:
     )
 
 
+def test_of_a_short_run_nothing_is_foretold() -> None:
+    """Most of it was the start, which no number of ranks makes shorter."""
+    assert Cost(3.0, 2, 6.0, divided=1.0, communication=0.2).text() == "6.00 rank-seconds"
+
+
 def test_where_more_ranks_do_not_help() -> None:
     cost = Cost(seconds=100.0, ranks=4, rank_seconds=400.0, divided=20.0, communication=60.0)
     assert cost.seconds_with(8) == pytest.approx(20 + 10 + 60 * 7 / 6)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
 from typing import Any
 
 import pytest
 
 from spark_hvd.runner.outcome.payload import UnpicklableError, dump_call, dump_exception, dump_result, load_exception
+from spark_hvd.runner.rank.process import format_error, one_line
 
 
 class Holder:
@@ -74,15 +76,42 @@ def test_a_result_that_cannot_travel_names_rank_and_part() -> None:
 
 
 class NeedsTwo(Exception):
-    def __init__(self, a: int, b: int) -> None:
+    def __init__(self, a: int, b: int, *, c: int = 0) -> None:
         super().__init__(f"{a} {b}")
+        self.a, self.c = a, c
 
 
-def test_exceptions_that_cannot_be_rebuilt_are_left_out() -> None:
-    assert dump_exception(NeedsTwo(1, 2)) == b""
-    assert load_exception(b"") is None
+class Locked(ValueError):
+    def __init__(self) -> None:
+        super().__init__("it is", "locked")
+        self.lock = threading.Lock()
+
+
+def test_exceptions_can_be_raised_again() -> None:
+    rebuilt = load_exception(dump_exception(NeedsTwo(1, 2, c=3)))
+    assert isinstance(rebuilt, NeedsTwo)
+    assert (str(rebuilt), rebuilt.a, rebuilt.c) == ("1 2", 1, 3)
     assert repr(load_exception(dump_exception(KeyError("k")))) == "KeyError('k')"
-    assert load_exception(b"\x80\x04garbage") is None
+    assert repr(load_exception(dump_exception(Locked()))) == "ValueError(\"Locked: ('it is', 'locked')\")"
+    large = dump_exception(OSError("x" * 20_000_000))
+    assert len(large) < 100_000
+    assert isinstance(load_exception(large), OSError)
+    assert load_exception(b"") is None
+    assert repr(load_exception(b"\x80\x04garbage", "app.Lost: gone")) == "RuntimeError('app.Lost: gone')"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_an_exception_is_told_by_type_and_message_and_not_at_length() -> None:
+    noted = ValueError("wrong")
+    noted.add_note("a note\nof two lines")
+    assert one_line(noted) == "ValueError: wrong"
+    assert "of two lines" in format_error(noted)
+    huge = RuntimeError("a" * 30_000_000 + "the end")
+    assert len(one_line(huge)) < 20_000
+    assert one_line(huge).startswith("RuntimeError: aaa")
+    assert one_line(huge).endswith("the end")
+    assert "characters left out" in one_line(huge)
+    assert len(format_error(huge)) < 300_000
 
 
 def test_the_error_pickles() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import torch
 
 from spark_hvd.estimators.training.packing import pack, unpack
 from spark_hvd.runner.outcome.payload import dump_call, dump_result
@@ -50,3 +51,19 @@ def test_tracebacks_show_lines(way: str) -> None:
     text = "".join(traceback.format_exception(caught.value))
     assert text.count(f'File "{__file__}"') >= 4
     assert 'raise ValueError("this very line")' in text
+
+
+def test_young_dtypes_travel() -> None:
+    base = torch.arange(6.0).to(torch.float8_e4m3fn).view(2, 3)
+    for tensor in (base, base[:, 1], base[:0], torch.ones(2).to(torch.float8_e8m0fnu)):
+        again = pickle.loads(dumps({"deep": [tensor]}))["deep"][0]
+        assert again.dtype == tensor.dtype
+        assert torch.equal(again.float(), tensor.float())
+
+
+def test_a_generator_is_no_function_to_run() -> None:
+    def epochs() -> Iterator[int]:
+        yield 1
+
+    with pytest.raises(TypeError, match=r"fn=epochs is a generator.*return a list"):
+        dump_call(epochs, (), {})

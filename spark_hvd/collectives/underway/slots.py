@@ -305,8 +305,10 @@ class Slots:
         size = len(self._data)
         for place in range(2, size):
             add_all(totals, [each[place] for each in copies])
-        for slot, total in zip(slots, totals, strict=True):
-            if slot.use.average:
+        for slot, each, total in zip(slots, copies, totals, strict=True):
+            if slot.use.average and total.dtype == torch.int32:  # whose sum may leave its range
+                total.copy_(torch.stack([*each]).sum(0).div_(size, rounding_mode="trunc"))
+            elif slot.use.average:
                 divide(total, size)
             if slot.use.postscale != 1.0:
                 total.mul_(slot.use.postscale)

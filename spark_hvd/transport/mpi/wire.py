@@ -55,7 +55,7 @@ def to_mpi(tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, MPI.Op, Re
     """
     dtype = tensor.dtype
     wider = _WIDER.get(dtype)
-    if wider is not None:
+    if wider is not None and op not in (ReduceOp.MIN, ReduceOp.MAX):
         return tensor.to(wider), OPS[ReduceOp.SUM if op is ReduceOp.AVERAGE else op], lambda t: t.to(dtype)
     wire, wire_op, restore = to_wire(tensor, op)
     return wire, OPS[wire_op], restore
