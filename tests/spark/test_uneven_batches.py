@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from spark_hvd import DataError
-from tests.spark.estimator_support import estimator, frame, linear, numbers, same
+from tests.spark.estimator_support import estimator, frame, linear, numbers, ordered, reference, same
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -37,6 +37,16 @@ def whole(rows: int, loss: Any, label: torch.Tensor, outputs: int = 1, rate: flo
         optimizer.step()
         losses.append(value.item())
     return model.state_dict(), losses
+
+
+def mse(model: nn.Module, rows: slice) -> torch.Tensor:
+    features, value, _ = map(torch.from_numpy, numbers(12))
+    return nn.functional.mse_loss(model(features[rows])[:, 0], value[rows])
+
+
+def test_the_last_step_of_an_epoch_is_divided_by_the_batches_it_has(spark: SparkSession) -> None:
+    fitted = ordered(batch_size=2, backward_passes_per_step=2).fit(frame(spark, 12))
+    same(fitted.getModel(), reference(mse, batch=2, rows=12, passes=2), 1e-6)
 
 
 @pytest.mark.parametrize("rows", [9, 442, 3])
@@ -106,7 +116,7 @@ def test_keras_makes_the_step_of_all_rows(spark: SparkSession) -> None:
     assert [row["loss"] for row in fitted.getHistory()] == pytest.approx(history.history["loss"], rel=1e-5)
 
 
-def test_lightning_makes_the_step_of_all_rows(nine: DataFrame) -> None:
+def test_lightning_makes_the_step_of_all_rows(spark: SparkSession, nine: DataFrame) -> None:
     L = pytest.importorskip("lightning")  # noqa: N806 - the name that everybody gives it
     from spark_hvd.estimators import LightningEstimator, LocalBackend
 
@@ -124,18 +134,23 @@ def test_lightning_makes_the_step_of_all_rows(nine: DataFrame) -> None:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     weights, losses = whole(9, nn.MSELoss(), torch.from_numpy(numbers(9)[1]))
-    fitted = LightningEstimator(
-        model=Net(),
-        feature_cols=["features"],
-        label_cols=["value"],
-        backend=LocalBackend(2),
-        batch_size=5,
-        epochs=2,
-        verbose=0,
-    ).fit(nine)
+    settings: dict[str, Any] = {
+        "model": Net(),
+        "feature_cols": ["features"],
+        "label_cols": ["value"],
+        "backend": LocalBackend(2),
+        "epochs": 2,
+        "verbose": 0,
+    }
+    fitted = LightningEstimator(**settings, batch_size=5).fit(nine)
     same(fitted.getModel().net, weights, 1e-6)
     for name in ("loss", "seen"):
         assert [row[name] for row in fitted.getHistory()] == pytest.approx(losses, rel=1e-5)
+
+    # Three batches, two of which make a step, and the last one another.
+    twice = {"accumulate_grad_batches": 2}
+    fitted = LightningEstimator(**settings, batch_size=2, shuffle=False, trainer_args=twice).fit(frame(spark, 12))
+    same(fitted.getModel().net, reference(mse, batch=2, rows=12, passes=2), 1e-6)
 
 
 def test_a_batch_of_one_row_is_told_of_before_training(spark: SparkSession) -> None:
