@@ -11,6 +11,7 @@ import torch
 from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.estimators.data.columns import widened
+from spark_hvd.estimators.params import checks
 from spark_hvd.estimators.training.inputs import TensorSpec
 
 
@@ -42,6 +43,10 @@ def test_what_a_dtype_holds() -> None:
     assert given([255, 0], torch.int64, "uint8").tolist() == [255, 0]
     assert given([1.0, 0.0], torch.float32, "bool").tolist() == [True, False]
     assert given([True], torch.bool, "int64").tolist() == [1]
+
+
+def test_a_shape_of_one_row_is_that_of_all() -> None:
+    assert checks.shapes("input_shapes", [[2], [-1, 3], None]) == [(-1, 2), (-1, 3), None]
 
 
 def test_columns_keep_the_digits_that_a_dtype_needs() -> None:
