@@ -1,13 +1,15 @@
 """Columns of a DataFrame as models see them: which Spark types become which tensors, and how Spark hands them out.
 
-Floating point numbers, decimals and vectors become float32, integers and booleans keep their type. What no tensor can
+Floating point numbers, decimals and vectors become float32, or float64 on the way to a dtype that float32 would lose
+numbers of; integers and booleans keep their type. What no tensor can
 be made of (text, times, maps) is refused before any job runs, with what to do about it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
@@ -33,6 +35,9 @@ _EXACT: dict[type[T.DataType], str] = {
 }
 _WIDE = (T.DoubleType, T.DecimalType)
 _SQL_TYPES = {"float32": "float", "float64": "double"}
+_NARROW = (None, "float32", "float16", "bfloat16")
+_DOUBLE_DIGITS = 15
+"""Every decimal of so many digits is a double of its own."""
 
 _REMEDIES = {
     "string": "turn text into numbers first, for example with pyspark.ml.feature.StringIndexer",
@@ -132,6 +137,14 @@ def columns_of(
     )
 
 
+def widened(columns: Sequence[Column], asked: Iterable[tuple[str, str | None]]) -> tuple[Column, ...]:
+    """``columns`` in float64 instead of float32 where a dtype that is ``asked`` for, by name, needs their digits."""
+    wide = {name for name, dtype in asked if dtype not in _NARROW}
+    return tuple(
+        replace(each, dtype="float64") if each.name in wide and each.dtype == "float32" else each for each in columns
+    )
+
+
 def expression_of(column: Column) -> SparkColumn:
     """What to select from the DataFrame for ``column``, named as it: Arrow receives numbers, lists and structs only.
 
@@ -150,6 +163,12 @@ def expression_of(column: Column) -> SparkColumn:
     elif column.dtype in _SQL_TYPES:
         depth = column.spark_type.count("array<")
         result = source.cast("array<" * depth + _SQL_TYPES[column.dtype] + ">" * depth)
+        digits = re.match(r"decimal\((\d+)", column.spark_type)
+        if column.dtype == "float64" and digits and int(digits[1]) > _DOUBLE_DIGITS:
+            wrong = F.concat(F.lit(f"column {column.name!r} of {column.spark_type} has "), source.cast("string"))
+            wrong = F.concat(wrong, F.lit(", which float64 cannot hold: cast it to a type that fits its values"))
+            same = source.isNull() | (result.cast(column.spark_type) == source)
+            result = F.when(same, result).otherwise(F.raise_error(wrong).cast("double"))
     else:
         result = source
     return result.alias(column.name)

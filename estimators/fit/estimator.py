@@ -16,7 +16,7 @@ from pyspark.ml import Estimator, Model
 from spark_hvd.data.parquet import dataset_of
 from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.reader import Batch
-from spark_hvd.estimators.data.columns import check_columns, columns_of, expression_of, session_of
+from spark_hvd.estimators.data.columns import check_columns, columns_of, expression_of, session_of, widened
 from spark_hvd.estimators.data.leases import in_use
 from spark_hvd.estimators.data.materialize import materialize
 from spark_hvd.estimators.fit.backend import SparkBackend
@@ -27,6 +27,7 @@ from spark_hvd.estimators.fit.rows import feeds, rows_for_ranks
 from spark_hvd.estimators.fit.trial import (
     ROWS,
     batch_of_rows,
+    dtypes_asked,
     first_batch,
     losses_known,
     normalised_rows,
@@ -111,6 +112,9 @@ class SparkEstimator(SavedParams, Estimator[M]):
         wanted = None if settings["transformation_fn"] else [name for name in plan.spec.columns if name not in edited]
         train_data = dataset_of(data, train_path, wanted)
         val_data = dataset_of(data, val_path, wanted) if val_path else None
+        train_data = replace(train_data, columns=widened(train_data.columns, dtypes_asked(settings)))
+        if val_data is not None:
+            val_data = replace(val_data, columns=widened(val_data.columns, dtypes_asked(settings)))
         batch = first_batch(plan, train_data, data, settings["reader"])
         drafted = replace(plan, spec=replace(plan.spec, train=train_data, validation=val_data))
         spec = self._tried(drafted, batch, train_data.columns)
@@ -228,13 +232,14 @@ def _checked_columns(plan: FitPlan, df: DataFrame) -> tuple[Column, ...]:
         check_columns(df.schema, settings[parameter], parameter, exact=exact)
     if settings["sample_weight_col"]:
         check_columns(df.schema, [settings["sample_weight_col"]], "sample_weight_col", exact=exact)
-    return columns_of(
+    columns = columns_of(
         df.schema,
         plan.spec.columns,
         decoders=set(settings["decoders"]),
         collated=settings.get("collate") is not None,
         compress_sparse=settings["compress_sparse_cols"],
     )
+    return widened(columns, dtypes_asked(settings))
 
 
 def _some_rows(df: DataFrame, columns: tuple[Column, ...], who: str) -> pa.Table:

@@ -20,7 +20,7 @@ from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.files import where
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.errors import ModelError
-from spark_hvd.estimators.fit.plan import FitPlan
+from spark_hvd.estimators.fit.plan import FitPlan, Settings
 from spark_hvd.estimators.training.head import INTEGER_LABELS, KNOWN, known_as
 from spark_hvd.estimators.training.inputs import TensorSpec
 from spark_hvd.estimators.training.losses import losses_of
@@ -87,9 +87,19 @@ def first_batch(plan: FitPlan, dataset: DatasetMeta, store: Store, kind: str | N
         return next(reader.batches(0, [(0, rows)], [rows]))
 
 
+def dtypes_asked(settings: Settings) -> Iterator[tuple[str, str | None]]:
+    """Columns and the dtypes that inputs and labels are to have of them; None where none is given."""
+    for columns, dtypes in (("feature_cols", "input_dtypes"), ("label_cols", "label_dtypes")):
+        yield from zip(settings[columns], settings[dtypes] or [None] * len(settings[columns]), strict=True)
+
+
 def spec_for(plan: FitPlan, batch: Batch, columns: Sequence[Column]) -> TrainSpec:
     """The specification of a plan with its inputs and labels, of which a batch tells dtypes and shapes."""
     settings, known = plan.settings, {column.name: column for column in columns}
+
+    def own(name: str) -> str | None:
+        # Its digits are for another use of the column.
+        return "float32" if name in known and known[name].dtype == "float64" else None
 
     def tensors(names: Sequence[str], what: str) -> tuple[TensorSpec, ...]:
         shapes = settings[f"{what}_shapes"] or [None] * len(names)
@@ -97,7 +107,9 @@ def spec_for(plan: FitPlan, batch: Batch, columns: Sequence[Column]) -> TrainSpe
         stacks = what == "input" and settings["stack_features"]
         return tuple(
             # What a decoder or transformation_fn makes of a column is known from the batch.
-            TensorSpec(_as_in(batch[name], known.get(name) or Column(name, "object")), dtype, shape, stacks)
+            TensorSpec(
+                _as_in(batch[name], known.get(name) or Column(name, "object")), dtype or own(name), shape, stacks
+            )
             for name, shape, dtype in zip(names, shapes, dtypes, strict=True)
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from spark_hvd.data.readers.dataset import listed
+from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.fit.trial import describe, failed
@@ -56,6 +57,8 @@ def try_lightning(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
     module = copy.deepcopy(objects.model)
     try:
         tensors = batch_dict(spec, batch)
+    except DataError:
+        raise
     except ValueError as error:
         raise ModelError(f"{error}. Change input_shapes or label_shapes") from error
     given = [f"{name}: {describe(tensor)}" for name, tensor in tensors.items()]

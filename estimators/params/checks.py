@@ -93,7 +93,7 @@ def names(name: str, value: Any) -> list[str]:
 
 
 def shapes(name: str, value: Any) -> list[tuple[int, ...] | None]:
-    """A list of shapes, each of whole numbers with one -1 for the rows; None leaves a tensor as it is."""
+    """A list of shapes, each with one -1 for the rows, or of a single row; None leaves a tensor as it is."""
     example = f"expected a list of shapes, one for each column, such as {name}=[[-1, 1, 28, 28]]"
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name}={value!r}: {example}")
@@ -104,7 +104,8 @@ def shapes(name: str, value: Any) -> list[tuple[int, ...] | None]:
             raise TypeError(f"{name}={value!r}: {example}")
         if any(n < 1 and n != -1 for n in shape) or list(shape).count(-1) > 1:
             raise ValueError(f"{name}: the shape {shape!r} may have one -1 and else numbers above 0")
-    return [None if shape is None else tuple(shape) for shape in value]
+    # A shape of one row is that of any number of them.
+    return [None if shape is None else tuple(shape) if -1 in shape else (-1, *shape) for shape in value]
 
 
 def dtypes(name: str, value: Any) -> list[str | None]:

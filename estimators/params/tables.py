@@ -19,7 +19,12 @@ _MODEL = rows(
     ("stack_features", False, c.flag, "Give the model all feature_cols side by side as one argument (rows, numbers)."),
     ("label_cols", None, c.names, "Columns that outputs are compared with, one for each output."),
     ("sample_weight_col", None, c.text, "Column of numbers that the loss of each row is multiplied by."),
-    ("input_shapes", None, c.shapes, "Shape of each input with -1 for the rows, such as `[[-1, 1, 28, 28]]`."),
+    (
+        "input_shapes",
+        None,
+        c.shapes,
+        "Shape of each input, `[[-1, 1, 28, 28]]` with -1 for the rows, or `[[1, 28, 28]]`.",
+    ),
     ("label_shapes", None, c.shapes, "The same for labels; by default the shape of the output, if of equal size."),
     ("input_dtypes", None, c.dtypes, "Dtype of each input; by default floating-point columns come as float32."),
     ("label_dtypes", None, c.dtypes, "Dtype of a label; int64 for losses of class numbers by default, else float32."),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from spark_hvd.checkpoint.format import check_plain
+from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.fit.trial import describe, failed, losses_known
@@ -34,6 +35,8 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
     given: list[str] = []
     try:
         inputs, labels = tensors_of(spec.inputs, batch), tensors_of(spec.labels, batch)
+    except DataError:
+        raise
     except ValueError as error:
         raise ModelError(f"{error}. Change input_shapes or label_shapes") from error
     names = [*argument_names(spec.inputs), *argument_names(spec.labels)]

@@ -182,7 +182,8 @@ class TensorBoard(Callback):
 class MLflow(Callback):
     """Logs the history of the run to MLflow, step by epoch; needs mlflow where rank 0 runs.
 
-    The tracking URI, and the active run if there is one, are taken where the callback is made: on the driver.
+    The tracking URI, the active run if there is one, and the experiment that is set are taken where the callback is
+    made: on the driver.
 
     Args:
         run_name: Name of the MLflow run, where none is active; None for the run's id.
@@ -198,6 +199,7 @@ class MLflow(Callback):
         self._run: str = active.info.run_id if active else ""
         self._ours = active is None
         self._name = run_name
+        self._experiment = _experiment(mlflow) if active is None else ""
 
     def _client(self) -> Any:
         from mlflow import MlflowClient
@@ -208,7 +210,7 @@ class MLflow(Callback):
         """See base class."""
         if state.rank == 0:
             if not self._run:
-                self._run = self._client().create_run("0", run_name=self._name or state.run_id).info.run_id
+                self._run = self._client().create_run(self._experiment, run_name=self._name or state.run_id).info.run_id
             self._client().log_param(self._run, "num_proc", state.size)
 
     def on_epoch_end(self, state: TrainState) -> None:
@@ -222,3 +224,10 @@ class MLflow(Callback):
         """See base class."""
         if state.rank == 0 and self._ours:
             self._client().set_terminated(self._run)
+
+
+def _experiment(mlflow: Any) -> str:
+    """The id of the experiment that ``mlflow.set_experiment`` or the environment has set; else of the default one."""
+    from mlflow.tracking.fluent import _get_experiment_id
+
+    return str(_get_experiment_id())

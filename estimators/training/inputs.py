@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from spark_hvd.data.readers.dataset import Column
+from spark_hvd.data.readers.tensors import converted
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class TensorSpec:
         """The column's ``tensor`` (rows, *shape) as the model gets it, on ``device``.
 
         Raises:
+            DataError: ``dtype`` is one of integers and does not have a value.
             ValueError: its elements do not fill ``shape``, or do not give as many rows.
         """
         rows = len(tensor)
@@ -43,7 +45,9 @@ class TensorSpec:
                     f"column {self.column.name!r}: a row has the shape {self.column.shape}, which does not fit into "
                     f"the shape {list(self.shape)} that was asked for (its first number stands for the rows)"
                 )
-        return tensor.to(device, getattr(torch, self.dtype) if self.dtype else None, non_blocking=True)
+        if self.dtype is not None:
+            tensor = converted(tensor, self.dtype, self.column.name)
+        return tensor.to(device, non_blocking=True)
 
 
 def tensors_of(

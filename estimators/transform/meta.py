@@ -11,7 +11,7 @@ import torch
 
 from spark_hvd.data.readers.dataset import Column, listed
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.estimators.data.columns import check_columns, columns_of
+from spark_hvd.estimators.data.columns import check_columns, columns_of, widened
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.head import Head
 from spark_hvd.estimators.training.inputs import TensorSpec, stacked
@@ -88,6 +88,7 @@ def inputs_of(
         if given is not None and len(given) != len(names):
             raise ValueError(f"{name}={list(given)!r}: expected {len(names)}, one for each of {listed(names)}")
     columns = columns_of(schema, names, decoders=decoders)
+    columns = widened(columns, zip(names, dtypes or [None] * len(names), strict=True))
     return tuple(
         TensorSpec(column, dtypes[i] if dtypes and dtypes[i] else "float32", shapes[i] if shapes else None)
         for i, column in enumerate(columns)

@@ -109,6 +109,19 @@ def _changed(before: Any, after: Any) -> Any:
     return high | (before < limits.min) if np.iinfo(before.dtype).min < limits.min else high
 
 
+def _converted(tensor: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
+    """Values in another dtype: integers and booleans exactly, as in training; floating point numbers rounded."""
+    kind = getattr(torch, dtype)
+    found = tensor.to(kind)
+    if not kind.is_floating_point and tensor.dtype not in (kind, torch.bool):
+        same = found.to(tensor.dtype) == tensor
+        if tensor.is_floating_point():
+            same &= tensor < 2.0**63
+        if not same.all():
+            raise ValueError(f"column {name!r} has {tensor[~same][0].item()}, which {dtype} cannot hold")
+    return found
+
+
 class ScoredModel:
     """What MLflow calls: a DataFrame of pandas in, one of predictions out, with the columns of ``transform``.
 
@@ -167,17 +180,20 @@ class ScoredModel:
             if decode is not None:
                 array = np.stack([np.asarray(decode(bytes(value))) for value in column])
             elif column.dtype == object:
-                array = np.stack([np.asarray(value, given["dtype"]) for value in column])
+                array = np.stack([np.asarray(value) for value in column])
             else:
-                array = column.to_numpy(given["dtype"])
+                array = column.to_numpy()
+            if decode is None and array.dtype.kind not in "biuf":  # decimals
+                array = array.astype(given["dtype"])
             tensor = torch.from_numpy(np.ascontiguousarray(array))
+            tensor = tensor if decode is not None else _converted(tensor, given["dtype"], name)
             tensor = tensor if given["shape"] is None else tensor.reshape(given["shape"])
         except (TypeError, ValueError, RuntimeError) as error:
             expected = f"expected {given['dtype']}" if decode is None else "expected what its decoder takes"
             raise ValueError(f"column {name!r}: {expected}, the same number in each row: {error}") from error
         if len(tensor) != len(column):
             raise ValueError(f"column {name!r}: its values do not fit into the shape {given['shape']} of a batch")
-        return tensor.to(getattr(torch, given["to"])) if given["to"] else tensor
+        return _converted(tensor, given["to"], name) if given["to"] else tensor
 
     def _column(self, tensor: torch.Tensor, output: Mapping[str, Any]) -> Any:
         values, missing = numbers_of(tensor.reshape(-1), output["element"], output["threshold"], output["name"])

@@ -265,3 +265,16 @@ def test_a_server_that_refuses_is_one_warning(server: Server, caplog: pytest.Log
     ours = [record for record in caplog.records if record.name.startswith("spark_hvd")]
     assert len(ours) == 1
     assert "secret" not in ours[0].getMessage()
+
+
+def test_the_callback_logs_into_the_experiment_that_is_set() -> None:
+    from types import SimpleNamespace
+
+    from spark_hvd.estimators import MLflow
+
+    mlflow.set_experiment("mine")
+    callback: Any = MLflow()
+    mlflow.set_experiment("Default")  # as a rank has it, which knows nothing of the driver's
+    callback.on_train_begin(SimpleNamespace(rank=0, size=2, run_id="fit"))
+    (run,) = mlflow.search_runs(experiment_names=["mine"], output_format="list")
+    assert run.info.run_name == "fit"

@@ -55,6 +55,40 @@ def to_tensor(array: pa.Array | pa.ChunkedArray, column: Column, where: str = ""
     return tensor.view(rows, *shape)
 
 
+def converted(tensor: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
+    """A column's values in another dtype: integers and booleans exactly, floating point numbers rounded.
+
+    Args:
+        tensor: On the CPU.
+        dtype: Name of a dtype of torch.
+        name: Of the column, for messages.
+
+    Raises:
+        DataError: an integer or boolean dtype does not have a value (2.5, NaN, 300 in uint8).
+    """
+    kind = getattr(torch, dtype)
+    if tensor.dtype == kind or kind.is_floating_point or kind.is_complex:
+        return tensor.to(kind)
+    found = tensor.to(kind)
+    if tensor.dtype == torch.bool:
+        return found
+    limits = torch.iinfo(kind) if kind != torch.bool else None
+    low, high = (limits.min, limits.max) if limits else (0, 1)
+    # 2.0**63 and 2.0**64, to which the largest integers are rounded, are outside; NaN is nowhere.
+    inside = (tensor >= low) & ((tensor < float(high) + 1) if tensor.is_floating_point() else (tensor <= high))
+    if tensor.is_floating_point():
+        inside &= tensor == tensor.floor()
+    if not inside.all():
+        odd = tensor[~inside]
+        was = str(tensor.dtype).removeprefix("torch.")
+        raise DataError(
+            f"column {name!r} has {len(odd)} of {tensor.numel()} values that {dtype} cannot hold, first the {was} "
+            f"{odd[0].item()}: expected whole numbers from {low} to {high}. Round, fill or drop them first, or ask for "
+            "another dtype (input_dtypes, label_dtypes)"
+        )
+    return found
+
+
 def _at(column: Column, where: str) -> str:
     return f"column {column.name!r}" + (f" in {where}" if where else "")
 
