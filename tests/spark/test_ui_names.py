@@ -101,7 +101,8 @@ def test_the_users_group_is_kept_and_his_words_come_back(spark: SparkSession, be
     run(train, num_proc=2, spark=spark, verbose=0)
     spark.range(1).count()
     ours, *his = shown(spark, before)
-    assert (ours.group, ours.description) == ("mine", "spark_hvd: train on 2 ranks")
+    assert (ours.group, ours.description) == ("mine", "my own words (spark_hvd: train on 2 ranks)")
+    assert ours.stage.startswith("train on 2 ranks at test_ui_names.py:")
     assert {(job.group, job.description) for job in his} == {("mine", "my own words")}
 
 
@@ -147,17 +148,3 @@ def test_names_come_back_after_an_error(spark: SparkSession, before: int) -> Non
     (job,) = shown(spark, before)
     assert job.description is not None
     assert job.description.endswith("<lambda> on 2 ranks")
-
-
-def test_the_users_description_is_kept_and_ours_appended(spark: SparkSession) -> None:
-    last = max((job.number for job in shown(spark)), default=-1)
-    context = spark.sparkContext
-    context.setJobDescription("nightly")
-    try:
-        run(train, num_proc=2, spark=spark, verbose=0)
-        (job,) = shown(spark, last)
-        assert job.description == "nightly (spark_hvd: train on 2 ranks)"
-        assert job.stage.startswith("train on 2 ranks at test_ui_names.py:")
-        assert context.getLocalProperty(DESCRIPTION) == "nightly"
-    finally:
-        context.setLocalProperty(DESCRIPTION, None)  # type: ignore[arg-type] # None unsets it
