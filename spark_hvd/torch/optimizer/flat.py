@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from spark_hvd.torch.optimizer.buckets import BucketPlan, ParamSpec
+from spark_hvd.torch.optimizer.memory import BucketMemory, dense_stride, fits, lies_in
 from spark_hvd.torch.optimizer.participation import Presence, notes_numel, write
 from spark_hvd.transport.host.hierarchy import HierarchicalSum, Hierarchy, HostSharing
 from spark_hvd.transport.host.shared_memory import CopiedSum, SharedSum, in_memory
@@ -74,6 +75,7 @@ class FlatBucket:
         specs: Sequence[ParamSpec],
         reduction: Reduction,
         flat: torch.Tensor,
+        memory: BucketMemory,
     ) -> None:
         """Use `flat`, zeros, as buffer: it has an element for each of the gradients', a flag a gradient, and notes."""
         self.members = plan.members
@@ -82,6 +84,7 @@ class FlatBucket:
         self.reduction = reduction
         self.pending = len(plan.members)
         self._flat = flat
+        self._all = memory
         self._memory: MemorySum | None = None
         self._group: dist.ProcessGroup
         self._payload = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
@@ -92,13 +95,15 @@ class FlatBucket:
         """The notes of this rank; after :meth:`receive` they are the sum of all ranks'."""
         self._usual_tail = torch.ones_like(self._tail)
         self._usual_tail[len(plan.members) + 1 :] = 0
-        # `.data` gives each view a version counter of its own, so that a change to one gradient is seen as such.
-        self.views = [
-            torch.as_strided(self._flat, param.shape, _dense_stride(param), offset).data
-            for param, offset in zip(self.params, plan.offsets, strict=True)
+        # Users get aliases of these and never these themselves, which they could give other memory or strides.
+        self._views = [
+            torch.as_strided(self._flat, specs[index].shape, dense_stride(specs[index]), offset)
+            for index, offset in zip(plan.members, plan.offsets, strict=True)
         ]
         self._fused_copy = plan.numel >= FUSED_COPY_NUMEL * len(self.params)
         self._missing: list[int] = []
+        self.misfits: list[int] = []
+        """Indices of the parameters that have changed, so that their gradients do not fit into their places."""
         self._work: dist.Work | MemorySum | None = None
         self._wire = self._payload
         self._context: Any = None
@@ -110,8 +115,19 @@ class FlatBucket:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether a parameter's gradient lies here."""
-        return any(param.grad is view for param, view in zip(self.params, self.views, strict=True))
+        """Whether a parameter's gradient lies in its place."""
+        return any(lies_in(param.grad, view) for param, view in zip(self.params, self._views, strict=True))
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The addresses at which the buffer starts and ends."""
+        start = self._flat.data_ptr()
+        return start, start + self.nbytes
+
+    @property
+    def tells_of_misfits(self) -> bool:
+        """Whether some rank has found, in filling it at the latest, that parameters need other places."""
+        return bool(self.notes[1] > 0.5)
 
     @property
     def on_gpu(self) -> bool:
@@ -152,11 +168,14 @@ class FlatBucket:
         Args:
             presence: Where it is that of a rank that has joined, the gradients are zeros.
         """
+        self.misfits = []
         if presence >= Presence.JOINED:
             self._flat.zero_()
             self._missing = []
         else:
             self._bring_in()
+            if self.misfits and presence is Presence.HERE:
+                presence = Presence.HERE_WITH_NEWCOMERS
         if presence is not Presence.HERE:
             write(self.notes, presence, self.reduction.rank)
         self._wire, self._context = self.reduction.compressor.compress(self._payload)
@@ -165,24 +184,67 @@ class FlatBucket:
         fresh: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         missing = self._missing = []
+        empty: list[int] = []
         in_place = False
-        for place, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+        is_inside = self._all.is_inside
+        # For small models this loop is a good part of a step: each call in it counts.
+        for place, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
             grad = param.grad
-            if grad is view:
-                in_place = True
-            elif grad is None:
-                view.zero_()
-                missing.append(place)
+            if grad is None:
+                empty.append(place)
+                if fits(param, view):
+                    missing.append(place)
+                else:
+                    self.misfits.append(self.members[place])
+                continue
+            if grad.layout is not torch.strided:
+                grad = self._densified(grad, place)
+            elif is_inside(grad.data_ptr()):
+                if lies_in(grad, view):
+                    in_place = True
+                    continue
+                grad = grad.clone()  # something is about to be written there
+                self._all.rescue(self)
+            try:
+                param.grad = view.data  # with a version counter of its own, so that a change of it is seen as such
+            except RuntimeError:
+                self.misfits.append(self.members[place])
+                empty.append(place)
             else:
-                if grad.layout is not torch.strided:
-                    grad = self._densified(grad, place)
                 fresh.append(grad)
                 targets.append(view)
-                param.grad = view
+        for place in empty:
+            self._views[place].zero_()
         self._scale_in(fresh, targets, in_place)
         self._tail.copy_(self._usual_tail)
-        for place in missing:
+        for place in empty:
             self._flags[place] = 0
+
+    def rescue(self) -> None:
+        """Give memory of their own to gradients that lie in a bucket, but not in their places."""
+        for param, view in zip(self.params, self._views, strict=True):
+            grad = param.grad
+            if grad is not None and self._all.has(grad) and not lies_in(grad, view):
+                param.grad = grad.clone()
+
+    def adopt(self) -> None:
+        """Take gradients that are reduced already to their places."""
+        for param, view in zip(self.params, self._views, strict=True):
+            if param.grad is not None and fits(param, view):
+                view.copy_(param.grad)
+                param.grad = view.data
+
+    def was_used(self, index: int) -> bool:
+        """Whether any rank had a gradient of a parameter in what was received."""
+        return bool(self._flags[self.members.index(index)].abs() > 0.5)
+
+    def held_beside(self, index: int) -> list[bool]:
+        """For each gradient in its place, but that of parameter `index`: whether it has a number that is not zero."""
+        return [
+            bool(view.any())
+            for member, param, view in zip(self.members, self.params, self._views, strict=True)
+            if member != index and lies_in(param.grad, view)
+        ]
 
     def _densified(self, grad: torch.Tensor, place: int) -> torch.Tensor:
         if not self.reduction.sparse_as_dense:
@@ -261,7 +323,7 @@ class FlatBucket:
             used = (self._flags.abs() > 0.5).tolist()
             for place in self._missing:
                 if used[place]:
-                    self.params[place].grad = self.views[place]
+                    self.params[place].grad = self._views[place].data
 
     def abandon(self) -> None:
         """Drop an all-reduce that failed or will never be waited for."""
@@ -275,8 +337,10 @@ class FlatBucket:
 
     def drop(self) -> None:
         """Drop the gradients that lie here."""
-        for param, view in zip(self.params, self.views, strict=True):
-            if param.grad is view:
+        start, end = self.bounds
+        for param in self.params:
+            grad = param.grad
+            if grad is not None and grad.layout is torch.strided and start <= grad.data_ptr() < end:
                 param.grad = None
 
 
@@ -287,6 +351,7 @@ def make_buckets(
     reduction: Reduction,
     pipes: HostSharing | None,
     exchange: Callable[[Any], list[Any]],
+    memory: BucketMemory,
 ) -> list[FlatBucket]:
     """Make the buckets of some plans; collective.
 
@@ -297,31 +362,26 @@ def make_buckets(
         reduction: How gradients are scaled and compressed.
         pipes: For buckets that are reduced in memory: between the ranks of one host, or the levels of several.
         exchange: Gives every rank the facts of all ranks, in rank order.
+        memory: Of all buckets.
     """
-    leads = [params[plan.members[0]] for plan in plans]
+    leads = [specs[plan.members[0]] for plan in plans]
     notes = notes_numel(reduction.size)
     kinds = [(plan.numel + len(plan.members) + notes, lead.dtype) for plan, lead in zip(plans, leads, strict=True)]
-    on_cpu = all(lead.device.type == "cpu" for lead in leads)
+    on_cpu = all(lead.device == "cpu" for lead in leads)
     sums: Sequence[tuple[torch.Tensor, MemorySum]] | None = None
     if plans and on_cpu and pipes is not None:
         sums = pipes.sums(kinds, exchange) if isinstance(pipes, Hierarchy) else in_memory(kinds, pipes, exchange)
     if sums is not None:
         flats = [flat for flat, _ in sums]
     else:
-        flats = [lead.new_zeros(numel) for (numel, _), lead in zip(kinds, leads, strict=True)]
-    buckets = [FlatBucket(plan, params, specs, reduction, flat) for plan, flat in zip(plans, flats, strict=True)]
+        flats = [
+            torch.zeros(numel, dtype=dtype, device=lead.device)
+            for (numel, dtype), lead in zip(kinds, leads, strict=True)
+        ]
+    buckets = [
+        FlatBucket(plan, params, specs, reduction, flat, memory) for plan, flat in zip(plans, flats, strict=True)
+    ]
     if sums is not None:
-        for bucket, (_, memory) in zip(buckets, sums, strict=True):
-            bucket.share(memory)
+        for bucket, (_, summing) in zip(buckets, sums, strict=True):
+            bucket.share(summing)
     return buckets
-
-
-def _dense_stride(param: torch.Tensor) -> tuple[int, ...]:
-    """The parameter's own strides if they fill memory without a gap (channels_last does), else a fresh tensor's."""
-    dims = sorted((dim for dim in range(param.dim()) if param.shape[dim] > 1), key=lambda dim: param.stride(dim))
-    expected = 1
-    for dim in dims:
-        if param.stride(dim) != expected:
-            return torch.empty(param.shape, device="meta").stride()
-        expected *= param.shape[dim]
-    return param.stride()

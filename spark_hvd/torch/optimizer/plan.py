@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from spark_hvd.torch.optimizer.arguments import spec_of
 from spark_hvd.torch.optimizer.buckets import MEGABYTE, ParamSpec, describe_mismatch, fingerprint, plan_buckets
 from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction, make_buckets
+from spark_hvd.torch.optimizer.memory import BucketMemory
 from spark_hvd.transport.host.hierarchy import HostSharing
 from spark_hvd.world.errors import PlanMismatchError
 
@@ -42,7 +45,7 @@ class GradientPlan:
 
     Args:
         params: All parameters; the list may grow.
-        specs: What they are, in the same order.
+        specs: What they are, in the same order; changed where they change.
         groups: Indices of parameters to keep in one bucket.
         reduction: How gradients are scaled and compressed.
         pipes: For buckets that are reduced in memory, between the ranks of one host, or the levels of several.
@@ -52,7 +55,7 @@ class GradientPlan:
     def __init__(
         self,
         params: Sequence[torch.nn.Parameter],
-        specs: Sequence[ParamSpec],
+        specs: list[ParamSpec],
         groups: Sequence[Sequence[int]],
         reduction: Reduction,
         pipes: HostSharing | None,
@@ -60,6 +63,7 @@ class GradientPlan:
     ) -> None:
         self.buckets: list[FlatBucket] = []
         """The buckets, in the order in which they are launched."""
+        self._memory = BucketMemory(self.buckets)
         self.sparse: list[int] = []
         """Indices of the parameters whose gradients are gathered."""
         self.unplanned: list[int] = []
@@ -105,6 +109,92 @@ class GradientPlan:
             f"{'; '.join(lines)}, and not every rank does. Unfreeze the same parameters on every rank"
         )
 
+    def changed_here(self, indices: Iterable[int] | None = None) -> list[list[Any]]:
+        """Parameters that are not any more what the plan takes them for: the index and the fields of each.
+
+        Args:
+            indices: Which to look at; by default all that are trained or have a place.
+        """
+        if indices is None:
+            frozen = {index for index in self.unplanned if not self._params[index].requires_grad}
+            indices = [index for index in range(len(self._params)) if index not in frozen]
+        found: list[list[Any]] = []
+        for index in indices:
+            spec = self._specs[index]
+            now = replace(spec_of(spec.name, self._params[index]), requires_grad=spec.requires_grad)
+            if now != spec:
+                found.append([index, now.fields()])
+        return found
+
+    def take_changes(self, changes: Sequence[list[list[Any]]], ranks: Sequence[int]) -> None:
+        """Plan with parameters as they are now.
+
+        Args:
+            changes: What each rank that makes the step has found by :meth:`changed_here`.
+            ranks: Their numbers.
+
+        Raises:
+            PlanMismatchError: Parameters have not changed alike; raised on every rank.
+        """
+        for rank, found in zip(ranks, changes, strict=True):
+            if found != changes[0]:
+                raise PlanMismatchError(self._difference(dict(changes[0]), dict(found), ranks[0], rank))
+        for index, fields in changes[0]:
+            here = str(self._params[index].device)
+            kind = fields["device type"]
+            self._specs[index] = self._specs[index].with_fields(fields, here if here.startswith(kind) else kind)
+
+    def _difference(self, first: dict[int, Any], other: dict[int, Any], first_rank: int, rank: int) -> str:
+        index = min(index for index in {*first, *other} if first.get(index) != other.get(index))
+        before = self._specs[index].fields()
+        ours, theirs = first.get(index, before), other.get(index, before)
+        key = next(key for key in ours if ours[key] != theirs[key])
+        return (
+            f"parameter {before['name']!r} has changed since the optimizer was made, and not alike on all ranks: its "
+            f"{key} is {ours[key]!r} on rank {first_rank} and {theirs[key]!r} on rank {rank}. Cast, move and reshape "
+            "parameters on every rank alike"
+        )
+
+    def withdraw(self, indices: Sequence[int]) -> None:
+        """Take parameters away from places that their gradients do not fit into.
+
+        Args:
+            indices: The same on every rank, in a step whose buckets have been received.
+
+        Raises:
+            PlanMismatchError: A gradient fits on some ranks; raised on every rank.
+        """
+        for index in indices:
+            if any(index in bucket.members and bucket.was_used(index) for bucket in self.buckets):
+                raise PlanMismatchError(
+                    f"the gradient of {self._specs[index].name!r} has not the dtype, shape and device of its parameter "
+                    "on some ranks, or its parameter was changed on some ranks only. Cast, move and reshape "
+                    "parameters on every rank alike, between step() and backward()"
+                )
+        self._order = [index for index in self._order if index not in indices]
+        self.unplanned.extend(indices)
+
+    def require_fit(self, first: int) -> None:
+        """Go on only if gradients fit into new buckets, which have been received, from number `first` on.
+
+        Raises:
+            PlanMismatchError: One does not; raised on every rank.
+        """
+        for bucket in self.buckets[first:]:
+            if bucket.tells_of_misfits:
+                raise PlanMismatchError(
+                    f"a gradient of {', '.join(bucket.names)} cannot be kept by its parameter on some rank: expected "
+                    "the dtype, shape and device of the parameter. Leave grad_dtype as it is"
+                )
+
+    def is_cleared(self, index: int) -> bool:
+        """Whether reduced gradients were zeroed, or dropped, before that of parameter `index` was added to."""
+        if not any(bucket.holds_gradients for bucket in self.buckets):
+            return True
+        held = [bucket.held_beside(index) for bucket in self.buckets]
+        # Where it is alone nothing tells. The average of equal numbers is the same number, so that no harm is done.
+        return not any(map(any, held)) and (any(held) or self._reduction.average)
+
     def sparse_here(self, indices: Sequence[int]) -> list[int]:
         """Which parameters' gradients are to be gathered, going by what they are on this rank."""
         if self._reduction.sparse_as_dense:
@@ -134,19 +224,25 @@ class GradientPlan:
         self.unplanned = [index for index in self.unplanned if index not in placed]
         return self._pack(dense, exchange)
 
-    def pack_again(self, cap_bytes: int, exchange: Exchange, *, in_memory: bool) -> list[FlatBucket]:
-        """Make other buckets for what has its place already; collective, with the same arguments on every rank.
+    def resize(self, cap_bytes: int, *, in_memory: bool) -> None:
+        """What :meth:`pack_again` is to make.
 
         Args:
             cap_bytes: Upper bound of a bucket.
-            exchange: For the buckets' memory.
             in_memory: Whether to reduce in shared memory, if there is a group for that.
+        """
+        self._cap_bytes = cap_bytes
+        self._in_memory = in_memory
+
+    def pack_again(self, exchange: Exchange) -> list[FlatBucket]:
+        """Make other buckets for what has its place already; collective.
+
+        Args:
+            exchange: For the buckets' memory.
 
         Returns:
             All buckets.
         """
-        self._cap_bytes = cap_bytes
-        self._in_memory = in_memory
         if not self.buckets:
             return []
         self.buckets.clear()
@@ -156,6 +252,7 @@ class GradientPlan:
         cap = self._cap_bytes
         plans = plan_buckets(self._specs, dense, self.groups, cap_bytes=cap, tail_bytes=min(TAIL_BYTES, cap))
         pipes = self._pipes if self._in_memory else None
-        fresh = make_buckets(plans, self._params, self._specs, self._reduction, pipes, exchange)
+        fresh = make_buckets(plans, self._params, self._specs, self._reduction, pipes, exchange, self._memory)
         self.buckets.extend(fresh)
+        self._memory.changed()
         return fresh
