@@ -28,7 +28,7 @@ from spark_hvd.torch.optimizer.arguments import fingerprints, warn_of_start
 from spark_hvd.torch.optimizer.buckets import ParamSpec
 from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction
 from spark_hvd.torch.optimizer.hooks import GradientCounts, Unplanned, Watch, overrun, remove_all
-from spark_hvd.torch.optimizer.marks import Marks
+from spark_hvd.torch.optimizer.memory import Marks
 from spark_hvd.torch.optimizer.participation import Presence
 from spark_hvd.torch.optimizer.plan import GradientPlan, require_same
 from spark_hvd.torch.optimizer.step import BucketPipeline
