@@ -78,7 +78,7 @@ class Case:
     Attributes:
         ranks: World size.
         seed: Of weights and rows.
-        dtype: "float32", "float64", or "mixed".
+        dtype: "float64" or "mixed".
         parts: Of the model, see :class:`tests.oracle.training.Net`.
         loss: A name of torch.nn.functional's.
         reduction: Of the loss.
