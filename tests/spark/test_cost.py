@@ -38,7 +38,7 @@ def test_the_line_at_the_end(spark: SparkSession, capsys: pytest.CaptureFixture[
     (line,) = re.findall(r"^.*  cost  .*$", capsys.readouterr().err, re.MULTILINE)
     assert "rank-seconds" in line
     assert "at 3.60 an hour" in line
-    assert re.search(r"waiting \d+ % for communication; 4 ranks: about .* s for .*; 1 rank: about .* s for ", line)
+    assert re.search(r"waiting \d+ % for communication", line)
     assert cost.divided is not None
     assert cost.divided >= 0.9 * 60 * 0.04  # rank 1's
     with pytest.raises(ValueError, match=r"price_per_hour=-1: expected a number above 0, or None for no price"):

@@ -54,3 +54,10 @@ def test_columns_keep_the_digits_that_a_dtype_needs() -> None:
     asked = [("a", "int64"), ("b", "float64"), ("c", "float32"), ("c", None), ("n", "int32")]
     found = {each.name: each.dtype for each in widened(columns, asked)}
     assert found == {"a": "float64", "b": "float64", "c": "float32", "d": "float32", "n": "int64"}
+
+
+@pytest.mark.parametrize("wide", ["int16", "int32", "int64"])
+@pytest.mark.parametrize("narrow", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_an_integer_fits_into_a_wider_one(narrow: torch.dtype, wide: str) -> None:
+    values = torch.tensor([0, 3, 127], dtype=narrow)
+    assert converted(values, wide, "x").tolist() == [0, 3, 127]

@@ -74,6 +74,8 @@ def converted(tensor: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
         return found
     limits = torch.iinfo(kind) if kind != torch.bool else None
     low, high = (limits.min, limits.max) if limits else (0, 1)
+    if not tensor.is_floating_point():  # a bound that its dtype does not have would be wrapped
+        low, high = max(low, torch.iinfo(tensor.dtype).min), min(high, torch.iinfo(tensor.dtype).max)
     # 2.0**63 and 2.0**64, to which the largest integers are rounded, are outside; NaN is nowhere.
     inside = (tensor >= low) & ((tensor < float(high) + 1) if tensor.is_floating_point() else (tensor <= high))
     if tensor.is_floating_point():
