@@ -10,6 +10,7 @@ import torch
 
 from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.tensors import converted
 from spark_hvd.estimators.data.columns import widened
 from spark_hvd.estimators.params import checks
 from spark_hvd.estimators.training.inputs import TensorSpec
