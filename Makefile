@@ -38,7 +38,7 @@ slow-alone: setup java
 
 # Long searches, and what CI covers at a smaller size.
 night: setup java
-	SPARK_HVD_NIGHT=1 $(BIN)/python -m pytest -m "not gpu" --timeout 3600 $(PYTEST_ARGS)
+	SPARK_HVD_NIGHT=20000 $(BIN)/python -m pytest -m "not gpu" --timeout 3600 $(PYTEST_ARGS)
 
 slow-together: setup java
 	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 $(ALONE:%=--ignore=%) $(PYTEST_ARGS)

@@ -152,7 +152,7 @@ class HubState(HubLogic):
                 if len(parts) < message["parts"]:
                     return []
                 self.values[rank] = b"".join(self._parts.pop(rank))
-                return [Send(rank, {"type": "kept"})]
+                return [Send(rank, {"type": "kept"})] if rank in self.attempts else []
             case "gone":
                 self.gone.add(rank)
                 self.liveness.forget(rank)

@@ -19,10 +19,6 @@ from spark_hvd.transport.communicator import ReduceOp
 class KerasReducer(Protocol):
     """Reduces the gradients of a fixed set of variables, in the way of one backend."""
 
-    def ready(self) -> None:
-        """Make what is needed in this world; the first call in a world is collective."""
-        ...
-
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The gradients of all ranks; None for what no rank has one of."""
         ...
@@ -53,17 +49,16 @@ class GradientExchange:
     weight: Any = None
     """A variable by which losses are multiplied; None for none."""
 
-    def open(self, variables: Sequence[Any], *, overlapping: bool) -> KerasReducer:
+    def open(self, variables: Sequence[Any]) -> KerasReducer:
         """Have a reducer.
 
         Args:
             variables: All that the optimizer trains.
-            overlapping: Whether each backward is to be reduced, and may be while it goes on.
         """
         if self.reducer is None:
             shared = [variable for variable in variables if self._is_shared(variable)]
             if isinstance(shared[0].value, torch.Tensor):
-                self.reducer = TorchReducer(self, shared, overlapping=overlapping)
+                self.reducer = TorchReducer(self, shared)
             else:
                 self.reducer = TensorFlowReducer(self, shared)
         return self.reducer
@@ -98,24 +93,16 @@ def overwritten(variable: Any) -> bool:
 
 
 class TorchReducer:
-    """The gradient reducer of the PyTorch face, on the parameters that are Keras' variables there.
+    """The gradient reducer of the PyTorch face, on placeholders for Keras' variables.
 
-    Where not each backward is a step of its own, it works on placeholders.
+    Not on the variables, as ``apply`` is what Keras calls a step: a backward may be another optimizer's, or one of two.
     """
 
-    def __init__(self, exchange: GradientExchange, variables: Sequence[Any], *, overlapping: bool) -> None:
+    def __init__(self, exchange: GradientExchange, variables: Sequence[Any]) -> None:
         values = [variable.value for variable in variables]
-        self._gradients = _handed(
-            exchange,
-            variables,
-            values if overlapping else [placeholder(value.shape, value.dtype, value.device) for value in values],
-        )
+        params = [placeholder(value.shape, value.dtype, value.device) for value in values]
+        self._gradients = _handed(exchange, variables, params)
         self._place_of = {id(variable): place for place, variable in enumerate(variables)}
-        self._overlapping = overlapping
-
-    def ready(self) -> None:
-        """See KerasReducer."""
-        self._gradients.ready()
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """See KerasReducer."""
@@ -123,10 +110,7 @@ class TorchReducer:
 
     def stepped(self) -> None:
         """See KerasReducer."""
-        if self._overlapping:
-            self._gradients.stepped()
-        else:
-            self._gradients.forget()
+        self._gradients.forget()
 
 
 class TensorFlowReducer:
@@ -136,9 +120,6 @@ class TensorFlowReducer:
         params = [placeholder(each.shape, getattr(torch, each.dtype), torch.device("cpu")) for each in variables]
         self._gradients = _handed(exchange, variables, params)
         self._place_of = {id(variable): place for place, variable in enumerate(variables)}
-
-    def ready(self) -> None:
-        """The graph opens it itself, as it goes from world to world."""
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """See KerasReducer. What has no gradient here when the graph is made has none."""

@@ -44,9 +44,6 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[mis
 
     def scale_loss(self, loss: Any) -> Any:
         """See keras.Optimizer.scale_loss."""
-        overlapping = keras.config.backend() == "torch" and not self.gradient_accumulation_steps
-        if self.built and overlapping:  # so that the coming backward is reduced while it runs
-            self._exchange.open(self._trainable_variables, overlapping=True).ready()
         weight = self._exchange.weight
         return super().scale_loss(loss if weight is None else loss * keras.ops.cast(weight, loss.dtype))
 
@@ -61,7 +58,7 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[mis
             ]
             self._exchange.given = [each for each in variables if not overwritten(each)]
         elif len(grads) == len(variables):  # else Keras says what is wrong
-            reducer = self._exchange.open(self._trainable_variables or variables, overlapping=True)
+            reducer = self._exchange.open(self._trainable_variables or variables)
             grads = self._exchange.reduce(reducer, grads, variables)
         super().apply(grads, trainable_variables)
         if self._exchange.reducer is not None and not self.gradient_accumulation_steps:
@@ -70,7 +67,7 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[mis
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         # Keras calls this in the steps that update variables, with the mean of what was accumulated until then.
         if self.gradient_accumulation_steps:
-            reducer = self._exchange.open(self._trainable_variables, overlapping=False)
+            reducer = self._exchange.open(self._trainable_variables)
             grads = self._exchange.reduce(reducer, grads, self._exchange.given)
             reducer.stepped()
         return super()._clip_gradients(grads)
@@ -96,7 +93,8 @@ def DistributedOptimizer(
 
     The same object is returned, now of a class of the same name and module: models are saved, and can be loaded, as if
     it were not distributed. Ranks meet in the steps that update variables, before gradients are clipped: where
-    gradients are accumulated, in one of so many. On the torch backend gradients are reduced while backward goes on.
+    gradients are accumulated, in one of so many. A step is a call of `apply`: its gradients may be of several backward
+    passes, and a backward pass may give gradients to variables of another optimizer.
 
     Under a policy of mixed_float16 the optimizer is put into a LossScaleOptimizer, and that one returned: it skips a
     step on all ranks if one has a gradient that is not finite. There each batch's gradients are reduced.

@@ -60,6 +60,11 @@ def changes(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def is_hooked(param: torch.Tensor) -> bool:
+    """Whether something is to run after each gradient of a parameter."""
+    return bool(param._post_accumulate_grad_hooks)
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """The same for tensors that share memory, and no others, while these live; also where there is no memory."""
     return int(tensor.untyped_storage()._cdata)

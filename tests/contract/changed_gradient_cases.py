@@ -173,7 +173,7 @@ def cast_on_one_rank_alone_is_an_error_on_all(rank: int, size: int) -> None:
             model[2].double()
         optimizer.zero_grad()
         if step == 2:
-            with pytest.raises(PlanMismatchError, match=r"rank 1 trains .*'2\.weight'"):
+            with pytest.raises(PlanMismatchError, match=r"'2\.weight'"):
                 _loss(model, rank, step).backward()
         else:
             _loss(model, rank, step).backward()
@@ -187,7 +187,7 @@ def cast_to_different_dtypes_is_an_error_on_all(rank: int, size: int) -> None:
         for step in range(when + 1):
             if step == when:
                 model.to(torch.float64 if rank else torch.bfloat16)
-                with pytest.raises(PlanMismatchError, match=r"has dtype 'torch\.bfloat16'"):
+                with pytest.raises(PlanMismatchError, match=r"dtype .*'torch\.bfloat16'"):
                     _loss(model, rank, step).backward()
             else:
                 optimizer.zero_grad()

@@ -16,7 +16,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from tests.contract import keras_cases
+from tests.contract import keras_cases, keras_step_cases
 from tests.contract.optimizer_ranks import Ranks
 from tests.elastic_ranks import elastic_job
 
@@ -30,6 +30,7 @@ CASES = [
     if inspect.isfunction(case) and list(inspect.signature(case).parameters) == ["rank", "size"]
     if case is not keras_cases.on_tensorflow
 ]
+STEPS_BY_HAND = [keras_step_cases.two_optimizers, keras_step_cases.two_backwards_and_one_step]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def two() -> Iterator[Ranks]:
     ranks.close()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", CASES + STEPS_BY_HAND, ids=lambda case: case.__name__)
 def test_two_ranks(two: Ranks, case: keras_cases.Case) -> None:
     two.run(case)
 

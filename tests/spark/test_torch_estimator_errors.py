@@ -112,7 +112,7 @@ FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"model\(\*inputs\) failed .* before ranks were started.*features: float32 \[32, 3\]",
     ),
     "input shape": ({"input_shapes": [[-1, 2, 2]]}, ModelError, r"does not fit into the shape \[-1, 2, 2\]"),
-    "dtype": ({"input_dtypes": ["int64"]}, ModelError, "input_dtypes="),
+    "dtype": ({"input_dtypes": ["int64"]}, DataError, "column 'features' has 96 of 96 values that int64 cannot hold"),
     "two outputs": ({"model": Scores(2)}, ModelError, "2 outputs for 1 label_cols"),
     "output of another shape": ({"model": linear(2)}, ModelError, "target size|size of tensor"),
     "two losses for one label": ({"loss": [nn.MSELoss(), nn.MSELoss()]}, ValueError, "2 entries for 1 label_cols"),

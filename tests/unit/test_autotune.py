@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spark_hvd.torch.optimizer.search import Autotuner, Knob
+from spark_hvd.torch.optimizer.tuner import Autotuner, Knob
 
 BYTES = Knob("bytes", 1 << 20, 1 << 28, log=True, integer=True)
 MILLISECONDS = Knob("milliseconds", 1.0, 100.0)

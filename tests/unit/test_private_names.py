@@ -35,6 +35,9 @@ def test_autograd_and_tensors() -> None:
     assert torch_private.changes(weight) == before + 1
     assert torch_private.storage_key(weight) == torch_private.storage_key(weight.detach()[1:])
     assert torch_private.storage_key(weight) != torch_private.storage_key(target)
+    assert not torch_private.is_hooked(weight)
+    weight.register_post_accumulate_grad_hook(lambda _: None)
+    assert torch_private.is_hooked(weight)
 
 
 def test_modules() -> None:

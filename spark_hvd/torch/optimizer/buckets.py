@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -39,6 +39,12 @@ class ParamSpec:
     dtype: torch.dtype
     device: str
     requires_grad: bool = True
+
+    def with_fields(self, fields: Mapping[str, Any], device: str) -> ParamSpec:
+        """The same with other :meth:`fields`, on a device of their type."""
+        shape, stride = tuple(fields["shape"]), tuple(fields["stride"])
+        dtype = getattr(torch, fields["dtype"].removeprefix("torch."))
+        return replace(self, shape=shape, stride=stride, dtype=dtype, device=device)
 
     @property
     def numel(self) -> int:

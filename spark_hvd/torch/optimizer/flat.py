@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from spark_hvd.torch.optimizer.buckets import BucketPlan, ParamSpec
+from spark_hvd.torch.optimizer.memory import BucketMemory, dense_stride, fits, lies_in
 from spark_hvd.torch.optimizer.participation import Presence, notes_numel, write
 from spark_hvd.transport.host.hierarchy import HierarchicalSum, Hierarchy, HostSharing
 from spark_hvd.transport.host.shared_memory import CopiedSum, SharedSum, in_memory
@@ -74,18 +75,18 @@ class FlatBucket:
         specs: Sequence[ParamSpec],
         reduction: Reduction,
         flat: torch.Tensor,
+        memory: BucketMemory,
     ) -> None:
         """Use `flat`, zeros, as buffer: it has an element for each of the gradients', a flag a gradient, and notes."""
-        self.members = list(plan.members)
+        self.members = plan.members
         self.params = [params[index] for index in plan.members]
         self.names = [specs[index].name for index in plan.members]
         self.reduction = reduction
         self.pending = len(plan.members)
         self._flat = flat
+        self._all = memory
         self._memory: MemorySum | None = None
         self._group: dist.ProcessGroup
-        self._first = flat.data_ptr()
-        self._end = self._first + flat.numel() * flat.element_size()
         self._payload = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
         self._body = self._flat[: plan.numel]
         self._tail = self._flat[plan.numel :]
@@ -94,14 +95,15 @@ class FlatBucket:
         """The notes of this rank; after :meth:`receive` they are the sum of all ranks'."""
         self._usual_tail = torch.ones_like(self._tail)
         self._usual_tail[len(plan.members) + 1 :] = 0
-        self._layouts = [
-            (param.shape, _dense_stride(param), offset) for param, offset in zip(self.params, plan.offsets, strict=True)
+        # Users get aliases of these and never these themselves, which they could give other memory or strides.
+        self._views = [
+            torch.as_strided(self._flat, specs[index].shape, dense_stride(specs[index]), offset)
+            for index, offset in zip(plan.members, plan.offsets, strict=True)
         ]
-        self._flag_of = list(range(len(plan.members)))  # by place: which of the flags is its own
-        self.views = [self._view(place) for place in range(len(self.params))]
-        self._starts = [view.data_ptr() for view in self.views]
         self._fused_copy = plan.numel >= FUSED_COPY_NUMEL * len(self.params)
         self._missing: list[int] = []
+        self.misfits: list[int] = []
+        """Indices of the parameters that have changed, so that their gradients do not fit into their places."""
         self._work: dist.Work | MemorySum | None = None
         self._wire = self._payload
         self._context: Any = None
@@ -111,12 +113,21 @@ class FlatBucket:
         """Whether its all-reduce was started and not yet waited for."""
         return self._work is not None
 
-    def holds_gradients(self, fresh: int) -> bool:
-        """Whether a gradient that lies here has a value other than zero, that of parameter `fresh` left out."""
-        return any(
-            index != fresh and self._lies_here(place) and bool(self.views[place].any())
-            for place, index in enumerate(self.members)
-        )
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether a parameter's gradient lies in its place."""
+        return any(lies_in(param.grad, view) for param, view in zip(self.params, self._views, strict=True))
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The addresses at which the buffer starts and ends."""
+        start = self._flat.data_ptr()
+        return start, start + self.nbytes
+
+    @property
+    def tells_of_misfits(self) -> bool:
+        """Whether some rank has found, in filling it at the latest, that parameters need other places."""
+        return bool(self.notes[1] > 0.5)
 
     @property
     def on_gpu(self) -> bool:
@@ -157,11 +168,14 @@ class FlatBucket:
         Args:
             presence: Where it is that of a rank that has joined, the gradients are zeros.
         """
+        self.misfits = []
         if presence >= Presence.JOINED:
             self._flat.zero_()
             self._missing = []
         else:
             self._bring_in()
+            if self.misfits and presence is Presence.HERE:
+                presence = Presence.HERE_WITH_NEWCOMERS
         if presence is not Presence.HERE:
             write(self.notes, presence, self.reduction.rank)
         self._wire, self._context = self.reduction.compressor.compress(self._payload)
@@ -170,61 +184,67 @@ class FlatBucket:
         fresh: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         missing = self._missing = []
+        empty: list[int] = []
         in_place = False
-        starts = self._starts
-        for place, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
-            if view.data_ptr() != starts[place]:
-                # `Module.double()`, `Module.to()` and `grad.data = ...` put other memory behind the tensor that was
-                # handed out, so it is a gradient like any other now.
-                view = self.views[place] = self._view(place)
+        is_inside = self._all.is_inside
+        # For small models this loop is a good part of a step: each call in it counts.
+        for place, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
             grad = param.grad
-            if grad is view:
-                in_place = True
-            elif grad is None:
-                view.zero_()
-                missing.append(place)
+            if grad is None:
+                empty.append(place)
+                if fits(param, view):
+                    missing.append(place)
+                else:
+                    self.misfits.append(self.members[place])
+                continue
+            if grad.layout is not torch.strided:
+                grad = self._densified(grad, place)
+            elif is_inside(grad.data_ptr()):
+                if lies_in(grad, view):
+                    in_place = True
+                    continue
+                grad = grad.clone()  # something is about to be written there
+                self._all.rescue(self)
+            try:
+                param.grad = view.data  # with a version counter of its own, so that a change of it is seen as such
+            except RuntimeError:
+                self.misfits.append(self.members[place])
+                empty.append(place)
             else:
-                if grad.layout is not torch.strided:
-                    grad = self._densified(grad, place)
-                elif self.covers(grad):  # another parameter's place, which is written below
-                    grad = grad.clone()
                 fresh.append(grad)
                 targets.append(view)
-                param.grad = view
+        for place in empty:
+            self._views[place].zero_()
         self._scale_in(fresh, targets, in_place)
         self._tail.copy_(self._usual_tail)
-        for place in missing:
-            self._flags[self._flag_of[place]] = 0
+        for place in empty:
+            self._flags[place] = 0
 
-    def _view(self, place: int) -> torch.Tensor:
-        shape, stride, offset = self._layouts[place]
-        # `.data` gives each view a version counter of its own, so that a change to one gradient is seen as such.
-        return torch.as_strided(self._flat, shape, stride, offset).data
-
-    def _lies_here(self, place: int) -> bool:
-        view = self.views[place]
-        return self.params[place].grad is view and view.data_ptr() == self._starts[place]
-
-    def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor begins in this bucket's memory."""
-        return self._first <= tensor.data_ptr() < self._end
-
-    def part_strays(self, buckets: Sequence[FlatBucket]) -> None:
-        """Give each gradient that lies in another parameter's place, in any bucket, memory of its own."""
-        for param, view in zip(self.params, self.views, strict=True):
+    def rescue(self) -> None:
+        """Give memory of their own to gradients that lie in a bucket, but not in their places."""
+        for param, view in zip(self.params, self._views, strict=True):
             grad = param.grad
-            if grad is None or grad is view or grad.layout is not torch.strided:
-                continue
-            if any(bucket.covers(grad) for bucket in buckets):
+            if grad is not None and self._all.has(grad) and not lies_in(grad, view):
                 param.grad = grad.clone()
 
-    def vacate(self, index: int) -> None:
-        """Keep no place for a parameter any more: its part of the buffer is zeros from now on."""
-        place = self.members.index(index)
-        self._usual_tail[self._flag_of[place]] = 0
-        self._view(place).zero_()
-        for each in (self.members, self.params, self.names, self.views, self._starts, self._layouts, self._flag_of):
-            del each[place]
+    def adopt(self) -> None:
+        """Take gradients that are reduced already to their places."""
+        for param, view in zip(self.params, self._views, strict=True):
+            if param.grad is not None and fits(param, view):
+                view.copy_(param.grad)
+                param.grad = view.data
+
+    def was_used(self, index: int) -> bool:
+        """Whether any rank had a gradient of a parameter in what was received."""
+        return bool(self._flags[self.members.index(index)].abs() > 0.5)
+
+    def held_beside(self, index: int) -> list[bool]:
+        """For each gradient in its place, but that of parameter `index`: whether it has a number that is not zero."""
+        return [
+            bool(view.any())
+            for member, param, view in zip(self.members, self.params, self._views, strict=True)
+            if member != index and lies_in(param.grad, view)
+        ]
 
     def _densified(self, grad: torch.Tensor, place: int) -> torch.Tensor:
         if not self.reduction.sparse_as_dense:
@@ -302,8 +322,8 @@ class FlatBucket:
         if self._missing:
             used = (self._flags.abs() > 0.5).tolist()
             for place in self._missing:
-                if used[self._flag_of[place]]:
-                    self.params[place].grad = self.views[place]
+                if used[place]:
+                    self.params[place].grad = self._views[place].data
 
     def abandon(self) -> None:
         """Drop an all-reduce that failed or will never be waited for."""
@@ -317,8 +337,10 @@ class FlatBucket:
 
     def drop(self) -> None:
         """Drop the gradients that lie here."""
-        for place, param in enumerate(self.params):
-            if self._lies_here(place):
+        start, end = self.bounds
+        for param in self.params:
+            grad = param.grad
+            if grad is not None and grad.layout is torch.strided and start <= grad.data_ptr() < end:
                 param.grad = None
 
 
@@ -329,6 +351,7 @@ def make_buckets(
     reduction: Reduction,
     pipes: HostSharing | None,
     exchange: Callable[[Any], list[Any]],
+    memory: BucketMemory,
 ) -> list[FlatBucket]:
     """Make the buckets of some plans; collective.
 
@@ -339,31 +362,26 @@ def make_buckets(
         reduction: How gradients are scaled and compressed.
         pipes: For buckets that are reduced in memory: between the ranks of one host, or the levels of several.
         exchange: Gives every rank the facts of all ranks, in rank order.
+        memory: Of all buckets.
     """
-    leads = [params[plan.members[0]] for plan in plans]
+    leads = [specs[plan.members[0]] for plan in plans]
     notes = notes_numel(reduction.size)
-    kinds = [(plan.numel + len(plan.members) + notes, specs[plan.members[0]].dtype) for plan in plans]
-    on_cpu = all(lead.device.type == "cpu" for lead in leads)
+    kinds = [(plan.numel + len(plan.members) + notes, lead.dtype) for plan, lead in zip(plans, leads, strict=True)]
+    on_cpu = all(lead.device == "cpu" for lead in leads)
     sums: Sequence[tuple[torch.Tensor, MemorySum]] | None = None
     if plans and on_cpu and pipes is not None:
         sums = pipes.sums(kinds, exchange) if isinstance(pipes, Hierarchy) else in_memory(kinds, pipes, exchange)
     if sums is not None:
         flats = [flat for flat, _ in sums]
     else:
-        flats = [lead.new_zeros(numel, dtype=kind) for (numel, kind), lead in zip(kinds, leads, strict=True)]
-    buckets = [FlatBucket(plan, params, specs, reduction, flat) for plan, flat in zip(plans, flats, strict=True)]
+        flats = [
+            torch.zeros(numel, dtype=dtype, device=lead.device)
+            for (numel, dtype), lead in zip(kinds, leads, strict=True)
+        ]
+    buckets = [
+        FlatBucket(plan, params, specs, reduction, flat, memory) for plan, flat in zip(plans, flats, strict=True)
+    ]
     if sums is not None:
-        for bucket, (_, memory) in zip(buckets, sums, strict=True):
-            bucket.share(memory)
+        for bucket, (_, summing) in zip(buckets, sums, strict=True):
+            bucket.share(summing)
     return buckets
-
-
-def _dense_stride(param: torch.Tensor) -> tuple[int, ...]:
-    """The parameter's own strides if they fill memory without a gap (channels_last does), else a fresh tensor's."""
-    dims = sorted((dim for dim in range(param.dim()) if param.shape[dim] > 1), key=lambda dim: param.stride(dim))
-    expected = 1
-    for dim in dims:
-        if param.stride(dim) != expected:
-            return torch.empty(param.shape, device="meta").stride()
-        expected *= param.shape[dim]
-    return param.stride()

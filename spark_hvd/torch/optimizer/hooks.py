@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import NoReturn, Protocol
 
 import torch
 
 from spark_hvd.torch.optimizer.flat import FlatBucket
+from spark_hvd.transport.torch_private import is_hooked
 
 
 class Backward(Protocol):
@@ -25,6 +27,19 @@ class Backward(Protocol):
     def overrun(self, index: int) -> None:
         """A parameter has one gradient more than its step was to have."""
         ...
+
+
+def overrun(name: str, passes: int) -> NoReturn:
+    """A parameter has a gradient once more than expected.
+
+    Raises:
+        AssertionError: Always.
+    """
+    raise AssertionError(
+        f"parameter {name!r} got a gradient more than backward_passes_per_step={passes} times before step(), or after "
+        f"synchronize(). To accumulate gradients over n calls of backward(), pass backward_passes_per_step=n; to drop "
+        f"them, call optimizer.zero_grad()"
+    )
 
 
 class Unplanned:
@@ -77,3 +92,54 @@ def remove_all(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
     """Take hooks away from their parameters, and empty the list."""
     while handles:
         handles.pop().remove()
+
+
+class Watch:
+    """The hooks of a reducer's parameters.
+
+    Args:
+        params: All parameters; the list may grow.
+        progress: What the hooks write.
+        reducer_ref: Whom they tell.
+    """
+
+    def __init__(
+        self, params: Sequence[torch.nn.Parameter], progress: GradientCounts, reducer_ref: weakref.ref[Backward]
+    ) -> None:
+        self.handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.watched: dict[int, None] = {}
+        """Indices of the parameters, in the order in which they were hooked."""
+        self._params, self._progress, self._reducer_ref = params, progress, reducer_ref
+
+    def add(self, index: int) -> None:
+        """Hook a parameter, once."""
+        if index in self.watched:
+            return
+        self.watched[index] = None
+        hook = make_hook(index, self._progress, self._reducer_ref)
+        self.handles.append(self._params[index].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def clear(self) -> None:
+        """Take all hooks away."""
+        remove_all(self.handles)
+        self.watched.clear()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether parameters have become other tensors, without hooks; all of them do or none."""
+        return any(not is_hooked(self._params[index]) for index in islice(self.watched, 1))
+
+    def renew(self) -> None:
+        """Hook parameters again."""
+        watched = list(self.watched)
+        self.clear()
+        for index in watched:
+            self.add(index)
+
+    def require_hooks(self) -> None:
+        """Raise a RuntimeError if hooks are lost, so that backward could not tell of its gradients."""
+        if self.is_lost:
+            raise RuntimeError(
+                "backward() has not told of its gradients, as the parameters have become other tensors "
+                "(torch.utils.swap_tensors does that). Call optimizer.zero_grad() after it, before backward()"
+            )

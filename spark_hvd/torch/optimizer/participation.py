@@ -1,7 +1,7 @@
 """Who takes part in a step of a gradient reducer: all ranks learn it from what they exchange in that step anyway.
 
 Behind the gradients of the first bucket stand a few elements that are summed with them: how many ranks make the step,
-and, zero nearly always, whether one of them trains parameters that have no place yet, whether a rank stands in that
+and, zero nearly always, whether one of them trains parameters that have no fitting place, whether a rank stands in that
 has called join(), and how many of those Average does not divide by. Sums of ones, as a bucket may travel in bf16, in
 which 256 + 1 is 256; so each 256 ranks count in an element of their own.
 """
@@ -23,7 +23,7 @@ class Presence(enum.IntEnum):
 
     HERE = 0
     HERE_WITH_NEWCOMERS = 1
-    """It trains parameters that have no place yet."""
+    """It trains parameters that have no place yet, or none that fits any more."""
     JOINED = 2
     """It has called join(), and Average divides by it."""
     GONE = 3
@@ -36,7 +36,7 @@ class Participation:
 
     Attributes:
         anyone: Whether any rank makes the step.
-        newcomers: Whether one of them trains parameters that have no place yet.
+        newcomers: Whether one of them trains parameters that have no place yet, or none that fits any more.
         joined: Whether any rank stands in.
         gone: How many ranks Average does not divide by.
     """

@@ -11,6 +11,7 @@ import torch
 from spark_hvd.torch.optimizer.arguments import spec_of
 from spark_hvd.torch.optimizer.buckets import MEGABYTE, ParamSpec, describe_mismatch, fingerprint, plan_buckets
 from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction, make_buckets
+from spark_hvd.torch.optimizer.memory import BucketMemory
 from spark_hvd.transport.host.hierarchy import HostSharing
 from spark_hvd.world.errors import PlanMismatchError
 
@@ -44,7 +45,7 @@ class GradientPlan:
 
     Args:
         params: All parameters; the list may grow.
-        specs: What they are, in the same order; brought up to date when a parameter gets its place.
+        specs: What they are, in the same order; changed where they change.
         groups: Indices of parameters to keep in one bucket.
         reduction: How gradients are scaled and compressed.
         pipes: For buckets that are reduced in memory, between the ranks of one host, or the levels of several.
@@ -62,6 +63,7 @@ class GradientPlan:
     ) -> None:
         self.buckets: list[FlatBucket] = []
         """The buckets, in the order in which they are launched."""
+        self._memory = BucketMemory(self.buckets)
         self.sparse: list[int] = []
         """Indices of the parameters whose gradients are gathered."""
         self.unplanned: list[int] = []
@@ -74,7 +76,6 @@ class GradientPlan:
         self._in_memory = pipes is not None
         self._cap_bytes = cap_bytes
         self._order: list[int] = []
-        self._placed: list[tuple[int, torch.nn.Parameter, torch.dtype, torch.Size, torch.device]] = []
 
     @property
     def made(self) -> bool:
@@ -84,52 +85,6 @@ class GradientPlan:
     def newcomers(self) -> list[int]:
         """The parameters without a place that are trained by now: added since, or unfrozen."""
         return [index for index in self.unplanned if self._params[index].requires_grad]
-
-    def changed(self) -> list[int]:
-        """The parameters in buckets whose dtype, shape or device is no longer that of their place."""
-        return [
-            index
-            for index, param, dtype, shape, device in self._placed
-            if param.dtype is not dtype or param.shape != shape or param.device != device
-        ]
-
-    def vacate(self, indices: Iterable[int]) -> None:
-        """Take parameters out of their buckets, if they are in any; they are reduced as newcomers then."""
-        for index in indices:
-            for bucket in self.buckets:
-                if index in bucket.members:
-                    bucket.vacate(index)
-
-    def drop_empty(self) -> None:
-        """Do without the buckets that every parameter has left; to be called between steps."""
-        for bucket in [bucket for bucket in self.buckets if not bucket.members]:
-            self.buckets.remove(bucket)
-            bucket.release()
-
-    def kinds_here(self, indices: Iterable[int]) -> list[dict[str, Any]]:
-        """What these parameters are on this rank now, to be compared with other ranks."""
-        return [spec_of(self._specs[index].name, self._params[index]).fields() for index in indices]
-
-    def recast(self, indices: Iterable[int]) -> list[int]:
-        """Which of these are no longer what ranks have compared: another dtype, shape, layout or device."""
-        specs = [(index, self._specs[index]) for index in indices]
-        return [
-            index
-            for index, spec in specs
-            if replace(spec_of(spec.name, self._params[index]), requires_grad=spec.requires_grad) != spec
-        ]
-
-    def require_same_kinds(self, kinds: Sequence[list[dict[str, Any]]]) -> None:
-        """Go on only if what :meth:`kinds_here` found is the same on all ranks.
-
-        Raises:
-            PlanMismatchError: It differs; raised on every rank.
-        """
-        if any(each != kinds[0] for each in kinds):
-            raise PlanMismatchError(
-                "parameters were cast or moved since DistributedOptimizer was made, and "
-                f"{describe_mismatch(kinds, [{}] * len(kinds))}. Change them alike on every rank"
-            )
 
     def require_same_newcomers(self, newcomers: Sequence[list[int]], ranks: Sequence[int]) -> None:
         """Go on only if these are the same on all ranks.
@@ -150,10 +105,95 @@ class GradientPlan:
             if (more := [index for index in indices if index not in everywhere])
         ]
         raise PlanMismatchError(
-            "requires_grad was switched on, or the dtype changed, for different parameters on different ranks: "
-            f"{'; '.join(lines)}, and not every rank does. Unfreeze the same parameters on every rank, and cast "
-            "them alike"
+            "requires_grad was switched on for different parameters on different ranks: "
+            f"{'; '.join(lines)}, and not every rank does. Unfreeze the same parameters on every rank"
         )
+
+    def changed_here(self, indices: Iterable[int] | None = None) -> list[list[Any]]:
+        """Parameters that are not any more what the plan takes them for: the index and the fields of each.
+
+        Args:
+            indices: Which to look at; by default all that are trained or have a place.
+        """
+        if indices is None:
+            frozen = {index for index in self.unplanned if not self._params[index].requires_grad}
+            indices = [index for index in range(len(self._params)) if index not in frozen]
+        found: list[list[Any]] = []
+        for index in indices:
+            spec = self._specs[index]
+            now = replace(spec_of(spec.name, self._params[index]), requires_grad=spec.requires_grad)
+            if now != spec:
+                found.append([index, now.fields()])
+        return found
+
+    def take_changes(self, changes: Sequence[list[list[Any]]], ranks: Sequence[int]) -> None:
+        """Plan with parameters as they are now.
+
+        Args:
+            changes: What each rank that makes the step has found by :meth:`changed_here`.
+            ranks: Their numbers.
+
+        Raises:
+            PlanMismatchError: Parameters have not changed alike; raised on every rank.
+        """
+        for rank, found in zip(ranks, changes, strict=True):
+            if found != changes[0]:
+                raise PlanMismatchError(self._difference(dict(changes[0]), dict(found), ranks[0], rank))
+        for index, fields in changes[0]:
+            here = str(self._params[index].device)
+            kind = fields["device type"]
+            self._specs[index] = self._specs[index].with_fields(fields, here if here.startswith(kind) else kind)
+
+    def _difference(self, first: dict[int, Any], other: dict[int, Any], first_rank: int, rank: int) -> str:
+        index = min(index for index in {*first, *other} if first.get(index) != other.get(index))
+        before = self._specs[index].fields()
+        ours, theirs = first.get(index, before), other.get(index, before)
+        key = next(key for key in ours if ours[key] != theirs[key])
+        return (
+            f"parameter {before['name']!r} has changed since the optimizer was made, and not alike on all ranks: its "
+            f"{key} is {ours[key]!r} on rank {first_rank} and {theirs[key]!r} on rank {rank}. Cast, move and reshape "
+            "parameters on every rank alike"
+        )
+
+    def withdraw(self, indices: Sequence[int]) -> None:
+        """Take parameters away from places that their gradients do not fit into.
+
+        Args:
+            indices: The same on every rank, in a step whose buckets have been received.
+
+        Raises:
+            PlanMismatchError: A gradient fits on some ranks; raised on every rank.
+        """
+        for index in indices:
+            if any(index in bucket.members and bucket.was_used(index) for bucket in self.buckets):
+                raise PlanMismatchError(
+                    f"the gradient of {self._specs[index].name!r} has not the dtype, shape and device of its parameter "
+                    "on some ranks, or its parameter was changed on some ranks only. Cast, move and reshape "
+                    "parameters on every rank alike, between step() and backward()"
+                )
+        self._order = [index for index in self._order if index not in indices]
+        self.unplanned.extend(indices)
+
+    def require_fit(self, first: int) -> None:
+        """Go on only if gradients fit into new buckets, which have been received, from number `first` on.
+
+        Raises:
+            PlanMismatchError: One does not; raised on every rank.
+        """
+        for bucket in self.buckets[first:]:
+            if bucket.tells_of_misfits:
+                raise PlanMismatchError(
+                    f"a gradient of {', '.join(bucket.names)} cannot be kept by its parameter on some rank: expected "
+                    "the dtype, shape and device of the parameter. Leave grad_dtype as it is"
+                )
+
+    def is_cleared(self, index: int) -> bool:
+        """Whether reduced gradients were zeroed, or dropped, before that of parameter `index` was added to."""
+        if not any(bucket.holds_gradients for bucket in self.buckets):
+            return True
+        held = [bucket.held_beside(index) for bucket in self.buckets]
+        # Where it is alone nothing tells. The average of equal numbers is the same number, so that no harm is done.
+        return not any(map(any, held)) and (any(held) or self._reduction.average)
 
     def sparse_here(self, indices: Sequence[int]) -> list[int]:
         """Which parameters' gradients are to be gathered, going by what they are on this rank."""
@@ -176,29 +216,33 @@ class GradientPlan:
         Returns:
             The new buckets, which are the last ones now.
         """
-        for index in order:
-            self._specs[index] = spec_of(self._specs[index].name, self._params[index])
         gathered = sorted(set(sparse))
         dense = [index for index in order if index not in gathered]
         self.sparse.extend(gathered)
+        self._order += dense
         placed = set(order)
-        self._order = [index for index in self._order if index not in placed] + dense
         self.unplanned = [index for index in self.unplanned if index not in placed]
         return self._pack(dense, exchange)
 
-    def pack_again(self, cap_bytes: int, exchange: Exchange, *, in_memory: bool) -> list[FlatBucket]:
-        """Make other buckets for what has its place already; collective, with the same arguments on every rank.
+    def resize(self, cap_bytes: int, *, in_memory: bool) -> None:
+        """What :meth:`pack_again` is to make.
 
         Args:
             cap_bytes: Upper bound of a bucket.
-            exchange: For the buckets' memory.
             in_memory: Whether to reduce in shared memory, if there is a group for that.
+        """
+        self._cap_bytes = cap_bytes
+        self._in_memory = in_memory
+
+    def pack_again(self, exchange: Exchange) -> list[FlatBucket]:
+        """Make other buckets for what has its place already; collective.
+
+        Args:
+            exchange: For the buckets' memory.
 
         Returns:
             All buckets.
         """
-        self._cap_bytes = cap_bytes
-        self._in_memory = in_memory
         if not self.buckets:
             return []
         self.buckets.clear()
@@ -208,8 +252,7 @@ class GradientPlan:
         cap = self._cap_bytes
         plans = plan_buckets(self._specs, dense, self.groups, cap_bytes=cap, tail_bytes=min(TAIL_BYTES, cap))
         pipes = self._pipes if self._in_memory else None
-        fresh = make_buckets(plans, self._params, self._specs, self._reduction, pipes, exchange)
+        fresh = make_buckets(plans, self._params, self._specs, self._reduction, pipes, exchange, self._memory)
         self.buckets.extend(fresh)
-        params = [(index, self._params[index]) for index in self._order]
-        self._placed = [(index, param, param.dtype, param.shape, param.device) for index, param in params]
+        self._memory.changed()
         return fresh

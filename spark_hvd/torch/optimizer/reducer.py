@@ -18,7 +18,7 @@ import enum
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,14 @@ from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.torch.optimizer.arguments import fingerprints, warn_of_start
 from spark_hvd.torch.optimizer.buckets import ParamSpec
 from spark_hvd.torch.optimizer.flat import FlatBucket, Reduction
-from spark_hvd.torch.optimizer.hooks import GradientCounts, Unplanned, make_hook, remove_all
+from spark_hvd.torch.optimizer.hooks import GradientCounts, Unplanned, Watch, overrun, remove_all
+from spark_hvd.torch.optimizer.memory import Marks
 from spark_hvd.torch.optimizer.participation import Presence
 from spark_hvd.torch.optimizer.plan import GradientPlan, require_same
 from spark_hvd.torch.optimizer.step import BucketPipeline
-from spark_hvd.torch.optimizer.trace import Stepped, StepTrace
+from spark_hvd.torch.optimizer.trace import StepTrace
 from spark_hvd.transport.host.hierarchy import HostSharing
-from spark_hvd.transport.torch_private import at_end_of_backward, changes
+from spark_hvd.transport.torch_private import at_end_of_backward
 from spark_hvd.world.activity import activity
 from spark_hvd.world.vitals import Underway
 
@@ -44,6 +45,18 @@ class Phase(enum.Enum):
     LEARNING = "learning"
     EAGER = "eager"
     LATE = "late"
+
+
+class Stepped(Protocol):
+    """Who is told of a reducer's steps."""
+
+    def stepped(self) -> None:
+        """One has been made, as planned."""
+        ...
+
+    def pause(self) -> None:
+        """The next one is no measure of the steps before."""
+        ...
 
 
 class GradientReducer:
@@ -90,18 +103,17 @@ class GradientReducer:
         self.phase = Phase.LEARNING
         self.tuner: Stepped | None = None
         self._progress = GradientCounts()
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._watched: set[int] = set()
+        self._watch = Watch(self._params, self._progress, weakref.ref(self))
         self._plan = GradientPlan(self._params, self._specs, groups, reduction, pipes, cap_bytes)
         self._buckets = self._plan.buckets
         self._pipeline = BucketPipeline(self._buckets, reduction, group, device, self._trace, self.reset)
         self._backwards = 0
         self._finished = False
         self._warned = False
-        self._marks: list[tuple[int, torch.Tensor, int]] = []
+        self._pack_again, self._marks = False, Marks()
         self._joined: Presence | None = None
         self._newcomers: list[int] | None = None  # of this step, once it is known
-        weakref.finalize(self, remove_all, self._handles)
+        weakref.finalize(self, remove_all, self._watch.handles)
         self.extend(params, specs)
         activity.add_source(self)
 
@@ -147,29 +159,22 @@ class GradientReducer:
         self._plan.unplanned.extend(range(first, len(self._params)))
         for index in range(first, len(self._params)):
             if self._params[index].requires_grad:
-                self._watch(index)
+                self._watch.add(index)
 
     def restart(
         self, params: Sequence[torch.nn.Parameter], specs: Sequence[ParamSpec], groups: Sequence[Sequence[int]]
     ) -> None:
         """Reduce these instead, as if made with them; collective, to be called before the first backward."""
-        remove_all(self._handles)
+        self._watch.clear()
         progress, unplanned = self._progress, self._plan.unplanned
-        for each in (self._params, self._specs, progress.left, progress.units, unplanned, self._watched):
+        for each in (self._params, self._specs, progress.left, progress.units, unplanned):
             each.clear()
         self._plan.groups = groups
         self.extend(params, specs)
 
-    def _watch(self, index: int) -> None:
-        if index in self._watched:
-            return
-        self._watched.add(index)
-        hook = make_hook(index, self._progress, weakref.ref(self))
-        self._handles.append(self._params[index].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-
     def close(self) -> None:
         """Let go of the parameters, because nothing will be reduced any more."""
-        remove_all(self._handles)
+        self._watch.clear()
         while self._buckets:
             self._buckets.pop().release()
 
@@ -180,11 +185,12 @@ class GradientReducer:
 
     def reset(self) -> None:
         """Begin a new step."""
+        if self._watch.is_lost:
+            self._watch.renew()
         progress = self._progress
         progress.idle = True
         progress.left[:] = [self._passes] * len(progress.left)
         progress.order.clear()
-        self._plan.drop_empty()
         self._pipeline.reset()
         self._backwards = 0
         self._finished = False
@@ -232,13 +238,12 @@ class GradientReducer:
     def begin_backward(self, index: int) -> None:
         """The first gradient of a backward pass has come, that of parameter `index`."""
         if self._finished:
-            if any(bucket.holds_gradients(index) for bucket in self._buckets):
+            if not self._plan.is_cleared(index):
                 self.overrun(index)
-            # The last step was not taken (GradScaler skips one on inf), and its gradients were dropped or zeroed.
-            self.reset()
+            self.reset()  # the last step was not taken (GradScaler skips one on inf), and gradients were zeroed
+        elif self._backwards >= self._passes and not self.in_flight and self._marks.are_cleared(self._params, index):
+            self.reset()  # so it was before they were reduced
         self._progress.idle = False
-        for bucket in self._buckets:
-            bucket.part_strays(self._buckets)
         self._trace.backward_began()
         at_end_of_backward(self._end_backward)
 
@@ -249,16 +254,8 @@ class GradientReducer:
             pipeline.launch_next(self._presence())
 
     def overrun(self, index: int) -> NoReturn:
-        """A parameter has a gradient once more than expected.
-
-        Raises:
-            AssertionError: always.
-        """
-        raise AssertionError(
-            f"parameter {self._specs[index].name!r} got a gradient more than backward_passes_per_step={self._passes} "
-            f"times before step(), or after synchronize(). To accumulate gradients over n calls of backward(), pass "
-            f"backward_passes_per_step=n; to drop them, call optimizer.zero_grad()"
-        )
+        """Raise the AssertionError of a parameter that has a gradient once more than expected."""
+        overrun(self._specs[index].name, self._passes)
 
     def _end_backward(self) -> None:
         self._progress.idle = True
@@ -270,8 +267,7 @@ class GradientReducer:
             if self.phase is Phase.EAGER:
                 self._finish()
         if self.phase is Phase.LATE and not self._finished:
-            graded = [(index, param.grad) for index, param in enumerate(self._params) if param.grad is not None]
-            self._marks = [(index, grad, changes(grad)) for index, grad in graded]
+            self._marks.set(self._params)
 
     # ---- reducing -------------------------------------------------------------------------------------------------
 
@@ -287,13 +283,9 @@ class GradientReducer:
         if self.phase is Phase.LEARNING:
             self._settle(last_chance=False)
         # A rank that raises this does so before it waits for others, who may not come.
-        for index, grad, version in self._marks:
-            if self._params[index].grad is not grad or changes(grad) != version:
-                raise ValueError(
-                    f"the gradient of {self._specs[index].name!r} was changed before it was reduced (clipped or "
-                    f"unscaled?). Some parameters get no gradient in some backward passes of this model, so reduction "
-                    f"ends in step(): call optimizer.synchronize() before you change gradients"
-                )
+        self._marks.check(self._params, self._specs)
+        if self._backwards == 0:
+            self._watch.require_hooks()
         if self.phase is Phase.LATE and not self._plan.made:
             self._settle(last_chance=True)
         if self._plan.made:
@@ -301,7 +293,7 @@ class GradientReducer:
 
     def _settle(self, *, last_chance: bool) -> None:
         """Tell all ranks what was seen here; plan if every rank has seen all there is to see, or no more will come."""
-        trained = [index for index in self._plan.unplanned if index in self._watched]
+        trained = [index for index in self._plan.unplanned if index in self._watch.watched]
         seen = self._progress.order
         facts = self._pipeline.gather_facts(
             {
@@ -309,12 +301,11 @@ class GradientReducer:
                 "complete": len(seen) == len(trained),
                 "sparse": self._plan.sparse_here(trained),
                 "any": any(self._params[index].grad is not None for index in trained),
+                "changed": self._plan.changed_here(trained),
                 "weights": fingerprints(self._params),
-                "kinds": self._plan.kinds_here(self._plan.recast(trained)),
             },
             self._joined or Presence.HERE,
         )
-        self._plan.require_same_kinds([fact["kinds"] for fact in facts])
         if facts and facts[0]["rank"] == dist.get_rank() and not self._warned:
             self._warned = True
             warn_of_start(self._params, self._specs, [fact["weights"] for fact in facts])
@@ -329,8 +320,10 @@ class GradientReducer:
             self._place(facts[0]["order"], facts)
 
     def _place(self, order: Sequence[int], facts: Sequence[dict[str, Any]]) -> None:
-        sparse = [index for fact in facts for index in fact["sparse"]]
-        self._use(self._plan.place(order, sparse, self._pipeline.exchange))
+        self._plan.take_changes([fact["changed"] for fact in facts], [fact["rank"] for fact in facts])
+        self._use(
+            self._plan.place(order, [index for fact in facts for index in fact["sparse"]], self._pipeline.exchange)
+        )
 
     def _use(self, buckets: Sequence[FlatBucket]) -> None:
         for bucket in buckets:
@@ -346,7 +339,8 @@ class GradientReducer:
             in_memory: whether to reduce in shared memory, if the reducer was made for that.
         """
         self._pipeline.group = group
-        self._use(self._plan.pack_again(cap_bytes, self._pipeline.exchange, in_memory=in_memory))
+        self._plan.resize(cap_bytes, in_memory=in_memory)
+        self._use(self._plan.pack_again(self._pipeline.exchange))
         self.reset()
 
     def _finish(self) -> None:
@@ -357,7 +351,11 @@ class GradientReducer:
         finally:
             activity.wait_ends(time.monotonic())
         self._trace.waited(self._buckets, started_ns)
-        self._finished = True
+        if self._pack_again:
+            self._use(self._plan.pack_again(self._pipeline.exchange))
+            for bucket in self._buckets:
+                bucket.adopt()
+        self._finished, self._pack_again = True, False
         self._marks.clear()
 
     def _presence(self) -> Presence:
@@ -365,8 +363,7 @@ class GradientReducer:
         if self._joined is not None:
             return self._joined
         if self._newcomers is None:
-            self._newcomers = self._plan.newcomers() + self._plan.changed()
-            self._plan.vacate(self._newcomers)
+            self._newcomers = self._plan.newcomers()
         return Presence.HERE_WITH_NEWCOMERS if self._newcomers else Presence.HERE
 
     def _finish_waiting(self) -> None:
@@ -378,23 +375,26 @@ class GradientReducer:
             self._take_in_newcomers(presence)
 
     def _take_in_newcomers(self, presence: Presence) -> None:
-        """Place what was added, unfrozen or cast since the last plan: its gradients are complete, hooks or not."""
-        newcomers = self._newcomers or []
+        """Place what was added, unfrozen or changed since the last plan; its gradients are complete by now."""
+        newcomers, plan = self._newcomers or [], self._plan
+        misfits = [index for bucket in self._buckets for index in bucket.misfits]
         facts = self._pipeline.gather_facts(
             {
                 "newcomers": newcomers,
-                "sparse": self._plan.sparse_here(newcomers),
-                "kinds": self._plan.kinds_here(newcomers),
+                "misfits": misfits,
+                "changed": plan.changed_here(),
+                "sparse": plan.sparse_here(newcomers + misfits),
             },
             presence,
         )
-        indices = [fact["newcomers"] for fact in facts]
-        self._plan.require_same_newcomers(indices, [fact["rank"] for fact in facts])
-        self._plan.require_same_kinds([fact["kinds"] for fact in facts])
-        self._plan.vacate(indices[0])  # a rank that has joined has not looked
-        buckets, sparse = len(self._buckets), len(self._plan.sparse)
-        self._place(indices[0][::-1], facts)
+        plan.require_same_newcomers([fact["newcomers"] for fact in facts], [fact["rank"] for fact in facts])
+        misfits = sorted({index for fact in facts for index in fact["misfits"]})
+        plan.withdraw(misfits)
+        buckets, sparse = len(self._buckets), len(plan.sparse)
+        self._place(facts[0]["newcomers"][::-1] + misfits, facts)
         for index in newcomers:
-            self._watch(index)
-        self._pipeline.launch_rest(presence)
-        self._pipeline.finish(buckets, [self._params[index] for index in self._plan.sparse[sparse:]], presence)
+            self._watch.add(index)
+        self._pipeline.launch_rest(presence := self._joined or Presence.HERE)
+        self._pipeline.finish(buckets, [self._params[index] for index in plan.sparse[sparse:]], presence)
+        plan.require_fit(buckets)
+        self._pack_again = bool(misfits)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 
 import torch
 
 from spark_hvd.torch.optimizer.participation import Participation, Presence
+from spark_hvd.world.errors import PlanMismatchError
 
 AllGather = Callable[[torch.Tensor], list[torch.Tensor]]
 
@@ -31,13 +33,22 @@ def reduce_sparse(
 
     Returns:
         All ranks' presence.
+
+    Raises:
+        PlanMismatchError: Parameters differ between ranks; raised on every rank.
     """
     device = params[0].device
     joined = presence >= Presence.JOINED
     parts = [None if param.grad is None or joined else _coalesced(param.grad) for param in params]
     # -1 tells "no gradient here" from "a gradient of no rows".
     counts = [-1 if part is None else part.indices().shape[1] for part in parts]
-    table = torch.stack(all_gather(torch.tensor([*counts, presence], device=device))).tolist()
+    kind = zlib.crc32(repr([(param.dtype, *param.shape) for param in params]).encode())
+    table = torch.stack(all_gather(torch.tensor([*counts, kind, presence], device=device))).tolist()
+    if any(row[-2] != kind for row in table):
+        raise PlanMismatchError(
+            "parameters with sparse gradients differ between ranks in dtype or shape, on this one "
+            f"{[(str(param.dtype), *param.shape) for param in params]}. Cast and reshape parameters on every rank alike"
+        )
     participation = Participation.of([row[-1] for row in table])
     scale = scale_for(participation)
     for place, (param, part) in enumerate(zip(params, parts, strict=True)):

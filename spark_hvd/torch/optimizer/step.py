@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -122,12 +123,14 @@ class BucketPipeline:
             bucket.receive()
             if number == 0 and not sparse:
                 self._look_round(bucket, presence)
+            elif (not bucket.on_gpu or bucket.misfits) and bucket.tells_of_misfits:
+                self.participation = replace(self.participation, newcomers=True)
             bucket.complete(self._correction)
 
     def _look_round(self, first: FlatBucket, presence: Presence) -> None:
         """See who has taken part."""
         # The host would have to wait for a device. With one it looks only where it knows that there is news.
-        if not first.on_gpu or self.must_look or presence is not Presence.HERE:
+        if not first.on_gpu or self.must_look or presence is not Presence.HERE or first.misfits:
             self._take(Participation.read(first.notes))
         elif self._reduction.average:
             self._correction = correction_on_device(first.notes, self._reduction.size)

@@ -1,28 +1,15 @@
-"""Who is told of a gradient reducer's steps, and what the timeline is told of backward passes and buckets."""
+"""What a gradient reducer tells the timeline: steps, backward passes, and each bucket's way."""
 
 from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Protocol
 
 from spark_hvd.collectives.tracing import Tracing
 from spark_hvd.timeline.recorder import BACKWARD, BUCKET_FILL, SHARED_MEMORY, STEP, WAIT, wire_phase
 from spark_hvd.torch.optimizer.flat import FlatBucket
 
 _ROW = "step"
-
-
-class Stepped(Protocol):
-    """Who is told of a reducer's steps."""
-
-    def stepped(self) -> None:
-        """One has been made, as planned."""
-        ...
-
-    def pause(self) -> None:
-        """The next one is no measure of the steps before."""
-        ...
 
 
 class StepTrace:

@@ -7,17 +7,23 @@ second, of whole steps, so that what overlaps with computation counts for what i
 
 from __future__ import annotations
 
+import csv
 import logging
+import math
+import statistics
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from spark_hvd.torch.optimizer.buckets import MEGABYTE
-from spark_hvd.torch.optimizer.search import Autotuner, Knob
 from spark_hvd.transport.exchange import exchange
 from spark_hvd.world.config import Config
 
@@ -29,6 +35,192 @@ _log = logging.getLogger("spark_hvd")
 
 GLOO_THREADS = (1, 2, 3, 4)
 """What is tried."""
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One setting to tune.
+
+    Attributes:
+        name: Key of the setting.
+        low: Smallest value to try.
+        high: Largest value to try.
+        log: Whether ratios matter and not differences, as with sizes.
+        integer: Whether values are whole numbers.
+    """
+
+    name: str
+    low: float
+    high: float
+    log: bool = False
+    integer: bool = False
+
+    def value(self, position: float) -> float:
+        """The setting at a position in [0, 1] of the range."""
+        width = self.high - self.low
+        value: float = self.low * (self.high / self.low) ** position if self.log else self.low + width * position
+        value = min(max(value, self.low), self.high)  # a power is rounded
+        return round(value) if self.integer else value
+
+    def within(self, value: float) -> float:
+        """The value itself, or a ValueError if it is none of this knob's."""
+        if not self.low <= value <= self.high or (self.integer and value != int(value)):
+            kind = "a whole number" if self.integer else "a number"
+            raise ValueError(f"{self.name}={value}: expected {kind} from {self.low} to {self.high}.")
+        return value
+
+    def position(self, value: float) -> float:
+        """Where a setting lies in the range: 0 to 1."""
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def moved(self, value: float, distance: float) -> float:
+        """The setting that lies some part of the range away, or at its end; a whole number moves by at least one."""
+        found = self.value(self.position(value) + distance)
+        if self.integer and found == value:
+            found = min(max(value + int(math.copysign(1, distance)), self.low), self.high)
+        return found
+
+
+Point = tuple[float, ...]
+"""Values of the knobs that are tuned, in their order."""
+
+FIRST_STEP, LAST_STEP = 1 / 4, 1 / 32
+"""How far the search moves a knob, as a part of its range: at first, and at last."""
+
+
+class Autotuner:
+    """Tries settings, one sample of training each, and keeps the fastest. One rank has it and tells the others.
+
+    The first samples are thrown away: start-up is not what training is like. Each further one is a trial. The search
+    moves one knob at a time, up and then down, and stays where the score is higher. When no move helps, it halves the
+    step. At the end the two best settings run once more, since the best of many noisy scores may be luck; the better
+    one stays.
+
+    Args:
+        knobs: What is tuned.
+        start: The values to begin with, of every knob that is not fixed.
+        warmup_samples: Samples to throw away.
+        samples: Trials, before the two best are checked.
+        log_path: A CSV file with a line a sample: its number, the value of every knob, the score, and "warmup", "trial"
+            or "final" for the check of the two best. An existing file is overwritten.
+        fixed: Knobs that keep this value, in their range or not. If none is left to tune, `done` is true at once.
+
+    Raises:
+        ValueError: A value to start with is none of its knob's.
+        OSError: `log_path` cannot be written.
+    """
+
+    def __init__(
+        self,
+        knobs: Sequence[Knob],
+        start: Mapping[str, float],
+        *,
+        warmup_samples: int = 3,
+        samples: int = 20,
+        log_path: str | PathLike[str] | None = None,
+        fixed: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        self._knobs = tuple(knobs)
+        self._fixed = dict(fixed)
+        self._free = [knob for knob in knobs if knob.name not in fixed]
+        self._warmup, self._trials = warmup_samples, samples
+        self._point: Point = tuple(knob.within(start[knob.name]) for knob in self._free)
+        self._scores: dict[Point, list[float]] = {}
+        self._proposals = self._search()
+        self._finalists: list[Point] = []
+        self._unchecked: list[Point] = []
+        self._recorded = 0
+        self._done = not self._free
+        self._log = None if log_path is None else Path(log_path)
+        if self._log is not None:
+            _create(self._log, ["sample", *(knob.name for knob in knobs), "score", "phase"])
+
+    @property
+    def current(self) -> dict[str, float]:
+        """The values in force, of all knobs in their order."""
+        values = self._fixed | dict(zip((knob.name for knob in self._free), self._point, strict=True))
+        return {knob.name: values[knob.name] for knob in self._knobs}
+
+    @property
+    def done(self) -> bool:
+        """Whether the values in force are final."""
+        return self._done
+
+    def record(self, score: float) -> dict[str, float] | None:
+        """Take in what the values in force have achieved, and choose the next ones. Ignored once `done` is true.
+
+        Args:
+            score: Bytes per second, or any other rate: only ratios count.
+
+        Returns:
+            The values of all knobs if they change now, else None.
+
+        Raises:
+            ValueError: `score` is not a finite number above zero.
+        """
+        if not 0 < score < math.inf:
+            raise ValueError(f"score={score}: expected bytes per second, a finite number above zero.")
+        if self._done:
+            return None
+        before = self.current
+        self._recorded += 1
+        trial = self._recorded - self._warmup
+        if trial <= 0:
+            self._write(score, "warmup")
+            return None
+        self._write(score, "trial" if trial <= self._trials else "final")
+        self._scores.setdefault(self._point, []).append(score)
+        if trial < self._trials:
+            self._point = next(self._proposals)
+        else:
+            self._settle()
+        return self.current if self.current != before else None
+
+    def _settle(self) -> None:
+        if not self._finalists:
+            self._finalists = sorted(self._scores, key=self._score, reverse=True)[:2]
+            self._unchecked = self._finalists.copy()
+        if self._unchecked:
+            self._point = self._unchecked.pop(0)
+        else:
+            self._point = max(self._finalists, key=self._score)
+            self._done = True
+
+    def _score(self, point: Point) -> float:
+        return statistics.median(self._scores[point])
+
+    def _search(self) -> Iterator[Point]:
+        """Yield what to try next, without end; a point's score is known before the next is asked for."""
+        step = FIRST_STEP
+        while step >= LAST_STEP:
+            began = best = self._best()
+            for place, knob in enumerate(self._free):
+                for distance in (step, -step):
+                    point = (*best[:place], knob.moved(best[place], distance), *best[place + 1 :])
+                    if point in self._scores:
+                        continue
+                    yield point
+                    if self._score(point) > self._score(best):
+                        best = point
+                        break
+            if best == began:
+                step /= 2
+        while True:  # a score may have been luck
+            yield self._best()
+
+    def _best(self) -> Point:
+        return max(self._scores, key=self._score)
+
+    def _write(self, score: float, phase: str) -> None:
+        if self._log is None:
+            return
+        try:
+            _append(self._log, [self._recorded, *self.current.values(), score, phase])
+        except OSError as error:
+            warnings.warn(f"the autotune log {self._log} ends here: {error}", stacklevel=3)
+            self._log = None  # training goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +331,18 @@ class StepTuner:
         if dist.get_rank() == 0:
             threshold = int(values["fusion_threshold_mb"] * MEGABYTE)
             self._engine.tune(replace(self._engine.config, fusion_threshold=threshold))
+
+
+def _create(log: Path, header: Sequence[str]) -> None:
+    try:
+        _append(log, header, mode="w")
+    except OSError as error:
+        raise OSError(
+            f"cannot write the autotune log {log}: {error.strerror}. Name a file in a folder that you may write to."
+        ) from error
+
+
+def _append(log: Path, row: Sequence[object], mode: str = "a") -> None:
+    # Opened for every line: nothing is lost if training is killed, and there is no file to close.
+    with log.open(mode, newline="") as file:
+        csv.writer(file, lineterminator="\n").writerow(row)

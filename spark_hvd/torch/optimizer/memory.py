@@ -1,0 +1,112 @@
+"""Where gradients lie, and whether they were changed: one belongs to its bucket by its memory.
+
+The tensor object in ``param.grad`` says nothing: a cast of the module gives the same object other memory, and users
+make new objects of the same memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from spark_hvd.torch.optimizer.buckets import ParamSpec
+from spark_hvd.transport.torch_private import changes
+
+if TYPE_CHECKING:
+    from spark_hvd.torch.optimizer.flat import FlatBucket
+
+
+class BucketMemory:
+    """The buckets of one reducer, and where in memory they lie.
+
+    Args:
+        buckets: A list that may change; :meth:`changed` is to be called then.
+    """
+
+    def __init__(self, buckets: list[FlatBucket]) -> None:
+        self._buckets = buckets
+        self._bounds: list[int] = []  # addresses at which buffers start and end in turn, in ascending order
+
+    def changed(self) -> None:
+        """Look where the buckets lie now."""
+        self._bounds = sorted(bound for bucket in self._buckets for bound in bucket.bounds)
+
+    def is_inside(self, address: int) -> bool:
+        """Whether an address lies in a bucket."""
+        return bisect_right(self._bounds, address) & 1 == 1
+
+    def has(self, grad: torch.Tensor) -> bool:
+        """Whether a gradient starts in a bucket."""
+        return grad.layout is torch.strided and self.is_inside(grad.data_ptr())
+
+    def rescue(self, written: FlatBucket) -> None:
+        """Before one bucket is written: gradients of the others get memory of their own if they lie out of place."""
+        for bucket in self._buckets:
+            if bucket is not written:
+                bucket.rescue()
+
+
+def lies_in(grad: torch.Tensor | None, view: torch.Tensor) -> bool:
+    """Whether a gradient is the memory of a view, element for element."""
+    return (
+        grad is not None
+        and grad.layout is torch.strided
+        and grad.data_ptr() == view.data_ptr()
+        and grad.dtype is view.dtype
+        and grad.is_set_to(view)
+    )
+
+
+def fits(param: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether a view can be a parameter's gradient."""
+    return param.dtype is view.dtype and param.shape == view.shape and param.device == view.device
+
+
+def dense_stride(spec: ParamSpec) -> tuple[int, ...]:
+    """The parameter's own strides if they fill memory without a gap (channels_last does), else a fresh tensor's."""
+    dims = sorted((dim for dim, length in enumerate(spec.shape) if length > 1), key=lambda dim: spec.stride[dim])
+    expected = 1
+    for dim in dims:
+        if spec.stride[dim] != expected:
+            return torch.empty(spec.shape, device="meta").stride()
+        expected *= spec.shape[dim]
+    return spec.stride
+
+
+class Marks:
+    """What gradients were when backward ended: object, memory and number of changes of each."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[int, torch.Tensor, torch.Tensor, int]] = []
+
+    def set(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Mark what is there now."""
+        graded = [(index, param.grad) for index, param in enumerate(params) if param.grad is not None]
+        self._marks = [(index, grad, grad.detach(), changes(grad)) for index, grad in graded]
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._marks.clear()
+
+    def check(self, params: Sequence[torch.nn.Parameter], specs: Sequence[ParamSpec]) -> None:
+        """Go on only if nothing has changed.
+
+        Raises:
+            ValueError: A gradient has.
+        """
+        for index, grad, alias, version in self._marks:
+            same = params[index].grad is grad and changes(grad) == version
+            if not same or (grad.layout is torch.strided and not grad.is_set_to(alias)):
+                raise ValueError(
+                    f"the gradient of {specs[index].name!r} was changed before it was reduced (clipped or unscaled?). "
+                    "Some parameters get no gradient in some backward passes of this model, so reduction ends in "
+                    "step(): call optimizer.synchronize() before you change gradients"
+                )
+
+    def are_cleared(self, params: Sequence[torch.nn.Parameter], index: int) -> bool:
+        """Whether gradients were zeroed, or dropped, before that of parameter `index` was added to."""
+        others = [params[each].grad for each, *_ in self._marks if each != index]
+        return bool(others) and not any(grad is not None and bool(grad.to_dense().any()) for grad in others)

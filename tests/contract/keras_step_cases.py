@@ -1,0 +1,63 @@
+"""Keras' torch backend with steps by hand: `apply` is the step, however often backward was called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.contract.keras_cases import FEATURES, ROWS, _data, _keras, _model
+
+STEPS = 4
+
+
+def _apply(model: Any, optimizer: Any) -> None:
+    variables = model.trainable_variables
+    with torch.no_grad():
+        optimizer.apply([variable.value.grad for variable in variables], variables)
+
+
+def _compare(rank: int, size: int, turn: Callable[[Any, Any, Any, torch.Tensor], None]) -> None:
+    keras, hvd = _keras()
+    rows = torch.from_numpy(_data()[0])
+    results = []
+    for mine, wrap in ((rows, lambda optimizer: optimizer), (rows[rank::size], hvd.DistributedOptimizer)):
+        first, second = _model(keras, 3), _model(keras, 4)
+        optimizers = wrap(keras.optimizers.Adam(0.01)), wrap(keras.optimizers.SGD(0.05, momentum=0.9))
+        for model, optimizer in zip((first, second), optimizers, strict=True):
+            optimizer.build(model.trainable_variables)
+        for _ in range(STEPS):
+            turn(first, second, optimizers, mine)
+        results.append([*first.get_weights(), *second.get_weights()])
+    assert rows.shape == (ROWS, FEATURES)
+    for alone, together in zip(*results, strict=True):
+        np.testing.assert_allclose(together, alone, rtol=1e-4, atol=1e-5)
+
+
+def two_optimizers(rank: int, size: int) -> None:
+    """A backward through both models, as of a GAN, gives gradients to both; each optimizer has a loss of its own."""
+
+    def turn(first: Any, second: Any, optimizers: Any, rows: torch.Tensor) -> None:
+        for model, optimizer in zip((second, first), reversed(optimizers), strict=True):
+            first.zero_grad()
+            second.zero_grad()
+            through = second(rows * first(rows))
+            loss = optimizer.scale_loss((through - (0.0 if model is first else 1.0)).square().mean())
+            loss.backward()
+            _apply(model, optimizer)
+
+    _compare(rank, size, turn)
+
+
+def two_backwards_and_one_step(rank: int, size: int) -> None:
+    """Gradients of two losses add up."""
+
+    def turn(first: Any, second: Any, optimizers: Any, rows: torch.Tensor) -> None:
+        first.zero_grad()
+        optimizers[0].scale_loss(first(rows).square().mean()).backward()
+        optimizers[0].scale_loss((first(rows.flip(1)) - 1).square().mean()).backward()
+        _apply(first, optimizers[0])
+
+    _compare(rank, size, turn)
