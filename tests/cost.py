@@ -1,0 +1,97 @@
+"""Where the tests' time goes: ``python -m tests.cost [--slow] [arguments of pytest]`` runs them and prints a table.
+
+CPU is that of the process which runs a test and of the children it has waited for; ranks forked from a server, JVMs and
+executors are not in it. The rest of the time a test waits: for them, for imports, for deadlines, or for a core.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+LINES = 10
+
+_seconds: Counter[str] = Counter()
+_cpu: Counter[str] = Counter()
+_cpu_before = 0.0
+
+
+def _cpu_now() -> float:
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """Tell the process that prints the table what the phase has used; runs where the test runs."""
+    global _cpu_before
+    report = yield
+    now = _cpu_now()
+    report.cpu = now - _cpu_before
+    _cpu_before = now
+    return report
+
+
+def pytest_collection_finish() -> None:
+    """What is used before the first test is not the first test's."""
+    global _cpu_before
+    _cpu_before = _cpu_now()
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Add up a test's setup, call and teardown."""
+    _seconds[report.nodeid] += report.duration
+    _cpu[report.nodeid] += report.cpu
+
+
+def table(seconds: Counter[str], cpu: Counter[str], lines: int = LINES) -> list[str]:
+    """The most expensive files, then the most expensive tests.
+
+    Args:
+        seconds: Wall time by name of test, its setup and teardown included.
+        cpu: CPU seconds by name of test.
+        lines: How many of each.
+    """
+    by_file: Counter[str] = Counter()
+    cpu_by_file: Counter[str] = Counter()
+    for test in seconds:
+        file = test.partition("::")[0]
+        by_file[file] += seconds[test]
+        cpu_by_file[file] += cpu[test]
+    head = f"{'seconds':>8} {'CPU':>7} {'waiting':>8}"
+
+    def rows(wall: Counter[str], used: Counter[str]) -> list[str]:
+        return [f"{s:8.1f} {used[name]:7.1f} {s - used[name]:8.1f}  {name}" for name, s in wall.most_common(lines)]
+
+    total, used = sum(seconds.values()), sum(cpu.values())
+    return [
+        f"{head}  file",
+        *rows(by_file, cpu_by_file),
+        f"{head}  test",
+        *rows(seconds, cpu),
+        f"{total:8.1f} {used:7.1f} {total - used:8.1f}  all {len(seconds)} tests",
+    ]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the table."""
+    lines = int(os.environ.get("COST_LINES", LINES))
+    terminalreporter.section("cost")
+    for line in table(_seconds, _cpu, lines):
+        terminalreporter.write_line(line)
+
+
+def main(arguments: list[str]) -> int:
+    """Run pytest with this module as its plugin, on the default set or, with --slow first, on the slow one."""
+    marks = "not slow and not gpu and not night"
+    if arguments[:1] == ["--slow"]:
+        marks, arguments = "slow and not gpu", arguments[1:]
+    return int(pytest.main(["-p", "tests.cost", "-m", marks, *arguments]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
