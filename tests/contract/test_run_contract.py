@@ -219,7 +219,7 @@ def test_an_exception_that_cannot_be_pickled_still_shows_its_traceback(launch: L
     assert (type(error.__cause__).__name__, str(error.__cause__)) == (
         "Stubborn",
         "odd one",
-    )  # rebuilt without __reduce__
+    )
     assert "Stubborn: odd one" in str(error)
 
 
