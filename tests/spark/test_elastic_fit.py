@@ -42,9 +42,9 @@ def df(spark: SparkSession) -> DataFrame:
 
 
 class Counts(nn.Module):
-    """Its weights are how often each row was trained on, whatever became of ranks, where the rate is 1 and scaled.
+    """Its weights are how often each row was trained on, whatever becomes of ranks, at a learning rate of 1.
 
-    The sum over a batch has the gradient 1 for each of its rows, ranks average these, and the rate is their number.
+    The loss is the sum over the rows of a batch on all ranks: its gradient is 1 for each of them.
     """
 
     def __init__(self) -> None:
@@ -55,13 +55,17 @@ class Counts(nn.Module):
         return -self.rows[row]
 
 
-def total(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return output.sum()
+class Total(nn.Module):
+    reduction = "sum"  # says that ranks' losses add up
+
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return output.sum()
 
 
 COUNTING: dict[str, Any] = {
     "optimizer": lambda params: torch.optim.SGD(params, lr=1.0),
-    "loss": total,
+    "loss": Total(),
+    "scale_lr": False,
     "feature_cols": ["row"],
     "batch_size": 8,
     "shuffle": True,
