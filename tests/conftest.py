@@ -111,6 +111,8 @@ def start_session(master: str, **settings: str) -> SparkSession:
         "spark.driver.extraJavaOptions": SHORT_LIVED,
         "spark.executor.extraJavaOptions": SHORT_LIVED,
     }
+    if master == LOCAL:  # executors of a cluster do not have this folder on their path
+        defaults["spark.python.daemon.module"] = "tests.warm_daemon"
     for key, value in {**defaults, **settings}.items():
         builder = builder.config(key, value)
     session = builder.getOrCreate()

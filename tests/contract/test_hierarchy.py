@@ -123,6 +123,7 @@ def turned_off_by_one_rank() -> set[str]:
     return {*trained(True, steps=2)[1]}
 
 
+@pytest.mark.slow
 def test_even_hosts() -> None:
     with ranks(4, hosts=EVEN) as world:
         world.run(gradients_agree)

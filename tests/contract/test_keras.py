@@ -22,7 +22,10 @@ from tests.elastic_ranks import elastic_job
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="needs keras")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="needs keras"),
+]
 
 CASES = [
     case
@@ -45,7 +48,6 @@ def test_two_ranks(two: Ranks, case: keras_cases.Case) -> None:
     two.run(case)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs tensorflow")
 def test_two_ranks_on_tensorflow() -> None:

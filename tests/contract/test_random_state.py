@@ -60,6 +60,7 @@ def test_by_mpi() -> None:
     assert_all_differ([*first])
 
 
+@pytest.mark.slow
 def test_tensorflow() -> None:
     pytest.importorskip("tensorflow")
     env = {"SPARK_HVD_PRELOAD": "tensorflow"}

@@ -35,6 +35,7 @@ def shared(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_ranks_find_the_programs_modules_and_the_fork_server_no_others(shared: Path, tmp_path: Path) -> None:
     for folder, name in (("program", "beside"), ("library", "on_path")):
         (tmp_path / folder).mkdir()

@@ -38,6 +38,7 @@ def python(code: str, *arguments: str, path: Path | None = None) -> subprocess.C
     )
 
 
+@pytest.mark.slow
 def test_every_name_is_found_and_says_what_is_not_there() -> None:
     """In a process of its own: all modules of the table, all of their names, and what is refused."""
     done = python("""
@@ -93,6 +94,7 @@ for name in TABLE:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_another_horovod_is_not_shadowed_silently(tmp_path: Path) -> None:
     real = tmp_path / "horovod"
     (real / "common").mkdir(parents=True)
@@ -110,6 +112,7 @@ def test_another_horovod_is_not_shadowed_silently(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("1 0.28.1\n", "")
 
 
+@pytest.mark.slow
 def test_a_script_runs_on_ranks(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -142,6 +145,7 @@ def test_the_dialect_is_the_runs(tmp_path: Path) -> None:
         assert bool(words) == ("one dialect" in done.output)
 
 
+@pytest.mark.slow
 def test_options_of_horovodrun(tmp_path: Path) -> None:
     script, hosts = tmp_path / "train.py", tmp_path / "hosts"
     script.write_text(

@@ -23,6 +23,8 @@ from spark_hvd.estimators import ImageClassificationModel, ImageClassifier, Mode
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+pytestmark = pytest.mark.slow
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 COLOURS = {"blue": (40, 60, 220), "green": (50, 200, 60), "red": (210, 50, 50)}

@@ -21,6 +21,8 @@ from tests.spark.estimator_support import ROWS, frame, means, numbers
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+pytestmark = pytest.mark.slow
+
 keras: Any = None
 
 
@@ -63,7 +65,6 @@ def predicted(model: KerasModel, df: DataFrame, column: str) -> np.ndarray[Any, 
     return np.array([row[0] for row in model.transform(df).orderBy("row").select(column).collect()])
 
 
-@pytest.mark.slow
 def test_it_trains_as_one_rank_on_the_joined_batches(df: DataFrame) -> None:
     model = net()
     start = model.get_weights()
@@ -149,7 +150,6 @@ print("found", found[0]["prediction"])
 """
 
 
-@pytest.mark.slow
 def test_on_tensorflow(tmp_path: Path) -> None:
     pytest.importorskip("tensorflow")
     path = str(tmp_path / "model")
@@ -161,7 +161,6 @@ def test_on_tensorflow(tmp_path: Path) -> None:
         KerasModel.load(path).getModel()
 
 
-@pytest.mark.slow
 def test_classes(df: DataFrame) -> None:
     sparse = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     cases = [
@@ -181,7 +180,6 @@ def test_classes(df: DataFrame) -> None:
             np.testing.assert_allclose(found[:, -1], given[:, -1], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_to_the_same_end(df: DataFrame, tmp_path: Path) -> None:
     def fit(folder: str, epochs: int) -> KerasModel:
         params = {"optimizer": "adam", "shuffle": True, "store": Store.create(str(tmp_path / folder)), "run_id": "r"}
@@ -210,7 +208,6 @@ def killed_in_the_second_epoch() -> Any:
     return Killed()
 
 
-@pytest.mark.slow
 def test_an_epoch_that_was_cut_off_goes_on_to_the_same_end(df: DataFrame) -> None:
     def fit(backend: LocalBackend, *callbacks: Any) -> KerasModel:
         layers = [keras.layers.BatchNormalization(), *net(dropout=0.3).layers]
@@ -227,7 +224,6 @@ def test_an_epoch_that_was_cut_off_goes_on_to_the_same_end(df: DataFrame) -> Non
     assert list(map(means, whole.getHistory())) == list(map(means, again.getHistory()))
 
 
-@pytest.mark.slow
 def test_an_epoch_that_was_cut_off_goes_on_with_fewer_ranks(df: DataFrame, tmp_path: Path) -> None:
     """The model does not change, so that the means of the epoch are those of all rows if each was used once."""
     df.repartition(4).write.parquet(str(tmp_path / "data"))
@@ -276,7 +272,6 @@ def test_callbacks_and_the_best_model(df: DataFrame) -> None:
     assert loss < 10 < rows[1]["loss"]
 
 
-@pytest.mark.slow
 def test_saved_and_loaded_in_another_process(df: DataFrame, tmp_path: Path) -> None:
     @keras.saving.register_keras_serializable("tests")
     class Doubled(keras.layers.Layer):  # type: ignore[misc, name-defined]
@@ -307,7 +302,6 @@ def test_saved_and_loaded_in_another_process(df: DataFrame, tmp_path: Path) -> N
     np.testing.assert_allclose(float(done.stdout.split()[-1]), wanted[0, 0], 1e-5)
 
 
-@pytest.mark.slow
 def test_ranks_are_forked_from_a_process_that_has_keras(df: DataFrame, tmp_path: Path) -> None:
     class Tells(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
         def on_train_begin(self, logs: Any = None) -> None:

@@ -217,6 +217,7 @@ def test_empty_partitions(spark: SparkSession, texts: DataFrame) -> None:
                              outputs={"width": "int"}).collect() == []  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_keras_model_and_a_loader_of_one(numbers: DataFrame) -> None:
     keras = pytest.importorskip("keras")
     backend = os.environ["KERAS_BACKEND"]

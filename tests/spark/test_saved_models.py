@@ -26,6 +26,8 @@ from tests.spark.saved_models import SAVED, numbers
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_pipeline_of_models(spark: SparkSession) -> None:
     loaded = PipelineModel.load(str(SAVED / "pipeline_model"))

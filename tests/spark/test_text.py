@@ -25,6 +25,8 @@ from tests.spark.estimator_support import Watched
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+pytestmark = pytest.mark.slow
+
 WORDS = {"fruit": ["apple", "pear", "plum"], "tree": ["oak", "elm", "ash"], "wind": ["gale", "storm", "breeze"]}
 
 
@@ -109,7 +111,6 @@ def test_text_to_classes_and_back(trained: TextClassificationModel, texts: DataF
     assert not model.training
 
 
-@pytest.mark.slow
 def test_a_folder_to_go_on_from(trained: TextClassificationModel, texts: DataFrame, tmp_path: Path) -> None:
     trained.getModel().save_pretrained(tmp_path)
     trained.getTokenizer().save_pretrained(tmp_path)
@@ -117,7 +118,6 @@ def test_a_folder_to_go_on_from(trained: TextClassificationModel, texts: DataFra
     assert further.getHistory()[0]["accuracy"] > 0.9
 
 
-@pytest.mark.slow
 def test_several_classes_a_row_and_a_tokenizer_of_words(texts: DataFrame) -> None:
     several = classifier(
         label_col="has", tokenizer=whole_words(), max_length=12, epochs=10, backend=Watched(), num_proc=None
@@ -131,7 +131,6 @@ def test_several_classes_a_row_and_a_tokenizer_of_words(texts: DataFrame) -> Non
     assert np.array_equal(np.array(rows[0].probability) >= 0.4, np.array(rows[0].prediction) > 0)
 
 
-@pytest.mark.slow
 def test_numbers_as_labels_are_what_evaluators_take(trained: TextClassificationModel, texts: DataFrame) -> None:
     from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 
@@ -143,7 +142,6 @@ def test_numbers_as_labels_are_what_evaluators_take(trained: TextClassificationM
     assert 0 <= MulticlassClassificationEvaluator(labelCol="code", metricName="accuracy").evaluate(found) <= 1
 
 
-@pytest.mark.slow
 def test_peft_trains_its_adapters_alone(texts: DataFrame) -> None:
     peft = pytest.importorskip("peft")
     tokenizer = trained_tokenizer([row.text for row in texts.collect()], 256)

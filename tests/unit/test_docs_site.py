@@ -88,6 +88,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     return Site(folder, pages)
 
 
+@pytest.mark.slow
 def test_each_link_leads_somewhere(site: Site) -> None:
     assert sum(len(page.links) for page in site.pages.values()) > 1000
     wrong = {

@@ -170,6 +170,7 @@ print(len(asked))
 """
 
 
+@pytest.mark.slow
 def test_the_fork_server_does_not_start_cuda() -> None:
     done = subprocess.run([sys.executable, "-c", FORK_SERVER], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["0"]

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_callbacks_and_loggers(df: DataFrame, estimator: Callable[..., LightningEstimator], tmp_path: Path) -> None:
     tracking = f"file:{tmp_path / 'mlruns'}"
@@ -71,7 +71,6 @@ class Ranked(Net):
         return self.loss(batch)
 
 
-@pytest.mark.slow
 def test_metrics_of_ranks(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
     row = estimator(model=Ranked(), epochs=1, batch_size=20).fit(df).getHistory()[0]
     assert row["rank"] == pytest.approx(200 / 401)  # ranks count by their rows, 201 and 200

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -200,7 +201,6 @@ class Breaking(Net):
         return self.loss(batch) * (float("nan") if broken else 1.0)
 
 
-@pytest.mark.slow
 def test_not_finite_and_resumed(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
     def fit(model: type[Net], run_id: str, **options: Any) -> LightningModel:
         torch.manual_seed(0)

@@ -1,0 +1,13 @@
+# ruff: noqa: F401
+"""Spark's Python daemon with what most workers import: a worker with it is forked in milliseconds, not seconds."""
+
+import pandas
+import pyarrow.compute
+import pyarrow.parquet
+import pyspark.ml.functions
+import pyspark.sql.pandas.functions
+import torch
+from pyspark.daemon import manager
+
+if __name__ == "__main__":
+    manager()
