@@ -14,9 +14,10 @@ DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 
 # Most of the tests' time is waiting, so more processes than cores run them; tests/conftest.py says which stay together.
-# Some of the slow ones run alone: they make hosts out of network namespaces, or look at a hundred faults for minutes.
+# Some of the slow ones run alone: they make hosts out of network namespaces.
 PARALLEL := -n $(WORKERS)
-ALONE := tests/multihost tests/contract/test_elastic_soak.py
+ALONE := tests/multihost
+SLOW := slow and not gpu and not night
 
 # Demo and tests stay on this machine's loopback interface; two ranks on two cores get one thread each.
 export SPARK_LOCAL_IP ?= 127.0.0.1
@@ -34,14 +35,14 @@ test: setup java
 test-slow: slow-alone slow-together
 
 slow-alone: setup java
-	$(BIN)/python -m pytest -m "slow and not gpu" $(ALONE) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "$(SLOW)" $(ALONE) $(PYTEST_ARGS)
 
 # Long searches, and what CI covers at a smaller size.
 night: setup java
 	SPARK_HVD_NIGHT=20000 $(BIN)/python -m pytest -m "not gpu" --timeout 3600 $(PYTEST_ARGS)
 
 slow-together: setup java
-	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 $(ALONE:%=--ignore=%) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "$(SLOW)" $(PARALLEL) $(ALONE:%=--ignore=%) $(PYTEST_ARGS)
 
 # Rows by name: make matrix ROWS="lowest py3.12"; .ci/run gives MATRIX_ARGS=--smoke
 matrix: setup java

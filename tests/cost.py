@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> int:
     """Run pytest with this module as its plugin, on the default set or, with --slow first, on the slow one."""
     marks = "not slow and not gpu and not night"
     if arguments[:1] == ["--slow"]:
-        marks, arguments = "slow and not gpu", arguments[1:]
+        marks, arguments = "slow and not gpu and not night", arguments[1:]
     return int(pytest.main(["-p", "tests.cost", "-m", marks, *arguments]))
 
 

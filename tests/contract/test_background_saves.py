@@ -230,6 +230,7 @@ def test_what_cannot_be_saved_is_refused_at_once(two: Ranks, tmp_path: Path) -> 
 # -- processes that end
 
 
+@pytest.mark.slow
 def test_a_program_ends_when_its_checkpoint_is_whole(tmp_path: Path) -> None:
     def fn(step: int, failing: bool) -> None:
         save(tmp_path, float(step), step, NUMBERS)

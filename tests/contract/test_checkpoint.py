@@ -309,6 +309,7 @@ def test_a_sharded_one_of_another_model(two: Ranks, tmp_path: Path) -> None:
         hvd.checkpoint.load_sharded(tmp_path, nn.ModuleDict({"other": nn.Linear(2, 2)}))
 
 
+@pytest.mark.slow
 def test_on_an_object_store(two: Ranks, s3: dict[str, Any]) -> None:  # noqa: F811
     def store() -> Store:
         return Store.create("s3://bucket/checkpoints", storage_options=s3)

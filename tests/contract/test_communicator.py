@@ -33,11 +33,12 @@ WORLDS = {
     "mpi2": (2, "TorchCommunicator"),
     "mpi3": (3, "TorchCommunicator"),
 }
+MARKS = {"mpi3": pytest.mark.slow, "gloo2": pytest.mark.night, "mpi2": pytest.mark.night}
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.slow] if name == "mpi3" else []) for name in WORLDS],
+    params=[pytest.param(name, marks=MARKS.get(name, ())) for name in WORLDS],
 )
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)

@@ -95,6 +95,7 @@ def test_reset_limit_counts_failures() -> None:
     assert run(plan, reset_limit=2)[0] == [(0, 2)] * 2 + [(1, 2)] * 2 + [(2, 2)] * 2
 
 
+@pytest.mark.slow
 def test_a_run_that_keeps_failing_before_a_commit_is_given_up() -> None:
     plan = FaultPlan().raises(1, 0, generation=None)
     with pytest.raises(RankFailedError, match="3 times in a row a rank failed before anything was committed") as caught:

@@ -146,6 +146,7 @@ def ends_while_it_joins(end: str, victims: list[int], milliseconds: list[int]) -
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [pytest.param(False, id="a member"), pytest.param(True, id="who serves the store", marks=pytest.mark.slow)],

@@ -50,7 +50,7 @@ def survivors_steps(log: Path) -> dict[int, list[int]]:
 KINDS = ("kill", "stop", "raises", "segfault", "exit", "partition")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_costs_nothing_that_was_committed(kind: str, rank: int, unbroken: Result, tmp_path: Path) -> None:
     log = tmp_path / "log"
@@ -77,6 +77,7 @@ def test_steps_since_the_last_commit_are_made_again(unbroken: Result) -> None:
     assert (first.seen, first.weights) == (unbroken.seen, unbroken.weights)
 
 
+@pytest.mark.slow
 def test_several_faults_one_after_the_other(unbroken: Result) -> None:
     faults = FaultPlan().kill(0, 2).raises(1, 4, generation=1).partition(0, 6, generation=2)
     faults = faults.segfault(1, 9, generation=3)
@@ -128,6 +129,7 @@ def test_a_slow_step_is_not_taken_for_a_fault() -> None:
     assert run_elastic_local(slow, [8.0], rejoin_timeout=1.0, reset_limit=0) == [(0, 3), (0, 3)]
 
 
+@pytest.mark.slow
 def test_a_survivor_that_does_not_come_back_is_taken_for_hung() -> None:
     """Only then: with more time than the step takes it is waited for."""
     import time

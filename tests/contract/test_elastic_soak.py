@@ -21,7 +21,7 @@ from spark_hvd.testing import FaultPlan
 from tests.elastic_jobs import SAMPLES, Job, checked, train
 from tests.ranks import left_in
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_leaks")]
+pytestmark = [pytest.mark.night, pytest.mark.usefixtures("no_leaks")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 FAULTS = 100

@@ -54,6 +54,7 @@ def parent_of_a_rank(server: ForkServer) -> int:
     return parent
 
 
+@pytest.mark.slow
 def test_what_is_started_for_another_python_is_what_that_one_finds() -> None:
     this, env = Interpreter(sys.executable, os.environ, sys.path), {PRELOAD: "no_such_module_of_another"}
     early = fork_server_of(this, {**env, "MINE": "here"}, os.getpid())
@@ -91,6 +92,7 @@ def facts(module: str | None = None) -> dict[str, Any]:
     return {"server": os.getppid(), "me": os.getpid(), "imported": imported, "mine": os.environ.get("MINE")}
 
 
+@pytest.mark.slow
 def test_runs_whose_libraries_load_alike_share_a_server() -> None:
     def facts_with(**env: str | None) -> dict[str, Any]:
         return spark_hvd.run_local(facts, num_proc=1, env=env)[0]
@@ -100,6 +102,7 @@ def test_runs_whose_libraries_load_alike_share_a_server() -> None:
     assert common["server"] == own["server"] != threads["server"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["", "raise OSError('broken')"], indirect=True)
 def test_modules_are_imported_before_ranks_are_forked(module: str) -> None:
     ran = spark_hvd.run_local

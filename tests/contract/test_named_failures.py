@@ -202,9 +202,9 @@ OFTEN = [
     ("leaves", 3, 1, "small in flight"),
     ("leaves", 3, 1, "large in flight"),
 ]
-"""Each case takes a second or two; the others are left to the slow tests."""
+"""Each case takes a second or two; the others are left to the night."""
 CASES = [
-    pytest.param(*case, marks=() if case in OFTEN else pytest.mark.slow)
+    pytest.param(*case, marks=() if case in OFTEN else pytest.mark.night)
     for case in product(["killed", "exits", "leaves"], [2, 3], [0, 1], MOMENTS)
 ]
 
@@ -214,8 +214,9 @@ def test_a_rank_is_gone(end: str, size: int, victim: int, moment: str, tmp_path:
     play(end, size, victim, moment, tmp_path)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.night), 1])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.night), 3])
 def test_a_rank_is_stopped(size: int, victim: int, tmp_path: Path) -> None:
     with ThreadPoolExecutor(len(MOMENTS)) as pool:  # they wait for most of the time
         for done in [pool.submit(play, "stopped", size, victim, moment, tmp_path) for moment in MOMENTS]:
@@ -370,6 +371,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "victim"),
     [("raise ValueError('mine')", 1), pytest.param("raise SystemExit(1)", 0, marks=pytest.mark.slow)],

@@ -23,7 +23,10 @@ from tests.conftest import LOCAL_CLUSTER, ranks_alive, start_session, wait_until
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("no_leaks"),
+]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
@@ -139,7 +142,6 @@ def count_and_wait(folder: str) -> None:
     time.sleep(60)
 
 
-@pytest.mark.slow
 def test_a_killed_executor_is_an_error_and_fn_never_runs_twice(cluster: SparkSession, tmp_path: Any) -> None:
     thread, errors = in_background(run, count_and_wait, (str(tmp_path),), num_proc=2, spark=cluster, verbose=0)
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 60)
@@ -187,7 +189,6 @@ def test_values_too_large_for_the_heap_come_all_the_same(cluster: SparkSession) 
     assert run(reduce_one, num_proc=2, spark=cluster) == [2.0, 2.0]
 
 
-@pytest.mark.slow
 def test_dynamic_allocation_is_refused_at_once() -> None:
     session = start_session(LOCAL_CLUSTER, **{"spark.dynamicAllocation.enabled": "true"})
     try:

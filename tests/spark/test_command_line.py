@@ -65,6 +65,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_script_that_leaves_with_a_code_on_one_rank(folder: Path) -> None:
     code, out, err = finish([*PROGRAM, "run", "-np", "2", "train.py", "exit", "--lr", "0.1"], folder)
     assert code == 3, err

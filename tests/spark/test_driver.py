@@ -56,6 +56,7 @@ def test_too_few_slots_fails_at_once(spark: SparkSession, monkeypatch: pytest.Mo
         run(lambda: 1, num_proc=3, spark=spark)
 
 
+@pytest.mark.slow
 def test_elastic_ranks_fail_in_the_driver(spark: SparkSession) -> None:
     def fails() -> None:
         raise ValueError("bad batch")
@@ -137,6 +138,7 @@ def blocking_python(tmp_path: Path, module: str, error: str) -> str:
     return str(python)
 
 
+@pytest.mark.slow
 def test_spark_hvd_missing_on_an_executor(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = blocking_python(tmp_path, "spark_hvd", """ModuleNotFoundError("No module named 'spark_hvd'")""")
     monkeypatch.setattr(spark.sparkContext, "pythonExec", python)

@@ -17,6 +17,8 @@ from spark_hvd.testing import FaultPlan
 from tests.conftest import LOCAL_CLUSTER, start_session
 from tests.elastic_jobs import Job, train
 
+pytestmark = pytest.mark.slow
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
@@ -27,7 +29,6 @@ def returns_much() -> bytes:
     return bytes(300_000_000) if hvd.rank() == 0 else b""
 
 
-@pytest.mark.slow
 def test_a_value_too_large_for_the_heap_comes_all_the_same(cluster: SparkSession) -> None:
     values = run_elastic(returns_much, num_proc=2, spark=cluster, verbose=0)
     assert [len(value) for value in values] == [300_000_000, 0]
@@ -99,7 +100,6 @@ def test_more_tasks_than_slots_wait_and_are_let_go(cluster: SparkSession) -> Non
     assert [result.size for result in results] == [2, 2]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_executors_come_as_ranks_want_them() -> None:
     settings = {
@@ -115,7 +115,6 @@ def test_executors_come_as_ranks_want_them() -> None:
     assert [result.size for result in results] == [2, 2]
 
 
-@pytest.mark.slow
 def test_speculation_is_refused() -> None:
     session = start_session("local[2]", **{"spark.speculation": "true"})
     try:

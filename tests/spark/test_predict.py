@@ -62,7 +62,7 @@ def said(frame: DataFrame) -> str:
     return str(error.value)
 
 
-@pytest.fixture(params=["arrow_udf", "pandas_udf"])
+@pytest.fixture(params=["arrow_udf", pytest.param("pandas_udf", marks=pytest.mark.slow)])
 def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "pandas_udf":
         monkeypatch.delattr(F, "arrow_udf", raising=False)

@@ -37,6 +37,7 @@ def only_for(test: str) -> dict[str, str]:
     return {PRELOAD: f"no_module_of_{test}_{os.getpid()}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [spark_hvd.run, spark_hvd.run_elastic])
 def test_on_a_local_master_this_program_starts_the_one_process_that_ranks_are_forked_from(
     spark: SparkSession, run: Any
@@ -48,6 +49,7 @@ def test_on_a_local_master_this_program_starts_the_one_process_that_ranks_are_fo
     assert set(run(server, num_proc=2, spark=spark, env=env, verbose=0)) == {one}
 
 
+@pytest.mark.slow
 def test_a_run_whose_libraries_load_otherwise_has_one_of_its_own(spark: SparkSession) -> None:
     before, env = servers(), {"OMP_NUM_THREADS": "3", **only_for("otherwise")}
     (one,) = set(spark_hvd.run(server, num_proc=2, spark=spark, env=env, verbose=0))
@@ -70,6 +72,7 @@ def test_it_is_started_for_no_run_that_cannot_be(spark: SparkSession) -> None:
     assert servers() == before
 
 
+@pytest.mark.slow
 def test_a_changed_path_is_none_of_the_workers_and_where_spark_is_silent_a_task_starts_it(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

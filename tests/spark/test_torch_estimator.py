@@ -352,6 +352,7 @@ def test_image_bytes_with_a_decoder(spark: SparkSession) -> None:
     assert predicted == pytest.approx(wanted.tolist(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_local_backend(df: DataFrame) -> None:
     fitted = estimator(num_proc=None, backend=LocalBackend(2, verbose=0)).fit(df)
     same(fitted.getModel(), reference(mse))

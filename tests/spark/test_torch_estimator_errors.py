@@ -228,6 +228,7 @@ def test_arrays_of_two_lengths(spark: SparkSession, made: Callable[[], TorchEsti
         made().fit(ragged)
 
 
+@pytest.mark.slow
 def test_one_huge_partition_is_shared_by_all_ranks(spark: SparkSession) -> None:
     fitted = estimator(batch_size=1000, epochs=1, num_proc=2).fit(frame(spark, 3001))
     assert len(fitted.getHistory()) == 1

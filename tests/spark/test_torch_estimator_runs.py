@@ -70,6 +70,7 @@ def test_a_resumed_run_equals_an_unbroken_one(df: DataFrame, store: Store) -> No
     same(third.getModel(), dict(whole.getModel().state_dict()), 1e-12)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_ranks_at_the_scaled_rate(df: DataFrame, store: Store) -> None:
     estimator(store=store, epochs=1, run_id="grown", num_proc=1).fit(df)
     rates = [row["lr"] for row in estimator(store=store, epochs=2, run_id="grown").fit(df).getHistory()]
@@ -128,6 +129,7 @@ class LosesTheStore(Callback):
                 pass
 
 
+@pytest.mark.slow
 def test_a_store_that_goes_away_while_training_fails_the_fit(df: DataFrame, tmp_path: Path) -> None:
     made = estimator(store=Store.create(tmp_path), run_id="lost", callbacks=[LosesTheStore()])
     with pytest.raises(StoreError, match=r"saving .*lost/last.ckpt in the background failed: cannot write .*lost/"):
@@ -275,6 +277,7 @@ def test_the_memory_store_is_refused(df: DataFrame) -> None:
         estimator(store=Store.create("memory://data")).fit(df)
 
 
+@pytest.mark.slow
 def test_a_store_that_vanishes_is_written_anew(df: DataFrame, tmp_path: Path) -> None:
     made = estimator(store=Store.create(tmp_path), epochs=1)
     first = made.fit(df)
@@ -282,6 +285,7 @@ def test_a_store_that_vanishes_is_written_anew(df: DataFrame, tmp_path: Path) ->
     same(made.fit(df).getModel(), dict(first.getModel().state_dict()), 1e-12)
 
 
+@pytest.mark.slow
 def test_rows_that_leave_no_validation(spark: SparkSession) -> None:
     for made in (estimator, ordered):
         with pytest.raises(DataError, match="no rows for validation"):

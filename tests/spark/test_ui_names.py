@@ -125,6 +125,7 @@ def test_the_users_group_cancels_the_run(spark: SparkSession, before: int) -> No
     other.join()
 
 
+@pytest.mark.slow
 def test_an_estimator_and_its_model(spark: SparkSession, before: int, tmp_path: Path) -> None:
     df = frame(spark)
     trained = estimator(store=Store.create(tmp_path), epochs=1).fit(df)

@@ -30,6 +30,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_this_machine() -> None:
     facts = look(PROBE, [])
     assert facts_from_json(asdict(facts)) == facts

@@ -17,7 +17,12 @@ DRIVER_SIDE = ("runner.launch", "runner.spark")
     [
         ("runner.rank.main", 15, ("torch", "zmq", "pyspark", *TASK_SIDE, *DRIVER_SIDE)),
         ("runner.rank.static", 71, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
-        ("runner.rank.elastic", 70, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
+        pytest.param(
+            "runner.rank.elastic",
+            70,
+            ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE),
+            marks=pytest.mark.slow,
+        ),
         ("runner.supervise.task", 26, ("torch", "pyspark", *HUB_AND_MPI, *DRIVER_SIDE)),
         ("runner.elastic.task", 29, ("torch", "pyspark", "runner.elastic.hub", *HUB_AND_MPI, *DRIVER_SIDE)),
         ("runner.launch.run", 85, ("torch", "pyspark", "runner.rank.main", "runner.elastic")),

@@ -64,6 +64,7 @@ def fail() -> None:
     raise ValueError("bad batch")
 
 
+@pytest.mark.slow
 def test_a_run() -> None:
     tracker = Recorder()
     result = run_local(train, num_proc=2, tracker=tracker, verbose=0)
