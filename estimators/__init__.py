@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from spark_hvd.runner.spark.needed import check_pyspark
+
 if TYPE_CHECKING:
     from spark_hvd.data.readers.errors import DataError
     from spark_hvd.estimators.classifiers.image import ImageClassificationModel, ImageClassifier
@@ -38,6 +40,7 @@ _NAMES = {
     "data.readers.errors": "DataError",
     "estimators.errors": "EstimatorError ModelError NotFiniteLossError",
     "estimators.fit.backend": "LocalBackend SparkBackend",
+    "estimators.inference.function": "predict",
     "estimators.keras.estimator": "KerasEstimator KerasModel",
     "estimators.lightning.estimator": "LightningEstimator LightningModel",
     "estimators.torch.estimator": "TorchEstimator",
@@ -82,7 +85,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
+        try:
+            return getattr(importlib.import_module(_HOME[name]), name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] == "pyspark":
+                check_pyspark()
+            raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -42,7 +42,7 @@ __all__ = [
 
 # The launchers bring pyspark; a rank that imports the collectives loads none of it (PEP 562).
 _LAUNCHERS = ("doctor", "run", "run_elastic", "run_elastic_local", "run_local", "warm_up")
-_HOMES = {"DataError": "spark_hvd.data.readers.errors", "predict": "spark_hvd.estimators.inference.function"}
+_HOMES = {"DataError": "spark_hvd.data.readers.errors", "predict": "spark_hvd.estimators"}
 
 
 def __getattr__(name: str) -> Any:

@@ -7,8 +7,13 @@ import os
 import signal
 import socket
 import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import psutil
+
+from tests.conftest import LOCAL_CLUSTER, SHORT_LIVED, wait_until
 
 
 def listens(address: str, port: int) -> bool:
@@ -37,3 +42,48 @@ def end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait(5)
+
+
+@contextlib.contextmanager
+def connect_server(home: Path, folder: Path, settings: Mapping[str, Any], **environment: str) -> Iterator[str]:
+    """A Spark Connect server with the cluster of the other tests; gives its address.
+
+    Args:
+        home: A folder of the whole of PySpark.
+        folder: For its log and its temporary files.
+        settings: Of Spark, besides the usual ones.
+        environment: Its variables, besides those of this process.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    usual = {
+        "spark.connect.grpc.binding.port": port,
+        "spark.connect.grpc.binding.address": "127.0.0.1",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.shuffle.partitions": "2",
+        "spark.executor.extraJavaOptions": SHORT_LIVED,
+        "spark.driver.extraJavaOptions": SHORT_LIVED,
+    }
+    conf = [word for key, value in {**usual, **settings}.items() for word in ("--conf", f"{key}={value}")]
+    log = folder / "server.log"
+    command = ["setpriv", "--pdeathsig", "KILL", str(home / "bin" / "spark-submit"), "--master", LOCAL_CLUSTER]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--class", "org.apache.spark.sql.connect.service.SparkConnectServer", *conf, "spark-internal"],
+            env={**os.environ, "SPARK_HOME": str(home), "TMPDIR": str(folder), **environment},  # others look at theirs
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+    def ready() -> bool:
+        assert process.poll() is None, log.read_text()[-4000:]
+        return listens("127.0.0.1", port)
+
+    try:
+        wait_until(ready, 90)
+        yield f"sc://127.0.0.1:{port}"
+    finally:
+        end(process)

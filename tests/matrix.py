@@ -29,7 +29,7 @@ FOLDER = ROOT / "build" / "matrix"
 HERE = "{}.{}".format(*sys.version_info)
 TORCH = "torch==2.13.0"
 """That of constraints.txt, where it is said which wheel that is; others may bring CUDA along."""
-EXTRAS = "lightning,mpi,petastorm"
+EXTRAS = "spark,lightning,mpi,petastorm"
 TOOLS = ("pytest", "pytest-timeout")
 LOWEST = (
     "pyspark==3.5.0",
@@ -62,10 +62,11 @@ MXNET = (
 )
 """What spark_hvd needs, around a numpy below its floor: MXNet uses names that 1.24 lacks; pyarrow 26 wants numpy 2."""
 SHOWN = ("pyspark", "torch", "pyarrow", "pandas", "numpy", "lightning")
-SMOKE = ["tests/smoke.py", "tests/unit/test_private_names.py", "tests/spark/test_private_names.py"]
-DEFAULT = ("spark35", "newest", "mxnet")
+SMOKE = ("tests/smoke.py", "tests/unit/test_private_names.py", "tests/spark/test_private_names.py")
+DEFAULT = ("spark35", "newest", "client", "mxnet")
 SUITES = ("tests/unit", "tests/contract")
-MXNET_SMOKE = ["tests/mxnet_smoke.py", "tests/unit/test_doors.py", "tests/unit/test_docs_site.py", "-k", "mxnet"]
+MXNET_SMOKE = ("tests/mxnet_smoke.py", "tests/unit/test_doors.py", "tests/unit/test_docs_site.py", "-k", "mxnet")
+CLIENT_SMOKE = ("tests/client_smoke.py",)
 LEFT_OUT = ("test_docs_site", "test_wheel")
 """Modules of tests that have nothing to do with the versions of a row, and need tools in the versions of ours."""
 
@@ -82,14 +83,16 @@ class Row:
         python: Major and minor version.
         pins: What pip is to install besides what follows from them.
         constraints: Whether all else is what constraints.txt says.
-        mxnet: Whether it is for the face for MXNet alone: without Spark, and without what we say that we depend on.
+        extras: Ours; None for spark_hvd without what it says that it depends on.
+        smoke: The tests that every run of the row has. A row with others than the usual ones has no suites.
     """
 
     name: str
     python: str
     pins: tuple[str, ...]
     constraints: bool = False
-    mxnet: bool = False
+    extras: str | None = EXTRAS
+    smoke: tuple[str, ...] = SMOKE
 
     @property
     def folder(self) -> Path:
@@ -109,7 +112,8 @@ def rows() -> dict[str, Row]:
         Row("spark35", HERE, low),
         Row("newest", HERE, (TORCH, "pyspark[connect]")),
         Row("lowest", "3.10", (*LOWEST, "torch==2.8.0")),
-        Row("mxnet", "3.11", (TORCH, *MXNET), mxnet=True),
+        Row("client", HERE, (TORCH, "pyspark-client"), extras="torch", smoke=CLIENT_SMOKE),
+        Row("mxnet", "3.11", (TORCH, *MXNET), extras=None, smoke=MXNET_SMOKE),
         Row("torch28", HERE, ("torch==2.8.0",)),
         *(Row(f"py{version}", version, (TORCH,), constraints=True) for version in ("3.10", "3.12", "3.13")),
     ]
@@ -129,7 +133,7 @@ def interpreter(version: str) -> str:
     return str(kept[-1])
 
 
-def build(row: Row, extras: str) -> None:
+def build(row: Row, extras: str | None) -> None:
     """Make the environment, unless it is there and its packages are those wanted."""
     constraints = ["-c", str(ROOT / "constraints.txt")] if row.constraints else []
     wanted = [*row.pins, *TOOLS, "-e", f".[{extras}]", *constraints]
@@ -144,7 +148,7 @@ def build(row: Row, extras: str) -> None:
     if TORCH in row.pins and row.python == HERE:
         _link_torch(row)
     install = [row.executable, "-m", "pip", "install", "-qq"]
-    if row.mxnet:
+    if extras is None:
         subprocess.run([*install, *row.pins, *TOOLS], cwd=ROOT, check=True)
         ours = ["--no-deps", "-e", "."]
     else:
@@ -191,27 +195,31 @@ def run(row: Row, smoke_only: bool) -> list[str]:
     log = FOLDER / f"{row.name}.log"
     log.unlink(missing_ok=True)
     try:
-        build(row, EXTRAS if smoke_only else f"dev,{EXTRAS}")
+        build(row, row.extras if smoke_only or row.smoke != SMOKE else f"dev,{EXTRAS}")
     except subprocess.CalledProcessError as error:
         return [row.name, row.python, *["?"] * len(SHOWN), f"not installed: exit {error.returncode}"]
     print(f"{row.name}: installed after {time.monotonic() - started:.0f} s", flush=True)
-    cells = [row.name, *versions(row), _tests(row, MXNET_SMOKE if row.mxnet else SMOKE, log)]
-    if row.mxnet:
+    cells = [row.name, *versions(row), _tests(row, row.smoke, log)]
+    if row.smoke != SMOKE:
         cells += [] if smoke_only else ["-" for _ in SUITES]
     elif not smoke_only:
         left_out = [f"--ignore-glob=*/{name}.py" for name in LEFT_OUT]
-        cells += [_tests(row, [suite, "-m", "not slow and not gpu", *left_out], log) for suite in SUITES]
+        cells += [_tests(row, (suite, "-m", "not slow and not gpu and not night", *left_out), log) for suite in SUITES]
     told = ", ".join(cells[len(SHOWN) + 2 :])
     print(f"{row.name}: {told}, after {time.monotonic() - started:.0f} s", flush=True)
     return cells
 
 
-def _tests(row: Row, arguments: list[str], log: Path) -> str:
+def _tests(row: Row, arguments: tuple[str, ...], log: Path) -> str:
     """How tests ended: "14 passed", or the names of those that failed."""
     report = FOLDER / f"{row.name}.xml"
     report.unlink(missing_ok=True)
     command = [row.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
-    environment = {**os.environ, "PATH": f"{row.folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"}
+    environment = {
+        **os.environ,
+        "SPARK_HVD_SERVER_PYTHON": sys.executable,
+        "PATH": f"{row.folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
     with log.open("a") as output:
         code = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=output, check=False).returncode
     if not report.exists():

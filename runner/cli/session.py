@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from spark_hvd.runner.outcome.errors import ClusterError
+from spark_hvd.runner.spark.needed import check_pyspark
 from spark_hvd.runner.spark.session import is_connect
 
 if TYPE_CHECKING:
@@ -34,9 +35,11 @@ def session(master: str | None, conf: Mapping[str, str], name: str) -> Iterator[
         ClusterError: Spark cannot be started, or not reached.
     """
     try:
-        from pyspark.sql import SparkSession
+        check_pyspark()
     except ImportError as error:
-        raise ClusterError(f"pyspark cannot be imported: {error}. Install it: pip install pyspark") from error
+        raise ClusterError(str(error)) from error
+    from pyspark.sql import SparkSession
+
     builder = SparkSession.builder.appName(name).config("spark.ui.showConsoleProgress", "false")
     if master is not None:
         builder = builder.remote(master) if master.startswith("sc://") else builder.master(master)

@@ -54,7 +54,7 @@ def describe(
             _package("Spark", packages["pyspark"]),
             _line("Java", java, "Spark needs it: apt install openjdk-17-jre-headless"),
             _package("pyarrow", packages["pyarrow"]),
-            _line("Petastorm", petastorm, "pip install 'spark_hvd[petastorm]'"),
+            _line("Petastorm", petastorm, "pip install petastorm opencv-python-headless"),
         ],
     }
     lines = [f"spark_hvd {spark_hvd.__version__}, Python {sys.version.split()[0]} ({sys.executable})"]

@@ -30,7 +30,7 @@ def library_version() -> str:
     except (ImportError, RuntimeError) as error:
         raise MpiMismatchError(
             f"mpi4py cannot be used by {sys.executable}: {error}. Install it with an MPI library in that Python on "
-            "every executor: pip install 'spark_hvd[mpi]'."
+            "every executor: pip install mpi4py mpich."
         ) from error
     return " ".join(first.strip("\0 ").split())
 

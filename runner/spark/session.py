@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from spark_hvd.runner.channel.address import way_to
 from spark_hvd.runner.outcome.errors import ClusterError, SetupError
 from spark_hvd.runner.spark import private as spark_private
+from spark_hvd.runner.spark.needed import check_pyspark
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -30,7 +31,9 @@ def active_session(spark: SparkSession | None) -> SparkSession:
 
     Raises:
         ClusterError: there is none, or it has been stopped.
+        ImportError: there is no PySpark.
     """
+    check_pyspark()
     from pyspark.errors import PySparkException
     from pyspark.sql import SparkSession
 
@@ -85,10 +88,10 @@ def choose_python(spark: SparkSession) -> None:
     Raises:
         SetupError: the one that was chosen has not what tasks of ours need.
     """
-    from pyspark import SparkFiles
-
     if not is_local(spark):
         return
+    from pyspark import SparkFiles  # which a Connect client without the rest of PySpark does not have
+
     context = spark.sparkContext
     chosen = os.environ.get("PYSPARK_PYTHON") or conf(spark, "spark.pyspark.python")
     if context.pythonExec == "python3" and not chosen:

@@ -276,7 +276,7 @@ def _pillow() -> tuple[Any, Any]:
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
-        raise ImportError(f"images need Pillow: pip install 'spark_hvd[image]' ({error})") from error
+        raise ImportError(f"images need Pillow: pip install pillow ({error})") from error
     return Image, ImageOps
 
 

@@ -83,7 +83,7 @@ def files_of_table(table: Any) -> TableFiles:
 
 
 def _delta_table(url: str) -> Any:
-    with _listing(f"the Delta table {url}", "deltalake", "delta"):
+    with _listing(f"the Delta table {url}", "deltalake"):
         from deltalake import DeltaTable
 
         return DeltaTable(url)
@@ -92,7 +92,7 @@ def _delta_table(url: str) -> Any:
 def _of_delta(table: Any) -> TableFiles:
     url = complete("table", table.table_uri)
     version = f"version {table.version()} of the Delta table {url}"
-    with _listing(version, "deltalake", "delta"):
+    with _listing(version, "deltalake"):
         metadata = table.metadata()
         mode = metadata.configuration.get("delta.columnMapping.mode", "none")
         if mode != "none":
@@ -140,7 +140,7 @@ def _in_order(column: pa.ChunkedArray, order: Sequence[int]) -> pa.Array:
 
 
 def _iceberg_table(url: str) -> Any:
-    with _listing(f"the Iceberg table {url}", "pyiceberg", "iceberg"):
+    with _listing(f"the Iceberg table {url}", "pyiceberg"):
         from pyiceberg.table import StaticTable
 
         return StaticTable.from_metadata(url)
@@ -149,7 +149,7 @@ def _iceberg_table(url: str) -> Any:
 def _of_iceberg(table: Any) -> TableFiles:
     url = complete("table", table.location())
     name = f"the Iceberg table {url}"
-    with _listing(name, "pyiceberg", "iceberg"):
+    with _listing(name, "pyiceberg"):
         scan = table.scan()
         snapshot = scan.snapshot()
         if snapshot is None:
@@ -171,7 +171,7 @@ def _of_iceberg(table: Any) -> TableFiles:
 
 
 @contextlib.contextmanager
-def _listing(what: str, package: str, extra: str) -> Iterator[None]:
+def _listing(what: str, package: str) -> Iterator[None]:
     """Whatever goes wrong becomes a DataError that names the table."""
     try:
         yield
@@ -180,7 +180,7 @@ def _listing(what: str, package: str, extra: str) -> Iterator[None]:
     except ImportError as error:
         raise DataError(
             f"which files make up {what} the package {package} tells, which cannot be imported ({error}). Next: "
-            f"pip install 'spark_hvd[{extra}]' where the run is started, {_FRAME}"
+            f"pip install {package} where the run is started, {_FRAME}"
         ) from error
     except Exception as error:  # the packages raise what they like
         raise DataError(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +20,8 @@ import spark_hvd.torch as hvd
 from spark_hvd.estimators import TorchModel
 from spark_hvd.runner import ClusterError, Level, RankFailedError, StartTimeoutError, doctor, run, run_elastic
 from spark_hvd.runner.launch import attempt as attempt_module
-from tests.conftest import LOCAL_CLUSTER, SHORT_LIVED, ranks_alive, wait_until
-from tests.daemons import end, listens
+from tests.conftest import ranks_alive, wait_until
+from tests.daemons import connect_server
 from tests.doctor_cases import of
 from tests.spark import estimator_support
 from tests.spark.test_driver import cut_off
@@ -47,46 +45,14 @@ def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         pytest.importorskip(package)
     from pyspark.sql import SparkSession
 
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    home = Path(pyspark.__file__).parent
-    settings = {
-        "spark.connect.grpc.binding.port": port,
-        "spark.connect.grpc.binding.address": "127.0.0.1",
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",  # and not 15 s after an executor was lost
-        "spark.ui.enabled": "false",
-        "spark.ui.showConsoleProgress": "false",
-        "spark.sql.shuffle.partitions": "2",
-        "spark.executor.extraJavaOptions": SHORT_LIVED,
-        "spark.driver.extraJavaOptions": SHORT_LIVED,
-    }
-    conf = [word for key, value in settings.items() for word in ("--conf", f"{key}={value}")]
-    server = "org.apache.spark.sql.connect.service.SparkConnectServer"
-    log = tmp_path_factory.mktemp("connect") / "server.log"
-    command = ["setpriv", "--pdeathsig", "KILL", str(home / "bin" / "spark-submit"), "--master", LOCAL_CLUSTER]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--class", server, *conf, "spark-internal"],
-            env={**os.environ, "SPARK_HOME": str(home), "TMPDIR": str(log.parent)},  # other tests look at theirs
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-
-    def ready() -> bool:
-        assert process.poll() is None, log.read_text()[-4000:]
-        return listens("127.0.0.1", port)
-
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")  # PySpark sets it, for good
-            wait_until(ready, 90)
-            session = SparkSession.builder.remote(f"sc://127.0.0.1:{port}").create()
+    settings = {"spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s"}  # and not 15 s after a lost executor
+    folder = tmp_path_factory.mktemp("connect")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")  # PySpark sets it, for good
+        with connect_server(Path(pyspark.__file__).parent, folder, settings) as address:
+            session = SparkSession.builder.remote(address).create()
             yield session
             session.stop()
-    finally:
-        end(process)
 
 
 class Stream(io.StringIO):

@@ -17,7 +17,7 @@ from spark_hvd.world.ports import PortRange
 
 _LAUNCH, _LAUNCH_END = "HYDRA_LAUNCH:", "HYDRA_LAUNCH_END"
 _REMEDY = (
-    "Install MPICH and mpi4py in that Python on every executor: pip install 'spark_hvd[mpi]' (wheels; no compiler and "
+    "Install MPICH and mpi4py in that Python on every executor: pip install mpi4py mpich (wheels; no compiler and "
     "no system package needed)."
 )
 

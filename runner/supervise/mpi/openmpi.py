@@ -23,7 +23,7 @@ from spark_hvd.world.ports import PortRange
 _INTERFACE = "oob_tcp_if_include"
 _REMEDY = (
     "Install Open MPI 4 on every executor's host (Debian and Ubuntu: apt-get install openmpi-bin), or leave mpi= away "
-    "to use MPICH's wheel: pip install 'spark_hvd[mpi]'."
+    "to use MPICH's wheel: pip install mpi4py mpich."
 )
 
 

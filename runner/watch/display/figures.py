@@ -18,7 +18,7 @@ try:
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
-    raise ImportError(f"plots need matplotlib: pip install 'spark_hvd[plots]' ({error})") from error
+    raise ImportError(f"plots need matplotlib: pip install matplotlib ({error})") from error
 
 if TYPE_CHECKING:
     from spark_hvd.runner.watch.history import Generation

@@ -17,7 +17,7 @@ from spark_hvd.transport.mpi.ends import at_exit
 if TYPE_CHECKING:
     from mpi4py import MPI as MPI
 
-_NEEDED = "backend='mpi' needs mpi4py and an MPI library; pip install 'spark_hvd[mpi]'"
+_NEEDED = "backend='mpi' needs mpi4py and an MPI library; pip install mpi4py mpich"
 
 
 def _start() -> tuple[Any, bool]:

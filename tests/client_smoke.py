@@ -1,0 +1,105 @@
+"""Everything once over Spark Connect with pyspark-client alone, which has no Java and half of PySpark's modules.
+
+tests/matrix.py runs it in an environment with that client; the server and its executors use SPARK_HVD_SERVER_PYTHON,
+an interpreter that has all of PySpark.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import pytest
+import torch
+
+import spark_hvd
+from spark_hvd.estimators import TorchEstimator, TorchModel
+from spark_hvd.runner import Level, RankFailedError
+from tests.daemons import connect_server
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.timeout(300)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors cannot import tests
+MINE: dict[str, Any] = {"num_proc": 2, "verbose": 0}
+
+
+@pytest.fixture(scope="module")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    from pyspark.sql import SparkSession
+
+    python = os.environ["SPARK_HVD_SERVER_PYTHON"]
+    where = "import os, pyspark; print(os.path.dirname(pyspark.__file__))"
+    home = Path(subprocess.run([python, "-c", where], capture_output=True, text=True, check=True).stdout.strip())
+    assert not (Path(sys.modules["pyspark"].__file__ or "").parent / "jars").exists(), "this is the whole of PySpark"
+    with connect_server(home, tmp_path_factory.mktemp("server"), {}, PYSPARK_PYTHON=python) as address:
+        session = SparkSession.builder.remote(address).getOrCreate()
+        yield session
+        session.stop()
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    return spark.range(1000).selectExpr("array(rand(1), rand(2)) AS x").selectExpr("x", "x[0] - 2 * x[1] AS y")
+
+
+def rows_seen(twice: bool = False) -> tuple[int, int]:
+    import spark_hvd.torch as hvd
+
+    batches = hvd.get_dataset_shard("train").torch_batches(50)
+    return hvd.rank(), sum(len(batch["y"]) for _ in range(1 + twice) for batch in batches)
+
+
+def go_elastic() -> tuple[int, int]:
+    import spark_hvd.torch as hvd
+
+    @hvd.elastic.run
+    def go(state: Any) -> tuple[int, int]:
+        return hvd.rank(), hvd.size()
+
+    result: tuple[int, int] = go(hvd.elastic.ObjectState(number=0))
+    return result
+
+
+def test_runs(spark: SparkSession, df: DataFrame) -> None:
+    assert spark_hvd.run(rows_seen, data={"train": df}, spark=spark, **MINE) == [(0, 500), (1, 500)]
+    assert spark_hvd.run_elastic(go_elastic, spark=spark, **MINE) == [(0, 2), (1, 2)]
+
+
+def test_an_error_of_a_rank(spark: SparkSession) -> None:
+    def fails() -> None:
+        raise ValueError("bad batch")
+
+    with pytest.raises(RankFailedError, match="bad batch"):
+        spark_hvd.run(fails, spark=spark, **MINE)
+
+
+def test_an_estimator_and_its_model(df: DataFrame, tmp_path: Path) -> None:
+    estimator = TorchEstimator(
+        model=torch.nn.Linear(2, 1),
+        optimizer=lambda params: torch.optim.Adam(params, lr=0.1),
+        loss=torch.nn.MSELoss(),
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=50,
+        epochs=2,
+        **MINE,
+    )
+    model = estimator.fit(df)
+    model.write().overwrite().save(str(tmp_path / "model"))
+    predicted = TorchModel.load(str(tmp_path / "model")).transform(df).first()
+    assert predicted is not None
+    with torch.no_grad():
+        wanted = model.getModel()(torch.tensor([predicted.x]))
+    assert predicted.prediction == pytest.approx(float(wanted), rel=1e-4)
+    assert spark_hvd.predict(df, model.getModel(), columns="x", outputs="array<float>").count() == 1000
+
+
+def test_the_doctor(spark: SparkSession) -> None:
+    assert not [each for each in spark_hvd.doctor(spark=spark).findings if each.level == Level.ERROR]
