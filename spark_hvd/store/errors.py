@@ -101,6 +101,12 @@ def _next_step(path: str, cause: Exception) -> str:
     kind = type(cause).__name__
     if any(word in str(cause) for word in ("libjvm", "libhdfs")):
         return "HDFS needs Java and Hadoop on every host: set JAVA_HOME, HADOOP_HOME and CLASSPATH there"
+    if path.startswith("dbfs:") and kind == "TypeError":
+        return (
+            "Here is no /dbfs, the mount of Databricks' clusters. Expected a path of a volume there, "
+            "/Volumes/<catalog>/<schema>/<volume>/...; from elsewhere the URL of its bucket, or storage_options with "
+            "instance and token"
+        )
     if code in _FULL:
         return "Free space there, or choose another store"
     if code == errno.EROFS:

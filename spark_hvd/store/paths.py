@@ -11,9 +11,9 @@ import fsspec
 from spark_hvd.store.errors import StoreError
 
 # A PUT to these is atomic: an object has its old content until the upload is complete. They have no rename.
-OBJECT_STORES = frozenset({"s3", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "r2"})
-_ALIASES = {"s3a": "s3", "s3n": "s3"}
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs", "az": "adlfs"}
+OBJECT_STORES = frozenset({"s3", "gs", "gcs", "abfs", "az", "adl", "oss", "oci", "r2"})
+_ALIASES = {"s3a": "s3", "s3n": "s3", "abfss": "abfs"}  # what Hadoop calls them: always over TLS, as adlfs does
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 _DBFS_MOUNT = "/dbfs"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import pickle
 import subprocess
@@ -25,6 +26,7 @@ from spark_hvd.data.parquet import dataset_of
 from spark_hvd.data.readers.files import arrow_filesystem
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError, store_error
+from spark_hvd.store.paths import complete
 from tests import stores
 from tests.stores import everything, scratch
 
@@ -84,7 +86,10 @@ def test_dbfs_is_the_mount_where_there_is_one(monkeypatch: pytest.MonkeyPatch, t
     assert store.url == Store.create("dbfs:///fits/x").url == f"{tmp_path}/fits/x"
     store.check_writable()
     monkeypatch.setattr("spark_hvd.store.paths._DBFS_MOUNT", str(tmp_path / "absent"))
-    assert Store.create("dbfs:/fits/x").url == "dbfs:///fits/x"
+    outside = Store.create("dbfs:/fits/x")
+    assert outside.url == "dbfs:///fits/x"
+    with pytest.raises(StoreError, match=r"cannot open dbfs:///fits/x: TypeError.*Here is no /dbfs.*/Volumes/"):
+        outside.exists("dbfs:///fits/x/y")
 
 
 def test_bad_parameters() -> None:
@@ -357,3 +362,10 @@ def test_a_bucket_that_forbids_says_so_on_every_call(forbidden: Store) -> None:
             call()
         assert "storage_options and what they are allowed to do there: list, read, write" in str(failure.value)
         assert "hush" not in str(failure.value)
+
+
+def test_abfss_is_abfs_whose_package_is_named() -> None:
+    assert complete("path", "abfss://c@account.dfs.core.windows.net/x") == "abfs://c@account.dfs.core.windows.net/x"
+    if importlib.util.find_spec("adlfs") is None:
+        with pytest.raises(StoreError, match=r"the package for abfs:// is not installed\. Next: pip install adlfs"):
+            Store.create("abfss://c@account.dfs.core.windows.net/x")
