@@ -76,16 +76,16 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
 
 
 def try_transform(model: TorchModel, inputs: Sequence[torch.Tensor], *, needed: bool) -> None:
-    """Predict one batch with the model that is to be trained, so that nothing trained can fail to predict.
+    """Predict a batch, and its first row alone, with the model that is to be trained: no trained model is to fail then.
 
     Args:
         model: As it would come out of the fit, untrained.
         inputs: What it takes of a batch.
         needed: False where the training does not call the model as transform does, so that it may be trained for
-            another use: what fails is a warning then.
+            another use: a batch that fails is a warning then.
 
     Raises:
-        ModelError: what did not work, where it is needed.
+        ModelError: the batch fails and ``needed`` is true; or the batch does not fail and its first row alone does.
     """
     try:
         model.try_inputs(inputs)
@@ -93,6 +93,9 @@ def try_transform(model: TorchModel, inputs: Sequence[torch.Tensor], *, needed: 
         if needed:
             raise
         _log.warning("%s. The training goes on, for a use of the model other than transform", error)
+        return
+    if len(inputs[0]) > 1:  # a partition may have one row, and the last batch of any other too
+        model.try_inputs([tensor[:1] for tensor in inputs])
 
 
 def _step(what: str, given: Sequence[str], do: Callable[[], Any]) -> Any:

@@ -96,6 +96,13 @@ class Otherwise(nn.Module):
         return self.linear(x) if self.training else self.evaluated(self.linear(x))
 
 
+class Squeezed(nn.Linear):
+    """Ends in squeeze(), which takes the dimension of the rows away where there is one row."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).squeeze()
+
+
 FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no features": ({"feature_cols": None}, ValueError, "feature_cols is missing"),
     "no loss": ({"loss": None}, ValueError, r"loss is missing: give .* torch\.nn\.MSELoss"),
@@ -130,6 +137,11 @@ FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"model": Otherwise(lambda output: output.mean(0, keepdim=True))},
         ModelError,
         r"transform would fail.*output 0 of the model has the shape \(1, 1\) for 32 rows",
+    ),
+    "one row alone": (
+        {"model": Squeezed(3, 1)},
+        ModelError,
+        r"transform would fail, tried on a batch of 1 row.* has the shape \(\) for 1 row: .* as squeeze\(-1\)",
     ),
     "frozen model": (
         {"model": linear().requires_grad_(False)},
@@ -182,6 +194,12 @@ def test_a_model_that_is_trained_for_another_use_may_fail_to_transform(caplog: p
     try_transform(model, [torch.zeros(2, 3)], needed=False)
     assert "transform would fail" in caplog.text
     assert "the model returned NoneType" in caplog.text
+
+
+def test_a_model_that_transforms_batches_transforms_single_rows() -> None:
+    model = TorchModel(model=Squeezed(3, 2), feature_columns=["x"], label_columns=["y"])
+    with pytest.raises(ModelError, match=r"has the shape \(2,\) for 1 row: its first number must be that of the rows"):
+        try_transform(model, [torch.zeros(2, 3)], needed=False)
 
 
 def test_strings_are_refused_with_the_remedy(df: DataFrame) -> None:
