@@ -25,6 +25,8 @@ from spark_hvd.store.errors import StoreError
 from spark_hvd.store.row_groups import RowGroupWriter
 
 TRAIN, VALIDATION = "train", "validation"
+PURPOSES = {TRAIN: "training", VALIDATION: "validation"}
+"""What the rows of a split are for, in messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class WriteTask:
         marked_by: Name of the column that tells, "" where none does. It comes as a boolean after ``columns``.
         seed: Of the split.
         groups: Row groups that a file shall have at least, where it has rows enough.
+        weights: Name of the column of the rows' weights; None where there is none.
     """
 
     store: Store
@@ -48,6 +51,7 @@ class WriteTask:
     marked_by: str
     seed: int
     groups: int
+    weights: str | None = None
 
 
 @dataclass(slots=True)
@@ -74,8 +78,10 @@ class WriteReport:
     def from_bytes(cls, data: bytes) -> WriteReport:
         """The inverse of :meth:`to_bytes`."""
         told = json.loads(data)
-        shapes = {name: tuple(shape) for name, shape in told["measured"].pop("shapes").items()}
-        return cls(**{**told, "measured": ColumnFindings(shapes=shapes, **told["measured"])})
+        measured = told["measured"]
+        shapes = {name: tuple(shape) for name, shape in measured["shapes"].items()}
+        measured |= {"shapes": shapes, "odd_weights": tuple(measured["odd_weights"])}
+        return cls(**{**told, "measured": ColumnFindings(**measured)})
 
 
 def write_partition(
@@ -137,11 +143,13 @@ def _write_batch(
         return  # nothing more is written, but the count shall be complete
     arrays = [convert(batch.column(number), column) for number, column in enumerate(task.columns)]
     table = pa.Table.from_arrays(arrays, schema=schema_of(task.columns))
-    if drawn is None:
-        files[TRAIN].add(table)
-    else:
-        files[TRAIN].add(table.filter(pc.invert(drawn)))
-        files[VALIDATION].add(table.filter(drawn))
+    parts = (
+        {TRAIN: table} if drawn is None else {TRAIN: table.filter(pc.invert(drawn)), VALIDATION: table.filter(drawn)}
+    )
+    for split, part in parts.items():
+        files[split].add(part)
+        if task.weights is not None:
+            measured.weigh(PURPOSES[split], part.column(task.weights))
 
 
 def schema_of(columns: Sequence[Column]) -> pa.Schema:

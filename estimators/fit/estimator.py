@@ -151,6 +151,7 @@ class SparkEstimator(SavedParams, Estimator[M]):
             validation=validation,
             seed=seed,
             partitions_per_process=plan.settings["partitions_per_process"],
+            weights=plan.settings["sample_weight_col"],
             who=plan.name,
         )
         with in_use(plan.store, train_data):

@@ -14,11 +14,11 @@ from spark_hvd.checkpoint.format import check_plain
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.errors import ModelError
-from spark_hvd.estimators.fit.trial import describe, failed, losses_known
+from spark_hvd.estimators.fit.trial import check_loss, describe, failed, losses_known
 from spark_hvd.estimators.torch.learning_rate import make_optimizer, make_scheduler
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.torch.objective import Metrics, Objective
-from spark_hvd.estimators.training.inputs import argument_names, outputs_of, tensors_of
+from spark_hvd.estimators.training.inputs import argument_names, outputs_of, tensors_of, weights_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 
 _log = logging.getLogger(__name__)
@@ -43,10 +43,11 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
     given = [f"{name}: {describe(tensor)}" for name, tensor in zip(names, (*inputs, *labels), strict=True)]
     outputs = _step("model(*inputs)", given, lambda: outputs_of(model(*inputs)))
     given.append(f"outputs: {'; '.join(map(describe, outputs))}")
-    column = spec.sample_weight_col
-    weights = batch[column] if column else None
+    weights = weights_of(spec.sample_weight_col, batch)
     if weights is not None and weights.dim() != 1:
-        raise ModelError(f"sample_weight_col={column!r}: expected one number a row, got {describe(weights)}")
+        raise ModelError(
+            f"sample_weight_col={spec.sample_weight_col!r}: expected one number a row, got {describe(weights)}"
+        )
     optimizer = make_optimizer(objects.optimizer, model)
     scheduler = make_scheduler(objects.lr_scheduler, optimizer, 1, 100)
 
@@ -69,6 +70,7 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
         raise ModelError(f"the loss of a batch is {describe(loss)}: expected a single number, such as a mean over rows")
     if not loss.requires_grad:
         raise ModelError("the loss does not depend on any parameter that is trained: is it computed under no_grad?")
+    check_loss(spec, float(loss.detach()), batch)
     _step("backward", given, loss.backward)
     _step("metrics", given, lambda: metrics(outputs, labels))
     _step("optimizer.step()", given, optimizer.step)

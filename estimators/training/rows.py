@@ -54,7 +54,7 @@ class Rows:
         return self.reader.batches(0, self.sharding.share(*place), self.sharding.batches(*place))
 
 
-def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = False) -> Rows:
+def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = False, weights: str | None = None) -> Rows:
     """Open the rows of a data set.
 
     Args:
@@ -62,9 +62,11 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
         spec: What is read.
         batch_size: Rows in a batch.
         drop_last: Leave out the batch at the end that is not full.
+        weights: Name of the column of the rows' weights.
 
     Raises:
-        DataError: as the readers do; of a DataFrame also nulls, lists of two lengths, and fewer rows than ranks.
+        DataError: as the readers do; of a DataFrame also nulls, lists of two lengths, weights that are none, and fewer
+            rows than ranks.
     """
     if spec.dataset.row_groups:
         return Rows(open_reader(spec), Sharding(spec.dataset.rows, batch_size, drop_last), layout_of(spec.dataset))
@@ -72,9 +74,10 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
     source = source_here(name, told)
     assert isinstance(source, FrameSource)
     # Ranks of one task have one folder, and measure the same.
-    found = hvd.allgather_object((told.folder, _measured(source.spool, spec.dataset.columns)), name=f"{name}.measured")
+    mine = _measured(name, source.spool, spec.dataset.columns, weights)
+    found = hvd.allgather_object((told.folder, mine), name=f"{name}.measured")
     measured = ColumnFindings.together(dict(found).values())
-    measured.check()
+    measured.check(weights)
     if source.rows < hvd.size():
         raise DataError(too_few(source.rows, name, hvd.size()))
     spec = replace(spec, dataset=replace(spec.dataset, columns=measured.of(spec.dataset.columns)))
@@ -88,12 +91,14 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
     return Rows(source.open(asked, form_of(spec)), source.sharding(batch_size, drop_last, asked), source.layout)
 
 
-def _measured(spool: Spool, columns: Sequence[Column]) -> ColumnFindings:
+def _measured(name: str, spool: Spool, columns: Sequence[Column], weights: str | None) -> ColumnFindings:
     measured = ColumnFindings()
     for batch in spool.batches([column.name for column in columns]):
         measured.rows += batch.num_rows
         for number, column in enumerate(columns):
             measured.add(column, batch.column(number))
+            if column.name == weights and not measured.has_nulls:
+                measured.weigh(name, batch.column(number))
     return measured
 
 

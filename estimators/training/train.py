@@ -27,7 +27,6 @@ from spark_hvd.store import Store
 from spark_hvd.store.errors import CheckpointError
 from spark_hvd.transport.torch_private import with_versions
 from spark_hvd.world.activity import activity
-from spark_hvd.world.words import count
 
 if TYPE_CHECKING:
     from spark_hvd.estimators.training.packing import PackedModule
@@ -252,7 +251,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
     history = History(resumed["history"]) if resumed else History()
     with ExitStack() as cleanup:
         reader = reader_spec(spec, objects, dataset=spec.train, shuffle=spec.shuffle, seed=spec.seed)
-        rows = rows_of("training", reader, spec.batch_size, spec.drop_last)
+        rows = rows_of("training", reader, spec.batch_size, spec.drop_last, spec.sample_weight_col)
         cleanup.enter_context(closing(rows.reader))
         if spec.needs_two_rows is not None:
             check_batches(spec.needs_two_rows, spec, rows.sharding)
@@ -265,7 +264,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
             reader = replace(
                 reader, dataset=spec.validation, shuffle=False, training=False, workers=spec.val_reader_num_workers
             )
-            validation = rows_of("validation", reader, spec.val_batch_size)
+            validation = rows_of("validation", reader, spec.val_batch_size, weights=spec.sample_weight_col)
             cleanup.enter_context(closing(validation.reader))
         job = Job(spec, objects, device, resumed, history, checkpoints, rows, feed, validation, state)
         if hvd.rank() == 0 and len(history) < spec.epochs and not job.stopped:
@@ -318,16 +317,12 @@ def _position(order: Mapping[str, Any], resumed: dict[str, Any] | None) -> Posit
 
 
 def not_finite(
-    loss: float, epoch: int, batch: int, steps: int, tensors: Mapping[str, torch.Tensor]
+    spec: TrainSpec, loss: float, epoch: int, batch: int, steps: int, tensors: Mapping[str, torch.Tensor]
 ) -> NotFiniteLossError:
     """The error of a loss that is NaN or infinite; ``tensors`` are what the batch holds of each column."""
     where = f"the loss is {loss} on rank {hvd.rank()} in epoch {epoch + 1}, batch {batch + 1} of {steps}"
-    for column, tensor in tensors.items():
-        if odd := int((~torch.isfinite(tensor)).sum()):
-            return NotFiniteLossError(
-                f"{where}, whose column {column!r} has {count(odd, 'value')} NaN or infinite. Fill or leave them out "
-                f"before fit: df.na.fill(0.0, [{column!r}]), df.na.drop(subset=[{column!r}])"
-            )
+    if found := spec.not_finite(tensors):
+        return NotFiniteLossError(f"{where}, whose {found}")
     return NotFiniteLossError(
         f"{where}. Look for a learning rate that is too high (TorchEstimator's scale_lr multiplies it by num_proc), "
         "values that are not scaled, a log or division in the loss, gradients that want clipping; "

@@ -32,7 +32,7 @@ import torch
 
 from spark_hvd.data.packed import PackedRows
 from spark_hvd.data.readers.dataset import Column, listed
-from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.errors import DataError, without_nulls
 from spark_hvd.data.readers.tensors import to_tensor
 
 Features = Sequence[str] | Mapping[str, Sequence[str]]
@@ -231,8 +231,7 @@ def _check_nulls(array: pa.Array, name: str) -> None:
     if array.null_count:
         raise DataError(
             f"column {name!r} has {array.null_count} null(s) among {len(array)} values of type {array.type}, "
-            f"which has no value for it. Next: fill or drop them, df.na.fill(0, [{name!r}]), or take the batch apart "
-            "in a collate_fn"
+            f"which has no value for it. Next: {without_nulls(name)}, or take the batch apart in a collate_fn"
         )
 
 

@@ -8,11 +8,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 from torch.nn import functional
 
-from spark_hvd.estimators import DataError, LocalBackend, ModelError, Store, TorchEstimator, TorchModel
+from spark_hvd.estimators import (
+    DataError,
+    LocalBackend,
+    ModelError,
+    NotFiniteLossError,
+    Store,
+    TorchEstimator,
+    TorchModel,
+)
 from spark_hvd.estimators.fit.plan import label_of
 from spark_hvd.estimators.torch.trial import try_transform
 from tests.spark.estimator_support import estimator, frame, linear, ordered
@@ -235,6 +244,50 @@ def test_nulls_are_counted(spark: SparkSession, column: str, made: Callable[[], 
     holes = frame(spark).withColumn(column, F.when(F.col("row") % 100 != 99, F.col(column)))
     with pytest.raises(DataError, match=rf"column '{column}' has 2 null\(s\) in 240 rows.*na\.drop"):
         made().fit(holes)
+
+
+@pytest.mark.parametrize("made", [estimator, ordered])
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        ("if(row < 200, 1.0, -0.25)", "has 40 of 240 rows whose weight is negative, NaN or infinite, such as -0.25"),
+        ("0", "all weights of the rows for training are 0"),
+    ],
+)
+def test_weights_that_are_none(
+    spark: SparkSession, weight: str, message: str, made: Callable[..., TorchEstimator]
+) -> None:
+    df = frame(spark).withColumn("weight", F.expr(weight))
+    with pytest.raises(DataError, match=f"sample_weight_col='weight'.*{message}"):
+        made(sample_weight_col="weight").fit(df)
+
+
+NAN = "float('nan')"
+
+
+@pytest.mark.parametrize(
+    ("features", "remedy"),
+    [
+        (f"if(row = 7, array({NAN}, 1f, 2f), features)", "into arrays: .*df.where.*F.forall.'features'"),
+        (f"if(row = 99, array({NAN}, 1f, 2f), features)", "into arrays: .*df.where.*F.forall.'features'"),
+    ],
+)
+def test_nan_in_lists_is_told_with_a_remedy_that_works(spark: SparkSession, features: str, remedy: str) -> None:
+    df = frame(spark).withColumn("features", F.expr(features))
+    error = DataError if "= 7," in features else NotFiniteLossError
+    text = f"the loss is nan.* column 'features' has 1 value NaN or infinite.*{remedy}"
+    with pytest.raises(error, match=text):
+        estimator().fit(df)
+    assert estimator(epochs=1).fit(df.where(F.forall("features", lambda value: F.abs(value) < float("inf"))))
+
+
+def test_nan_in_vectors_is_told_before_ranks_start(spark: SparkSession) -> None:
+    df = frame(spark).select(
+        array_to_vector(F.expr(f"array(float(row), if(row = 7, {NAN}, 1f), 2f)")).alias("features"), "value"
+    )
+    text = "before ranks were started: column 'features' has 1 value .*Imputer, .*VectorAssembler.handleInvalid='skip'"
+    with pytest.raises(DataError, match=text):
+        estimator().fit(df)
 
 
 @pytest.mark.parametrize("made", [estimator, ordered])
