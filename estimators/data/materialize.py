@@ -48,6 +48,7 @@ def materialize(
     seed: int = 0,
     partitions_per_process: int = 10,
     weights: str | None = None,
+    nullable: tuple[str, ...] = (),
     who: str = "materialize",
 ) -> Datasets:
     """Write ``columns`` of ``df`` as Parquet, or find them already written.
@@ -62,6 +63,7 @@ def materialize(
         seed: Of that draw. The same partitions with the same rows and the same seed are split alike.
         partitions_per_process: Row groups that each rank shall find at least, where there are rows enough.
         weights: Name of the one of ``columns`` that has the weights of rows.
+        nullable: Names of those of ``columns`` that may have nulls.
         who: Asks for it; the Spark UI shows the name.
 
     Returns:
@@ -80,12 +82,12 @@ def materialize(
         )
     check_validation(df, validation)
     groups = num_proc * partitions_per_process
-    key = reuse.key_of(reuse.fingerprint(df), (tuple(columns), validation, seed, groups, weights))
+    key = reuse.key_of(reuse.fingerprint(df), (tuple(columns), validation, seed, groups, weights, nullable))
     delete_unused(store)
     with reuse.using(store, key):
         manifest = reuse.read_manifest(store, key)
         if manifest is None:
-            manifest = _write(df, columns, store, key, validation, seed, groups, weights, who)
+            manifest = _write(df, columns, store, key, validation, seed, groups, weights, nullable, who)
             reuse.write_manifest(store, key, manifest)
         else:
             _log.info("using data again that were written to %s", store.data_path(key))
@@ -124,6 +126,7 @@ def _write(
     seed: int,
     groups: int,
     weights: str | None,
+    nullable: tuple[str, ...],
     who: str,
 ) -> dict[str, Any]:
     """Run the job; return the manifest. Nothing is left of it on an error."""
@@ -131,7 +134,7 @@ def _write(
     if validation is None:
         del directories[VALIDATION]
     share, marked_by = (None, validation) if isinstance(validation, str) else (validation, "")
-    task = WriteTask(store, directories, tuple(columns), share, marked_by, seed, groups, weights)
+    task = WriteTask(store, directories, tuple(columns), share, marked_by, seed, groups, weights, nullable)
     sources = [expression_of(column) for column in columns]
     if marked_by:
         sources.append(F.col(quoted(marked_by)).cast("bigint") > 0)

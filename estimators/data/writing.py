@@ -42,6 +42,7 @@ class WriteTask:
         seed: Of the split.
         groups: Row groups that a file shall have at least, where it has rows enough.
         weights: Name of the column of the rows' weights; None where there is none.
+        nullable: Names of the columns that may have nulls.
     """
 
     store: Store
@@ -52,6 +53,7 @@ class WriteTask:
     seed: int
     groups: int
     weights: str | None = None
+    nullable: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -95,7 +97,7 @@ def write_partition(
         partition: Number of the partition, from which the split is drawn.
         attempt: Unique among all task attempts, those that Spark retries or runs twice included: makes file names.
     """
-    report = WriteReport()
+    report = WriteReport(ColumnFindings(nullable=task.nullable))
     try:
         with ExitStack() as stack:
             name = f"part-{partition:05d}-{attempt}.parquet"
@@ -142,19 +144,19 @@ def _write_batch(
     if measured.has_nulls:
         return  # nothing more is written, but the count shall be complete
     arrays = [convert(batch.column(number), column) for number, column in enumerate(task.columns)]
-    table = pa.Table.from_arrays(arrays, schema=schema_of(task.columns))
+    table = pa.Table.from_arrays(arrays, schema=schema_of(task.columns, task.nullable))
     parts = (
         {TRAIN: table} if drawn is None else {TRAIN: table.filter(pc.invert(drawn)), VALIDATION: table.filter(drawn)}
     )
     for split, part in parts.items():
         files[split].add(part)
-        if task.weights is not None:
+        if task.weights is not None and not part.column(task.weights).null_count:
             measured.weigh(PURPOSES[split], part.column(task.weights))
 
 
-def schema_of(columns: Sequence[Column]) -> pa.Schema:
-    """Types in the files: numbers, lists of numbers for whatever shape, and structs for sparse vectors. No nulls."""
-    return pa.schema([pa.field(column.name, _type_of(column), nullable=False) for column in columns])
+def schema_of(columns: Sequence[Column], nullable: Sequence[str] = ()) -> pa.Schema:
+    """Types in the files: numbers, lists of numbers for whatever shape, and structs for sparse vectors."""
+    return pa.schema([pa.field(each.name, _type_of(each), nullable=each.name in nullable) for each in columns])
 
 
 def _type_of(column: Column) -> pa.DataType:
@@ -183,8 +185,10 @@ def convert(array: pa.Array, column: Column) -> pa.Array:
     rows, values = len(array), array
     while pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
         values = values.flatten()
-    offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * (len(values) // rows))
-    return pa.ListArray.from_arrays(offsets, values.cast(kind.value_type), type=kind)
+    nulls = array.is_null()
+    lengths = np.where(nulls.to_numpy(zero_copy_only=False), 0, len(values) // max(1, rows - array.null_count))
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    return pa.ListArray.from_arrays(offsets, values.cast(kind.value_type), type=kind, mask=nulls)
 
 
 def _convert_sparse(array: pa.Array, kind: pa.DataType) -> pa.Array:

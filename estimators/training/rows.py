@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import spark_hvd.torch as hvd
 from spark_hvd.data.frame import FrameSource
 from spark_hvd.data.handed import source_of
-from spark_hvd.data.readers.dataset import Column, DatasetMeta
+from spark_hvd.data.readers.dataset import DatasetMeta
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.measure import ColumnFindings
 from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Position, Sharding
+from spark_hvd.data.readers.values import may_have_nulls
 from spark_hvd.data.shard import source_here
 from spark_hvd.data.source import Asked
 from spark_hvd.data.spool import Spool
@@ -74,7 +75,7 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
     source = source_here(name, told)
     assert isinstance(source, FrameSource)
     # Ranks of one task have one folder, and measure the same.
-    mine = _measured(name, source.spool, spec.dataset.columns, weights)
+    mine = _measured(name, source.spool, spec, weights)
     found = hvd.allgather_object((told.folder, mine), name=f"{name}.measured")
     measured = ColumnFindings.together(dict(found).values())
     measured.check(weights)
@@ -91,13 +92,14 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
     return Rows(source.open(asked, form_of(spec)), source.sharding(batch_size, drop_last, asked), source.layout)
 
 
-def _measured(name: str, spool: Spool, columns: Sequence[Column], weights: str | None) -> ColumnFindings:
-    measured = ColumnFindings()
+def _measured(name: str, spool: Spool, spec: ReaderSpec, weights: str | None) -> ColumnFindings:
+    columns = spec.dataset.columns
+    measured = ColumnFindings(nullable=may_have_nulls(spec, columns))
     for batch in spool.batches([column.name for column in columns]):
         measured.rows += batch.num_rows
         for number, column in enumerate(columns):
             measured.add(column, batch.column(number))
-            if column.name == weights and not measured.has_nulls:
+            if column.name == weights and not batch.column(number).null_count:
                 measured.weigh(name, batch.column(number))
     return measured
 

@@ -25,6 +25,7 @@ class ColumnFindings:
         shapes: Column name -> shape of its values; binary columns have none.
         weights: Name of a data set ("training", "validation") -> sum of the weights of its rows, if they have some.
         odd_weights: How many weights are negative, NaN or infinite, and one of them.
+        nullable: Names of the columns that may have nulls, which are not counted.
     """
 
     rows: int = 0
@@ -33,6 +34,7 @@ class ColumnFindings:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     odd_weights: tuple[int, float] = (0, 0.0)
+    nullable: Sequence[str] = ()
 
     def add(self, column: Column, array: pa.Array) -> None:
         """Take in a column of some rows, which ``rows`` does not count yet.
@@ -40,6 +42,8 @@ class ColumnFindings:
         Raises:
             DataError: lists or vectors of different lengths.
         """
+        if column.name in self.nullable:
+            array = array.drop_null()
         if self.count(column.name, array) or column.dtype == "object" or not len(array):
             return
         if column.encoding == "sparse":
