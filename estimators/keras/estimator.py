@@ -42,7 +42,7 @@ class _OfKeras(TableParams):
         """See base class; the model knows its custom objects."""
         value = super().value_of(name)
         if name == "model" and value is not None:
-            value.custom_objects = self.getOrDefault("custom_objects") or {}
+            value.custom_objects = {**value.custom_objects, **(self.getOrDefault("custom_objects") or {})}
         return value
 
     def getModel(self) -> Any:  # noqa: N802 - as the others are called
