@@ -179,7 +179,7 @@ def test_rows_of_several_arrays(inner: pa.DataType) -> None:
     def batch(*rows: list[list[float]]) -> pa.RecordBatch:
         return pa.RecordBatch.from_arrays([pa.array(rows, pa.list_(inner))], ["boxes"])
 
-    assert padded()(batch([], []))["boxes"].shape[:2] == ragged()(batch([], []))["boxes_offsets"][1:].shape + (0,)
+    assert padded()(batch([], []))["boxes"].shape[:2] == (*ragged()(batch([], []))["boxes_offsets"][1:].shape, 0)
     boxes = torch.tensor([[[1.0, 2], [3, 4]], [[0, 0], [0, 0]], [[5, 6], [0, 0]]])
     collate, lengths = padded(), torch.tensor([2, 0, 1])
     alike(collate(batch([[1, 2], [3, 4]], [], [[5, 6]])), {"boxes": boxes, "boxes_lengths": lengths})
