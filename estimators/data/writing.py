@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.data.readers.measure import ColumnFindings
+from spark_hvd.data.readers.measure import ColumnFindings, Uses
 from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
@@ -41,8 +41,7 @@ class WriteTask:
         marked_by: Name of the column that tells, "" where none does. It comes as a boolean after ``columns``.
         seed: Of the split.
         groups: Row groups that a file shall have at least, where it has rows enough.
-        weights: Name of the column of the rows' weights; None where there is none.
-        nullable: Names of the columns that may have nulls.
+        uses: What columns are for.
     """
 
     store: Store
@@ -52,8 +51,7 @@ class WriteTask:
     marked_by: str
     seed: int
     groups: int
-    weights: str | None = None
-    nullable: tuple[str, ...] = ()
+    uses: Uses = field(default_factory=Uses)
 
 
 @dataclass(slots=True)
@@ -97,7 +95,7 @@ def write_partition(
         partition: Number of the partition, from which the split is drawn.
         attempt: Unique among all task attempts, those that Spark retries or runs twice included: makes file names.
     """
-    report = WriteReport(ColumnFindings(nullable=task.nullable))
+    report = WriteReport()
     try:
         with ExitStack() as stack:
             name = f"part-{partition:05d}-{attempt}.parquet"
@@ -140,18 +138,19 @@ def _write_batch(
         drawn = batch.column(len(task.columns))
         measured.count(task.marked_by, drawn)
     for number, column in enumerate(task.columns):
-        measured.add(column, batch.column(number))
+        measured.add(column, batch.column(number), task.uses)
     if measured.has_nulls:
         return  # nothing more is written, but the count shall be complete
     arrays = [convert(batch.column(number), column) for number, column in enumerate(task.columns)]
-    table = pa.Table.from_arrays(arrays, schema=schema_of(task.columns, task.nullable))
+    table = pa.Table.from_arrays(arrays, schema=schema_of(task.columns, task.uses.nullable))
     parts = (
         {TRAIN: table} if drawn is None else {TRAIN: table.filter(pc.invert(drawn)), VALIDATION: table.filter(drawn)}
     )
     for split, part in parts.items():
         files[split].add(part)
-        if task.weights is not None and not part.column(task.weights).null_count:
-            measured.weigh(PURPOSES[split], part.column(task.weights))
+        weights = task.uses.weights
+        if weights is not None and not part.column(weights).null_count:
+            measured.weigh(PURPOSES[split], part.column(weights))
 
 
 def schema_of(columns: Sequence[Column], nullable: Sequence[str] = ()) -> pa.Schema:

@@ -153,8 +153,9 @@ class SparkEstimator(SavedParams, Estimator[M]):
             validation=validation,
             seed=seed,
             partitions_per_process=plan.settings["partitions_per_process"],
-            weights=plan.settings["sample_weight_col"],
-            nullable=may_have_nulls(reader_spec(plan.spec, plan.objects, dataset=plan.spec.train), columns),
+            uses=replace(
+                spec.uses, nullable=may_have_nulls(reader_spec(spec, plan.objects, dataset=spec.train), columns)
+            ),
             who=plan.name,
         )
         with in_use(plan.store, train_data):

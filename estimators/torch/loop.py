@@ -41,9 +41,8 @@ class _Loop:
         self.scaled = 1.0
         self.optimizer, self.scheduler = self._optimizer()
         self.objective = make_objective(spec, job)
-        self.shares = Shares(
-            self.objective.losses, counted="collate" in objects.reader and objects.reader["collate"] is not None
-        )
+        lowest = [job.lowest(label.column.name) for label in spec.labels]
+        self.shares = Shares(self.objective.losses, lowest, counted=objects.reader.get("collate") is not None)
         self.metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
         self.scaler = torch.amp.GradScaler(job.device.type, enabled=spec.precision == "fp16")
         if job.resumed and job.resumed.get("scaler"):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_hvd.data.readers.dataset import DatasetMeta
 from spark_hvd.data.readers.errors import without_nan
+from spark_hvd.data.readers.measure import Uses
 from spark_hvd.data.readers.sharding import steps_of
 from spark_hvd.estimators.training.inputs import TensorSpec
 from spark_hvd.store import Store
@@ -85,6 +86,11 @@ class TrainSpec:
     def epoch_steps(self, size: int) -> int:
         """Batches of an epoch on each of ``size`` ranks."""
         return self.train_steps_per_epoch or steps_of(self.train.rows, size, self.batch_size, self.drop_last)
+
+    @property
+    def uses(self) -> Uses:
+        """What columns are for."""
+        return Uses(self.sample_weight_col, tuple(each.column.name for each in self.labels))
 
     def not_finite(self, tensors: Mapping[str, torch.Tensor]) -> str:
         """The first column of a batch that has values NaN or infinite, and what to do about them; "" if none has."""

@@ -101,6 +101,13 @@ class Job:
         """Whether callbacks had ended the training when the ranks changed."""
         return bool(self.resumed and self.resumed.get(_STOPPED))
 
+    def lowest(self, label: str) -> float | None:
+        """The lowest number of a label, to train on or to validate on; None where that is not known."""
+        sets = [self.rows.columns, *([] if self.validation is None else [self.validation.columns])]
+        found = [column.lowest for columns in sets for column in columns if column.name == label]
+        known = [each for each in found if each is not None]
+        return min(known) if len(known) == len(sets) else None
+
     def saves_after(self, step: int) -> bool:
         """Whether :meth:`save` is to be called within an epoch, after that many of its batches."""
         return any(every and step % every == 0 for every in (self.spec.checkpoint_every, self.spec.commit_every))
@@ -251,7 +258,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
     history = History(resumed["history"]) if resumed else History()
     with ExitStack() as cleanup:
         reader = reader_spec(spec, objects, dataset=spec.train, shuffle=spec.shuffle, seed=spec.seed)
-        rows = rows_of("training", reader, spec.batch_size, spec.drop_last, spec.sample_weight_col)
+        rows = rows_of("training", reader, spec.batch_size, spec.drop_last, spec.uses)
         cleanup.enter_context(closing(rows.reader))
         if spec.needs_two_rows is not None:
             check_batches(spec.needs_two_rows, spec, rows.sharding)
@@ -264,7 +271,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
             reader = replace(
                 reader, dataset=spec.validation, shuffle=False, training=False, workers=spec.val_reader_num_workers
             )
-            validation = rows_of("validation", reader, spec.val_batch_size, weights=spec.sample_weight_col)
+            validation = rows_of("validation", reader, spec.val_batch_size, uses=spec.uses)
             cleanup.enter_context(closing(validation.reader))
         job = Job(spec, objects, device, resumed, history, checkpoints, rows, feed, validation, state)
         if hvd.rank() == 0 and len(history) < spec.epochs and not job.stopped:

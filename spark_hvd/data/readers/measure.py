@@ -14,6 +14,24 @@ from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
 
 
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """What some columns are for, by their names.
+
+    Attributes:
+        weights: The weights of rows.
+        labels: What outputs are compared with.
+        nullable: Those that may have nulls, as they go through ``transformation_fn`` first.
+    """
+
+    weights: str | None = None
+    labels: tuple[str, ...] = ()
+    nullable: tuple[str, ...] = ()
+
+
+_NOTHING = Uses()
+
+
 @dataclass(slots=True)
 class ColumnFindings:
     """What some rows have shown of their columns.
@@ -25,7 +43,7 @@ class ColumnFindings:
         shapes: Column name -> shape of its values; binary columns have none.
         weights: Name of a data set ("training", "validation") -> sum of the weights of its rows, if they have some.
         odd_weights: How many weights are negative, NaN or infinite, and one of them.
-        nullable: Names of the columns that may have nulls, which are not counted.
+        lowest: Name of a column of labels -> its lowest number.
     """
 
     rows: int = 0
@@ -34,21 +52,25 @@ class ColumnFindings:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     odd_weights: tuple[int, float] = (0, 0.0)
-    nullable: Sequence[str] = ()
+    lowest: dict[str, float] = field(default_factory=dict)
 
-    def add(self, column: Column, array: pa.Array) -> None:
+    def add(self, column: Column, array: pa.Array, uses: Uses = _NOTHING) -> None:
         """Take in a column of some rows, which ``rows`` does not count yet.
 
         Raises:
             DataError: lists or vectors of different lengths.
         """
-        if column.name in self.nullable:
+        if column.name in uses.nullable:
             array = array.drop_null()
         if self.count(column.name, array) or column.dtype == "object" or not len(array):
             return
         if column.encoding == "sparse":
             self._agree(column.name, (_one_length(array.field(array.type.get_field_index("size")), column.name),))
             return
+        if column.name in uses.labels and column.name not in uses.nullable and not pa.types.is_nested(array.type):
+            lowest = pc.min(array).as_py()
+            if lowest is not None:  # as it is of NaN alone
+                self._lower(column.name, float(lowest))
         values, shape = array, []
         while pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
             shape.append(_one_length(pc.list_value_length(values), column.name))
@@ -89,6 +111,8 @@ class ColumnFindings:
         for part in parts:
             for name, shape in part.shapes.items():
                 whole._agree(name, shape)
+            for name, lowest in part.lowest.items():
+                whole._lower(name, lowest)
             for name, weight in part.weights.items():
                 whole.weights[name] = whole.weights.get(name, 0.0) + weight
             if part.odd_weights[0]:
@@ -122,8 +146,14 @@ class ColumnFindings:
                 )
 
     def of(self, columns: Sequence[Column]) -> tuple[Column, ...]:
-        """``columns`` with the shapes that were found."""
-        return tuple(replace(each, shape=self.shapes.get(each.name, each.shape)) for each in columns)
+        """``columns`` with the shapes, and the lowest labels, that were found."""
+        return tuple(
+            replace(each, shape=self.shapes.get(each.name, each.shape), lowest=self.lowest.get(each.name))
+            for each in columns
+        )
+
+    def _lower(self, name: str, value: float) -> None:
+        self.lowest[name] = min(value, self.lowest.get(name, value))
 
     def _agree(self, name: str, shape: tuple[int, ...]) -> None:
         known = self.shapes.setdefault(name, shape)
