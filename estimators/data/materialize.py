@@ -17,11 +17,11 @@ from pyspark.sql.types import BooleanType, IntegralType
 
 from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.data.readers.measure import ColumnFindings
+from spark_hvd.data.readers.measure import ColumnFindings, Uses
 from spark_hvd.estimators.data import reuse
 from spark_hvd.estimators.data.columns import check_columns, expression_of
 from spark_hvd.estimators.data.leases import delete_unused
-from spark_hvd.estimators.data.writing import TRAIN, VALIDATION, WriteReport, WriteTask
+from spark_hvd.estimators.data.writing import PURPOSES, TRAIN, VALIDATION, WriteReport, WriteTask
 from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.runner.spark.names import job_named
 from spark_hvd.runner.spark.series import quoted
@@ -47,6 +47,7 @@ def materialize(
     validation: float | str | None = None,
     seed: int = 0,
     partitions_per_process: int = 10,
+    uses: Uses | None = None,
     who: str = "materialize",
 ) -> Datasets:
     """Write ``columns`` of ``df`` as Parquet, or find them already written.
@@ -60,6 +61,7 @@ def materialize(
             boolean or integer column: rows where it is true or above 0 are for validation. None for no validation.
         seed: Of that draw. The same partitions with the same rows and the same seed are split alike.
         partitions_per_process: Row groups that each rank shall find at least, where there are rows enough.
+        uses: What some of ``columns`` are for.
         who: Asks for it; the Spark UI shows the name.
 
     Returns:
@@ -68,7 +70,8 @@ def materialize(
 
     Raises:
         ValueError: ``validation`` is not between 0 and 1.
-        DataError: nulls, lists of different lengths, no rows, or a validation column that does not fit.
+        DataError: nulls, lists of different lengths, no rows, a validation column that does not fit, or weights that
+            are none.
         StoreError: the store cannot be written.
     """
     if not store.is_shared:
@@ -77,12 +80,12 @@ def materialize(
         )
     check_validation(df, validation)
     groups = num_proc * partitions_per_process
-    key = reuse.key_of(reuse.fingerprint(df), (tuple(columns), validation, seed, groups))
+    key = reuse.key_of(reuse.fingerprint(df), (tuple(columns), validation, seed, groups, uses))
     delete_unused(store)
     with reuse.using(store, key):
         manifest = reuse.read_manifest(store, key)
         if manifest is None:
-            manifest = _write(df, columns, store, key, validation, seed, groups, who)
+            manifest = _write(df, columns, store, key, validation, seed, groups, uses or Uses(), who)
             reuse.write_manifest(store, key, manifest)
         else:
             _log.info("using data again that were written to %s", store.data_path(key))
@@ -120,6 +123,7 @@ def _write(
     validation: float | str | None,
     seed: int,
     groups: int,
+    uses: Uses,
     who: str,
 ) -> dict[str, Any]:
     """Run the job; return the manifest. Nothing is left of it on an error."""
@@ -127,7 +131,7 @@ def _write(
     if validation is None:
         del directories[VALIDATION]
     share, marked_by = (None, validation) if isinstance(validation, str) else (validation, "")
-    task = WriteTask(store, directories, tuple(columns), share, marked_by, seed, groups)
+    task = WriteTask(store, directories, tuple(columns), share, marked_by, seed, groups, uses)
     sources = [expression_of(column) for column in columns]
     if marked_by:
         sources.append(F.col(quoted(marked_by)).cast("bigint") > 0)
@@ -170,7 +174,7 @@ def _checked(reports: Sequence[WriteReport], task: WriteTask) -> ColumnFindings:
         if report.error:
             raise {"DataError": DataError, "StoreError": StoreError}.get(report.kind, EstimatorError)(report.error)
     measured = ColumnFindings.together(report.measured for report in reports)
-    measured.check()
+    measured.check(task.uses.weights)
     rows = measured.rows
     if not rows:
         raise DataError("the DataFrame has no rows: expected at least one. Check filters and joins that lead to it")
@@ -178,7 +182,7 @@ def _checked(reports: Sequence[WriteReport], task: WriteTask) -> ColumnFindings:
     for report in reports:
         for file in report.files:
             written[file["split"]] += sum(file["groups"])
-    for split, purpose in ((TRAIN, "training"), (VALIDATION, "validation")):
+    for split, purpose in PURPOSES.items():
         if split in task.directories and not written[split]:
             asked = repr(task.marked_by or task.validation)
             remedy = (

@@ -18,13 +18,15 @@ import pyarrow.compute as pc
 
 from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.data.readers.measure import ColumnFindings
+from spark_hvd.data.readers.measure import ColumnFindings, Uses
 from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError
 from spark_hvd.store.row_groups import RowGroupWriter
 
 TRAIN, VALIDATION = "train", "validation"
+PURPOSES = {TRAIN: "training", VALIDATION: "validation"}
+"""What the rows of a split are for, in messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class WriteTask:
         marked_by: Name of the column that tells, "" where none does. It comes as a boolean after ``columns``.
         seed: Of the split.
         groups: Row groups that a file shall have at least, where it has rows enough.
+        uses: What columns are for.
     """
 
     store: Store
@@ -48,6 +51,7 @@ class WriteTask:
     marked_by: str
     seed: int
     groups: int
+    uses: Uses = field(default_factory=Uses)
 
 
 @dataclass(slots=True)
@@ -74,8 +78,10 @@ class WriteReport:
     def from_bytes(cls, data: bytes) -> WriteReport:
         """The inverse of :meth:`to_bytes`."""
         told = json.loads(data)
-        shapes = {name: tuple(shape) for name, shape in told["measured"].pop("shapes").items()}
-        return cls(**{**told, "measured": ColumnFindings(shapes=shapes, **told["measured"])})
+        measured = told["measured"]
+        shapes = {name: tuple(shape) for name, shape in measured["shapes"].items()}
+        measured |= {"shapes": shapes, "odd_weights": tuple(measured["odd_weights"])}
+        return cls(**{**told, "measured": ColumnFindings(**measured)})
 
 
 def write_partition(
@@ -132,21 +138,24 @@ def _write_batch(
         drawn = batch.column(len(task.columns))
         measured.count(task.marked_by, drawn)
     for number, column in enumerate(task.columns):
-        measured.add(column, batch.column(number))
+        measured.add(column, batch.column(number), task.uses)
     if measured.has_nulls:
         return  # nothing more is written, but the count shall be complete
     arrays = [convert(batch.column(number), column) for number, column in enumerate(task.columns)]
-    table = pa.Table.from_arrays(arrays, schema=schema_of(task.columns))
-    if drawn is None:
-        files[TRAIN].add(table)
-    else:
-        files[TRAIN].add(table.filter(pc.invert(drawn)))
-        files[VALIDATION].add(table.filter(drawn))
+    table = pa.Table.from_arrays(arrays, schema=schema_of(task.columns, task.uses.nullable))
+    parts = (
+        {TRAIN: table} if drawn is None else {TRAIN: table.filter(pc.invert(drawn)), VALIDATION: table.filter(drawn)}
+    )
+    for split, part in parts.items():
+        files[split].add(part)
+        weights = task.uses.weights
+        if weights is not None and not part.column(weights).null_count:
+            measured.weigh(PURPOSES[split], part.column(weights))
 
 
-def schema_of(columns: Sequence[Column]) -> pa.Schema:
-    """Types in the files: numbers, lists of numbers for whatever shape, and structs for sparse vectors. No nulls."""
-    return pa.schema([pa.field(column.name, _type_of(column), nullable=False) for column in columns])
+def schema_of(columns: Sequence[Column], nullable: Sequence[str] = ()) -> pa.Schema:
+    """Types in the files: numbers, lists of numbers for whatever shape, and structs for sparse vectors."""
+    return pa.schema([pa.field(each.name, _type_of(each), nullable=each.name in nullable) for each in columns])
 
 
 def _type_of(column: Column) -> pa.DataType:
@@ -175,8 +184,10 @@ def convert(array: pa.Array, column: Column) -> pa.Array:
     rows, values = len(array), array
     while pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
         values = values.flatten()
-    offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * (len(values) // rows))
-    return pa.ListArray.from_arrays(offsets, values.cast(kind.value_type), type=kind)
+    nulls = array.is_null()
+    lengths = np.where(nulls.to_numpy(zero_copy_only=False), 0, len(values) // max(1, rows - array.null_count))
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    return pa.ListArray.from_arrays(offsets, values.cast(kind.value_type), type=kind, mask=nulls)
 
 
 def _convert_sparse(array: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -16,6 +16,7 @@ from pyspark.ml import Estimator, Model
 from spark_hvd.data.parquet import dataset_of
 from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.reader import Batch
+from spark_hvd.data.readers.values import may_have_nulls
 from spark_hvd.estimators.data.columns import check_columns, columns_of, expression_of, session_of, widened
 from spark_hvd.estimators.data.leases import in_use
 from spark_hvd.estimators.data.materialize import materialize
@@ -37,6 +38,7 @@ from spark_hvd.estimators.params.persistence import SavedParams
 from spark_hvd.estimators.params.tables import MODEL_SETTINGS
 from spark_hvd.estimators.training.head import head_of, heads_of
 from spark_hvd.estimators.training.history import History
+from spark_hvd.estimators.training.readers import reader_spec
 from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.training.train import Framework
 from spark_hvd.estimators.transform.meta import ModelMeta
@@ -151,6 +153,9 @@ class SparkEstimator(SavedParams, Estimator[M]):
             validation=validation,
             seed=seed,
             partitions_per_process=plan.settings["partitions_per_process"],
+            uses=replace(
+                spec.uses, nullable=may_have_nulls(reader_spec(spec, plan.objects, dataset=spec.train), columns)
+            ),
             who=plan.name,
         )
         with in_use(plan.store, train_data):

@@ -62,15 +62,19 @@ def rows_for_ranks(df: DataFrame, columns: Sequence[Column], validation: float |
         ValueError, DataError: ``validation`` is none.
     """
     check_validation(df, validation)
-    meta = DatasetMeta("the DataFrame", tuple(columns), ())
+    names = [column.name for column in columns]
     sources = [expression_of(column) for column in columns]
     if validation is None:
-        return RowsForRanks({"training": df.select(sources)}, meta, None)
-    held = F.rand(seed) < validation
+        return RowsForRanks({"training": df.select(sources)}, DatasetMeta("the DataFrame", tuple(columns), ()), None)
     if isinstance(validation, str):
-        mark = F.col(quoted(validation))
-        wrong = f"column {validation!r} has a null: fill it or drop these rows before fit"
-        held = F.when(mark.isNull(), F.raise_error(F.lit(wrong)).cast("boolean")).otherwise(mark.cast("bigint") > 0)
-    names = [column.name for column in columns]
+        marked = F.col(quoted(validation)).cast("bigint") > 0
+        held = F.coalesce(marked, F.lit(False))
+        # Ranks count its nulls, as they do those of the columns that models see.
+        name = f"{validation} (validation)" if validation in names else validation
+        columns, names = [*columns, Column(name, "bool")], [*names, name]
+        sources.append(marked.alias(name))
+    else:
+        held = F.rand(seed) < validation
+    meta = DatasetMeta("the DataFrame", tuple(columns), ())
     split = Split(df.select([*sources, held.alias(_HELD)]), names, "validation", F.col(_HELD))
     return RowsForRanks({"training": split}, meta, meta)

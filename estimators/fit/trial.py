@@ -145,6 +145,16 @@ def losses_known(objects: Objects) -> list[Any]:
         return []
 
 
+def check_loss(spec: TrainSpec, loss: float, batch: Batch) -> None:
+    """Make sure that the loss of the batch that is tried is not NaN or infinite for values of the batch that are.
+
+    Raises:
+        DataError: it is, in a training that would end there.
+    """
+    if spec.terminate_on_nan and not math.isfinite(loss) and (found := spec.not_finite(batch)):
+        raise DataError(f"the loss is {loss} for the first rows, tried before ranks were started: {found}")
+
+
 def _as_in(tensor: torch.Tensor, column: Column) -> Column:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return Column(column.name, dtype, tuple(tensor.shape[1:]), column.spark_type, column.encoding)

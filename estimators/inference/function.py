@@ -25,8 +25,9 @@ from spark_hvd.estimators.training.packing import pack
 from spark_hvd.estimators.transform.declared import declared_outputs
 from spark_hvd.estimators.transform.feeds import CollatedFeed, ModelFeed, TensorFeed
 from spark_hvd.estimators.transform.frame import appended, check_new
-from spark_hvd.estimators.transform.models import ModelSource, memory_named, sent
+from spark_hvd.estimators.transform.models import ModelSource, Shipped, memory_named, sent
 from spark_hvd.estimators.transform.predict import Prediction
+from spark_hvd.runner.outcome.next_step import MODULE_ON_SPARK
 from spark_hvd.runner.outcome.payload import UnpicklableError, explain
 from spark_hvd.runner.spark.series import quoted
 from spark_hvd.runner.spark.session import choose_python, is_connect, tells_case_apart
@@ -115,7 +116,7 @@ def predict(
         feed, inputs = TensorFeed(specs, {}, arguments, "predict"), [expression_of(spec.column) for spec in specs]
     else:
         _check_pickles("collate", collate)
-        feed = CollatedFeed(names, collate, arguments, window)
+        feed = CollatedFeed(names, Shipped("collate", collate), arguments, window)
         inputs = [_value_of(df.schema, name) for name in names]
     choose_python(session)
     job = Prediction(
@@ -182,7 +183,9 @@ def _source(given: Any, session: Any, connect: bool) -> ModelSource:
             "that is the model itself give `lambda: function`"
         )
     _check_pickles("model_or_loader", given)
-    return ModelSource(uuid.uuid4().hex, loader=_ModelLoader(given))  # what it loads may be another thing the next time
+    return ModelSource(
+        uuid.uuid4().hex, loader=_ModelLoader(Shipped(_name(given), given))
+    )  # what it loads may be another thing the next time
 
 
 def _module(given: Any) -> Any:
@@ -203,23 +206,27 @@ def _check_pickles(name: str, value: Any) -> None:
         ) from error
 
 
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", repr(function)))
+
+
 @dataclass(frozen=True)
 class _ModelLoader:
     """Calls the user's function in a worker, and says what went wrong."""
 
-    function: Callable[[], Any]
+    function: Shipped
 
     def __call__(self) -> Any:
-        name = getattr(self.function, "__qualname__", repr(self.function))
+        name = self.function.name
         with memory_named(f"what {name} loads does not fit into the memory of this Python worker"):
             try:
                 found = self.function()
-            except (MemoryError, torch.OutOfMemoryError):
+            except (MemoryError, torch.OutOfMemoryError, ModelError):
                 raise
             except Exception as error:
                 raise ModelError(
                     f"{name} failed on {socket.gethostname()}: {type(error).__name__}: {error}\nIt is called on "
-                    "executors: files that it reads, and packages that it imports, must be there"
+                    f"executors: files that it reads, and packages that it imports, must be there. {MODULE_ON_SPARK}"
                 ) from error
         if not callable(found):
             raise ModelError(f"{name} returned {found!r}: expected {_OTHER.rsplit(', or', 1)[0]}, or a function")

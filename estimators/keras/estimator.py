@@ -13,7 +13,7 @@ from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.fit.estimator import SparkEstimator, model_fields
 from spark_hvd.estimators.fit.plan import FitPlan, Settings
-from spark_hvd.estimators.fit.trial import describe, failed
+from spark_hvd.estimators.fit.trial import check_loss, describe, failed
 from spark_hvd.estimators.keras.loop import KerasFramework, batch_of, compiled
 from spark_hvd.estimators.keras.module import Described
 from spark_hvd.estimators.keras.tables import GONE, KERAS, MODEL
@@ -42,7 +42,7 @@ class _OfKeras(TableParams):
         """See base class; the model knows its custom objects."""
         value = super().value_of(name)
         if name == "model" and value is not None:
-            value.custom_objects = self.getOrDefault("custom_objects") or {}
+            value.custom_objects = {**value.custom_objects, **(self.getOrDefault("custom_objects") or {})}
         return value
 
     def getModel(self) -> Any:  # noqa: N802 - as the others are called
@@ -143,12 +143,14 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
                 f"the model takes {len(taken)} inputs, and feature_cols={plan.settings['feature_cols']!r} are given: "
                 "expected one column for each, or stack_features=True for one input of all"
             )
+        inputs, labels, weights = batch_of(spec, batch)
         try:
             optimizer = Described.made(objects.optimizer, module.custom_objects)
-            inputs, labels, weights = batch_of(spec, batch)
-            compiled(spec, objects, optimizer).train_on_batch(inputs, labels, weights)
+            model = compiled(spec, objects, optimizer)
+            loss = model.train_on_batch(inputs, labels, weights, return_dict=True).get("loss", 0.0)
         except Exception as error:
             raise failed("a step of training", error, given) from error
+        check_loss(spec, float(loss), batch)
         try_transform(self._untrained(plan, spec), tensors_of(spec.inputs, batch), needed=True)
 
     def _model(self, plan: FitPlan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> KerasModel:

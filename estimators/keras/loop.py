@@ -15,7 +15,7 @@ import spark_hvd.torch as hvd
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.keras.module import Described, given_to_keras
 from spark_hvd.estimators.training.history import History
-from spark_hvd.estimators.training.inputs import tensors_of
+from spark_hvd.estimators.training.inputs import tensors_of, weights_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.estimators.training.train import Framework, Job, not_finite, speed
 
@@ -59,8 +59,8 @@ def compiled(spec: TrainSpec, objects: Objects, optimizer: Any) -> Any:
 def batch_of(spec: TrainSpec, batch: Batch, device: torch.device | str = "cpu") -> tuple[Any, Any, Any]:
     """What a step takes: inputs, labels and weights, each alone or as a list of several."""
     inputs, labels = tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device)
-    weights = batch[spec.sample_weight_col].to(device) if spec.sample_weight_col else None
-    several = None if weights is None else [weights] * len(labels)
+    weights = weights_of(spec.sample_weight_col, batch)
+    several = None if weights is None else [weights.to(device)] * len(labels)
     return _one(inputs), _one(labels), several if several is None else _one(several)
 
 
@@ -161,7 +161,7 @@ class _KerasFit:
             callbacks.on_train_batch_end(number, latest)
             rows += len(next(iter(batch.values())))
             if self.spec.terminate_on_nan and not math.isfinite(latest["loss"]):
-                raise not_finite(latest["loss"], epoch, number, steps, batch)
+                raise not_finite(self.spec, latest["loss"], epoch, number, steps, batch)
             if job.saves_after(number + 1) and number + 1 < steps:
                 self._save_partial(number + 1, rows, latest, time.monotonic() - began, rate)
             if self.stops_at_batches and self._anyone_stops():

@@ -9,11 +9,12 @@ import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import torch
 
 from spark_hvd.estimators.errors import ModelError
@@ -84,6 +85,7 @@ class KerasModule(torch.nn.Module):
                 path = Path(folder, _FILE)
                 self._model.save(path)
                 data = path.read_bytes()
+            self.custom_objects = {**_own_objects(self._model._flatten_layers()), **self.custom_objects}
         # As bytes: they may need Keras, which must not be imported before the backend is set.
         return restored, (data, self._backend, dict(self.environment), dumps(dict(self.custom_objects)))
 
@@ -115,6 +117,21 @@ def restored(data: bytes, backend: str, environment: Mapping[str, str | None], c
     return module
 
 
+def _own_objects(used: Iterable[Any]) -> dict[str, Any]:
+    """Names -> classes and functions that another process cannot import: all that are registered, and those ``used``.
+
+    Keras writes down names only. What is of a script or a notebook is to travel with them.
+    """
+    import keras
+
+    named = {keras.saving.get_registered_name(type(each)): type(each) for each in used}
+    named |= keras.saving.get_custom_objects()
+    by_value = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+    return {
+        name: each for name, each in named.items() if each.__module__ in by_value or "<locals>" in each.__qualname__
+    }
+
+
 def _require_keras(backend: str, environment: Mapping[str, str | None] | None = None) -> Any:
     if "keras" not in sys.modules:
         for name, value in (environment or {}).items():
@@ -136,9 +153,15 @@ def _require_keras(backend: str, environment: Mapping[str, str | None] | None = 
 
 @dataclass(frozen=True)
 class Described:
-    """A loss, metric or optimizer of Keras, as Keras writes it down; equal objects are made of it in ranks."""
+    """A loss, metric or optimizer of Keras, as Keras writes it down; equal objects are made of it in ranks.
+
+    Attributes:
+        config: What Keras writes down.
+        own: Names -> classes that ranks cannot import.
+    """
 
     config: Any
+    own: Mapping[str, Any]
 
     @classmethod
     def of(cls, value: Any) -> Any:
@@ -150,7 +173,7 @@ class Described:
         if hasattr(value, "get_config"):
             import keras
 
-            return cls(keras.saving.serialize_keras_object(value))
+            return cls(keras.saving.serialize_keras_object(value), _own_objects([value]))
         return value
 
     @classmethod
@@ -163,5 +186,5 @@ class Described:
         if isinstance(value, cls):
             import keras
 
-            return keras.saving.deserialize_keras_object(value.config, custom_objects=dict(custom_objects))
+            return keras.saving.deserialize_keras_object(value.config, custom_objects={**value.own, **custom_objects})
         return value

@@ -161,7 +161,7 @@ class _Fit:
         self.job.progress.report(loss=loss.mean())
         look = loss.device.type == "cpu" or number % NAN_CHECK_EVERY == 0
         if look and self.asked["terminate_on_nan"] and not torch.isfinite(loss):
-            raise not_finite(float(loss), self.trainer.current_epoch, number, self.job.steps, batch)
+            raise not_finite(self.job.spec, float(loss), self.trainer.current_epoch, number, self.job.steps, batch)
         self.sums.add(rows, loss, ())
 
     def finish_epoch(self, last: bool = False) -> None:

@@ -17,7 +17,7 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.data.readers.reader import Batch
-from spark_hvd.estimators.training.inputs import argument_names, tensors_of
+from spark_hvd.estimators.training.inputs import argument_names, tensors_of, weights_of
 from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.training.train import Job
 from spark_hvd.store.errors import CheckpointError
@@ -54,8 +54,8 @@ def batch_dict(spec: TrainSpec, batch: Batch) -> Batch:
         for specs in (spec.inputs, spec.labels)
         for name, tensor in zip(argument_names(specs), tensors_of(specs, batch), strict=True)
     }
-    if spec.sample_weight_col:
-        tensors[spec.sample_weight_col] = batch[spec.sample_weight_col]
+    if (weights := weights_of(spec.sample_weight_col, batch)) is not None:
+        tensors[str(spec.sample_weight_col)] = weights
     return tensors
 
 

@@ -6,7 +6,7 @@ import copy
 import inspect
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from spark_hvd.data.readers.dataset import listed
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.errors import ModelError
-from spark_hvd.estimators.fit.trial import describe, failed
+from spark_hvd.estimators.fit.trial import check_loss, describe, failed
 from spark_hvd.estimators.lightning.parts import batch_dict, be_quiet, package_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.world.words import nearest
@@ -75,6 +75,7 @@ def try_lightning(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
             trainer.fit(module, _Same(tensors, steps), validation)
     except Exception as error:
         raise failed(_where(error, module), error, given) from error
+    check_loss(spec, probe.loss, batch)
     unused = probe.unused
     if unused and module.automatic_optimization and not asked["find_unused_parameters"]:
         raise ModelError(
@@ -113,15 +114,18 @@ def _make_trainer(pl: Any, args: dict[str, Any], **more: Any) -> Any:
 
 def _probe(pl: Any) -> Any:
     class OneBatch(pl.callbacks.Callback):  # type: ignore[misc] # Any
-        """Ends the training after one batch, and notes which parameters got no gradient."""
+        """Ends the training after one batch, and notes its loss and which parameters got no gradient."""
 
         unused: tuple[str, ...] = ()
+        loss = 0.0
 
         def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
             named = pl_module.named_parameters()
             self.unused = tuple(name for name, param in named if param.requires_grad and param.grad is None)
 
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            self.loss = float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else 0.0
             trainer.should_stop = True
 
     return OneBatch()

@@ -15,7 +15,7 @@ from spark_hvd.estimators.torch.objective import Metrics, Objective, Sums
 from spark_hvd.estimators.torch.share import Shares
 from spark_hvd.estimators.training.callbacks import TrainState
 from spark_hvd.estimators.training.history import History, monitored
-from spark_hvd.estimators.training.inputs import outputs_of, tensors_of
+from spark_hvd.estimators.training.inputs import outputs_of, tensors_of, weights_of
 from spark_hvd.estimators.training.losses import calling, losses_of
 from spark_hvd.estimators.training.spec import TrainSpec
 from spark_hvd.estimators.training.train import NAN_CHECK_EVERY, Framework, Job, not_finite, speed
@@ -41,9 +41,8 @@ class _Loop:
         self.scaled = 1.0
         self.optimizer, self.scheduler = self._optimizer()
         self.objective = make_objective(spec, job)
-        self.shares = Shares(
-            self.objective.losses, counted="collate" in objects.reader and objects.reader["collate"] is not None
-        )
+        lowest = [job.lowest(label.column.name) for label in spec.labels]
+        self.shares = Shares(self.objective.losses, lowest, counted=objects.reader.get("collate") is not None)
         self.metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
         self.scaler = torch.amp.GradScaler(job.device.type, enabled=spec.precision == "fp16")
         if job.resumed and job.resumed.get("scaler"):
@@ -197,7 +196,7 @@ class _Loop:
         if spec.terminate_on_nan and looked_at:
             value = float(state.loss)
             if value - value != 0.0:
-                raise not_finite(value, state.epoch, number, state.steps, batch)
+                raise not_finite(spec, value, state.epoch, number, state.steps, batch)
         if len(inputs[0]):
             sums.add(len(inputs[0]), state.loss, self.metrics(outputs, labels))
         for callback in self.job.objects.callbacks:
@@ -205,7 +204,8 @@ class _Loop:
 
     def _on_device(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None]:
         spec, device = self.spec, self.job.device
-        weights = batch[spec.sample_weight_col].to(device) if spec.sample_weight_col else None
+        weights = weights_of(spec.sample_weight_col, batch)
+        weights = None if weights is None else weights.to(device)
         return tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device), weights
 
     def _share(

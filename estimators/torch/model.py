@@ -22,10 +22,11 @@ from spark_hvd.estimators.training.packing import PackedModule, pack, unpack
 from spark_hvd.estimators.transform.feeds import TensorFeed
 from spark_hvd.estimators.transform.frame import appended, check_new
 from spark_hvd.estimators.transform.meta import ModelMeta, inputs_as_trained, inputs_of, probed_shapes
-from spark_hvd.estimators.transform.models import sent
+from spark_hvd.estimators.transform.models import Shipped, sent
 from spark_hvd.estimators.transform.outputs import Output, Shape, head_outputs, label_output, to_arrow
 from spark_hvd.estimators.transform.predict import Prediction, run
 from spark_hvd.runner.spark.session import choose_python, is_connect, tells_case_apart
+from spark_hvd.world.words import count
 
 if TYPE_CHECKING:
     import torch
@@ -144,8 +145,9 @@ class TorchModel(SavedParams, Model):
             plan = self._plan(self._label_types(), [tuple(output.shape[1:]) for output in outputs])
             to_arrow(outputs, plan, self._head())
         except Exception as error:
+            rows = count(len(inputs[0]), "row")
             raise ModelError(
-                f"transform would fail, tried on a batch of these data: {type(error).__name__}: {error}"
+                f"transform would fail, tried on a batch of {rows} of these data: {type(error).__name__}: {error}"
             ) from error
 
     def log_to_mlflow(
@@ -187,7 +189,10 @@ class TorchModel(SavedParams, Model):
         choose_python(session)
         job = Prediction(
             model=sent(planned.packed, session, is_connect(session)),
-            feed=TensorFeed(planned.specs, planned.decoders),
+            feed=TensorFeed(
+                planned.specs,
+                {name: Shipped(f"the decoder of {name!r}", each) for name, each in planned.decoders.items()},
+            ),
             plan=planned.plan,
             outputs=planned.outputs,
             head=planned.head,

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 import spark_hvd.torch as hvd
-
-_BY_CLASS = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
+from spark_hvd.estimators.torch.weighted import Reduction
 
 
 class Shares:
@@ -21,14 +20,19 @@ class Shares:
 
     Args:
         losses: One for each label.
+        lowest: The lowest number of each label on any rank; None where that is not known. Where it is above the one
+            that a loss ignores, as 0 is above -100, no label is left out, and ranks need not ask each other.
         counted: Whether a batch may have fewer rows than planned, because some cannot be read.
 
     Attributes:
         weight: That of a row of the last batch.
     """
 
-    def __init__(self, losses: Sequence[Callable[..., Any]], counted: bool) -> None:
-        self._losses, self._counted, self.weight = list(losses), counted, 1.0
+    def __init__(
+        self, losses: Sequence[Callable[..., Any]], lowest: Sequence[float | None], counted: bool = False
+    ) -> None:
+        self._losses, self._lowest = [Reduction.of(loss) for loss in losses], list(lowest)
+        self._counted, self.weight = counted, 1.0
 
     def of(self, labels: Sequence[torch.Tensor], rows: int, weight: float) -> list[float]:
         """The factor of each loss. Where ranks have to ask each other, all are to call it.
@@ -43,7 +47,7 @@ class Shares:
         size = hvd.size()
         if size == 1:
             return [1.0] * len(self._losses)
-        divisors = [_divisor_of(loss, label) for loss, label in zip(self._losses, labels, strict=True)]
+        divisors = [_divisor_of(*each) for each in zip(self._losses, self._lowest, labels, strict=True)]
         self.weight, shares = weight, [weight] * len(divisors)
         if self._counted or divisors != [None] * len(divisors):
             mine = [float(rows), *(float(rows) if divisor is None else divisor for divisor in divisors)]
@@ -51,17 +55,12 @@ class Shares:
             self.weight, *shares = (
                 own * size / every if every else 1.0 for own, every in zip(mine, total.tolist(), strict=True)
             )
-        return [
-            float(size) if getattr(loss, "reduction", None) == "sum" else share
-            for loss, share in zip(self._losses, shares, strict=True)
-        ]
+        return [float(size) if loss.kind == "sum" else share for loss, share in zip(self._losses, shares, strict=True)]
 
 
-def _divisor_of(loss: Any, label: torch.Tensor) -> float | None:
+def _divisor_of(reduction: Reduction, lowest: float | None, label: torch.Tensor) -> float | None:
     """What a loss that is no mean over rows divides by; None for one that is."""
-    if not isinstance(loss, _BY_CLASS) or loss.reduction != "mean" or label.is_floating_point():
+    if not reduction.by_class or reduction.kind != "mean" or label.is_floating_point():
         return None
-    if loss.weight is None and loss.ignore_index < 0 and label.dim() < 2:
-        return None
-    counted = label[label != loss.ignore_index]
-    return float(len(counted) if loss.weight is None else loss.weight.to(counted.device)[counted.long()].sum())
+    leaves_out = reduction.ignored is not None and (lowest is None or lowest <= reduction.ignored)
+    return reduction.divisor(label) if leaves_out or reduction.weight is not None else None

@@ -14,11 +14,11 @@ from spark_hvd.checkpoint.format import check_plain
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.errors import ModelError
-from spark_hvd.estimators.fit.trial import describe, failed, losses_known
+from spark_hvd.estimators.fit.trial import check_loss, describe, failed, losses_known
 from spark_hvd.estimators.torch.learning_rate import make_optimizer, make_scheduler
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.torch.objective import Metrics, Objective
-from spark_hvd.estimators.training.inputs import argument_names, outputs_of, tensors_of
+from spark_hvd.estimators.training.inputs import argument_names, outputs_of, tensors_of, weights_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 
 _log = logging.getLogger(__name__)
@@ -43,10 +43,11 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
     given = [f"{name}: {describe(tensor)}" for name, tensor in zip(names, (*inputs, *labels), strict=True)]
     outputs = _step("model(*inputs)", given, lambda: outputs_of(model(*inputs)))
     given.append(f"outputs: {'; '.join(map(describe, outputs))}")
-    column = spec.sample_weight_col
-    weights = batch[column] if column else None
+    weights = weights_of(spec.sample_weight_col, batch)
     if weights is not None and weights.dim() != 1:
-        raise ModelError(f"sample_weight_col={column!r}: expected one number a row, got {describe(weights)}")
+        raise ModelError(
+            f"sample_weight_col={spec.sample_weight_col!r}: expected one number a row, got {describe(weights)}"
+        )
     optimizer = make_optimizer(objects.optimizer, model)
     scheduler = make_scheduler(objects.lr_scheduler, optimizer, 1, 100)
 
@@ -69,6 +70,7 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
         raise ModelError(f"the loss of a batch is {describe(loss)}: expected a single number, such as a mean over rows")
     if not loss.requires_grad:
         raise ModelError("the loss does not depend on any parameter that is trained: is it computed under no_grad?")
+    check_loss(spec, float(loss.detach()), batch)
     _step("backward", given, loss.backward)
     _step("metrics", given, lambda: metrics(outputs, labels))
     _step("optimizer.step()", given, optimizer.step)
@@ -76,16 +78,16 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
 
 
 def try_transform(model: TorchModel, inputs: Sequence[torch.Tensor], *, needed: bool) -> None:
-    """Predict one batch with the model that is to be trained, so that nothing trained can fail to predict.
+    """Predict a batch, and its first row alone, with the model that is to be trained: no trained model is to fail then.
 
     Args:
         model: As it would come out of the fit, untrained.
         inputs: What it takes of a batch.
         needed: False where the training does not call the model as transform does, so that it may be trained for
-            another use: what fails is a warning then.
+            another use: a batch that fails is a warning then.
 
     Raises:
-        ModelError: what did not work, where it is needed.
+        ModelError: the batch fails and ``needed`` is true; or the batch does not fail and its first row alone does.
     """
     try:
         model.try_inputs(inputs)
@@ -93,6 +95,9 @@ def try_transform(model: TorchModel, inputs: Sequence[torch.Tensor], *, needed: 
         if needed:
             raise
         _log.warning("%s. The training goes on, for a use of the model other than transform", error)
+        return
+    if len(inputs[0]) > 1:  # a partition may have one row, and the last batch of any other too
+        model.try_inputs([tensor[:1] for tensor in inputs])
 
 
 def _step(what: str, given: Sequence[str], do: Callable[[], Any]) -> Any:

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,50 @@ import torch
 from spark_hvd.estimators.training.head import loss_name
 
 _CLASSES = (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a loss makes one number of those of its elements.
+
+    Attributes:
+        kind: "mean", "sum" and the like; None where the loss does not tell.
+        by_class: Whether labels are numbers of classes.
+        weight: Of each class; None for 1.
+        ignored: The label that counts for nothing.
+    """
+
+    kind: str | None
+    by_class: bool = False
+    weight: torch.Tensor | None = None
+    ignored: int | None = None
+
+    @classmethod
+    def of(cls, loss: Callable[..., Any]) -> Reduction:
+        """That of a module with an attribute ``reduction``, or of a function with an argument of that name."""
+        if isinstance(loss, torch.nn.Module):
+            options: dict[str, Any] = {name: getattr(loss, name, None) for name in ("weight", "ignore_index")}
+            kind = getattr(loss, "reduction", None)
+            by_class = isinstance(loss, torch.nn.CrossEntropyLoss | torch.nn.NLLLoss)
+        else:
+            try:
+                parameters = inspect.signature(loss).parameters.values()
+            except ValueError:  # of C
+                return cls(None)
+            options = {each.name: each.default for each in parameters if each.default is not each.empty}
+            keywords = any(each.kind is each.VAR_KEYWORD or each.name == "reduction" for each in parameters)
+            kind = options.get("reduction", "mean") if keywords else None
+            if options.get("size_average") is False:  # an older way to say so
+                kind = "sum"
+            by_class = _function_of(loss) in _CLASSES
+        if not by_class:
+            return cls(kind)
+        return cls(kind, True, options.get("weight"), options.get("ignore_index"))
+
+    def divisor(self, label: torch.Tensor) -> float:
+        """What the mean of a loss of classes divides by: the labels that count, each by the weight of its class."""
+        counted = label if self.ignored is None else label[label != self.ignored]
+        return float(counted.numel() if self.weight is None else self.weight.to(counted.device)[counted.long()].sum())
 
 
 class WeightedLoss:
@@ -33,37 +78,17 @@ class WeightedLoss:
     """
 
     def __init__(self, loss: Callable[..., Any]) -> None:
-        self._loss, self._checked = loss, False
-        self._elements: Callable[..., Any]
-        if isinstance(loss, torch.nn.Module):
-            if not hasattr(loss, "reduction"):
-                raise ValueError(
-                    f"sample_weight_col needs losses of single rows, and {loss_name(loss)} has no attribute "
-                    "`reduction`: give it one that 'none' turns the mean off with, as torch's losses have"
-                )
-            self._reduction = str(loss.reduction)
-            elements = copy.copy(loss)
-            elements.reduction = "none"  # type: ignore[assignment]
-            self._elements = elements
-            self._classes = isinstance(loss, torch.nn.CrossEntropyLoss | torch.nn.NLLLoss)
-            self._options = {name: getattr(loss, name, None) for name in ("weight", "ignore_index")}
-            return
-        try:
-            parameters = dict(inspect.signature(loss).parameters)
-        except ValueError:  # of C
-            parameters = {}
-        keywords = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        if "reduction" not in parameters and not keywords:
+        self._loss, self._checked, self._reduction = loss, False, Reduction.of(loss)
+        if self._reduction.kind is None:
+            what = "attribute" if isinstance(loss, torch.nn.Module) else "argument"
             raise ValueError(
-                f"sample_weight_col needs losses of single rows, and {_name(loss)} has no argument `reduction`: give "
-                "it one that 'none' turns the mean off with, as torch's functions have"
+                f"sample_weight_col needs losses of single rows, and {_name(loss)} has no {what} `reduction`: give it "
+                "one that 'none' turns the mean off with, as torch's losses have"
             )
-        default = parameters["reduction"].default if "reduction" in parameters else "mean"
-        self._reduction = default if isinstance(default, str) else "mean"
-        self._elements = functools.partial(loss, reduction="none")
-        self._classes = _function_of(loss) in _CLASSES
-        defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
-        self._options = {name: defaults.get(name) for name in ("weight", "ignore_index")}
+        self._elements: Any = functools.partial(loss, reduction="none")
+        if isinstance(loss, torch.nn.Module):
+            self._elements = copy.copy(loss)
+            self._elements.reduction = "none"
 
     def __call__(self, output: torch.Tensor, label: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The loss, of shape ().
@@ -88,17 +113,13 @@ class WeightedLoss:
         return self._reduced(found * weights.reshape(-1, *[1] * (found.dim() - 1)).to(found.dtype), label)
 
     def _reduced(self, elements: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        if self._reduction == "sum":
+        if self._reduction.kind == "sum":
             return elements.sum()
-        if self._reduction == "batchmean":
+        if self._reduction.kind == "batchmean":
             return elements.sum() / len(elements)
-        if not self._classes or label.is_floating_point():
+        if not self._reduction.by_class or label.is_floating_point():
             return elements.mean()
-        counted, weight = label, self._options["weight"]
-        if (ignored := self._options["ignore_index"]) is not None:
-            counted = label[label != ignored]
-        divisor = counted.numel() if weight is None else weight.to(counted.device)[counted].sum()
-        return elements.sum() / divisor
+        return elements.sum() / self._reduction.divisor(label)
 
     def _check(self, elements: torch.Tensor, output: torch.Tensor, label: torch.Tensor) -> None:
         """Compare with the loss as it is without weights."""
@@ -108,8 +129,8 @@ class WeightedLoss:
             raise ValueError(
                 f"sample_weight_col: {_name(self._loss)} is {float(plain):.6g} for a batch, and "
                 f"{float(weighted):.6g} from the losses of its rows with weights of 1, by reduction="
-                f"{self._reduction!r}. Expected the same: let its rows' losses (reduction='none') be such that their "
-                "mean or sum is the loss, or leave sample_weight_col out"
+                f"{self._reduction.kind!r}. Expected the same: let its rows' losses (reduction='none') be such that "
+                "their mean or sum is the loss, or leave sample_weight_col out"
             )
 
 

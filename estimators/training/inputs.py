@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from spark_hvd.data.readers.dataset import Column
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.measure import no_weights
 from spark_hvd.data.readers.tensors import converted
 
 
@@ -62,6 +64,21 @@ def stacked(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> lis
     if not specs or not specs[0].stacked:
         return list(tensors)
     return [torch.cat([each.flatten(1) if each.dim() > 1 else each.unsqueeze(1) for each in tensors], 1)]
+
+
+def weights_of(name: str | None, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """The weights of a batch's rows, in the column called ``name``; None where no column is named.
+
+    Raises:
+        DataError: one is negative, NaN or infinite.
+    """
+    if name is None:
+        return None
+    weights = batch[name]
+    odd = weights[~(weights.isfinite() & (weights >= 0))]
+    if len(odd):
+        raise DataError(no_weights(name, len(odd), odd[0].item(), f"{len(weights)} rows of a batch"))
+    return weights
 
 
 def argument_names(specs: Sequence[TensorSpec]) -> list[str]:

@@ -11,9 +11,10 @@ from spark_hvd.data.frame import FrameSource
 from spark_hvd.data.handed import source_of
 from spark_hvd.data.readers.dataset import Column, DatasetMeta
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.data.readers.measure import ColumnFindings
+from spark_hvd.data.readers.measure import ColumnFindings, Uses
 from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Position, Sharding
+from spark_hvd.data.readers.values import may_have_nulls
 from spark_hvd.data.shard import source_here
 from spark_hvd.data.source import Asked
 from spark_hvd.data.spool import Spool
@@ -30,11 +31,13 @@ class Rows:
         reader: Gives them; to be closed.
         sharding: How ranks share them.
         layout: A number that differs where their order does, for the same seed and epoch.
+        columns: Of the data set, as far as they are known.
     """
 
     reader: Reader[Batch]
     sharding: Sharding
     layout: int
+    columns: Sequence[Column]
 
     @property
     def steps(self) -> int:
@@ -54,7 +57,7 @@ class Rows:
         return self.reader.batches(0, self.sharding.share(*place), self.sharding.batches(*place))
 
 
-def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = False) -> Rows:
+def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = False, uses: Uses | None = None) -> Rows:
     """Open the rows of a data set.
 
     Args:
@@ -62,19 +65,24 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
         spec: What is read.
         batch_size: Rows in a batch.
         drop_last: Leave out the batch at the end that is not full.
+        uses: What columns are for.
 
     Raises:
-        DataError: as the readers do; of a DataFrame also nulls, lists of two lengths, and fewer rows than ranks.
+        DataError: as the readers do; of a DataFrame also nulls, lists of two lengths, weights that are none, and fewer
+            rows than ranks.
     """
     if spec.dataset.row_groups:
-        return Rows(open_reader(spec), Sharding(spec.dataset.rows, batch_size, drop_last), layout_of(spec.dataset))
+        sharding = Sharding(spec.dataset.rows, batch_size, drop_last)
+        return Rows(open_reader(spec), sharding, layout_of(spec.dataset), spec.dataset.columns)
     told = source_of(name)
     source = source_here(name, told)
     assert isinstance(source, FrameSource)
     # Ranks of one task have one folder, and measure the same.
-    found = hvd.allgather_object((told.folder, _measured(source.spool, spec.dataset.columns)), name=f"{name}.measured")
+    uses = replace(uses or Uses(), nullable=may_have_nulls(spec, spec.dataset.columns))
+    mine = _measured(name, source.spool, spec.dataset.columns, uses)
+    found = hvd.allgather_object((told.folder, mine), name=f"{name}.measured")
     measured = ColumnFindings.together(dict(found).values())
-    measured.check()
+    measured.check(uses.weights)
     if source.rows < hvd.size():
         raise DataError(too_few(source.rows, name, hvd.size()))
     spec = replace(spec, dataset=replace(spec.dataset, columns=measured.of(spec.dataset.columns)))
@@ -85,15 +93,18 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
         window_rows=spec.window_rows,
         workers=spec.workers,
     )
-    return Rows(source.open(asked, form_of(spec)), source.sharding(batch_size, drop_last, asked), source.layout)
+    sharding = source.sharding(batch_size, drop_last, asked)
+    return Rows(source.open(asked, form_of(spec)), sharding, source.layout, spec.dataset.columns)
 
 
-def _measured(spool: Spool, columns: Sequence[Column]) -> ColumnFindings:
+def _measured(name: str, spool: Spool, columns: Sequence[Column], uses: Uses) -> ColumnFindings:
     measured = ColumnFindings()
     for batch in spool.batches([column.name for column in columns]):
         measured.rows += batch.num_rows
         for number, column in enumerate(columns):
-            measured.add(column, batch.column(number))
+            measured.add(column, batch.column(number), uses)
+            if column.name == uses.weights and not batch.column(number).null_count:
+                measured.weigh(name, batch.column(number))
     return measured
 
 

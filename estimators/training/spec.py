@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spark_hvd.data.readers.dataset import DatasetMeta
+from spark_hvd.data.readers.errors import without_nan
+from spark_hvd.data.readers.measure import Uses
 from spark_hvd.data.readers.sharding import steps_of
 from spark_hvd.estimators.training.inputs import TensorSpec
 from spark_hvd.store import Store
+from spark_hvd.world.words import count
 
 if TYPE_CHECKING:
     import torch
@@ -83,6 +86,20 @@ class TrainSpec:
     def epoch_steps(self, size: int) -> int:
         """Batches of an epoch on each of ``size`` ranks."""
         return self.train_steps_per_epoch or steps_of(self.train.rows, size, self.batch_size, self.drop_last)
+
+    @property
+    def uses(self) -> Uses:
+        """What columns are for."""
+        return Uses(self.sample_weight_col, tuple(each.column.name for each in self.labels))
+
+    def not_finite(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        """The first column of a batch that has values NaN or infinite, and what to do about them; "" if none has."""
+        types = {each.column.name: each.column.spark_type for each in (*self.inputs, *self.labels)}
+        for name, tensor in tensors.items():
+            if odd := int((~tensor.isfinite()).sum()):
+                remedy = without_nan(name, types.get(name, ""))
+                return f"column {name!r} has {count(odd, 'value')} NaN or infinite. {remedy}"
+        return ""
 
 
 @dataclass(frozen=True)

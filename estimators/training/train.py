@@ -27,7 +27,6 @@ from spark_hvd.store import Store
 from spark_hvd.store.errors import CheckpointError
 from spark_hvd.transport.torch_private import with_versions
 from spark_hvd.world.activity import activity
-from spark_hvd.world.words import count
 
 if TYPE_CHECKING:
     from spark_hvd.estimators.training.packing import PackedModule
@@ -101,6 +100,13 @@ class Job:
     def stopped(self) -> bool:
         """Whether callbacks had ended the training when the ranks changed."""
         return bool(self.resumed and self.resumed.get(_STOPPED))
+
+    def lowest(self, label: str) -> float | None:
+        """The lowest number of a label, to train on or to validate on; None where that is not known."""
+        sets = [self.rows.columns, *([] if self.validation is None else [self.validation.columns])]
+        found = [column.lowest for columns in sets for column in columns if column.name == label]
+        known = [each for each in found if each is not None]
+        return min(known) if len(known) == len(sets) else None
 
     def saves_after(self, step: int) -> bool:
         """Whether :meth:`save` is to be called within an epoch, after that many of its batches."""
@@ -252,7 +258,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
     history = History(resumed["history"]) if resumed else History()
     with ExitStack() as cleanup:
         reader = reader_spec(spec, objects, dataset=spec.train, shuffle=spec.shuffle, seed=spec.seed)
-        rows = rows_of("training", reader, spec.batch_size, spec.drop_last)
+        rows = rows_of("training", reader, spec.batch_size, spec.drop_last, spec.uses)
         cleanup.enter_context(closing(rows.reader))
         if spec.needs_two_rows is not None:
             check_batches(spec.needs_two_rows, spec, rows.sharding)
@@ -265,7 +271,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
             reader = replace(
                 reader, dataset=spec.validation, shuffle=False, training=False, workers=spec.val_reader_num_workers
             )
-            validation = rows_of("validation", reader, spec.val_batch_size)
+            validation = rows_of("validation", reader, spec.val_batch_size, uses=spec.uses)
             cleanup.enter_context(closing(validation.reader))
         job = Job(spec, objects, device, resumed, history, checkpoints, rows, feed, validation, state)
         if hvd.rank() == 0 and len(history) < spec.epochs and not job.stopped:
@@ -318,16 +324,12 @@ def _position(order: Mapping[str, Any], resumed: dict[str, Any] | None) -> Posit
 
 
 def not_finite(
-    loss: float, epoch: int, batch: int, steps: int, tensors: Mapping[str, torch.Tensor]
+    spec: TrainSpec, loss: float, epoch: int, batch: int, steps: int, tensors: Mapping[str, torch.Tensor]
 ) -> NotFiniteLossError:
     """The error of a loss that is NaN or infinite; ``tensors`` are what the batch holds of each column."""
     where = f"the loss is {loss} on rank {hvd.rank()} in epoch {epoch + 1}, batch {batch + 1} of {steps}"
-    for column, tensor in tensors.items():
-        if odd := int((~torch.isfinite(tensor)).sum()):
-            return NotFiniteLossError(
-                f"{where}, whose column {column!r} has {count(odd, 'value')} NaN or infinite. Fill or leave them out "
-                f"before fit: df.na.fill(0.0, [{column!r}]), df.na.drop(subset=[{column!r}])"
-            )
+    if found := spec.not_finite(tensors):
+        return NotFiniteLossError(f"{where}, whose {found}")
     return NotFiniteLossError(
         f"{where}. Look for a learning rate that is too high (TorchEstimator's scale_lr multiplies it by num_proc), "
         "values that are not scaled, a log or division in the loss, gradients that want clipping; "

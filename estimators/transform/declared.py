@@ -12,6 +12,7 @@ import torch
 from spark_hvd.data.readers.dataset import listed
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.transform.outputs import ARROW, Output, Values
+from spark_hvd.world.words import count
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType
@@ -65,16 +66,21 @@ def taken(result: Any, plan: Sequence[Output], rows: int) -> list[Values]:
     """
     found = [_values(each) for each in _each(result, plan, rows)]
     for values, output in zip(found, plan, strict=True):
-        count = len(values) if isinstance(values, list) or values.ndim else None
-        if count != rows:
-            has = f"{count} values" if isinstance(values, list) else f"the shape {tuple(values.shape)}"
+        found_rows = len(values) if isinstance(values, list) or values.ndim else None
+        if found_rows != rows:
+            has = f"{found_rows} values" if isinstance(values, list) else f"the shape {tuple(values.shape)}"
             raise ModelError(
-                f"output {output.name!r} of the model has {has} for {rows} rows: expected one for each row, "
-                "in their order"
+                f"output {output.name!r} of the model has {has} for {count(rows, 'row')}: expected one for each row, "
+                f"in their order{squeezed(rows)}"
             )
         if isinstance(values, torch.Tensor):
             _check_shape(values, output)
     return found
+
+
+def squeezed(rows: int) -> str:
+    """What may have taken the dimension of the rows away from an output for one row; for messages."""
+    return ". squeeze() also removes that of a single row: name the dimension, as squeeze(-1)" if rows == 1 else ""
 
 
 def _each(result: Any, plan: Sequence[Output], rows: int) -> list[Any]:

@@ -6,8 +6,10 @@ import errno
 import fcntl
 import json
 import os
+import pickle
 import shutil
 import socket
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,8 +21,10 @@ import torch
 
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.packing import PackedModule, pack, unpack, unpack_file
+from spark_hvd.runner.outcome.next_step import MODULE_ON_SPARK
 from spark_hvd.runner.outcome.payload import UnpicklableError
 from spark_hvd.runner.spark.private import read_once
+from spark_hvd.world.pickles import dumps
 
 if TYPE_CHECKING:
     from pyspark import Broadcast
@@ -139,7 +143,7 @@ def _shared(source: ModelSource, place: Path) -> Any:
     _check_predecessor(place)
     if (place / _STRUCTURE).exists():
         os.utime(place)
-        return unpack_file((place / _STRUCTURE).read_bytes(), str(place / _WEIGHTS))
+        return _unpacked((place / _STRUCTURE).read_bytes(), place / _WEIGHTS)
     _make_room(place.parent)
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(mode=0o700)
@@ -154,13 +158,13 @@ def _shared(source: ModelSource, place: Path) -> Any:
             try:
                 packed = pack(found)
                 _write(place, packed.structure, [packed.weights])
-                return unpack_file(packed.structure, str(place / _WEIGHTS))
+                return _unpacked(packed.structure, place / _WEIGHTS)
             except UnpicklableError:
                 (place / _STRUCTURE).unlink(missing_ok=True)
                 (place / _ALONE).touch()
                 return found
         _write(place, read_once(source.structure), map(read_once, source.weights))
-        return unpack_file((place / _STRUCTURE).read_bytes(), str(place / _WEIGHTS))
+        return _unpacked((place / _STRUCTURE).read_bytes(), place / _WEIGHTS)
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
         raise
@@ -183,7 +187,13 @@ def _loaded_alone(source: ModelSource) -> Any:
     if source.loader is not None:
         return source.loader()
     weights = b"".join(map(read_once, source.weights))
-    return unpack(PackedModule(read_once(source.structure), weights))
+    with lacking_named("the model"):
+        return unpack(PackedModule(read_once(source.structure), weights))
+
+
+def _unpacked(structure: bytes, weights: Path) -> Any:
+    with lacking_named("the model"):
+        return unpack_file(structure, str(weights))
 
 
 def _folder() -> Path | None:
@@ -237,3 +247,42 @@ def _check_predecessor(place: Path) -> None:
             f"while it loaded the model ({_memory()}): most likely it took more memory than it may. Give workers more "
             "(spark.executor.memoryOverhead), have fewer at a time (a higher spark.task.cpus), or take a smaller model"
         )
+
+
+class Shipped:
+    """A function that is unpickled in a worker when it is first called: Spark would fail before our code runs.
+
+    Args:
+        name: Of the function, for messages.
+        function: On the driver.
+        data: Its pickle, in a worker.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any] | None = None, data: bytes = b"") -> None:
+        self.name, self._function, self._data = name, function, data
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Call it; a ModelError where a worker lacks what it needs."""
+        if self._function is None:
+            with lacking_named(self.name):
+                self._function = pickle.loads(self._data)
+        return self._function(*args, **named)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Shipped, (self.name, None, self._data or dumps(self._function))
+
+
+@contextmanager
+def lacking_named(what: str) -> Iterator[None]:
+    """Raise ``ModelError`` where ``what`` is unpickled and a module, or a name in one, is not there.
+
+    Raises:
+        ModelError: what is lacking, where, and what to do.
+    """
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f"{what} could not be unpickled on {socket.gethostname()} by {sys.executable}: {type(error).__name__}: "
+            f"{error}. {MODULE_ON_SPARK}"
+        ) from error

@@ -18,12 +18,13 @@ import torch
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.head import Head
 from spark_hvd.estimators.training.inputs import outputs_of
-from spark_hvd.estimators.transform.declared import taken
+from spark_hvd.estimators.transform.declared import squeezed, taken
 from spark_hvd.estimators.transform.feeds import Arguments, ModelFeed
 from spark_hvd.estimators.transform.models import ModelSource, memory_named, model_of
 from spark_hvd.estimators.transform.outputs import Output, Values, to_arrow
 from spark_hvd.runner.rank.gpus import ordinal_of
 from spark_hvd.world.env import share_cores
+from spark_hvd.world.words import count
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,8 @@ def _tensors(result: Any, rows: int) -> list[torch.Tensor]:
     for number, output in enumerate(outputs):
         if not output.ndim or len(output) != rows:
             raise ModelError(
-                f"output {number} of the model has the shape {tuple(output.shape)} for {rows} rows: its first number "
-                "must be that of the rows"
+                f"output {number} of the model has the shape {tuple(output.shape)} for {count(rows, 'row')}: its first "
+                f"number must be that of the rows{squeezed(rows)}"
             )
     return outputs
 

@@ -17,7 +17,7 @@ _SEGFAULT = (
 )
 _BUS = "Most often shared memory is used up, as by a DataLoader's workers: make /dev/shm larger, or use fewer workers."
 _ILLEGAL = "A package was built for other processors than this host's."
-_MODULE_ON_SPARK = (
+MODULE_ON_SPARK = (
     'Send your own modules along: spark-submit --py-files, or spark.addArtifact("x.py", pyfile=True). Packages have to '
     "be installed for the executors' Python (PYSPARK_PYTHON)."
 )
@@ -80,7 +80,7 @@ def next_step(failure: Failed, *, on_spark: bool) -> str:
 
 def _of_words(error: str, *, on_spark: bool) -> str:
     if error.startswith("ModuleNotFoundError"):
-        return _MODULE_ON_SPARK if on_spark else _MODULE_HERE
+        return MODULE_ON_SPARK if on_spark else _MODULE_HERE
     if on_spark and error.startswith("FileNotFoundError"):
         return _PATH
     return next((text for pattern, text in _WORDS if pattern.search(error)), "")

@@ -32,7 +32,7 @@ import torch
 
 from spark_hvd.data.packed import PackedRows
 from spark_hvd.data.readers.dataset import Column, listed
-from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.errors import DataError, without_nulls
 from spark_hvd.data.readers.tensors import to_tensor
 
 Features = Sequence[str] | Mapping[str, Sequence[str]]
@@ -83,7 +83,7 @@ def torch_batch(batch: pa.RecordBatch | PackedRows, features: Features | None = 
 
 
 def padded(value: float = 0, to: int | None = None, features: Features | None = None) -> Collate:
-    """A ``collate_fn`` for arrays of different lengths: tensors (rows, longest), and the lengths.
+    """A ``collate_fn`` for arrays of different lengths: tensors (rows, longest, ...), and the lengths.
 
     Args:
         value: Behind the end of shorter arrays.
@@ -91,17 +91,20 @@ def padded(value: float = 0, to: int | None = None, features: Features | None = 
         features: As of :func:`torch_batch`.
 
     Returns:
-        A function of a record batch. For an array column "x" of numbers it gives "x" and "x_lengths", int64 (rows,),
-        where ``to`` has not cut; other columns are as of :func:`torch_batch`.
+        A function of a record batch. For a column "x" of arrays it gives "x" and "x_lengths", int64 (rows,), where
+        ``to`` has not cut. Arrays hold numbers, (rows, longest), or arrays of one shape, such as boxes of five numbers,
+        (rows, longest, 5). Other columns are as of :func:`torch_batch`.
     """
+    shapes: dict[str, tuple[int, ...]] = {}
 
     def collate(batch: pa.RecordBatch) -> dict[str, Any]:
         names = _array_columns(batch)
         found = torch_batch(batch.drop_columns(names), features) if len(names) < batch.num_columns else {}
         for name in names:
-            values, offsets = _flat(batch.column(name), name)
+            values, offsets = _flat(batch.column(name), name, shapes)
             lengths = np.diff(offsets) if to is None else np.minimum(np.diff(offsets), to)
-            wide = np.full((len(lengths), int(lengths.max(initial=0)) if to is None else to), value, values.dtype)
+            longest = int(lengths.max(initial=0)) if to is None else to
+            wide = np.full((len(lengths), longest, *values.shape[1:]), value, values.dtype)
             inside = np.arange(wide.shape[1]) < lengths[:, None]
             wide[inside] = values[(offsets[:-1, None] + np.arange(wide.shape[1]))[inside]]
             found[name], found[f"{name}_lengths"] = torch.from_numpy(wide), torch.from_numpy(lengths)
@@ -114,16 +117,17 @@ def ragged(features: Features | None = None) -> Collate:
     """A ``collate_fn`` for arrays of different lengths: all values one after the other, and where each row begins.
 
     Returns:
-        A function of a record batch. For an array column "x" of numbers it gives "x", 1-D, and "x_offsets", int64
-        (rows + 1,), as ``torch.nn.EmbeddingBag`` and nested tensors take them; other columns are as of
-        :func:`torch_batch`.
+        A function of a record batch. For a column "x" of arrays it gives "x", (values, ...), and "x_offsets", int64
+        (rows + 1,), as ``torch.nn.EmbeddingBag`` and nested tensors take them. Arrays hold numbers, or arrays of one
+        shape. Other columns are as of :func:`torch_batch`.
     """
+    shapes: dict[str, tuple[int, ...]] = {}
 
     def collate(batch: pa.RecordBatch) -> dict[str, Any]:
         names = _array_columns(batch)
         found = torch_batch(batch.drop_columns(names), features) if len(names) < batch.num_columns else {}
         for name in names:
-            values, offsets = _flat(batch.column(name), name)
+            values, offsets = _flat(batch.column(name), name, shapes)
             found[name], found[f"{name}_offsets"] = _to_torch(values, name), torch.from_numpy(offsets)
         return found
 
@@ -172,8 +176,7 @@ def values_of(array: pa.Array, name: str) -> Values:
 
 def is_array_like(kind: pa.DataType) -> bool:
     """Whether values of this type become an array, with a row for each."""
-    while _is_array(kind):
-        kind = kind.value_type
+    kind = _leaf_of(kind)
     if pa.types.is_struct(kind):
         return {field.name for field in kind} == _VECTOR
     return _is_number(kind) or pa.types.is_date(kind) or bool(pa.types.is_timestamp(kind))
@@ -182,6 +185,12 @@ def is_array_like(kind: pa.DataType) -> bool:
 _ONE_LENGTH = (
     "expected one. Next: give torch_batches a collate_fn, spark_hvd.data.padded() or spark_hvd.data.ragged(), or make "
     "them alike in the DataFrame"
+)
+
+
+_ONE_SHAPE = (
+    "expected one for the arrays inside of a row's array, whose own number may differ. Next: pad them to one length in "
+    "the DataFrame, or take the batch apart in a collate_fn of yours"
 )
 
 
@@ -197,12 +206,9 @@ def check_shape(name: str, shape: Sequence[int], before: Sequence[int], where: s
         )
 
 
-def _arrays(array: pa.Array, name: str) -> Values:
-    """Arrays of one length, of numbers or of arrays of such."""
-    leaf = array.type
-    while _is_array(leaf):
-        leaf = leaf.value_type
-    if not _is_number(leaf):
+def _arrays(array: pa.Array, name: str, expected: str = _ONE_LENGTH) -> Values:
+    """Arrays of one length, of numbers or of arrays of such; ``expected`` is told where they are not."""
+    if not _is_number(_leaf_of(array.type)):
         return array.to_pylist()
     shape = [len(array)]
     while _is_array(array.type):
@@ -211,7 +217,7 @@ def _arrays(array: pa.Array, name: str) -> Values:
         if len(lengths) > 1:
             raise DataError(
                 f"column {name!r} has arrays of {len(lengths)} different lengths, from {lengths[0]} to "
-                f"{lengths[-1]}: {_ONE_LENGTH}"
+                f"{lengths[-1]}: {expected}"
             )
         shape.append(int(lengths[0]) if len(lengths) else 0)
         array = array.flatten()
@@ -220,6 +226,12 @@ def _arrays(array: pa.Array, name: str) -> Values:
 
 def _is_array(kind: pa.DataType) -> bool:
     return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
+
+
+def _leaf_of(kind: pa.DataType) -> pa.DataType:
+    while _is_array(kind):
+        kind = kind.value_type
+    return kind
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -231,21 +243,31 @@ def _check_nulls(array: pa.Array, name: str) -> None:
     if array.null_count:
         raise DataError(
             f"column {name!r} has {array.null_count} null(s) among {len(array)} values of type {array.type}, "
-            f"which has no value for it. Next: fill or drop them, df.na.fill(0, [{name!r}]), or take the batch apart "
-            "in a collate_fn"
+            f"which has no value for it. Next: {without_nulls(name)}, or take the batch apart in a collate_fn"
         )
 
 
 def _array_columns(batch: pa.RecordBatch) -> list[str]:
-    """Columns of arrays of numbers, which may differ in length."""
-    return [each.name for each in batch.schema if _is_array(each.type) and _is_number(each.type.value_type)]
+    """Columns of arrays of numbers, also nested, which may differ in length."""
+    return [each.name for each in batch.schema if _is_array(each.type) and _is_number(_leaf_of(each.type))]
 
 
-def _flat(array: pa.Array, name: str) -> tuple[Values, np.ndarray[Any, np.dtype[np.int64]]]:
-    """The values of all arrays, and where each begins, with the end of the last."""
+def _flat(
+    array: pa.Array, name: str, shapes: dict[str, tuple[int, ...]]
+) -> tuple[Values, np.ndarray[Any, np.dtype[np.int64]]]:
+    """The values of all arrays, and where each begins, with the end of the last.
+
+    Of a column of nested arrays ``shapes`` keeps the shape of a value, for batches whose arrays are all empty.
+    """
     _check_nulls(array, name)
     lengths = pa.compute.list_value_length(array).to_numpy().astype(np.int64)
-    return values_of(array.flatten(), name), np.concatenate([[0], np.cumsum(lengths)])
+    inner = array.flatten()
+    values = _arrays(inner, name, _ONE_SHAPE) if _is_array(inner.type) else values_of(inner, name)
+    if len(values):
+        shapes[name] = values.shape[1:]
+    else:
+        values = values.reshape(0, *shapes.get(name, values.shape[1:]))
+    return values, np.concatenate([[0], np.cumsum(lengths)])
 
 
 def stacks_of(batch: pa.RecordBatch | PackedRows, features: Features | None) -> Mapping[str, Sequence[str]]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from pyspark.sql import functions as F  # noqa: N812
@@ -14,9 +17,9 @@ from torch import nn
 
 import spark_hvd.torch as hvd
 from spark_hvd import DataError
+from spark_hvd.estimators import TorchEstimator
 from spark_hvd.estimators.fit import plan
-from spark_hvd.runner import RunError
-from tests.spark.estimator_support import estimator
+from tests.spark.estimator_support import estimator, frame, means, ordered
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -81,10 +84,41 @@ def test_rows_for_validation_are_others(df: DataFrame, tmp_path: Path, validatio
         assert 150 < len(validated) < 350
 
 
-def test_a_mark_that_is_null(df: DataFrame, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("validation", "text"),
+    [("held", r"column 'held' has 1 null\(s\) in \d+ rows"), ("id", r"column 'id \(validation\)' has 8 null\(s\)")],
+)
+def test_marks_that_are_null(df: DataFrame, tmp_path: Path, validation: str, text: str) -> None:
     held = df.withColumn("held", F.when(F.col("id") != 77, F.col("id") % 5 == 0))
-    with pytest.raises(RunError, match="column 'held' has a null: fill it or drop these rows before fit"):
-        estimator(Recorder(tmp_path), feature_cols=["x"], validation="held").fit(held)
+    held = held.withColumn("id", F.when(F.col("id") > 7, F.col("id")))
+    given = {"transformation_fn": lambda rows: rows.fillna(0)} if validation == "id" else {}
+    labels = ["id"] if validation == "id" else ["value"]
+    with pytest.raises(DataError, match=text):
+        estimator(Recorder(tmp_path), feature_cols=["x"], label_cols=labels, validation=validation, **given).fit(held)
+
+
+def filled(rows: pd.DataFrame) -> pd.DataFrame:
+    features = [np.zeros(3, np.float32) if value is None else value for value in rows["features"]]
+    return rows.assign(value=rows["value"].fillna(0.5), features=features)
+
+
+@pytest.mark.parametrize("made", [estimator, ordered])
+def test_nulls_are_for_transformation_fn_to_fill(spark: SparkSession, made: Callable[..., TorchEstimator]) -> None:
+    whole = frame(spark)
+    odd = F.col("row") % 7 == 6
+    holes = whole.withColumn("value", F.when(~odd, F.col("value"))).withColumn(
+        "features", F.when(F.col("row") % 30 < 29, F.col("features"))
+    )
+    mended = whole.withColumn("value", F.when(~odd, F.col("value")).otherwise(0.5)).withColumn(
+        "features", F.when(F.col("row") % 30 < 29, F.col("features")).otherwise(F.expr("array_repeat(0f, 3)"))
+    )
+    history = made(transformation_fn=filled).fit(holes).getHistory()
+    expected = made().fit(mended).getHistory()
+    assert [means(row) for row in history] == [pytest.approx(means(row)) for row in expected]
+    with pytest.raises(
+        DataError, match=r"column 'features' in the first rows has 1 null\(s\) in 32 rows after transformation_fn"
+    ):
+        made(transformation_fn=lambda rows: rows).fit(holes)
 
 
 @pytest.mark.slow

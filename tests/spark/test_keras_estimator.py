@@ -302,6 +302,54 @@ def test_saved_and_loaded_in_another_process(df: DataFrame, tmp_path: Path) -> N
     np.testing.assert_allclose(float(done.stdout.split()[-1]), wanted[0, 0], 1e-5)
 
 
+OF_A_SCRIPT = """
+import keras
+
+@keras.saving.register_keras_serializable()
+class OwnLayer(keras.layers.Layer):
+    def call(self, inputs):
+        return 2 * inputs
+
+@keras.saving.register_keras_serializable()
+def own_activation(x):
+    return x + 1
+
+@keras.saving.register_keras_serializable()
+class OwnLoss(keras.losses.Loss):
+    def call(self, label, output):
+        return keras.ops.mean((output - label) ** 2, -1)
+
+class OwnMetric(keras.metrics.Mean):
+    def update_state(self, label, output, sample_weight=None):
+        super().update_state(keras.ops.abs(output - label))
+
+class UnregisteredLayer(keras.layers.Layer):
+    def call(self, inputs):
+        return inputs / 2
+"""
+
+
+def test_what_is_of_a_script_travels_with_its_names(df: DataFrame) -> None:
+    script = vars(sys.modules["__main__"])
+    before = dict(script)
+    exec(OF_A_SCRIPT, script)
+    try:
+        model = keras.Sequential([keras.layers.Input((3,)), script["OwnLayer"](), script["UnregisteredLayer"]()])
+        model.add(keras.layers.Dense(1, script["own_activation"]))
+        fitting = estimator(model, loss=script["OwnLoss"](), metrics=[script["OwnMetric"](name="own")], epochs=1)
+        fitted = fitting.fit(df)
+        (row,) = fitted.getHistory()
+        assert {"loss", "own"} <= row.keys()
+        features, *_ = numbers()
+        np.testing.assert_allclose(
+            predicted(fitted, df, "value__output"), fitted.getModel().predict(features, verbose=0)[:, 0], 1e-4
+        )
+    finally:
+        keras.saving.get_custom_objects().clear()
+        for name in script.keys() - before.keys():
+            del script[name]
+
+
 def test_ranks_are_forked_from_a_process_that_has_keras(df: DataFrame, tmp_path: Path) -> None:
     class Tells(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
         def on_train_begin(self, logs: Any = None) -> None:

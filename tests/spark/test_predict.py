@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -319,6 +320,46 @@ def test_a_loader_that_fails_or_loads_nothing(texts: DataFrame) -> None:
     ):  # fmt: skip
         text = said(spark_hvd.predict(texts, load, columns="text", collate=padded, outputs="int"))
         assert re.search(wanted, text, re.S), text
+
+
+OF_A_MODULE = """
+import torch
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return x.sum(1)
+
+def load():
+    return Net()
+
+def collate(values):
+    return torch.tensor(values)
+"""
+
+
+def test_a_module_that_workers_lack_is_named(
+    numbers: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_on_the_driver.py").write_text(OF_A_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("only_on_the_driver")
+
+    def loads() -> Any:
+        import only_on_the_driver
+
+        return only_on_the_driver.Net()
+
+    given: dict[str, dict[str, Any]] = {
+        "load could not be unpickled": {"model_or_loader": own.load},
+        "the model could not be unpickled": {"model_or_loader": own.Net()},
+        "collate could not be unpickled": {"model_or_loader": torch.nn.Identity, "collate": own.collate},
+        "loads failed": {"model_or_loader": loads},
+    }
+    for text, arguments in given.items():
+        message = said(spark_hvd.predict(numbers, columns=["features"], outputs="float", **arguments))
+        assert text in message
+        assert "No module named 'only_on_the_driver'" in message
+        assert "--py-files" in message
 
 
 def test_a_collate_that_fails(texts: DataFrame) -> None:

@@ -8,11 +8,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 from torch.nn import functional
 
-from spark_hvd.estimators import DataError, LocalBackend, ModelError, Store, TorchEstimator, TorchModel
+from spark_hvd.estimators import (
+    DataError,
+    LocalBackend,
+    ModelError,
+    NotFiniteLossError,
+    Store,
+    TorchEstimator,
+    TorchModel,
+)
 from spark_hvd.estimators.fit.plan import label_of
 from spark_hvd.estimators.torch.trial import try_transform
 from tests.spark.estimator_support import estimator, frame, linear, ordered
@@ -96,6 +105,13 @@ class Otherwise(nn.Module):
         return self.linear(x) if self.training else self.evaluated(self.linear(x))
 
 
+class Squeezed(nn.Linear):
+    """Ends in squeeze(), which takes the dimension of the rows away where there is one row."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).squeeze()
+
+
 FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no features": ({"feature_cols": None}, ValueError, "feature_cols is missing"),
     "no loss": ({"loss": None}, ValueError, r"loss is missing: give .* torch\.nn\.MSELoss"),
@@ -130,6 +146,11 @@ FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"model": Otherwise(lambda output: output.mean(0, keepdim=True))},
         ModelError,
         r"transform would fail.*output 0 of the model has the shape \(1, 1\) for 32 rows",
+    ),
+    "one row alone": (
+        {"model": Squeezed(3, 1)},
+        ModelError,
+        r"transform would fail, tried on a batch of 1 row.* has the shape \(\) for 1 row: .* as squeeze\(-1\)",
     ),
     "frozen model": (
         {"model": linear().requires_grad_(False)},
@@ -184,6 +205,12 @@ def test_a_model_that_is_trained_for_another_use_may_fail_to_transform(caplog: p
     assert "the model returned NoneType" in caplog.text
 
 
+def test_a_model_that_transforms_batches_transforms_single_rows() -> None:
+    model = TorchModel(model=Squeezed(3, 2), feature_columns=["x"], label_columns=["y"])
+    with pytest.raises(ModelError, match=r"has the shape \(2,\) for 1 row: its first number must be that of the rows"):
+        try_transform(model, [torch.zeros(2, 3)], needed=False)
+
+
 def test_strings_are_refused_with_the_remedy(df: DataFrame) -> None:
     with pytest.raises(DataError, match=r"'value' has the type string.*StringIndexer"):
         estimator().fit(df.withColumn("value", F.col("value").cast("string")))
@@ -217,6 +244,50 @@ def test_nulls_are_counted(spark: SparkSession, column: str, made: Callable[[], 
     holes = frame(spark).withColumn(column, F.when(F.col("row") % 100 != 99, F.col(column)))
     with pytest.raises(DataError, match=rf"column '{column}' has 2 null\(s\) in 240 rows.*na\.drop"):
         made().fit(holes)
+
+
+@pytest.mark.parametrize("made", [estimator, ordered])
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        ("if(row < 200, 1.0, -0.25)", "has 40 of 240 rows whose weight is negative, NaN or infinite, such as -0.25"),
+        ("0", "all weights of the rows for training are 0"),
+    ],
+)
+def test_weights_that_are_none(
+    spark: SparkSession, weight: str, message: str, made: Callable[..., TorchEstimator]
+) -> None:
+    df = frame(spark).withColumn("weight", F.expr(weight))
+    with pytest.raises(DataError, match=f"sample_weight_col='weight'.*{message}"):
+        made(sample_weight_col="weight").fit(df)
+
+
+NAN = "float('nan')"
+
+
+@pytest.mark.parametrize(
+    ("features", "remedy"),
+    [
+        (f"if(row = 7, array({NAN}, 1f, 2f), features)", "into arrays: .*df.where.*F.forall.'features'"),
+        (f"if(row = 99, array({NAN}, 1f, 2f), features)", "into arrays: .*df.where.*F.forall.'features'"),
+    ],
+)
+def test_nan_in_lists_is_told_with_a_remedy_that_works(spark: SparkSession, features: str, remedy: str) -> None:
+    df = frame(spark).withColumn("features", F.expr(features))
+    error = DataError if "= 7," in features else NotFiniteLossError
+    text = f"the loss is nan.* column 'features' has 1 value NaN or infinite.*{remedy}"
+    with pytest.raises(error, match=text):
+        estimator().fit(df)
+    assert estimator(epochs=1).fit(df.where(F.forall("features", lambda value: F.abs(value) < float("inf"))))
+
+
+def test_nan_in_vectors_is_told_before_ranks_start(spark: SparkSession) -> None:
+    df = frame(spark).select(
+        array_to_vector(F.expr(f"array(float(row), if(row = 7, {NAN}, 1f), 2f)")).alias("features"), "value"
+    )
+    text = "before ranks were started: column 'features' has 1 value .*Imputer, .*VectorAssembler.handleInvalid='skip'"
+    with pytest.raises(DataError, match=text):
+        estimator().fit(df)
 
 
 @pytest.mark.parametrize("made", [estimator, ordered])

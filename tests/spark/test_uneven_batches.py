@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
+from torch.nn import functional
 
+import spark_hvd.torch as hvd
 from spark_hvd import DataError
+from spark_hvd.estimators import TorchEstimator
+from spark_hvd.estimators.torch.share import Shares
 from tests.spark.estimator_support import estimator, frame, linear, numbers, ordered, reference, same
 
 if TYPE_CHECKING:
@@ -64,15 +70,53 @@ def test_a_step_is_that_of_all_rows(spark: SparkSession, nine: DataFrame, rows: 
         nn.CrossEntropyLoss(weight=torch.tensor([0.1, 3.0])),
         nn.CrossEntropyLoss(ignore_index=1),
         nn.CrossEntropyLoss(reduction="sum"),
+        partial(functional.cross_entropy, weight=torch.tensor([0.1, 3.0])),
+        partial(functional.cross_entropy, ignore_index=1),
+        partial(partial(functional.cross_entropy, reduction="sum"), label_smoothing=0.1),
     ],
-    ids=["classes weigh", "labels are left out", "a sum"],
+    ids=["classes weigh", "labels are left out", "a sum", "classes of a function", "left out by one", "a sum of one"],
 )
-def test_a_loss_divides_by_what_all_ranks_have(nine: DataFrame, loss: nn.Module) -> None:
+def test_a_loss_divides_by_what_all_ranks_have(nine: DataFrame, loss: Loss) -> None:
     label = torch.from_numpy(numbers(9)[2]).long()
     weights, losses = whole(9, loss, label, outputs=2)
     fitted = estimator(linear(2), loss=loss, label_cols=["late"], batch_size=5).fit(nine)
     same(fitted.getModel(), weights, 1e-5)
     assert [row["loss"] for row in fitted.getHistory()] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("made", [estimator, ordered])
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), functional.cross_entropy])
+def test_labels_of_minus_100_are_left_out_on_whatever_rank_they_are(
+    nine: DataFrame, loss: Loss, made: Callable[..., TorchEstimator]
+) -> None:
+    df = nine.withColumn("late", F.expr("if(row % 2 = 0 or row > 5, late, -100)"))
+    label = torch.tensor([row["late"] for row in df.orderBy("row").collect()])
+    weights, losses = whole(9, loss, label, outputs=2)
+    fitted = made(linear(2), loss=loss, label_cols=["late"], batch_size=5).fit(df)
+    same(fitted.getModel(), weights, 1e-5)
+    assert [row["loss"] for row in fitted.getHistory()] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "lowest", "asked"),
+    [
+        (nn.CrossEntropyLoss(), 0.0, 0),
+        (nn.CrossEntropyLoss(), -1.0, 0),
+        (nn.CrossEntropyLoss(), -100.0, 1),
+        (nn.CrossEntropyLoss(), None, 1),
+        (nn.CrossEntropyLoss(ignore_index=0), 0.0, 1),
+        (functional.nll_loss, 0.0, 0),
+        (nn.MSELoss(), None, 0),
+    ],
+)
+def test_ranks_ask_each_other_only_where_labels_may_be_left_out(
+    monkeypatch: pytest.MonkeyPatch, loss: Loss, lowest: float | None, asked: int
+) -> None:
+    calls: list[torch.Tensor] = []
+    monkeypatch.setattr(hvd, "size", lambda: 2)
+    monkeypatch.setattr(hvd, "allreduce", lambda mine, **_: calls.append(mine) or 2 * mine)
+    assert Shares([loss], [lowest]).of([torch.tensor([1, 0, 1])], 3, 0.75) == [1.0 if asked else 0.75]
+    assert len(calls) == asked
 
 
 def test_weights_of_rows_count_on_whatever_rank_they_are(nine: DataFrame) -> None:

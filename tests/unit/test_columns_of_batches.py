@@ -172,3 +172,31 @@ def test_arrays_of_different_lengths() -> None:
     alike(ragged()(batch.slice(1).select(["x"])), {"x": torch.tensor([4]), "x_offsets": torch.tensor([0, 1, 1])})
     with pytest.raises(DataError, match=r"column 'x' has 1 null\(s\)"):
         padded()(pa.RecordBatch.from_pydict({"x": [[1], None]}))
+
+
+@pytest.mark.parametrize("inner", [pa.list_(pa.float32()), pa.list_(pa.float32(), 2), pa.large_list(pa.float32())])
+def test_rows_of_several_arrays(inner: pa.DataType) -> None:
+    def batch(*rows: list[list[float]]) -> pa.RecordBatch:
+        return pa.RecordBatch.from_arrays([pa.array(rows, pa.list_(inner))], ["boxes"])
+
+    assert padded()(batch([], []))["boxes"].shape[:2] == (*ragged()(batch([], []))["boxes_offsets"][1:].shape, 0)
+    boxes = torch.tensor([[[1.0, 2], [3, 4]], [[0, 0], [0, 0]], [[5, 6], [0, 0]]])
+    collate, lengths = padded(), torch.tensor([2, 0, 1])
+    alike(collate(batch([[1, 2], [3, 4]], [], [[5, 6]])), {"boxes": boxes, "boxes_lengths": lengths})
+    assert collate(batch([], []))["boxes"].shape == (2, 0, 2)
+    alike(padded(to=1)(batch([[1, 2], [3, 4]], [[5, 6]]))["boxes"], torch.tensor([[[1.0, 2]], [[5, 6]]]))
+    flat = {"boxes": torch.tensor([[1.0, 2], [3, 4], [5, 6]]), "boxes_offsets": torch.tensor([0, 2, 2, 3])}
+    alike(ragged()(batch([[1, 2], [3, 4]], [], [[5, 6]])), flat)
+    alike(ragged()(batch([[9, 9]], [[1, 2], [3, 4]], [], [[5, 6]]).slice(1)), flat)
+
+
+@pytest.mark.parametrize("collate", [padded(), ragged()])
+def test_rows_of_several_arrays_that_differ(collate: Any) -> None:
+    with pytest.raises(
+        DataError, match="'x' has arrays of 2 different lengths, from 1 to 2: expected one for the arrays"
+    ):
+        collate(pa.RecordBatch.from_pydict({"x": [[[1, 2]], [[3]]]}))
+    deep = collate(pa.RecordBatch.from_pydict({"x": [[[[1], [2]]], [[[3], [4]], [[5], [6]]]]}))
+    assert deep["x"].shape in ((2, 2, 2, 1), (3, 2, 1))
+    with pytest.raises(DataError, match=r"column 'x' has 1 null\(s\)"):
+        collate(pa.RecordBatch.from_pydict({"x": [[[1, 2], None]]}))

@@ -6,12 +6,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.measure import ColumnFindings
 from spark_hvd.estimators.torch.objective import Objective
+from spark_hvd.estimators.training.inputs import weights_of
 
 ROWS, CLASSES = 12, 4
 _generator = torch.Generator().manual_seed(0)
@@ -101,3 +105,29 @@ def without_reduction(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor
 def test_a_loss_that_cannot_be_weighed_is_refused(loss: Callable[..., Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         both(loss, SCORES, TARGETS, torch.ones(ROWS))
+
+
+@pytest.mark.parametrize("odd", [-0.5, float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_none(odd: float) -> None:
+    weights = [0.0, 1.0, odd, 2.0]
+    text = rf"sample_weight_col='w' has 1 of 4 rows.* such as {odd:g}: expected numbers from 0\. .*df\.where\("
+    with pytest.raises(DataError, match=text):
+        weights_of("w", {"w": torch.tensor(weights)})
+    found = [ColumnFindings(2), ColumnFindings(2)]
+    for part, values in zip(found, (weights[:2], weights[2:]), strict=True):
+        part.weigh("training", pa.array(values))
+    with pytest.raises(DataError, match=text):
+        ColumnFindings.together(found).check("w")
+
+
+@pytest.mark.parametrize("kind", [pa.int32(), pa.float32(), pa.bool_()])
+def test_weights_are_not_all_0(kind: pa.DataType) -> None:
+    def found(*totals: int) -> ColumnFindings:
+        measured = ColumnFindings(len(totals))
+        for dataset, total in zip(("training", "validation"), totals, strict=True):
+            measured.weigh(dataset, pa.array([0, total]).cast(kind))
+        return measured
+
+    ColumnFindings.together([found(0, 1), found(1, 0)]).check("w")
+    with pytest.raises(DataError, match="sample_weight_col='w': all weights of the rows for validation are 0"):
+        ColumnFindings.together([found(0, 0), found(1, 0)]).check("w")

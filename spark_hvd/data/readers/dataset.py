@@ -25,6 +25,7 @@ class Column:
         spark_type: The column's type in the DataFrame as Spark's ``simpleString`` ("double", "vector",
             "array<float>"), from which the type of predictions for it follows; "" if it never was in a DataFrame.
         encoding: "plain", or "sparse" for a struct<size: int32, indices: list<int32>, values: list<float>> a row.
+        lowest: The lowest number of a label; None where that is not known.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Column:
     shape: tuple[int, ...] | None = ()
     spark_type: str = ""
     encoding: str = "plain"
+    lowest: float | None = None
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Column:

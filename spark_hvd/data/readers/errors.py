@@ -7,3 +7,33 @@ class DataError(RuntimeError, ValueError):
     """The data do not fit the parameters: a column missing or of a wrong type, nulls, ragged arrays, too few rows."""
 
     __module__ = "spark_hvd"
+
+
+def without_nulls(name: str, *, inside: bool = False) -> str:
+    """What to do about nulls in a column, or ``inside`` its lists; for messages. Right for any type of Spark's."""
+    if inside:
+        return f"fill them or drop these rows first, e.g. df.where(F.forall({name!r}, lambda value: value.isNotNull()))"
+    return f"fill or drop them first, e.g. df.na.drop(subset=[{name!r}])"
+
+
+def without_nan(name: str, spark_type: str) -> str:
+    """What to do about values that are NaN or infinite in a column of this type of Spark's; for messages.
+
+    Spark's own functions for missing values look into neither vectors nor arrays, and take infinite values for numbers.
+    """
+    if spark_type == "vector":
+        return (
+            f"df.na.fill does not look into vectors: fill the columns that {name!r} is assembled from, with "
+            "pyspark.ml.feature.Imputer, or leave such rows out there, by VectorAssembler(handleInvalid='skip')"
+        )
+    if spark_type.startswith("array<"):
+        return (
+            "df.na.fill does not look into arrays: leave such rows out, e.g. "
+            f"df.where(F.forall({name!r}, lambda value: F.abs(value) < float('inf')))"
+        )
+    if spark_type:
+        return (
+            f"Fill or leave them out before fit: df.na.fill(0.0, [{name!r}]), df.na.drop(subset=[{name!r}]); infinite "
+            f"values by df.where(F.abs({name!r}) < float('inf'))"
+        )
+    return "Fill or leave them out where this column is made"

@@ -1,4 +1,4 @@
-"""What must hold of all rows before a model sees the first: no nulls, and lists of one length."""
+"""What must hold of all rows before a model sees the first: no nulls, lists of one length, weights that weigh."""
 
 from __future__ import annotations
 
@@ -6,11 +6,30 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """What some columns are for, by their names.
+
+    Attributes:
+        weights: The weights of rows.
+        labels: What outputs are compared with.
+        nullable: Those that may have nulls, as they go through ``transformation_fn`` first.
+    """
+
+    weights: str | None = None
+    labels: tuple[str, ...] = ()
+    nullable: tuple[str, ...] = ()
+
+
+_NOTHING = Uses()
 
 
 @dataclass(slots=True)
@@ -22,24 +41,36 @@ class ColumnFindings:
         nulls: Column name -> rows where it is null.
         inner_nulls: Column name -> nulls inside its lists.
         shapes: Column name -> shape of its values; binary columns have none.
+        weights: Name of a data set ("training", "validation") -> sum of the weights of its rows, if they have some.
+        odd_weights: How many weights are negative, NaN or infinite, and one of them.
+        lowest: Name of a column of labels -> its lowest number.
     """
 
     rows: int = 0
     nulls: dict[str, int] = field(default_factory=dict)
     inner_nulls: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    odd_weights: tuple[int, float] = (0, 0.0)
+    lowest: dict[str, float] = field(default_factory=dict)
 
-    def add(self, column: Column, array: pa.Array) -> None:
+    def add(self, column: Column, array: pa.Array, uses: Uses = _NOTHING) -> None:
         """Take in a column of some rows, which ``rows`` does not count yet.
 
         Raises:
             DataError: lists or vectors of different lengths.
         """
+        if column.name in uses.nullable:
+            array = array.drop_null()
         if self.count(column.name, array) or column.dtype == "object" or not len(array):
             return
         if column.encoding == "sparse":
             self._agree(column.name, (_one_length(array.field(array.type.get_field_index("size")), column.name),))
             return
+        if column.name in uses.labels and column.name not in uses.nullable and not pa.types.is_nested(array.type):
+            lowest = pc.min(array).as_py()
+            if lowest is not None:  # as it is of NaN alone
+                self._lower(column.name, float(lowest))
         values, shape = array, []
         while pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
             shape.append(_one_length(pc.list_value_length(values), column.name))
@@ -51,6 +82,16 @@ class ColumnFindings:
     def count(self, name: str, array: pa.Array) -> int:
         """Take in the nulls of a column, and return how many these are."""
         return _count(self.nulls, name, array)
+
+    def weigh(self, dataset: str, weights: pa.Array | pa.ChunkedArray) -> None:
+        """Take in the weights of some rows of a data set: numbers without nulls; several a row are not looked at."""
+        if not len(weights) or pa.types.is_nested(weights.type):
+            return
+        values = weights.to_numpy(zero_copy_only=False)
+        odd = values[~(np.isfinite(values) & (values >= 0))]
+        if len(odd):
+            self.odd_weights = (self.odd_weights[0] + len(odd), float(odd[0]))
+        self.weights[dataset] = self.weights.get(dataset, 0.0) + float(values.sum())
 
     @property
     def has_nulls(self) -> bool:
@@ -70,13 +111,19 @@ class ColumnFindings:
         for part in parts:
             for name, shape in part.shapes.items():
                 whole._agree(name, shape)
+            for name, lowest in part.lowest.items():
+                whole._lower(name, lowest)
+            for name, weight in part.weights.items():
+                whole.weights[name] = whole.weights.get(name, 0.0) + weight
+            if part.odd_weights[0]:
+                whole.odd_weights = (whole.odd_weights[0] + part.odd_weights[0], part.odd_weights[1])
         return whole
 
-    def check(self) -> None:
-        """Make sure that there were no nulls.
+    def check(self, weights: str | None = None) -> None:
+        """Make sure that there were no nulls, and that the column of ``weights`` has some, none of them negative.
 
         Raises:
-            DataError: there were; it says how many.
+            DataError: there were nulls, and how many; or there are weights that are none.
         """
         for name, count in self.nulls.items():
             raise DataError(
@@ -87,15 +134,39 @@ class ColumnFindings:
             raise DataError(
                 f"column {name!r} has {count} null(s) inside its lists: fill them or drop these rows before fit"
             )
+        if weights is None:
+            return
+        if self.odd_weights[0]:
+            raise DataError(no_weights(weights, *self.odd_weights, f"{self.rows} rows"))
+        for dataset, total in self.weights.items():
+            if not total:
+                raise DataError(
+                    f"sample_weight_col={weights!r}: all weights of the rows for {dataset} are 0: expected one "
+                    "above 0. Check how that column is made, or leave sample_weight_col out"
+                )
 
     def of(self, columns: Sequence[Column]) -> tuple[Column, ...]:
-        """``columns`` with the shapes that were found."""
-        return tuple(replace(each, shape=self.shapes.get(each.name, each.shape)) for each in columns)
+        """``columns`` with the shapes, and the lowest labels, that were found."""
+        return tuple(
+            replace(each, shape=self.shapes.get(each.name, each.shape), lowest=self.lowest.get(each.name))
+            for each in columns
+        )
+
+    def _lower(self, name: str, value: float) -> None:
+        self.lowest[name] = min(value, self.lowest.get(name, value))
 
     def _agree(self, name: str, shape: tuple[int, ...]) -> None:
         known = self.shapes.setdefault(name, shape)
         if known != shape:
             raise DataError(_ragged(name, known, shape))
+
+
+def no_weights(name: str, odd: int, one: float, where: str) -> str:
+    """The text of the error that so many weights of a column, one of them ``one``, are none."""
+    return (
+        f"sample_weight_col={name!r} has {odd} of {where} whose weight is negative, NaN or infinite, such as {one:g}: "
+        f"expected numbers from 0. Correct or drop these rows, for example df.where(F.col({name!r}) >= 0)"
+    )
 
 
 def _count(nulls: dict[str, int], name: str, array: pa.Array) -> int:

@@ -12,7 +12,7 @@ import torch
 import torch.utils.dlpack
 
 from spark_hvd.data.readers.dataset import Column
-from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.errors import DataError, without_nulls
 
 _Where = tuple[Column, str]
 
@@ -113,10 +113,10 @@ def _flatten(array: pa.Array, at: _Where) -> tuple[pa.Array, tuple[int, ...]]:
 
 def _check_nulls(array: pa.Array, rows: int, at: _Where) -> None:
     if array.null_count:
-        values = "rows" if len(array) == rows else "values"
+        inside = len(array) != rows
         raise DataError(
-            f"{_at(*at)} has {array.null_count} null(s) in {len(array)} {values}: fill or drop them first, "
-            f"e.g. df.na.fill(0, [{at[0].name!r}])"
+            f"{_at(*at)} has {array.null_count} null(s) in {len(array)} {'values' if inside else 'rows'}: "
+            f"{without_nulls(at[0].name, inside=inside)}"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,14 @@ def columns_yielded(spec: ReaderSpec) -> tuple[Column, ...]:
     return tuple(edited.get(name) or spec.dataset.column(name) for name in names)
 
 
+def may_have_nulls(spec: ReaderSpec, columns: Sequence[Column]) -> tuple[str, ...]:
+    """Names of the columns whose nulls are for ``transformation_fn`` to fill; what it leaves is found afterwards."""
+    if spec.transformation_fn is None:
+        return ()
+    read = [each for each in columns if each.name in spec.columns and each.name not in spec.decoders]
+    return tuple(each.name for each in read if each.encoding == "plain")
+
+
 class Values:
     """Turns tables into blocks; through the user's functions where there are any."""
 
@@ -53,6 +61,7 @@ class Values:
         self._spec = spec
         self._layout = layout
         self._read = columns_read(spec)
+        self._nullable = may_have_nulls(spec, self._read)
 
     def blocks_of(self, table: pa.Table, where: str) -> Blocks:
         """The blocks of ``table``; ``where`` names file and row group in errors.
@@ -67,6 +76,7 @@ class Values:
         if spec.transformation_fn is not None:
             frame = pd.DataFrame({name: _series(values) for name, values in cells.items()})
             cells = self._transformed(frame, spec.transformation_fn, where)
+            _check_filled(table, cells, where)
         columns = self._layout.columns
         return self._layout.blocks_of_tensors({each.name: _tensor(cells[each.name], each, where) for each in columns})
 
@@ -74,8 +84,7 @@ class Values:
         """A tensor where the column has one; else what the decoder returns, bytes, or values with nulls among them."""
         decoder = self._spec.decoders.get(column.name)
         if decoder is None:
-            # Nulls are for the function to fill; what it leaves is found afterwards.
-            plain = column.dtype != "object" and not (array.null_count and self._spec.transformation_fn)
+            plain = column.dtype != "object" and not (array.null_count and column.name in self._nullable)
             return to_tensor(array, column, where) if plain else array.to_pandas()
         if array.null_count:
             raise DataError(f"column {column.name!r} in {where} has {array.null_count} null(s): drop them before fit")
@@ -112,6 +121,19 @@ class Values:
                 f"what it adds in edit_fields (transformation_edit_fields), what it drops in removed fields"
             )
         return {column.name: result[column.name] for column in self._layout.columns}
+
+
+def _check_filled(table: pa.Table, cells: Mapping[str, Any], where: str) -> None:
+    """Make sure that no null of ``table`` is one still, or NaN, in what ``transformation_fn`` has made of it."""
+    for name, array in zip(table.column_names, table.columns, strict=True):
+        if array.null_count and name in cells:
+            left = int((array.is_null().to_numpy() & pd.isna(cells[name]).to_numpy()).sum())
+            if left:
+                raise DataError(
+                    f"column {name!r} in {where} has {left} null(s) in {len(array)} rows after transformation_fn: fill "
+                    f"them there, e.g. frame[{name!r}].fillna(0), or drop these rows before fit, e.g. "
+                    f"df.na.drop(subset=[{name!r}])"
+                )
 
 
 def _series(values: Any) -> Any:
