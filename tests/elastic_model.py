@@ -62,6 +62,8 @@ class Model:
     limits: Limits
     steps: int = 1000
     now: float = 0.0
+    apart: bool = False
+    """Whether processes do not reach each other."""
     membership: Membership = field(init=False)
     agents: dict[int, tuple[str, int]] = field(default_factory=dict)
     processes: dict[int, Process] = field(default_factory=dict)
@@ -227,8 +229,11 @@ class Model:
             case Go(_, number, generation):
                 process = self.processes[number]
                 if process.state == "meeting" and process.generation == generation and not process.hangs:
-                    process.state, process.step = "training", process.step
-                    self.tell(Joined(number, generation))
+                    process.state = "training"
+                    if self.apart:
+                        self.break_up(process, "rank 0 of 2 could not meet the other ranks")
+                    else:
+                        self.tell(Joined(number, generation))
             case Reset(_, number, generation):
                 process = self.processes[number]
                 if process.generation == generation and process.state != "dead" and not process.hangs:

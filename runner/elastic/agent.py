@@ -260,7 +260,9 @@ class Agent:
         if self._notice is not None and self._leave_by is None:
             self._leave_by = now + _LEAVE_GRACE
             self._link.send("leaving", why=self._notice)
-        if self._leave_by is not None and (self._worker is None or now > self._leave_by):
+        # A value that a worker has returned goes with this agent's report, when the run is over.
+        idle = self._worker is None and not self._values
+        if self._leave_by is not None and (idle or now > self._leave_by):
             self._ended, self._given_up = True, f"the executor of this task will go: {self._notice}"
         worker = self._worker
         if worker is None:

@@ -37,7 +37,9 @@ class ElasticConfig(CommonConfig):
         None, "Never more ranks; None for `num_proc`.", least=1, unit="ranks", none="for num_proc"
     )
     elastic_timeout: float = option(
-        600.0, "Seconds to wait for `min_num_proc` ranks after some were lost.", seconds=True
+        600.0,
+        "Seconds to wait for `min_num_proc` ranks after some were lost, and for ranks that do not reach each other.",
+        seconds=True,
     )
     reset_limit: int | None = option(
         None,

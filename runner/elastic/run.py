@@ -113,7 +113,8 @@ def run_elastic(
         TooFewRanksError: fewer than `min_num_proc` ranks were left for `elastic_timeout`.
         ResetLimitError: more failures than `reset_limit`.
         StateLostError: all ranks with the state were lost at once.
-        RankFailedError: fn raised on all ranks, or ranks kept failing without a commit in between.
+        RankFailedError: fn raised on all ranks, ranks kept failing without a commit in between, or they did not reach
+            each other for `elastic_timeout`.
         RunTimeoutError: ``timeout`` was over.
         HubError: the hub between ranks and driver has failed.
         KeyboardInterrupt: after every rank has been stopped.

@@ -121,21 +121,25 @@ class ElasticRank(ElasticLauncher):
                 raise CollectiveError(f"generation {generation} ended before its ranks had met: {self._world_failure}")
             host, port = self._store
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
-        endpoint = Endpoint(host, port)
-        if self._kv is None:
-            self._kv = reach_store(endpoint, generation, seconds)
-        with standing.register_connections(ConnectionRegistry(generation, endpoint, me.size)).establishing():
-            backend = settle(me, self._order.gpus, self._kv, self._order.backend, self._local(me))
-        context.join(
-            World(me, endpoint, generation, self._order.secret, ports),
-            self._kv,
-            timeout=self._order.collective_timeout,
-            backend=backend,
-        )
+        try:
+            self._meet(me, World(me, Endpoint(host, port), generation, self._order.secret, ports), seconds)
+        except CollectiveError as error:
+            if self._world_failure is None:  # nobody else knows yet that it is over, and why
+                self.broken(str(error))
+            raise
         # LOCAL_RANK stays: other libraries choose the GPU by it.
         os.environ |= {"RANK": str(me.rank), "WORLD_SIZE": str(me.size), "LOCAL_WORLD_SIZE": str(me.local_size)}
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(generation)
         self._send("joined", generation=generation)
+
+    def _meet(self, me: RankInfo, world: World, seconds: float) -> None:
+        assert world.endpoint is not None
+        if self._kv is None:
+            self._kv = reach_store(world.endpoint, world.generation, seconds)
+        registry = ConnectionRegistry(world.generation, world.endpoint, me.size)
+        with standing.register_connections(registry).establishing():
+            backend = settle(me, self._order.gpus, self._kv, self._order.backend, self._local(me))
+        context.join(world, self._kv, timeout=self._order.collective_timeout, backend=backend)
 
     def broken(self, error: str) -> None:
         """See base class."""

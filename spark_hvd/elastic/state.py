@@ -72,14 +72,15 @@ class State:
             self._interrupt()
 
     def check_host_updates(self) -> None:
-        """Go on with other members if they are to change, without a commit; collective, one tiny all-reduce.
+        """Go on with other members if they are to change, without a commit if not; collective, one tiny all-reduce.
 
-        Costs nothing where ranks are not elastic, or where there is one.
+        Costs nothing where ranks are not elastic, or where there is one. Where members change the state is saved.
 
         Raises:
             HostsUpdatedInterrupt, MismatchError, CollectiveError: See :meth:`commit`.
         """
         if self._agree():
+            self.save()  # lest these steps are lost where the next world breaks before all have met
             self._interrupt()
 
     def _interrupt(self) -> NoReturn:

@@ -53,6 +53,27 @@ def test_failures_with_commits_in_between_may_go_on_for_ever() -> None:
     assert (model.size, model.membership.policy.resets) == (2, 50)
 
 
+def test_ranks_that_do_not_reach_each_other_do_not_try_for_ever() -> None:
+    model = trained(replace(TWO, elastic_timeout=20.0))
+    model.run(2.0)
+    model.apart = True
+    model.fail(1)
+    model.run(18.0)
+    assert model.membership.verdict is None
+    model.apart = False
+    model.run(1.0)
+    assert model.size == 2
+    model.apart = True  # for good; the time begins anew
+    model.fail(1)
+    model.run(18.0)
+    assert model.membership.verdict is None
+    model.run(4.0)
+    assert model.membership.verdict is not None
+    assert model.membership.verdict.end is End.FAILED
+    assert "could not meet for elastic_timeout=20 s" in model.membership.verdict.text
+    assert "rank 0 of 2 could not meet the other ranks" in model.membership.verdict.text
+
+
 def test_the_reset_limit() -> None:
     model = trained(replace(TWO, reset_limit=2))
     for _ in range(3):

@@ -228,7 +228,7 @@ class Limits:
         min_num_proc: Fewer never train.
         max_num_proc: More never do.
         start_timeout: Seconds to wait for `num_proc` agents before fewer will do.
-        elastic_timeout: Seconds to wait for enough workers, later.
+        elastic_timeout: Seconds to wait for enough workers, later, and for workers to reach each other.
         reset_limit: Failures that are survived; None for any number.
         rejoin_timeout: Seconds for a worker to come back from a generation that is over, and to join the next one.
         host_failure_limit: Workers that may fail on a host, without a commit in between, until it is excluded.

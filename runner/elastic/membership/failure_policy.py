@@ -27,6 +27,7 @@ class FailurePolicy:
     commits: int = -1
     _no_progress: int = 0
     _short_since: float | None = None  # of workers
+    _apart_since: float | None = None  # workers enough, who do not reach each other
     _culprit: int | None = None
     _error: str = "no rank has failed"
 
@@ -65,8 +66,11 @@ class FailurePolicy:
             return None
         return Verdict(End.RESET_LIMIT, texts.reset_limit(self.resets, self.limits, last.over or ""), last.culprit)
 
-    def no_progress(self, last: GenerationRecord, roster: Roster) -> Verdict | None:
+    def futile(self, last: GenerationRecord, roster: Roster, now: float) -> Verdict | None:
         """The next generation is about to be formed; to be called once for each."""
+        return self._no_commit(last, roster) or self._not_met(last, now)
+
+    def _no_commit(self, last: GenerationRecord, roster: Roster) -> Verdict | None:
         failures = [number for number in last.members if roster.workers[number].loss is Loss.FAILED]
         if not failures or self.commits > max(last.commits, 0):
             return None
@@ -74,6 +78,15 @@ class FailurePolicy:
         if self._no_progress < self.limits.no_progress_limit:
             return None
         return Verdict(End.FAILED, texts.no_progress(self._no_progress), failures[0])
+
+    def _not_met(self, last: GenerationRecord, now: float) -> Verdict | None:
+        if last.met:
+            self._apart_since = None
+        elif self._apart_since is None:
+            self._apart_since = now
+        elif now - self._apart_since >= self.limits.elastic_timeout:
+            return Verdict(End.FAILED, texts.never_met(self.limits, last.over or ""), last.culprit)
+        return None
 
     def state_lost(self, chosen: list[Worker]) -> Verdict | None:
         """These are to be the next generation."""

@@ -132,6 +132,11 @@ class GenerationRecord:
     finished: bool = False
 
     @property
+    def met(self) -> bool:
+        """Whether all have met, though it may be over."""
+        return len(self.joined) == len(self.members)
+
+    @property
     def trains(self) -> bool:
         """Whether all have met, and it is not over."""
-        return self.over is None and not self.finished and len(self.joined) == len(self.members)
+        return self.over is None and not self.finished and self.met

@@ -328,7 +328,7 @@ class Membership:
             self._ends(self.policy.too_few(len(candidates), self.roster, now))
             return
         self.policy.enough()
-        if last is not None and self._ends(self.policy.no_progress(last, self.roster)):
+        if last is not None and self._ends(self.policy.futile(last, self.roster, now)):
             return
         chosen = candidates[: self.limits.max_num_proc]
         if not self._ends(self.policy.state_lost(chosen)):

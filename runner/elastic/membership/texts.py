@@ -61,6 +61,15 @@ def no_progress(times: int) -> str:
     return f"{times} times in a row a rank failed before anything was committed"
 
 
+def never_met(limits: Limits, last: str) -> str:
+    """There are enough ranks, and they do not reach each other."""
+    return (
+        f"the ranks could not meet for elastic_timeout={limits.elastic_timeout:g} s, though there were enough; last: "
+        f"{last}. Check that the executors' hosts reach each other (spark-hvd doctor tries it), and which network "
+        "interface ranks use (interfaces=)"
+    )
+
+
 def returned_early(name: str) -> str:
     """Fn has returned on a rank, and others wait for it."""
     return (

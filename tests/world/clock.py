@@ -1,0 +1,174 @@
+"""A virtual clock, and blocking code that runs under it: one piece at a time, and only while the clock waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+
+class Killed(BaseException):
+    """Ends the blocking code of a process that is gone."""
+
+
+class Clock:
+    """Calls functions at virtual times; what is to happen at one moment happens in the order in which it was asked for.
+
+    Args:
+        seed: Of all chance in a world.
+    """
+
+    def __init__(self, seed: int | str) -> None:
+        self.now = 1000.0
+        self.random = Random(seed)
+        self._due: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._numbers = itertools.count()
+        self.strands: list[Strand] = []
+
+    def after(self, seconds: float, call: Callable[..., object], *args: Any) -> None:
+        """Call a function after so many seconds."""
+        heapq.heappush(self._due, (self.now + seconds, next(self._numbers), call, args))
+
+    def some(self, least: float, most: float) -> float:
+        """A random number of seconds."""
+        return least + (most - least) * self.random.random()
+
+    def run(self, until: float, done: Callable[[], bool]) -> None:
+        """Let time pass until a moment, or until something holds."""
+        due = self._due
+        while due and not done():
+            moment, _, call, args = heapq.heappop(due)
+            if moment > until:
+                self.now = until
+                return
+            self.now = moment
+            call(*args)
+
+    def close(self) -> None:
+        """End all blocking code."""
+        for strand in self.strands:
+            strand.kill()
+            while not strand.ended:
+                with contextlib.suppress(Exception):  # raised on the way out of a process that is gone
+                    strand.go()
+
+
+class Strand:
+    """Blocking code in a thread of its own.
+
+    Args:
+        clock: Under which it runs.
+        work: The code. What it raises is raised where the clock runs.
+        owner: Whose code it is: see :func:`me`.
+    """
+
+    def __init__(self, clock: Clock, work: Callable[[], object], owner: Any = None) -> None:
+        self._clock, self._work, self.owner = clock, work, owner
+        self._mine, self._theirs = threading.Lock(), threading.Lock()
+        self._mine.acquire()
+        self._theirs.acquire()
+        self._ready: Callable[[], bool] = lambda: True
+        self._until: float | None = None
+        self._poked = self._killed = self.ended = False
+        self.frozen = False
+        self._error: BaseException | None = None
+        clock.strands.append(self)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self.poke()
+
+    def wait(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Wait until something holds, at most so long; called by the code itself. Others say that it may hold by poke.
+
+        Returns:
+            Whether it holds.
+        """
+        if self._killed:
+            raise Killed
+        if not ready():
+            self._ready = ready
+            self._until = None if seconds is None else self._clock.now + seconds
+            if seconds is not None:
+                self._clock.after(seconds, self._look)
+            self._theirs.release()
+            self._mine.acquire()
+            self._until = None
+        if self._killed:
+            raise Killed
+        return ready()
+
+    def poke(self) -> None:
+        """What the code waits for may hold now."""
+        if not self._poked and not self.ended:
+            self._poked = True
+            self._clock.after(0.0, self._look)
+
+    def kill(self) -> None:
+        """End it where it waits."""
+        self._killed = True
+        self.poke()
+
+    def _look(self) -> None:
+        self._poked = False
+        over = self._until is not None and self._clock.now >= self._until
+        if not self.ended and (self._killed or (not self.frozen and (over or self._ready()))):
+            self.go()
+
+    def go(self) -> None:
+        """Let the code run until it waits again, or ends."""
+        with acting(self.owner):
+            global _current
+            before, _current = _current, self
+            self._mine.release()
+            self._theirs.acquire()
+            _current = before
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _run(self) -> None:
+        self._mine.acquire()
+        try:
+            if not self._killed:
+                self._work()
+        except Killed:
+            pass
+        except BaseException as error:
+            self._error = error
+        self.ended = True
+        self._theirs.release()
+
+
+_current: Strand | None = None
+_me: Any = None
+
+
+def me() -> Any:
+    """Whose code runs: a rank's process; None for the driver's, an agent's or nobody's."""
+    return _me
+
+
+def running() -> Strand | None:
+    """The blocking code that runs, if any does."""
+    return _current
+
+
+def strand() -> Strand:
+    """The blocking code that runs."""
+    assert _current is not None
+    return _current
+
+
+@contextlib.contextmanager
+def acting(owner: Any) -> Iterator[None]:
+    """Have code run on behalf of a process."""
+    global _me
+    before, _me = _me, owner
+    try:
+        yield
+    finally:
+        _me = before

@@ -1,0 +1,234 @@
+"""A rank's process: the launcher, the state and the loader of the product, in blocking code that trains a stand-in."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd.context import leave
+from spark_hvd.context.standing import PendingMember, ProcessState
+from spark_hvd.data.loader import ShardLoader
+from spark_hvd.data.readers.sharding import Interval, Sharding
+from spark_hvd.data.source import Asked
+from spark_hvd.elastic.run import _through_generations
+from spark_hvd.runner.outcome.cause import is_echo
+from spark_hvd.runner.rank.elastic import ElasticRank
+from spark_hvd.torch.elastic import TorchState
+from spark_hvd.world.layout import RankInfo
+from tests.world.clock import Strand, acting, running
+from tests.world.mesh import Mesh
+from tests.world.store import StoreServer
+from tests.world.wire import Pipe
+
+if TYPE_CHECKING:
+    from tests.world.world import SimulatedWorld
+
+CONFIG: Any = None
+"""Of named collectives; set where the world is built."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a rank is told when it starts, as far as it matters here; see RankOrder."""
+
+    me: RankInfo
+    ip: str
+    slot: int
+    join_timeout: float
+    collective_timeout: float
+    stream: int
+    ports: None = None
+    gpus: None = None
+    backend: None = None
+    secret: bytes = b""
+
+
+class Exit(BaseException):
+    """The process ends by itself."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+class UserError(Exception):
+    """What the function that trains raises where a plan says so."""
+
+
+class RankProcess:
+    """See the module's description.
+
+    Args:
+        world: In which it is.
+        host: Its host's name.
+        order: What to do.
+    """
+
+    def __init__(self, world: SimulatedWorld, host: str, order: Order) -> None:
+        self.world, self.host, self.order = world, host, order
+        self.pid = world.next_pid()
+        self.alive, self.orphaned = True, False
+        self.exitcode: int | None = None
+        self.frames: deque[tuple[dict[str, Any], bytearray]] = deque()
+        """What has arrived at the agent."""
+        self.on_news: Callable[[], object] = lambda: None
+        """Called when something has."""
+        self.up = Pipe(world.network, host, host, self._arrived_up)
+        self.down = Pipe(world.network, host, host, self._arrived_down)
+        self.hung_up = False
+        self.standing = ProcessState()
+        self.servers: list[StoreServer] = []
+        self.mesh: Mesh | None = None
+        self.mail: dict[int, list[tuple[int, Any]]] = {}
+        self.error: UserError | None = None
+        self.hangs, self.slow = False, 0.0
+        self.strand = Strand(world.clock, self._main, self)
+        with acting(self):
+            self.launcher = ElasticRank(self, order)  # type: ignore[arg-type]  # the process is its own control socket
+        world.processes.append(self)
+
+    def __repr__(self) -> str:
+        return f"rank process {self.order.stream} on {self.host}"
+
+    # ---- the agent's end ------------------------------------------------------------------------------------------
+
+    def _arrived_up(self, frame: Any) -> None:
+        if isinstance(frame, int):
+            self.exitcode = frame
+        else:
+            self.frames.append(frame)
+        self.on_news()
+
+    def _arrived_down(self, message: dict[str, Any] | None) -> None:
+        if not self.alive:
+            return
+        if message is None:
+            self.hung_up = True
+        else:
+            with acting(self):
+                self.launcher._take(message)
+        self.strand.poke()
+
+    def say(self, message: dict[str, Any], payload: bytes = b"") -> None:
+        """Send a frame to the agent."""
+        if self.alive:
+            self.up.send((message, bytearray(payload)))
+
+    def stacks(self) -> str:
+        """Where its threads stood; nobody asks here."""
+        return ""
+
+    def receive(self, generation: int, sender: int, message: Any) -> None:
+        """Something has come from another rank; this one may not have opened its end yet."""
+        if self.mesh is not None and self.mesh.generation == generation:
+            self.mesh.take(sender, message)
+        else:
+            self.mail.setdefault(generation, []).append((sender, message))
+
+    # ---- its end --------------------------------------------------------------------------------------------------
+
+    def die(self, code: int) -> None:
+        """The process is gone: the kernel closes what it had open."""
+        if not self.alive:
+            return
+        self.world.log(f"{self} ends with {code}")
+        self.alive = False
+        if self.mesh is not None:
+            self.mesh.close()
+        for server in self.servers:
+            server.close()
+        self.up.send(code)
+        if self.strand is not running():
+            self.strand.kill()
+
+    def freeze(self, *, frozen: bool) -> None:
+        """Stop it, or let it go on."""
+        self.strand.frozen = frozen
+        self.strand.poke()
+
+    # ---- the program ----------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            self._run()
+        except Exit as left:
+            self.die(left.code)
+
+    def _run(self) -> None:
+        clock, strand = self.world.clock, self.strand
+        self.standing.pending = PendingMember(self.order.me, CONFIG, 0)
+        strand.wait(lambda: False, clock.some(*self.world.plan.preparing))
+        try:
+            value = self._train()
+        except Exception as error:
+            message = {
+                "type": "outcome",
+                "ok": False,
+                "kind": "exception",
+                "error": f"{type(error).__name__}: {error}",
+                "traceback": "",
+                "echo": is_echo(error),
+            }
+            self.say(message)
+        else:
+            self.say({"type": "outcome", "ok": True}, pickle.dumps(value))
+        leave.end("the rank leaves")
+        strand.wait(lambda: self.hung_up)
+        self.die(0)
+
+    def _train(self) -> Any:
+        plan, world = self.world.plan, self.world
+        loader = ShardLoader("rows", Rows(plan.rows), Sharding(plan.rows, plan.batch_size), ASKED, lambda: ASKED)  # type: ignore[arg-type,return-value]
+        state: Any = TorchState(loader=loader, weights=0, step=0, seen=[])
+
+        def loop() -> Any:
+            while loader.epoch < plan.epochs:
+                epoch = loader.epoch
+                for rows in loader:
+                    self._step(state, epoch, rows)
+                    if state.step % plan.commit_every == 0:
+                        state.commit()
+                    elif plan.checks:
+                        state.check_host_updates()
+            return state.weights, state.step, state.seen
+
+        state.register_reset_callbacks([lambda: world.checks.reset(self, state)])
+        return _through_generations(self.launcher, state, loop)
+
+    def _step(self, state: Any, epoch: int, rows: list[int]) -> None:
+        self.strand.wait(lambda: False, self.world.clock.some(0.5, 1.0) * self.world.plan.step_seconds + self.slow)
+        self.strand.wait(lambda: not self.hangs)
+        if self.error is not None:
+            raise self.error
+        mesh = self.mesh
+        assert mesh is not None
+        told = mesh.exchange("step", (state.weights, state.step, epoch, rows))
+        together = sorted(row for *_, theirs in told for row in theirs)
+        self.world.checks.stepped(self, mesh.generation, told)
+        state.weights = zlib.crc32(repr((state.weights, epoch, together)).encode())
+        state.seen = [*state.seen, *((epoch, row) for row in together)]
+        state.step += 1
+
+
+ASKED = Asked(columns=("row",))
+
+
+class Rows:
+    """A source of rows that are their own numbers."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.layout = rows, 0
+
+    def open(self, asked: Any, form: Any) -> Rows:
+        return self
+
+    def batches(self, epoch: int, share: Sequence[Interval], sizes: Sequence[int]) -> Generator[list[int], None, None]:
+        rows = iter([row for start, stop in share for row in range(start, stop)])
+        for size in sizes:
+            yield [next(rows) for _ in range(size)]
+
+    def close(self) -> None:
+        pass
