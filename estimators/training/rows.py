@@ -67,10 +67,10 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
         DataError: as the readers do; of a DataFrame also nulls, lists of two lengths, and fewer rows than ranks.
     """
     if spec.dataset.row_groups:
-        # Which rows of a validation share a batch changes nothing, so a rank reads what lies together.
+        # In the files' order, as a validation comes, a rank reads what lies together.
         sharding = Sharding(spec.dataset.rows, batch_size, drop_last)
-        if spec.training:
-            sharding = spec.dataset.sharding(batch_size, drop_last, shuffle=spec.shuffle)
+        if spec.shuffle:
+            sharding = spec.dataset.sharding(batch_size, drop_last, shuffle=True)
         return Rows(open_reader(spec), sharding, layout_of(spec.dataset))
     told = source_of(name)
     source = source_here(name, told)
