@@ -77,7 +77,7 @@ def in_rank(folder: str, epochs: int) -> Seconds:
     from spark_hvd.data.readers.arrow import ArrowReader
     from spark_hvd.data.readers.blocks import TensorForm
     from spark_hvd.data.readers.reader import ReaderSpec
-    from spark_hvd.data.readers.sharding import Position, Sharding
+    from spark_hvd.data.readers.sharding import Position
     from spark_hvd.store import Store
 
     torch.set_num_threads(1)
@@ -92,13 +92,14 @@ def in_rank(folder: str, epochs: int) -> Seconds:
     paths = {shuffle: files.torch_batches(BATCH, shuffle=shuffle, features=FEATURES) for shuffle in (False, True)}
     dataset = dataset_of(store, folder)
     mine, place = sorted(map(str, Path(folder).iterdir()))[hvd.rank() :: 2], (Position(), hvd.rank(), 2)
-    sharding, columns = Sharding(dataset.rows, BATCH), (*FEATURES, "label")
+    columns = (*FEATURES, "label")
     readers = {}
     for shuffle in (False, True):
         spec = ReaderSpec(dataset=dataset, columns=columns, store=store, shuffle=shuffle)
         readers[shuffle] = ArrowReader(spec, TensorForm(spec))
 
     def by_reader(shuffle: bool, epoch: int) -> float:
+        sharding = dataset.sharding(BATCH, shuffle=shuffle)
         return read(readers[shuffle].batches(epoch, sharding.share(*place), sharding.batches(*place)))
 
     ways: dict[str, Callable[[int], float]] = {"pyarrow's scan of the files, no tensors": lambda _: scan(mine)}

@@ -28,7 +28,7 @@ import torch
 
 from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.data.readers.reader import ReaderSpec
-from spark_hvd.data.readers.sharding import Position, Sharding
+from spark_hvd.data.readers.sharding import Position
 from spark_hvd.estimators.training.readers import open_reader
 from spark_hvd.store import Store
 
@@ -68,7 +68,10 @@ def _by_column(batches: Iterable[Any]) -> int:
 
 
 def _ours(meta: DatasetMeta, batch_size: int, **spec: Any) -> Pass:
-    store, sharding = Store.create(str(Path(meta.url).parent)), Sharding(meta.rows, batch_size)
+    store, sharding = (
+        Store.create(str(Path(meta.url).parent)),
+        meta.sharding(batch_size, shuffle=spec.get("shuffle", False)),
+    )
     reader = open_reader(ReaderSpec(dataset=meta, columns=NAMES, store=store, **spec))
     share, sizes = sharding.share(Position(), 0, 1), sharding.batches(Position(), 0, 1)
     return lambda number: _by_column(reader.batches(number, share, sizes))

@@ -19,9 +19,9 @@ from spark_hvd.data.readers.batches import Blocks, Layout, RowShapes, cut
 from spark_hvd.data.readers.blocks import RowWindow
 from spark_hvd.data.readers.files import where
 from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
-from spark_hvd.data.readers.sharding import Interval, overlaps
+from spark_hvd.data.readers.sharding import Share, Turns, lanes_of, overlaps
 from spark_hvd.data.readers.values import columns_yielded
-from spark_hvd.data.readers.windows import WINDOW_BYTES, Piece, even_rows, row_groups_of, runs_of, wanted_of, windows_of
+from spark_hvd.data.readers.windows import WINDOW_BYTES, EpochLine, Piece
 from spark_hvd.estimators.petastorm.bridge import install
 from spark_hvd.estimators.petastorm.schema import decoded_spec
 from spark_hvd.store.errors import StoreError
@@ -65,32 +65,31 @@ class PetastormReader(Reader[Batch]):
         self._lock = threading.Lock()  # held while waiting for results: sockets must not be closed meanwhile
         self._closed = False
 
-    def batches(self, epoch: int, share: Sequence[Interval], sizes: Sequence[int]) -> Generator[Batch, None, None]:
+    def batches(self, epoch: int, share: Share, sizes: Sequence[int]) -> Generator[Batch, None, None]:
         """See base class."""
         spec = self._spec
         if self._closed:
             raise RuntimeError("the reader is closed: open another")
         if not sizes:
             return
-        drawn = 0 if spec.cache else epoch
-        groups = row_groups_of(
-            [group.rows for group in spec.dataset.row_groups], shuffle=spec.shuffle, seed=spec.seed, epoch=drawn
+        groups = [group.rows for group in spec.dataset.row_groups]
+        if not spec.shuffle and not isinstance(share, Turns):
+            pieces = [Piece(group, start, stop) for group, start, stop in overlaps(groups, share)]
+            with closing(self._loaded(pieces)) as loaded:
+                yield from cut(loaded, self._layout, sizes)
+                for _ in loaded:  # what drop_last leaves; a pool can be kept only with nothing under way
+                    pass
+            return
+        line = EpochLine(
+            groups,
+            lanes_of(groups) if spec.shuffle else 1,
+            spec.window_rows or self._window_rows(),
+            shuffle=spec.shuffle,
+            seed=spec.seed,
+            epoch=epoch,
+            drawn=0 if spec.cache else epoch,
         )
-        windows: list[tuple[int, list[Piece], list[Interval]]] = []
-        if spec.shuffle:
-            line = list(windows_of(groups, spec.window_rows or self._window_rows()))
-            windows = [(at, line[at], places) for at, places in wanted_of(line, share)]
-            runs = runs_of(piece for _, window, _ in windows for piece in window)
-            pieces = [Piece(run[0].group, run[0].start, run[-1].stop) for run in runs]
-        else:
-            parts = overlaps([group.rows for group in groups], share)
-            pieces = [Piece(groups[at].group, start, stop) for at, start, stop in parts]
-        with closing(self._loaded(pieces)) as loaded:
-            yield from cut(
-                self._shuffled(loaded, pieces, windows, epoch) if spec.shuffle else loaded, self._layout, sizes
-            )
-            for _ in loaded:  # what drop_last leaves; a pool can be kept only with nothing under way
-                pass
+        yield from cut(self._gathered(line, share), self._layout, sizes)
 
     def close(self) -> None:
         """See base class."""
@@ -109,28 +108,29 @@ class PetastormReader(Reader[Batch]):
         if self._shapes.row_bytes is None:
             for _ in self._read([Piece(0, 0, self._spec.dataset.row_groups[0].rows)]):
                 pass
-        most = max(1, WINDOW_BYTES // max(1, self._shapes.row_bytes or 1))
-        return even_rows(self._spec.dataset.rows, most)
+        return max(1, WINDOW_BYTES // max(1, self._shapes.row_bytes or 1))
 
-    def _shuffled(
-        self,
-        loaded: Iterator[Blocks],
-        pieces: Sequence[Piece],
-        windows: Sequence[tuple[int, list[Piece], list[Interval]]],
-        epoch: int,
-    ) -> Iterator[Blocks]:
-        """The rows of all pieces, shuffled in windows; a piece longer than a window is read once all the same."""
-        whole = iter(pieces)
-        piece, blocks, at = next(whole), next(loaded), 0
-        for count, window, places in windows:
-            filling = RowWindow(window, (self._spec.seed, epoch, count), places)
-            for i, part in enumerate(window):
-                if at == piece.rows:
+    def _gathered(self, line: EpochLine, share: Share) -> Iterator[Blocks]:
+        """Rows in the order of the share, a round at once; a piece that goes on in the next window is read once."""
+        runs = list(line.runs(share))
+        whose = {each: number for number, run in enumerate(runs) for each in run}
+        used = (whose[number, piece] for number, one in enumerate(line.rounds(share)) for piece in one.pieces)
+        order = list(dict.fromkeys(used))
+        whole = [Piece(runs[at][0][1].group, runs[at][0][1].start, runs[at][-1][1].stop) for at in order]
+        held: dict[int, Blocks] = {}
+        with closing(self._loaded(whole)) as loaded:
+            for number, one in enumerate(line.rounds(share)):
+                filling = RowWindow(one)
+                for at, piece in enumerate(one.pieces):
+                    run = whose[number, piece]
+                    blocks = held[run] if run in held else held.setdefault(run, next(loaded))
+                    first = piece.start - runs[run][0][1].start
+                    filling.put(at, [block[first : first + piece.rows] for block in blocks])
+                    if (number, piece) == runs[run][-1]:
+                        del held[run]
                     del blocks
-                    piece, blocks, at = next(whole), next(loaded), 0
-                filling.put(i, [block[at : at + part.rows] for block in blocks])
-                at += part.rows
-            yield filling.take()
+                yield filling.take()
+            next(loaded, None)
 
     def _loaded(self, pieces: Sequence[Piece]) -> Generator[Blocks, None, None]:
         """The rows of each piece, in order, from memory or from the pool."""

@@ -292,7 +292,7 @@ def order_of(spec: TrainSpec, rows: int, layout: int) -> dict[str, Any]:
         "inmemory_cache_all": bool(spec.reader.get("cache")),
         "the rows": rows,
         "the row groups": layout,
-        "the way of shuffling": 2,
+        "the way of shuffling": 3,
     }
 
 

@@ -13,7 +13,7 @@ from spark_hvd.data.columns import Features, check_shape, is_array_like, stacks_
 from spark_hvd.data.packed import PackedRows
 from spark_hvd.data.readers.blocks import RowWindow
 from spark_hvd.data.readers.forms import Form, TableForm, TableWindow, Window, pieces_of, single
-from spark_hvd.data.readers.windows import Piece
+from spark_hvd.data.readers.windows import Round
 
 Columns = dict[str, Any]
 
@@ -80,9 +80,9 @@ class ColumnForm(Form[Part, Columns]):
         """See base class."""
         return self._tables.row_bytes(table, where)
 
-    def window(self, pieces: Sequence[Piece], seed: Sequence[int], wanted: Sequence[tuple[int, int]]) -> _PartWindow:
+    def window(self, asked: Round) -> _PartWindow:
         """See base class."""
-        return _PartWindow(pieces, seed, wanted)
+        return _PartWindow(asked)
 
     def cut(self, parts: Iterator[Part], sizes: Sequence[int]) -> Iterator[Columns]:
         """See base class."""
@@ -110,9 +110,9 @@ def _table(batch: pa.RecordBatch | PackedRows) -> pa.Table:
 class _PartWindow(Window[Part]):
     """The window of a :class:`ColumnForm`."""
 
-    def __init__(self, pieces: Sequence[Piece], seed: Sequence[int], wanted: Sequence[tuple[int, int]]) -> None:
-        self._arrays, self._others = RowWindow(pieces, seed, wanted), TableWindow(pieces, seed, wanted)
-        self._rows = sum(stop - start for start, stop in wanted)
+    def __init__(self, asked: Round) -> None:
+        self._arrays, self._others = RowWindow(asked), TableWindow(asked)
+        self._rows = asked.rows
 
     def put(self, number: int, rows: Part) -> None:
         """See base class."""

@@ -21,7 +21,7 @@ from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.packed import PackedRows
 from spark_hvd.data.readers.forms import BatchT, Form
 from spark_hvd.data.readers.reader import Reader
-from spark_hvd.data.readers.sharding import Interval, Position, Sharding, gaps_of, length, steps_of
+from spark_hvd.data.readers.sharding import Interval, Position, Sharding, Share, Turns, gaps_of, length, steps_of
 from spark_hvd.data.readers.sharding import rows_of as equal_rows
 from spark_hvd.data.source import Asked, DataSource
 from spark_hvd.data.spool import Spool, SpoolWriter
@@ -189,8 +189,9 @@ class UnitReader(Reader[BatchT]):
     def __init__(self, counts: Ints, owned: Owned, asked: Asked, form: Form[Any, BatchT]) -> None:
         self._counts, self._owned, self._asked, self._form = counts, owned, asked, form
 
-    def batches(self, epoch: int, share: Sequence[Interval], sizes: Sequence[int]) -> Generator[BatchT, None, None]:
+    def batches(self, epoch: int, share: Share, sizes: Sequence[int]) -> Generator[BatchT, None, None]:
         """See base class."""
+        assert not isinstance(share, Turns)
         if not sizes:
             return
         seed = seed_of(self._asked.seed if self._asked.shuffle else None, epoch)

@@ -20,7 +20,7 @@ from spark_hvd.world.words import count
 
 T_co = TypeVar("T_co", covariant=True)
 
-VERSION = 1
+VERSION = 2
 """Of what :meth:`ShardLoader.state_dict` returns."""
 
 

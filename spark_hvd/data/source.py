@@ -110,7 +110,7 @@ class ParquetSource(DataSource):
 
     def sharding(self, batch_size: int, drop_last: bool, asked: Asked) -> Sharding:
         """See base class."""
-        return Sharding(self.rows, batch_size, drop_last)
+        return self.dataset.sharding(batch_size, drop_last, shuffle=asked.shuffle)
 
     def open(self, asked: Asked, form: Form[Any, BatchT]) -> Reader[BatchT]:
         """See base class."""

@@ -89,9 +89,16 @@ class Share:
 
 
 def shared(
-    reader: Reader[Batch], meta: DatasetMeta, batch_size: int, *, rank: int = 0, size: int = 1, drop_last: bool = False
+    reader: Reader[Batch],
+    meta: DatasetMeta,
+    batch_size: int,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    drop_last: bool = False,
+    shuffle: bool = False,
 ) -> Share:
-    return Share(reader, Sharding(meta.rows, batch_size, drop_last), rank, size)
+    return Share(reader, meta.sharding(batch_size, drop_last, shuffle=shuffle), rank, size)
 
 
 def opened(kind: str | None, meta: DatasetMeta, store: Store, batch_size: int = 7, **spec: Any) -> Share:
@@ -99,7 +106,7 @@ def opened(kind: str | None, meta: DatasetMeta, store: Store, batch_size: int = 
     columns = spec.pop("columns", tuple(column.name for column in meta.columns))
     share = {name: spec.pop(name) for name in ("rank", "size", "drop_last") if name in spec}
     reader = open_reader(ReaderSpec(dataset=meta, columns=columns, store=store, kind=kind, **spec))
-    return shared(reader, meta, batch_size, **share)
+    return shared(reader, meta, batch_size, shuffle=spec.get("shuffle", False), **share)
 
 
 def read(reader: Share, epoch: int = 0) -> list[Batch]:

@@ -62,7 +62,8 @@ def spec_of(meta: DatasetMeta, store: Store, **options: Any) -> ReaderSpec:
 
 
 def petastorm(meta: DatasetMeta, store: Store, batch_size: int = 7, **options: Any) -> Share:
-    return shared(PetastormReader(spec_of(meta, store, **options)), meta, batch_size)
+    shuffle = options.get("shuffle", False)
+    return shared(PetastormReader(spec_of(meta, store, **options)), meta, batch_size, shuffle=shuffle)
 
 
 def rows(reader: Any, number: int = 0) -> list[int]:
@@ -77,7 +78,7 @@ def test_the_batches_of_the_arrow_reader(store: Store, pool: str, window_rows: i
     for rank in range(3):
         spec = spec_of(meta, store, shuffle=True, seed=9, window_rows=window_rows, cache=cache)
         readers = open_reader(replace(spec, kind="arrow")), PetastormReader(replace(spec, pool=pool, workers=3))
-        arrow, other = (shared(reader, meta, 7, rank=rank, size=3) for reader in readers)
+        arrow, other = (shared(reader, meta, 7, rank=rank, size=3, shuffle=True) for reader in readers)
         for epoch in (0, 1):
             for a, b in zip(arrow.batches(epoch), other.batches(epoch), strict=True):
                 assert all(torch.equal(a[name], b[name]) for name in ("row", "half", "other"))

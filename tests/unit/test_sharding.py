@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_hvd.data.readers.sharding import batch_rows, overlaps, rows_of, steps_of
-from spark_hvd.data.readers.windows import Piece, even_rows, row_groups_of, runs_of, windows_of
+from spark_hvd.data.readers.windows import Piece, even_rows, row_groups_of, windows_of
 
 groups = st.lists(st.integers(1, 50), min_size=1, max_size=30)
 
@@ -52,11 +52,6 @@ def test_windows_are_even_and_a_power_of_two_in_number(rows: int, most: int) -> 
     assert windows <= 2 * -(-rows // most)
     assert each * (1 << (windows - 1).bit_length()) >= rows
     assert even_rows(800, 300) == 200
-
-
-def test_runs_are_pieces_without_a_gap() -> None:
-    pieces = [Piece(0, 0, 3), Piece(0, 3, 5), Piece(0, 6, 7), Piece(1, 7, 9)]
-    assert list(runs_of(pieces)) == [pieces[:2], pieces[2:3], pieces[3:]]
 
 
 @given(st.integers(1, 1000), st.integers(1, 12), st.integers(1, 100), st.booleans())

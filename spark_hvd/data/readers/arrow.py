@@ -7,16 +7,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
 
 from spark_hvd.data.readers.files import Parts, RowGroups, where
 from spark_hvd.data.readers.forms import BatchT, Form, RowsT, Window
 from spark_hvd.data.readers.reader import Reader, ReaderSpec
-from spark_hvd.data.readers.sharding import Interval, overlaps
+from spark_hvd.data.readers.sharding import Share, Turns, lanes_of, overlaps
 from spark_hvd.data.readers.values import columns_read
-from spark_hvd.data.readers.windows import WINDOW_BYTES, Piece, even_rows, row_groups_of, runs_of, wanted_of, windows_of
+from spark_hvd.data.readers.windows import WINDOW_BYTES, EpochLine, Piece, Round, runs_of, windows_of
 
 CHUNK = 16384
 """Rows that are decoded at once of a row group that is too large for a window."""
@@ -28,12 +28,13 @@ _Result = TypeVar("_Result")
 class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
     """Reads parts of the line of rows that a data set makes in an epoch.
 
-    Shuffled, two windows are in memory, one that is read and one that is consumed; in the order of the files,
-    ``workers`` + 2 row groups. A row group is read whole unless it is larger than a window, then in parts.
-    ``transformation_fn`` and ``decoders`` get as many rows as are read at once, and are called by several threads.
+    Shuffled, or taken in turns, the rows of two windows of each lane are in memory, one that is read and one that is
+    consumed; in the order of the files, ``workers`` + 2 row groups. A row group is read whole unless it is larger than
+    a window or goes on in the next one, then in parts. ``transformation_fn`` and ``decoders`` get as many rows as are
+    read at once, and are called by several threads.
 
-    With ``cache`` the rank keeps what it has read, the windows at the ends of its share whole. So it does where one
-    window holds the whole data set: each rank needs all of it then, and reads it once.
+    With ``cache`` the rank keeps what it has read, windows of which it takes a part whole. So it does where one window
+    of each lane holds the whole data set.
 
     Raises:
         DataError: a column is not in the data set.
@@ -48,29 +49,33 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
         self._pools: weakref.WeakSet[ThreadPoolExecutor] = weakref.WeakSet()
         self._closed = False
 
-    def batches(self, epoch: int, share: Sequence[Interval], sizes: Sequence[int]) -> Generator[BatchT, None, None]:
+    def batches(self, epoch: int, share: Share, sizes: Sequence[int]) -> Generator[BatchT, None, None]:
         """See base class."""
         spec = self._spec
         if self._closed:
             raise RuntimeError("the reader is closed: open another")
         if not sizes:
             return
-        drawn = 0 if spec.cache else epoch
-        groups = row_groups_of(
-            [group.rows for group in spec.dataset.row_groups], shuffle=spec.shuffle, seed=spec.seed, epoch=drawn
-        )
-        pieces = [
-            Piece(groups[at].group, start, stop) for at, start, stop in overlaps([each.rows for each in groups], share)
-        ]
-        rows = spec.window_rows or self._window_rows(pieces[0])
+        groups = [group.rows for group in spec.dataset.row_groups]
         pool = ThreadPoolExecutor(max(1, spec.workers), "spark_hvd-reader")
         self._pools.add(pool)
         try:
-            if spec.shuffle:
-                windows = list(windows_of(groups, rows))
-                self._keeps = spec.cache or len(windows) == 1
-                parts = self._shuffled(pool, windows, share, rows, epoch)
+            if spec.shuffle or isinstance(share, Turns):
+                line = EpochLine(
+                    groups,
+                    lanes_of(groups) if spec.shuffle else 1,
+                    spec.window_rows or self._window_rows(0),
+                    shuffle=spec.shuffle,
+                    seed=spec.seed,
+                    epoch=epoch,
+                    drawn=0 if spec.cache else epoch,
+                    chunk=CHUNK,
+                )
+                self._keeps = spec.cache or line.one_round
+                parts = self._gathered(pool, line, share)
             else:
+                pieces = [Piece(group, start, stop) for group, start, stop in overlaps(groups, share)]
+                rows = spec.window_rows or self._window_rows(pieces[0].group)
                 parts = self._plain(pool, [*itertools.chain.from_iterable(windows_of(pieces, rows))], rows)
             yield from self._form.cut(parts, sizes)
         except (CancelledError, RuntimeError) as error:  # a pool that is shut down raises either
@@ -89,53 +94,62 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
         self._kept.clear()
 
     def _plain(self, pool: ThreadPoolExecutor, pieces: Sequence[Piece], rows: int) -> Iterator[RowsT]:
-        load = self._loader(pieces, rows)
+        parts = self._parts(runs_of((0, piece) for piece in pieces), rows)
 
         def start(piece: Piece) -> Callable[[], RowsT]:
-            return pool.submit(load, piece).result
+            return pool.submit(lambda: self._load([piece], parts.get((0, piece)))[0]).result
 
         for rows_read in ahead(start, pieces, self._spec.workers):
             # What is kept must not change with what the consumer does to its batches.
             yield self._form.kept(rows_read) if self._spec.cache else rows_read
             del rows_read
 
-    def _shuffled(
-        self,
-        pool: ThreadPoolExecutor,
-        windows: Sequence[list[Piece]],
-        share: Sequence[Interval],
-        rows: int,
-        epoch: int,
-    ) -> Iterator[RowsT]:
-        wanted = list(wanted_of(windows, share))
-        load = self._loader([piece for at, _ in wanted for piece in windows[at]], rows)
+    def _gathered(self, pool: ThreadPoolExecutor, line: EpochLine, share: Share) -> Iterator[RowsT]:
+        """Rows in the order of the share, a round at once."""
+        parts = self._parts(line.runs(share), line.height)
 
-        def start(one: tuple[int, list[Interval]]) -> Callable[[], RowsT]:
-            at, places = one
-            window = self._form.window(windows[at], (self._spec.seed, epoch, at), places)
-            filling = [pool.submit(_fill, window, i, piece, load) for i, piece in enumerate(windows[at])]
+        def start(numbered: tuple[int, Round]) -> Callable[[], RowsT]:
+            number, one = numbered
+            window, reads = self._form.window(one), dict[Any, list[int]]()
+            for at, piece in enumerate(one.pieces):  # a row group that two lanes need is read once
+                reads.setdefault(at if (number, piece) in parts else (piece.group,), []).append(at)
+            filling = [pool.submit(fill, window, number, one, each) for each in reads.values()]
             return lambda: _filled(window, filling)
 
-        return ahead(start, wanted, 1)
+        def fill(window: Window[RowsT], number: int, one: Round, at: Sequence[int]) -> None:
+            pieces = [one.pieces[each] for each in at]
+            for each, rows in zip(at, self._load(pieces, parts.get((number, pieces[0]))), strict=True):
+                window.put(each, rows)
 
-    def _loader(self, pieces: Sequence[Piece], rows: int) -> Callable[[Piece], RowsT]:
-        """What loads these pieces, in this order, from memory or files; ``rows`` are those of a window."""
-        groups, files, chunk = self._spec.dataset.row_groups, self._files, min(rows, CHUNK)
-        parts: dict[Piece, Parts] = {}
-        for run in runs_of(pieces):
-            group = groups[run[0].group]
-            if group.rows > rows:  # too large to be read whole
-                parts |= dict.fromkeys(run, Parts(files, group, run[0].start, run[-1].stop, chunk))
+        return ahead(start, enumerate(line.rounds(share)), 1)
 
-        def load(piece: Piece) -> RowsT:
-            kept = self._kept.get(piece)
-            if piece in parts:
-                table = parts[piece].read(piece.start, piece.stop, wanted=kept is None)
-            elif kept is None:
-                table = files.read(groups[piece.group], piece.start, piece.stop)
-            return self._converted(table, piece) if kept is None else kept
+    def _parts(self, runs: Iterable[list[tuple[int, Piece]]], rows: int) -> dict[tuple[int, Piece], Parts]:
+        """How pieces of row groups are read, each in a round, that are not read whole: larger than ``rows``, or cut."""
+        groups, found = self._spec.dataset.row_groups, dict[tuple[int, Piece], Parts]()
+        for run in runs:
+            (_, first), (_, last) = run[0], run[-1]
+            group = groups[first.group]
+            chunk = min(rows, CHUNK) if group.rows > rows else 0
+            if chunk or len(run) > 1:
+                found |= dict.fromkeys(run, Parts(self._files, group, first.start, last.stop, chunk))
+        return found
 
-        return load
+    def _load(self, pieces: Sequence[Piece], parts: Parts | None) -> list[RowsT]:
+        """The rows of pieces of one row group, from memory or the file; of one piece where it is read in parts."""
+        kept = [self._kept.get(piece) for piece in pieces]
+        if parts is not None:
+            (piece,) = pieces
+            table = parts.read(piece.start, piece.stop, wanted=kept[0] is None)
+            return [self._converted(table, piece) if rows is None else rows for rows in kept]
+        whole: pa.Table | None = None
+        found = []
+        for piece, rows in zip(pieces, kept, strict=True):
+            if rows is None:
+                group = self._spec.dataset.row_groups[piece.group]
+                whole = self._files.read(group, 0, group.rows) if whole is None else whole
+                rows = self._converted(whole.slice(piece.start, piece.rows), piece)
+            found.append(rows)
+        return found
 
     def _converted(self, table: pa.Table, piece: Piece) -> RowsT:
         rows = self._form.of(table, where(self._spec.dataset.row_groups[piece.group]))
@@ -143,18 +157,13 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
             self._kept[piece] = rows
         return rows
 
-    def _window_rows(self, piece: Piece) -> int:
-        """Rows that fit in a window's memory."""
-        if self._row_bytes is None:  # the first rows of the share are read twice for it, once in the reader's life
-            group = self._spec.dataset.row_groups[piece.group]
+    def _window_rows(self, number: int) -> int:
+        """Rows that fit in a window's memory; a row group's number tells which one shows it."""
+        if self._row_bytes is None:  # its first rows are read twice for it, once in the reader's life
+            group = self._spec.dataset.row_groups[number]
             first = pa.Table.from_batches([next(self._files.stream(group, 1))])
             self._row_bytes = self._form.row_bytes(first, where(group))
-        most = max(1, WINDOW_BYTES // max(1, self._row_bytes or 1))
-        return even_rows(self._spec.dataset.rows, most)
-
-
-def _fill(window: Window[RowsT], number: int, piece: Piece, load: Callable[[Piece], RowsT]) -> None:
-    window.put(number, load(piece))
+        return max(1, WINDOW_BYTES // max(1, self._row_bytes or 1))
 
 
 def _filled(window: Window[RowsT], filling: list[Future[None]]) -> RowsT:

@@ -15,7 +15,7 @@ from spark_hvd.data.readers.batches import Blocks, Layout, RowShapes, cut
 from spark_hvd.data.readers.forms import Form, Window
 from spark_hvd.data.readers.reader import Batch, ReaderSpec
 from spark_hvd.data.readers.values import Values, columns_yielded
-from spark_hvd.data.readers.windows import Piece, places_of, whole_rows
+from spark_hvd.data.readers.windows import Round, whole_rows
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """For the itemsize of a dtype the integers that can hold its values; numpy has not all dtypes of torch."""
@@ -49,9 +49,9 @@ class TensorForm(Form[Blocks, Batch]):
             self.of(table.slice(0, 1), where)
         return self._shapes.row_bytes
 
-    def window(self, pieces: Sequence[Piece], seed: Sequence[int], wanted: Sequence[tuple[int, int]]) -> RowWindow:
+    def window(self, asked: Round) -> RowWindow:
         """See base class."""
-        return RowWindow(pieces, seed, wanted)
+        return RowWindow(asked)
 
     def cut(self, parts: Iterator[Blocks], sizes: Sequence[int]) -> Iterator[Batch]:
         """See base class."""
@@ -63,18 +63,10 @@ class TensorForm(Form[Blocks, Batch]):
 
 
 class RowWindow(Window[list[Any]]):
-    """Memory for the rows of some pieces, tensors or arrays of numpy, which several threads fill.
+    """Memory for the rows that a rank takes of some windows, tensors or arrays of numpy, which several threads fill."""
 
-    Args:
-        pieces: Whose rows are shuffled together.
-        seed: Of the order; nothing else decides it.
-        wanted: The places in that order that are kept, ascending.
-    """
-
-    def __init__(self, pieces: Sequence[Piece], seed: Sequence[int], wanted: Sequence[tuple[int, int]]) -> None:
-        self._ends = np.cumsum([piece.rows for piece in pieces]).tolist()
-        self._seed, self._wanted = seed, wanted
-        self._rows = sum(stop - start for start, stop in wanted)
+    def __init__(self, asked: Round) -> None:
+        self._asked = asked
         self._lock = threading.Lock()
         self._places = np.empty(0, np.int64)
         self._blocks: list[Any] = []
@@ -83,11 +75,11 @@ class RowWindow(Window[list[Any]]):
         """See base class."""
         with self._lock:
             if not self._blocks:  # only now is it known which shapes the columns have
-                self._places = places_of(self._ends[-1], self._seed, self._wanted)
-                self._blocks = [_empty(block, self._rows) for block in rows]
-        end = self._ends[number]
+                self._places = self._asked.places()
+                self._blocks = [_empty(block, self._asked.rows) for block in rows]
+        end = self._asked.ends[number]
         places = self._places[end - len(rows[0]) : end]
-        here = slice(None) if self._rows == self._ends[-1] else np.flatnonzero(places >= 0)
+        here = slice(None) if self._asked.rows == len(self._places) else np.flatnonzero(places >= 0)
         for mine, block in zip(self._blocks, rows, strict=True):
             if block.nbytes:
                 _as_rows(mine)[places[here]] = _as_rows(block)[here]

@@ -7,9 +7,14 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.sharding import Sharding, lanes_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+SMALL_BYTES = 16 << 20
+"""Files in all of which every rank may look for its rows, so that global batches are the same in the files' order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,11 @@ class DatasetMeta:
     def rows(self) -> int:
         """Number of rows."""
         return sum(group.rows for group in self.row_groups)
+
+    def sharding(self, batch_size: int, drop_last: bool = False, *, shuffle: bool) -> Sharding:
+        """How ranks share the rows of an epoch: by the same global batches, unless large files come in their order."""
+        lanes = lanes_of([group.rows for group in self.row_groups]) if shuffle else int(0 < self.bytes <= SMALL_BYTES)
+        return Sharding(self.rows, batch_size, drop_last, lanes)
 
     def column(self, name: str) -> Column:
         """The column called ``name``.

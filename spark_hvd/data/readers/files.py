@@ -66,6 +66,9 @@ def _plain_field(field: pa.Field) -> pa.Field:
 KEPT_OPEN = 16
 """Files that stay open for the next row group."""
 
+BUFFER_BYTES = 1 << 16
+"""What is read ahead of each column of a row group that is streamed from a disk."""
+
 
 class RowGroups:
     """Reads row groups. Each thread uses a file alone: Arrow's reader of one file is not made for several."""
@@ -85,7 +88,7 @@ class RowGroups:
         # Reading ahead of the columns saves round trips of a network, and costs a copy on a disk.
         self._pre_buffer = not isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
         self._lock = threading.Lock()
-        self._idle: OrderedDict[str, list[Any]] = OrderedDict()
+        self._idle: OrderedDict[tuple[str, bool], list[Any]] = OrderedDict()
 
     def read(self, group: RowGroup, start: int, stop: int) -> pa.Table:
         """Rows ``start`` to ``stop`` of a row group, with the columns in the order asked for.
@@ -99,13 +102,21 @@ class RowGroups:
         table = self._complete(table, group)
         return table if stop - start == table.num_rows else table.slice(start, stop - start)
 
+    def whole(self, group: RowGroup) -> Generator[pa.RecordBatch, None, None]:
+        """All rows of a row group, read at once.
+
+        Raises:
+            DataError: as :meth:`read`.
+        """
+        yield from self.read(group, 0, group.rows).to_batches()
+
     def stream(self, group: RowGroup, chunk: int) -> Generator[pa.RecordBatch, None, None]:
         """All rows of a row group in batches of ``chunk`` rows, for one that is too large to be in memory at once.
 
         Raises:
             DataError: as :meth:`read`.
         """
-        with told(group, self._version), self._opened(group) as file:
+        with told(group, self._version), self._opened(group, streamed=True) as file:
             _check_rows(file, group)
             # With threads for the columns: the parts of a row group are read one after the other.
             for batch in file.iter_batches(chunk, row_groups=[group.index], columns=self._stored, use_threads=True):
@@ -132,27 +143,30 @@ class RowGroups:
         return rows if rows.schema.names == self._columns else rows.select(self._columns)
 
     @contextlib.contextmanager
-    def _opened(self, group: RowGroup) -> Any:
+    def _opened(self, group: RowGroup, streamed: bool = False) -> Any:
+        key = (group.file, streamed)
         with self._lock:
-            idle = self._idle.get(group.file)
+            idle = self._idle.get(key)
             file = idle.pop() if idle else None
         if file is None:
-            file = self._open(group)
+            file = self._open(group, streamed)
         try:
             yield file
         except BaseException:
             file.close()
             raise
         with self._lock:
-            self._idle.setdefault(group.file, []).append(file)
-            self._idle.move_to_end(group.file)
+            self._idle.setdefault(key, []).append(file)
+            self._idle.move_to_end(key)
             surplus = self._idle.popitem(last=False)[1] if len(self._idle) > KEPT_OPEN else []
         for each in surplus:
             each.close()
 
-    def _open(self, group: RowGroup) -> Any:
+    def _open(self, group: RowGroup, streamed: bool) -> Any:
         inner = self._inner_path(group.file)
-        file = pq.ParquetFile(inner, filesystem=self._filesystem, pre_buffer=self._pre_buffer)
+        # Several row groups are streamed at once, each a bit at a time: on a disk, no more of each is in memory.
+        buffer = BUFFER_BYTES if streamed and not self._pre_buffer else 0
+        file = pq.ParquetFile(inner, filesystem=self._filesystem, pre_buffer=self._pre_buffer, buffer_size=buffer)
         try:
             check_columns(self._stored, {*file.schema_arrow.names, *self._optional}, where(group))
         except DataError:
@@ -162,13 +176,13 @@ class RowGroups:
 
 
 class Parts:
-    """Parts of one large row group, which several threads ask for: read in order, one after the other.
+    """Parts of one row group, which several threads ask for: read in order, one after the other.
 
-    All of them together are rows ``start`` to ``stop``; ``chunk`` rows are decoded at once.
+    All of them together are rows ``start`` to ``stop``; ``chunk`` rows are decoded at once, or all of them if it is 0.
     """
 
     def __init__(self, files: RowGroups, group: RowGroup, start: int, stop: int, chunk: int) -> None:
-        self._batches = files.stream(group, chunk)
+        self._batches = files.stream(group, chunk) if chunk else files.whole(group)
         self._rest: pa.RecordBatch | None = None
         self._row = 0  # where the stream is
         self._next = start  # whose turn it is

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.data.readers.windows import Piece, places_of
+from spark_hvd.data.readers.windows import Round
 
 RowsT = TypeVar("RowsT")
 BatchT = TypeVar("BatchT")
@@ -48,8 +48,8 @@ class Form(Protocol[RowsT, BatchT_co]):
         """Memory of a row; None if it takes the first rows, a ``table``, to tell."""
         ...
 
-    def window(self, pieces: Sequence[Piece], seed: Sequence[int], wanted: Sequence[tuple[int, int]]) -> Window[RowsT]:
-        """Rows of ``pieces`` in an order that only ``seed`` decides; those at the places ``wanted`` are kept."""
+    def window(self, asked: Round) -> Window[RowsT]:
+        """Memory for the rows that a rank takes of some windows."""
         ...
 
     def cut(self, parts: Iterator[RowsT], sizes: Sequence[int]) -> Iterator[BatchT_co]:
@@ -84,9 +84,9 @@ class TablesForm(Form[pa.Table, BatchT]):
         """See base class."""
         return None if table is None else -(-table.nbytes // max(1, table.num_rows))
 
-    def window(self, pieces: Sequence[Piece], seed: Sequence[int], wanted: Sequence[tuple[int, int]]) -> TableWindow:
+    def window(self, asked: Round) -> TableWindow:
         """See base class."""
-        return TableWindow(pieces, seed, wanted)
+        return TableWindow(asked)
 
     def kept(self, rows: pa.Table) -> pa.Table:
         """See base class."""
@@ -106,10 +106,9 @@ class TableForm(TablesForm[pa.RecordBatch]):
 class TableWindow(Window[pa.Table]):
     """The window of a :class:`TableForm`: pieces are kept as they are, and rows taken out of them at the end."""
 
-    def __init__(self, pieces: Sequence[Piece], seed: Sequence[int], wanted: Sequence[tuple[int, int]]) -> None:
-        self._pieces: list[pa.Table] = [None] * len(pieces)
-        self._rows = sum(piece.rows for piece in pieces)
-        self._seed, self._wanted = seed, wanted
+    def __init__(self, asked: Round) -> None:
+        self._asked = asked
+        self._pieces: list[pa.Table] = [None] * len(asked.pieces)
 
     def put(self, number: int, rows: pa.Table) -> None:
         """See base class."""
@@ -118,10 +117,10 @@ class TableWindow(Window[pa.Table]):
     def take(self) -> pa.Table:
         """See base class."""
         pieces, self._pieces = self._pieces, []
-        places = places_of(self._rows, self._seed, self._wanted)
-        order = np.empty(sum(stop - start for start, stop in self._wanted), np.int64)
-        kept: Any = slice(None) if len(order) == self._rows else places >= 0
-        order[places[kept]] = np.flatnonzero(kept) if len(order) < self._rows else np.arange(self._rows)
+        places = self._asked.places()
+        order = np.empty(self._asked.rows, np.int64)
+        kept: Any = slice(None) if len(order) == len(places) else places >= 0
+        order[places[kept]] = np.flatnonzero(kept) if len(order) < len(places) else np.arange(len(places))
         # In one piece: taking rows out of many looks up the piece of each.
         return pa.concat_tables(pieces).combine_chunks().take(order)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from spark_hvd.data.readers.dataset import DatasetMeta
-from spark_hvd.data.readers.sharding import Interval
+from spark_hvd.data.readers.sharding import Share
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,9 +30,10 @@ class ReaderSpec:
         dataset: The data set.
         columns: Names of the columns to read, those and no more.
         store: Opens the files.
-        shuffle: Another order in every epoch: row groups across the whole data set, and rows within a window.
+        shuffle: Another order in every epoch: row groups across the whole data set, and rows within windows.
         seed: Of the order. Same seed and epoch: same line of rows, to the bit, whatever the number of ranks.
-        window_rows: Rows that are shuffled together; None for as many as fit in 64 MiB. Bounds the memory.
+        window_rows: Rows that are shuffled together, in the windows of all lanes; None for as many as fit in 64 MiB.
+            Bounds the memory.
         cache: Keep what was read in memory; later epochs read no file (``inmemory_cache_all``). Row groups then come in
             the order of the first epoch, so that a rank has the same ones in each.
         kind: "arrow", "petastorm", or None to choose by the data set.
@@ -68,14 +69,14 @@ class ReaderSpec:
 class Reader(Protocol[BatchT_co]):
     """Reads parts of the line of rows that a data set makes in an epoch."""
 
-    def batches(self, epoch: int, share: Sequence[Interval], sizes: Sequence[int]) -> Generator[BatchT_co, None, None]:
+    def batches(self, epoch: int, share: Share, sizes: Sequence[int]) -> Generator[BatchT_co, None, None]:
         """Yield batches.
 
         The iterator may be left early; closing it stops the threads.
 
         Args:
             epoch: Its number, from 0; the order of the line depends on it and on the seed.
-            share: Which rows of the line, ascending.
+            share: Which rows of the line, ascending, or in the order of turns.
             sizes: Rows in each batch, in all at most those of ``share``; all but the last are of one size.
 
         Raises:

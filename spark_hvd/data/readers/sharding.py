@@ -1,18 +1,28 @@
 """Where a training stands in its data, and how the rest of an epoch is shared among ranks. Pure functions of counts.
 
 The rows of an epoch stand in a line, whose order seed and epoch decide and the number of ranks does not. What was
-trained on is some intervals of it. N ranks lay the rest end to end and cut it into N pieces, equal but for a row, which
-they take in batches. So each row comes once in an epoch, whatever becomes of the number of ranks.
+trained on is some intervals of it. The rest is laid end to end and cut into lanes. A global batch takes as many rows
+from the front of each lane, so the same rows whatever the number of ranks, and a rank reads the lanes that are its own.
+Where there are more ranks than lanes serve, each rank has a lane to itself. So each row comes once in an epoch,
+whatever becomes of the number of ranks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 Interval = tuple[int, int]
 """Rows of a line from the first number to before the second."""
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+RANKS_TOGETHER = 4
+"""Up to so many ranks take the same global batches, however few lanes there are; beyond, as many as there are lanes."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +56,13 @@ class Sharding:
         rows: How many there are.
         batch_size: Rows in a batch.
         drop_last: Leave out the batch at the end that is not full.
+        lanes: Into how many lanes the rest of the line is cut; 0 for one a rank, whatever the number of ranks.
     """
 
     rows: int
     batch_size: int
     drop_last: bool = False
+    lanes: int = 0
 
     def batches(self, position: Position, rank: int, size: int) -> list[int]:
         """Rows in each batch of ``rank`` of ``size``, from ``position`` on; as many on all ranks.
@@ -65,8 +77,10 @@ class Sharding:
         steps = zip(*(self.batches(position, rank, size) for rank in range(size)), strict=True)
         return [sum(step) for step in steps]
 
-    def share(self, position: Position, rank: int, size: int) -> list[Interval]:
-        """The rows of ``rank`` of ``size``, from ``position`` on."""
+    def share(self, position: Position, rank: int, size: int) -> Share:
+        """The rows of ``rank`` of ``size``, from ``position`` on; :class:`Turns` where it takes them from lanes."""
+        if self._together(size):
+            return self._turns(position, rank, size)
         left = self.rows - length(position.done)
         start = rank * (left // size) + min(rank, left % size)
         return part_of(gaps_of(self.rows, position.done), start, rows_of(left, rank, size))
@@ -76,6 +90,8 @@ class Sharding:
         if batches >= len(self.batches(position, 0, size)):
             return Position(position.epoch + 1)
         taken = list(position.done)
+        if self._together(size):
+            return Position(position.epoch, _joined([*taken, *self._turns(position, 0, size).gone(batches)]))
         for rank in range(size):
             rows = sum(self.batches(position, rank, size)[:batches])
             taken += self.taken(position, rank, size, rows)
@@ -83,7 +99,136 @@ class Sharding:
 
     def taken(self, position: Position, rank: int, size: int, rows: int) -> list[Interval]:
         """The first so many rows that ``rank`` of ``size`` takes, from ``position`` on."""
-        return part_of(self.share(position, rank, size), 0, rows)
+        share = self.share(position, rank, size)
+        assert not isinstance(share, Turns)
+        return part_of(share, 0, rows)
+
+    def _together(self, size: int) -> bool:
+        """Whether so many ranks take rows from the lanes, each from several or from a part of one."""
+        return self.lanes > 0 and size <= max(self.lanes, RANKS_TOGETHER) and self.lanes * size > 1
+
+    def _turns(self, position: Position, rank: int, size: int) -> Turns:
+        rest, left = gaps_of(self.rows, position.done), self.rows - length(position.done)
+        full = self.batch_size * size
+        steps = steps_of(left, size, self.batch_size, self.drop_last) if left >= size else 0
+        last = min(left, full) if self.drop_last else left - (steps - 1) * full
+        return Turns(tuple(rest), left, self.lanes, steps, full, last, rank, size)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Which rows of a line a rank takes, and in which order, where ranks take them from lanes.
+
+    Rows are counted from the end: number 0 is the last that is taken. Row ``s`` lies in lane ``s % lanes``, so the
+    length of a lane depends on nothing but how many rows are left, and a global batch is a run of these numbers. Where
+    the number of ranks divides that of lanes, rank ``r`` takes the rows with ``s % size == r``, all of them from lanes
+    of its own. Otherwise ranks that share lanes cut each batch, lane by lane.
+
+    Attributes:
+        rest: What is left of the line, in lanes that lie end to end in the order of :func:`lane_order`.
+        left: How many rows these are.
+        lanes: How many lanes there are.
+        steps: Batches to be taken.
+        full: Rows of each batch of all ranks together but the last.
+        last: Rows of the last one.
+        rank: Whose rows they are.
+        size: Number of ranks.
+    """
+
+    rest: tuple[Interval, ...]
+    left: int
+    lanes: int
+    steps: int
+    full: int
+    last: int
+    rank: int
+    size: int
+
+    def __iter__(self) -> Iterator[Interval]:
+        """The rows in the order in which they are taken."""
+        starts, stops = self.between(0, self.left)
+        return zip(starts.tolist(), stops.tolist(), strict=True)
+
+    def between(self, low: int, high: int) -> tuple[Ints, Ints]:
+        """Starts and stops of the intervals of the line that the rank takes of rows ``low`` to before ``high``."""
+        first = max(0, min((self.left - high) // self.full, self.steps - 1))
+        steps = np.arange(first, min(self.steps, -(-(self.left - low) // self.full)))[:, None]
+        above = self.left - steps * self.full
+        below = np.where(steps == self.steps - 1, above - self.last, above - self.full)
+        together = math.gcd(self.size, self.lanes)
+        group, number = self.rank % together, self.rank // together
+        lanes = np.arange(group, self.lanes, together)
+        there = self._in_lanes(above, lanes)
+        taken = there - self._in_lanes(below, lanes)
+        # Of what the batch takes from these lanes, the ranks that share them have so many each, one after the other.
+        quotas = [(above - below + self.size - 1 - rank) // self.size for rank in range(group, self.size, together)]
+        begin = sum(quotas[:number], np.zeros_like(above)) - (np.cumsum(taken, 1) - taken)
+        starts = np.clip(begin, 0, taken) - there
+        stops = np.clip(begin + quotas[number], 0, taken) - there
+        ends = self._ends()[lanes]
+        starts = np.maximum(starts, -self._in_lanes(np.int64(high), lanes)) + ends
+        stops = np.minimum(stops, -self._in_lanes(np.int64(low), lanes)) + ends
+        some = starts < stops
+        lengths = np.array([stop - start for start, stop in self.rest])
+        number_of, starts, stops = cut_at(starts[some], stops[some], np.concatenate(([0], np.cumsum(lengths))))
+        shift = np.array([start for start, _ in self.rest]) - (np.cumsum(lengths) - lengths)
+        return starts + shift[number_of], stops + shift[number_of]
+
+    def gone(self, batches: int) -> Iterator[Interval]:
+        """What all ranks together take in so many batches, which are not all."""
+        lanes = np.arange(self.lanes)
+        ends, after = self._ends(), self._in_lanes(np.int64(self.left - batches * self.full), lanes)
+        starts = ends - self._in_lanes(np.int64(self.left), lanes)
+        for start, stop in zip(starts.tolist(), (ends - after).tolist(), strict=True):
+            yield from part_of(self.rest, start, stop - start)
+
+    def _in_lanes(self, rows: Any, lanes: Ints) -> Ints:
+        """How many of the last so many rows lie in each of ``lanes``."""
+        found: Ints = (rows + self.lanes - 1 - lanes) // self.lanes
+        return found
+
+    def _ends(self) -> Ints:
+        """Where each lane ends in the rest, laid end to end."""
+        order = lane_order(self.lanes)
+        ends = np.empty(self.lanes, np.int64)
+        ends[order] = np.cumsum(self._in_lanes(np.int64(self.left), order))
+        return ends
+
+
+Share = Sequence[Interval] | Turns
+"""Rows of a line that a rank takes: intervals in ascending order, or turns."""
+
+
+def lane_order(lanes: int) -> Ints:
+    """The numbers of lanes as they lie in the line: those that 2 or 4 ranks have lie side by side."""
+    return np.array(sorted(range(lanes), key=lambda lane: (lane % 2, lane % 4, lane)), np.int64)
+
+
+def lanes_of(groups: Sequence[int]) -> int:
+    """Into how many lanes a shuffled line of row groups, of so many rows each, is cut.
+
+    A row group at the border of two lanes is decoded for both, so there are many more row groups than lanes.
+    """
+    whole = round(sum(groups) / max(groups))
+    return 12 if whole >= 192 else 4 if whole >= 8 else 2 if whole >= 2 else 1
+
+
+def cut_at(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints]:
+    """Intervals, none of which is empty, cut at ``edges``: between which edges each part lies, its start, its stop."""
+    first, last = (np.searchsorted(edges, at, "right") - 1 for at in (starts, stops - 1))
+    parts = last - first + 1
+    if (parts == 1).all():
+        return first, starts, stops
+    number = stretches(first, parts)
+    starts, stops = np.repeat(starts, parts), np.repeat(stops, parts)
+    return number, np.maximum(starts, edges[number]), np.minimum(stops, edges[number + 1])
+
+
+def stretches(starts: Ints, lengths: Ints) -> Ints:
+    """The numbers of all stretches, one after the other."""
+    ends = np.cumsum(lengths)
+    found: Ints = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+    return found
 
 
 def rows_of(rows: int, rank: int, size: int) -> int:

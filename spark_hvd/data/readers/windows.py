@@ -1,23 +1,35 @@
 """Rows are shuffled in windows: row groups are gathered in one block of memory, each row at a place drawn for it.
 
 Windows are cut out of the line of an epoch, whoever reads it, so that the order of rows does not depend on the number
-of ranks. A window at the cut between two ranks is read by both.
+of ranks. As a global batch takes rows from all lanes, a window of each of a rank's lanes is in memory at once; together
+they have the rows of :data:`WINDOW_BYTES`. A window at the cut between two ranks is read by both.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
-from spark_hvd.data.readers.sharding import overlaps
+from spark_hvd.data.readers.sharding import (
+    Interval,
+    Ints,
+    Share,
+    Turns,
+    cut_at,
+    lane_order,
+    overlaps,
+    rows_of,
+    stretches,
+)
 
 WINDOW_BYTES = 64 << 20
-"""Memory of a window where its number of rows is not given."""
+"""Memory of rows that are shuffled together where their number is not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +54,16 @@ def row_groups_of(rows: Sequence[int], *, shuffle: bool = False, seed: int = 0, 
     return [Piece(group, 0, rows[group]) for group in order.tolist()]
 
 
-def runs_of(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces of one row group that follow each other without a gap, together."""
-    run: list[Piece] = []
-    for piece in pieces:
-        if run and (run[-1].group, run[-1].stop) != (piece.group, piece.start):
+def runs_of(asked: Iterable[tuple[int, Piece]]) -> Iterator[list[tuple[int, Piece]]]:
+    """Pieces of one row group that follow each other without a gap, in rounds that do so too, together."""
+    run: list[tuple[int, Piece]] = []
+    for number, piece in asked:
+        if run and (run[-1][1].group, run[-1][1].stop) == (piece.group, piece.start) and run[-1][0] <= number:
+            run.append((number, piece))
+            continue
+        if run:
             yield run
-            run = []
-        run.append(piece)
+        run = [(number, piece)]
     if run:
         yield run
 
@@ -73,15 +87,6 @@ def windows_of(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
         yield window
 
 
-def wanted_of(
-    windows: Sequence[Sequence[Piece]], share: Iterable[tuple[int, int]]
-) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """For each window that a share of the line has rows of: its number, and which of its places these are."""
-    lengths = [sum(piece.rows for piece in window) for window in windows]
-    for number, parts in itertools.groupby(overlaps(lengths, share), key=lambda part: part[0]):
-        yield number, [(start, stop) for _, start, stop in parts]
-
-
 def even_rows(rows: int, most: int) -> int:
     """Rows of a window, ``most`` at most, so that the number of windows is a power of two.
 
@@ -91,21 +96,173 @@ def even_rows(rows: int, most: int) -> int:
     return -(-rows // windows)
 
 
-def places_of(rows: int, seed: Sequence[int], wanted: Sequence[tuple[int, int]]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """For each of ``rows`` rows where it goes among those that are wanted, in an order drawn; -1 for one that is not.
+class EpochLine:
+    """The rows of an epoch in the order of its line, cut into windows.
+
+    Every other lane has its row groups in reverse, so that two neighbours come to the row group at their border at the
+    same time: it is read once for both.
 
     Args:
-        rows: Rows that are shuffled together.
-        seed: Of the order; nothing else decides it.
-        wanted: The places in that order that are kept, ascending.
+        groups: Rows of each row group.
+        lanes: How many lanes the line has.
+        rows: Rows that are shuffled together, of all lanes.
+        shuffle: Whether they are shuffled.
+        seed: Of the order.
+        epoch: Its number, on which the order in windows depends.
+        drawn: The number of the epoch on which the order of the row groups depends.
+        chunk: Rows that are decoded at once of row groups larger than a window.
+
+    Attributes:
+        height: Rows of a window; the first one of a lane may have fewer.
+        one_round: Whether one window of each lane holds all rows.
     """
-    order = np.random.default_rng(seed).permutation(rows)
-    count = sum(stop - start for start, stop in wanted)
-    if count == rows:
-        return order
-    kept = np.full(rows, -1)
-    kept[np.concatenate([np.arange(start, stop) for start, stop in wanted])] = np.arange(count)
-    return kept[order]
+
+    def __init__(
+        self,
+        groups: Sequence[int],
+        lanes: int,
+        rows: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        epoch: int,
+        drawn: int,
+        chunk: int = 0,
+    ) -> None:
+        self._lanes, self._seed = lanes, (seed, epoch) if shuffle else None
+        pieces, total = row_groups_of(groups, shuffle=shuffle, seed=seed, epoch=drawn), sum(groups)
+        lengths = [rows_of(total, lane, lanes) for lane in lane_order(lanes).tolist()]
+        self.height = even_rows(max(lengths), max(1, rows // lanes))
+        self.one_round = self.height >= max(lengths)
+        at, cuts = 0, [0]
+        line: list[Piece] = []
+        lanes_of_line = [
+            _cut(pieces, [(stop - length, stop)]) for stop, length in zip(accumulate(lengths), lengths, strict=True)
+        ]
+        for number, (lane, length) in enumerate(zip(lanes_of_line, lengths, strict=True)):
+            if number + 1 < lanes:
+                _swap(lane, lanes_of_line[number + 1])
+            line += reversed(lane) if number % 2 else lane
+            at += length
+            cuts += [*range(at, at - length, -self.height)][::-1]
+        if chunk := min(chunk, self.height):
+            line = [part for piece in line for part in _parts(piece, chunk if groups[piece.group] > self.height else 0)]
+        self._edges = np.array(cuts)
+        self._pieces: list[list[Piece]] = [[] for _ in cuts[1:]]
+        parts = overlaps([piece.rows for piece in line], pairwise(cuts))
+        at = window = 0
+        for piece, start, stop in parts:
+            self._pieces[window].append(Piece(line[piece].group, line[piece].start + start, line[piece].start + stop))
+            at += stop - start
+            window += at == cuts[window + 1]
+
+    def rounds(self, share: Share) -> Iterator[Round]:
+        """The windows that a rank reads at once, one time after the other."""
+        if isinstance(share, Turns):
+            rows = self.height * self._lanes
+            for low in range((share.left - 1) // rows * rows, -1, -rows):
+                number, starts, stops = cut_at(*share.between(low, min(low + rows, share.left)), self._edges)
+                if len(number):
+                    yield self._round(number, starts, stops)
+            return
+        bounds = np.array(share, np.int64).reshape(-1, 2)
+        number, starts, stops = cut_at(bounds[:, 0], bounds[:, 1], self._edges)
+        cuts = np.flatnonzero(np.diff(number // self._lanes)) + 1
+        for one in zip(*(np.split(each, cuts) for each in (number, starts, stops)), strict=True):
+            if len(one[0]):
+                yield self._round(*one)
+
+    def runs(self, share: Share) -> Iterator[list[tuple[int, Piece]]]:
+        """What a rank reads, as :func:`runs_of` puts it together: in which round, and what."""
+        windows: dict[int, list[tuple[int, Piece]]] = {}
+        again: list[tuple[int, Piece]] = []
+        for number, one in enumerate(self.rounds(share)):
+            for window in one.windows:
+                pieces = [(number, piece) for piece in self._pieces[window]]
+                if window in windows:  # only where the number of ranks has changed within the epoch
+                    again += pieces
+                else:
+                    windows[window] = pieces
+        yield from runs_of(each for window in sorted(windows) for each in windows[window])
+        yield from runs_of(again)
+
+    def _round(self, number: Ints, starts: Ints, stops: Ints) -> Round:
+        windows = np.unique(number)
+        rows = self._edges[windows + 1] - self._edges[windows]
+        shift = (np.cumsum(rows) - rows - self._edges[windows])[np.searchsorted(windows, number)]
+        return Round(
+            windows=dict(zip(windows.tolist(), rows.tolist(), strict=True)),
+            pieces=[piece for window in windows.tolist() for piece in self._pieces[window]],
+            starts=starts + shift,
+            lengths=stops - starts,
+            seed=self._seed,
+        )
+
+
+@dataclass(frozen=True)
+class Round:
+    """Windows that are read at once, and which of their rows a rank takes, in its order.
+
+    Attributes:
+        windows: Their numbers, and how many rows each has.
+        pieces: What is read of row groups for them. Rows and their places are counted over all windows.
+        starts: The first place of each run of rows that is taken.
+        lengths: How many rows it has.
+        seed: Of the order of the rows in a window, with its number; None for the order of the pieces.
+    """
+
+    windows: dict[int, int]
+    pieces: list[Piece]
+    starts: Ints
+    lengths: Ints
+    seed: tuple[int, int] | None
+
+    @cached_property
+    def rows(self) -> int:
+        """How many rows the rank takes."""
+        return int(self.lengths.sum())
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Where the rows of each piece end, where pieces lie end to end."""
+        found: list[int] = np.cumsum([piece.rows for piece in self.pieces]).tolist()
+        return found
+
+    def places(self) -> Ints:
+        """For each row of the pieces where it goes among those that the rank takes; -1 for one that it does not."""
+        orders, at = [], 0
+        for window, rows in self.windows.items():
+            drawn = None if self.seed is None else np.random.default_rng((*self.seed, window))
+            orders.append((np.arange(rows) if drawn is None else drawn.permutation(rows)) + at)
+            at += rows
+        order: Ints = np.concatenate(orders) if len(orders) > 1 else orders[0]
+        if self.rows == at and len(self.starts) == 1:
+            return order
+        taken = np.full(at, -1)
+        taken[stretches(self.starts, self.lengths)] = np.arange(self.rows)
+        found: Ints = taken[order]
+        return found
+
+
+def _swap(lane: list[Piece], following: list[Piece]) -> None:
+    """Of a row group that two lanes cut, let the one with more rows have the first: the other has to pass them over."""
+    last, first = lane[-1], following[0]
+    if last.group == first.group and last.stop == first.start and last.rows > first.rows:
+        cut = last.start + first.rows
+        following[0], lane[-1] = Piece(last.group, last.start, cut), Piece(last.group, cut, first.stop)
+
+
+def _parts(piece: Piece, rows: int) -> Iterator[Piece]:
+    """A piece, cut where so many rows of its row group end; whole for 0."""
+    ends = range((piece.start // rows + 1) * rows, piece.stop, rows) if rows else range(0)
+    for start, stop in pairwise((piece.start, *ends, piece.stop)):
+        yield Piece(piece.group, start, stop)
+
+
+def _cut(pieces: Sequence[Piece], intervals: Iterable[Interval]) -> list[Piece]:
+    """The parts of pieces, laid end to end, that lie in intervals."""
+    parts = overlaps([piece.rows for piece in pieces], intervals)
+    return [Piece(pieces[at].group, pieces[at].start + start, pieces[at].start + stop) for at, start, stop in parts]
 
 
 def whole_rows(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

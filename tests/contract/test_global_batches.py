@@ -1,0 +1,113 @@
+"""The same seed and the same global batch give the same global batches on 1, 2, 3 and 4 ranks, and each row once."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from spark_hvd.data.column_form import ColumnForm
+from spark_hvd.data.columns import numpy_batch
+from spark_hvd.data.readers.feed import Feed
+from spark_hvd.data.readers.forms import TableForm
+from spark_hvd.data.readers.sharding import Position
+from spark_hvd.data.source import Asked, ParquetSource, parquet_source
+from spark_hvd.store import Store
+from tests.contract.reader_data import every, numbered, opened, write
+
+FULL = 24
+"""Rows of a global batch."""
+
+
+def source(folder: Path, rows: int, group_rows: int) -> ParquetSource:
+    folder.mkdir()
+    table = pa.table({"row": np.arange(rows), "text": [f"text {row}" for row in range(rows)]})
+    for number, start in enumerate(range(0, rows, -(-rows // 2))):
+        pq.write_table(table.slice(start, -(-rows // 2)), folder / f"{number}.parquet", row_group_size=group_rows)
+    return parquet_source(folder)
+
+
+def feeds(of: ParquetSource, size: int, asked: Asked, position: Position, form: Any = None) -> list[Feed[Any]]:
+    sharding = of.sharding(FULL // size, False, asked)
+    make = form or (lambda: ColumnForm(numpy_batch, None, np.concatenate))
+    return [Feed(of.open(asked, make()), sharding, rank, size, position) for rank in range(size)]
+
+
+def batches_of(ranks: list[Feed[Any]], most: int = 10**6) -> list[list[int]]:
+    """The rows of global batches to the end of the epoch, or of so many."""
+    found, epoch = [], ranks[0].position.epoch
+    while len(found) < most and ranks[0].position.epoch == epoch:
+        found.append(sorted(itertools.chain(*(next(each)["row"].tolist() for each in ranks))))
+    return found
+
+
+@pytest.mark.parametrize("window_rows", [None, 70])
+@pytest.mark.parametrize(("rows", "group_rows"), [(480, 13), (500, 400), (493, 100), (2400, 10), (96, 1)])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_any_number_of_ranks(
+    tmp_path: Path, rows: int, group_rows: int, shuffle: bool, window_rows: int | None
+) -> None:
+    of = source(tmp_path / "data", rows, group_rows)
+    asked = Asked(columns=("row",), shuffle=shuffle, seed=3, window_rows=window_rows)
+    for epoch in (0, 1):
+        one, *others = (batches_of(feeds(of, size, asked, Position(epoch))) for size in (1, 2, 3, 4))
+        assert sorted(itertools.chain(*one)) == list(range(rows))
+        assert (list(itertools.chain(*one)) == list(range(rows))) is not shuffle
+        assert all(other == one for other in others)
+
+
+@pytest.mark.parametrize("form", [TableForm, lambda: ColumnForm(numpy_batch, None, np.concatenate)])
+def test_columns_of_all_kinds_stay_together(tmp_path: Path, form: Any) -> None:
+    of = source(tmp_path / "data", 300, 7)
+    for each in feeds(of, 2, Asked(columns=("row", "text"), shuffle=True, window_rows=50), Position(), form):
+        for _ in range(each.left):
+            batch = next(each)
+            batch = batch.to_pydict() if isinstance(batch, pa.RecordBatch) else batch
+            assert list(batch["text"]) == [f"text {row}" for row in batch["row"]]
+
+
+def test_ranks_that_change_within_an_epoch(tmp_path: Path) -> None:
+    of = source(tmp_path / "data", 480, 13)
+    asked = Asked(columns=("row",), shuffle=True, seed=3, window_rows=100)
+    whole = batches_of(feeds(of, 1, asked, Position()))
+    position, found = Position(), []
+    for size, most in ((4, 3), (3, 4), (1, 2), (2, 100)):
+        ranks = feeds(of, size, asked, Position.from_json(position.to_json()))
+        found += batches_of(ranks, most)
+        position = ranks[0].position
+    assert found == whole
+    # Seven ranks have no global batch of the same rows; still each row comes once, before and after.
+    first = feeds(of, 3, asked, Position())
+    seen = batches_of(first, 5)
+    seven = feeds(of, 7, asked, first[0].position)
+    seen += batches_of(seven, 4)
+    seen += batches_of(feeds(of, 2, asked, seven[0].position))
+    assert sorted(itertools.chain(*seen)) == list(range(480))
+
+
+@every
+def test_a_reader_of_estimators_where_ranks_change(kind: str, tmp_path: Path) -> None:
+    store = Store.create(tmp_path)
+    meta = write(store, numbered(400), 3, 11)
+    for window_rows in (None, 60):
+        options: dict[str, Any] = {"shuffle": True, "seed": 2, "window_rows": window_rows}
+        readers = {
+            size: [opened(kind, meta, store, FULL // size, rank=rank, size=size, **options) for rank in range(size)]
+            for size in (1, 2, 3, 4)
+        }
+        found = {
+            size: [
+                torch.cat([batch["row"] for batch in step]).sort().values.tolist()
+                for step in zip(*(each.batches(0) for each in ranks), strict=True)
+            ]
+            for size, ranks in readers.items()
+        }
+        assert all(batches == found[1] for batches in found.values())
+        for each in itertools.chain(*readers.values()):
+            each.close()
