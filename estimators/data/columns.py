@@ -145,10 +145,15 @@ def widened(columns: Sequence[Column], asked: Iterable[tuple[str, str | None]]) 
     )
 
 
-def expression_of(column: Column) -> SparkColumn:
+def expression_of(column: Column, *, rounds: bool = True) -> SparkColumn:
     """What to select from the DataFrame for ``column``, named as it: Arrow receives numbers, lists and structs only.
 
     A vector becomes a list of numbers, or with encoding "sparse" a struct of size, indices and values.
+
+    Args:
+        column: Of the DataFrame.
+        rounds: Let float32 round whole numbers up to 2**53, as ids and times are, in a column of doubles or decimals;
+            else they end the job that computes them. Lists and vectors are rounded in either case.
     """
     source = F.col(quoted(column.name))
     if column.spark_type in ("binary", "string"):  # whatever is made of it
@@ -163,12 +168,18 @@ def expression_of(column: Column) -> SparkColumn:
     elif column.dtype in _SQL_TYPES:
         depth = column.spark_type.count("array<")
         result = source.cast("array<" * depth + _SQL_TYPES[column.dtype] + ">" * depth)
-        digits = re.match(r"decimal\((\d+)", column.spark_type)
+        digits, lost = re.match(r"decimal\((\d+)", column.spark_type), None
         if column.dtype == "float64" and digits and int(digits[1]) > _DOUBLE_DIGITS:
+            lost = result.cast(column.spark_type) != source
+        elif column.dtype == "float32" and not rounds and (digits or column.spark_type == "double"):
+            before, after = source.cast("double"), result.cast("double")
+            whole = (F.rint(before) == before) & (F.abs(before) <= 2.0**53) & (before != after)
+            lost = whole | ((F.abs(after) == float("inf")) & (F.abs(before) < float("inf")))
+        if lost is not None:
             wrong = F.concat(F.lit(f"column {column.name!r} of {column.spark_type} has "), source.cast("string"))
-            wrong = F.concat(wrong, F.lit(", which float64 cannot hold: cast it to a type that fits its values"))
-            same = source.isNull() | (result.cast(column.spark_type) == source)
-            result = F.when(same, result).otherwise(F.raise_error(wrong).cast("double"))
+            hint = f", which {column.dtype} cannot hold: cast it to a type that fits its values, such as bigint"
+            wrong = F.concat(wrong, F.lit(f"{hint}, or to float or double to have them rounded"))
+            result = F.when(lost, F.raise_error(wrong).cast(_SQL_TYPES[column.dtype])).otherwise(result)
     else:
         result = source
     return result.alias(column.name)

@@ -74,7 +74,8 @@ def predict(
             once a worker. Modules are put into evaluation mode and onto the device.
         columns: Names of the inputs: one name, or several in the order of the model's arguments, or a mapping of
             arguments' names to columns. Numbers, arrays of them and vectors become a tensor (rows, ...) each, double
-            and decimal as float32. Other types, and arrays of different lengths, need ``collate``.
+            and decimal as float32, in which ids and other whole numbers above 2**24 are an error where they would
+            change. Other types, and arrays of different lengths, need ``collate``.
         outputs: The type of the new column "prediction", or types by names, as DDL or as Spark's objects: numbers,
             boolean, string, binary, arrays of these, "vector". A model that returns a mapping is asked for these
             names; one that returns a tuple or list gives them in order. An output is a tensor (rows, ...), an array,
@@ -113,7 +114,10 @@ def predict(
     if collate is None:
         _check_types(df.schema, names)
         specs = tuple(TensorSpec(column) for column in columns_of(df.schema, names))
-        feed, inputs = TensorFeed(specs, {}, arguments, "predict"), [expression_of(spec.column) for spec in specs]
+        feed, inputs = (
+            TensorFeed(specs, {}, arguments, "predict"),
+            [expression_of(spec.column, rounds=False) for spec in specs],
+        )
     else:
         _check_pickles("collate", collate)
         feed = CollatedFeed(names, Shipped("collate", collate), arguments, window)

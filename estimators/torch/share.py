@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.estimators.torch.weighted import Reduction
+from spark_hvd.estimators.torch.weighted import LossReduction
 
 
 class Shares:
@@ -31,7 +31,7 @@ class Shares:
     def __init__(
         self, losses: Sequence[Callable[..., Any]], lowest: Sequence[float | None], counted: bool = False
     ) -> None:
-        self._losses, self._lowest = [Reduction.of(loss) for loss in losses], list(lowest)
+        self._losses, self._lowest = [LossReduction.of(loss) for loss in losses], list(lowest)
         self._counted, self.weight = counted, 1.0
 
     def of(self, labels: Sequence[torch.Tensor], rows: int, weight: float) -> list[float]:
@@ -58,7 +58,7 @@ class Shares:
         return [float(size) if loss.kind == "sum" else share for loss, share in zip(self._losses, shares, strict=True)]
 
 
-def _divisor_of(reduction: Reduction, lowest: float | None, label: torch.Tensor) -> float | None:
+def _divisor_of(reduction: LossReduction, lowest: float | None, label: torch.Tensor) -> float | None:
     """What a loss that is no mean over rows divides by; None for one that is."""
     if not reduction.by_class or reduction.kind != "mean" or label.is_floating_point():
         return None

@@ -17,7 +17,7 @@ _CLASSES = (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss)
 
 
 @dataclass(frozen=True)
-class Reduction:
+class LossReduction:
     """How a loss makes one number of those of its elements.
 
     Attributes:
@@ -33,7 +33,7 @@ class Reduction:
     ignored: int | None = None
 
     @classmethod
-    def of(cls, loss: Callable[..., Any]) -> Reduction:
+    def of(cls, loss: Callable[..., Any]) -> LossReduction:
         """That of a module with an attribute ``reduction``, or of a function with an argument of that name."""
         if isinstance(loss, torch.nn.Module):
             options: dict[str, Any] = {name: getattr(loss, name, None) for name in ("weight", "ignore_index")}
@@ -78,7 +78,7 @@ class WeightedLoss:
     """
 
     def __init__(self, loss: Callable[..., Any]) -> None:
-        self._loss, self._checked, self._reduction = loss, False, Reduction.of(loss)
+        self._loss, self._checked, self._reduction = loss, False, LossReduction.of(loss)
         if self._reduction.kind is None:
             what = "attribute" if isinstance(loss, torch.nn.Module) else "argument"
             raise ValueError(

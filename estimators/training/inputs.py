@@ -10,7 +10,7 @@ import torch
 from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.measure import no_weights
-from spark_hvd.data.readers.tensors import converted
+from spark_hvd.data.readers.tensors import check_stack, converted
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class TensorSpec:
     shape: tuple[int, ...] | None = None
     stacked: bool = False
 
-    def of(self, tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The column's ``tensor`` (rows, *shape) as the model gets it, on ``device``.
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The column's ``tensor`` (rows, *shape) as the model gets it, on the CPU.
 
         Raises:
             DataError: ``dtype`` is one of integers and does not have a value.
@@ -47,23 +47,36 @@ class TensorSpec:
                     f"column {self.column.name!r}: a row has the shape {self.column.shape}, which does not fit into "
                     f"the shape {list(self.shape)} that was asked for (its first number stands for the rows)"
                 )
-        if self.dtype is not None:
-            tensor = converted(tensor, self.dtype, self.column.name)
-        return tensor.to(device, non_blocking=True)
+        return tensor if self.dtype is None else converted(tensor, self.dtype, self.column.name)
 
 
 def tensors_of(
     specs: Sequence[TensorSpec], batch: Mapping[str, torch.Tensor], device: torch.device | str = "cpu"
 ) -> list[torch.Tensor]:
     """The tensors of a batch that ``specs`` ask for, in their order; one where they are stacked."""
-    return stacked(specs, [spec.of(batch[spec.column.name], device) for spec in specs])
+    return stacked(specs, [spec.of(batch[spec.column.name]) for spec in specs], device)
 
 
-def stacked(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """One tensor (rows, numbers) of all where ``specs`` say so, of the dtype that holds them; else ``tensors``."""
-    if not specs or not specs[0].stacked:
-        return list(tensors)
-    return [torch.cat([each.flatten(1) if each.dim() > 1 else each.unsqueeze(1) for each in tensors], 1)]
+def stacked(
+    specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor], device: torch.device | str = "cpu"
+) -> list[torch.Tensor]:
+    """One tensor (rows, numbers) of all where ``specs`` say so, of the dtype that holds them; else ``tensors``.
+
+    Args:
+        specs: Of the tensors.
+        tensors: On the CPU.
+        device: Where the result is to be.
+
+    Raises:
+        DataError: there is no dtype that holds all of them: integers are too large for that of the others.
+    """
+    if specs and specs[0].stacked:
+        flat = [each.flatten(1) if each.dim() > 1 else each.unsqueeze(1) for each in tensors]
+        stack = torch.cat(flat, 1)
+        for spec, each in zip(specs, flat, strict=True):
+            check_stack(each, stack.dtype, spec.column.name)
+        tensors = [stack]
+    return [tensor.to(device, non_blocking=True) for tensor in tensors]
 
 
 def weights_of(name: str | None, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

@@ -93,8 +93,8 @@ class TensorFeed:
             return
         for pieces in zip(*(torch.split(column, size) for column in columns), strict=True):
             count = len(pieces[0])
-            tensors = [spec.of(each, device) for spec, each in zip(self.inputs, pieces, strict=True)]
-            tensors = stacked(self.inputs, tensors)
+            tensors = [spec.of(each) for spec, each in zip(self.inputs, pieces, strict=True)]
+            tensors = stacked(self.inputs, tensors, device)
             if self.names:
                 yield Arguments(count, named=dict(zip(self.names, tensors, strict=True)))
             else:

@@ -156,7 +156,18 @@ class ScoredModel:
         plan = self.plan
         inputs = [self._input(rows[each["name"]], each) for each in plan["inputs"]]
         if plan["inputs"][0]["stacked"]:
-            inputs = [torch.cat([each.flatten(1) if each.dim() > 1 else each.unsqueeze(1) for each in inputs], 1)]
+            stack = torch.cat([each.flatten(1) if each.dim() > 1 else each.unsqueeze(1) for each in inputs], 1)
+            for each, tensor in zip(plan["inputs"], inputs, strict=True):
+                if stack.dtype in (torch.float32, torch.float64) and not (
+                    tensor.is_floating_point() or tensor.dtype == torch.bool
+                ):
+                    odd = _changed(tensor.numpy(), tensor.to(stack.dtype).numpy())
+                    if odd.any():
+                        kind = str(stack.dtype).removeprefix("torch.")
+                        raise ValueError(
+                            f"column {each['name']!r} has {tensor.numpy()[odd][0]}, which {kind} cannot hold"
+                        )
+            inputs = [stack]
         with torch.inference_mode():
             result = self.model(*inputs)
         result = list(result.values()) if isinstance(result, Mapping) else result

@@ -4,7 +4,7 @@
 Spark's type            numpy                                            PyTorch
 ======================  ===============================================  ==============================
 numbers, boolean        (rows,) of that type                             the same
-decimal                 (rows,) of float64                               the same
+decimal                 (rows,) of float64, if it has the digits         the same
 date, timestamp         (rows,) of datetime64; timestamps in UTC         int64: days or microseconds
                                                                          since 1970
 string, binary          (rows,) of objects                               a list of str or bytes
@@ -33,7 +33,7 @@ import torch
 from spark_hvd.data.packed import PackedRows
 from spark_hvd.data.readers.dataset import Column, listed
 from spark_hvd.data.readers.errors import DataError, without_nulls
-from spark_hvd.data.readers.tensors import to_tensor
+from spark_hvd.data.readers.tensors import check_stack, to_doubles, to_tensor
 
 Features = Sequence[str] | Mapping[str, Sequence[str]]
 """Names of columns to stack as "features", or by the name of the stack."""
@@ -148,7 +148,7 @@ def values_of(array: pa.Array, name: str) -> Values:
     if pa.types.is_dictionary(kind):
         return values_of(array.dictionary_decode(), name)
     if pa.types.is_decimal(kind):
-        array, kind = array.cast(pa.float64()), pa.float64()
+        array, kind = to_doubles(array, name), pa.float64()
     if pa.types.is_timestamp(kind) and kind.unit != "us":
         array, kind = array.cast(pa.timestamp("us", kind.tz)), pa.timestamp("us", kind.tz)
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
@@ -310,7 +310,11 @@ def _stacked(batch: pa.RecordBatch | PackedRows, name: str, columns: Sequence[st
                 f"features: column {column!r} of {name!r} holds {chosen.schema.field(column).type}: expected numbers"
             )
         parts.append(values.reshape(len(values), -1))
-    return np.concatenate(parts, axis=1)
+    stack = np.concatenate(parts, axis=1)
+    for column, part in zip(columns, parts, strict=True):
+        if stack.dtype.kind == "f" and part.dtype == np.int64:
+            check_stack(torch.tensor(part), getattr(torch, stack.dtype.name), column)
+    return stack
 
 
 def _to_torch(values: Values, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import spark_hvd
 from spark_hvd import DataError
 from spark_hvd.estimators import LocalBackend, Store, TorchEstimator
 
@@ -59,6 +61,26 @@ def test_the_numbers_themselves(spark: SparkSession, tmp_path: Path, kind: str) 
     fitted = estimator(store=Store.create(str(tmp_path))).fit(df)
     assert fitted.transform(df).count() == 4
     assert len(fitted.transform(df).select("y__output").collect()) == 4
+
+
+class Taken(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == torch.float32
+        return x
+
+
+@pytest.mark.parametrize("kind", ["double", "decimal(20,2)"])
+def test_predict_rounds_no_ids(spark: SparkSession, kind: str) -> None:
+    def predicted(*values: float) -> list[float]:
+        df = spark.createDataFrame([(each,) for each in values], "x double").selectExpr(f"cast(x as {kind}) x")
+        return [row[1] for row in spark_hvd.predict(df, Taken(), columns="x", outputs="float").collect()]
+
+    assert predicted(16777216.0, 0.5, -16777218.0, 1e17) == [16777216.0, 0.5, -16777218.0, pytest.approx(1e17)]
+    for odd in (16777217.0, -1732534323.0, 1e39)[: 3 if kind == "double" else 2]:
+        with pytest.raises(
+            Exception, match=rf"column 'x' of {re.escape(kind)} has .*, which float32 cannot hold: cast it"
+        ):
+            predicted(1.0, odd)
 
 
 def test_what_is_lost_is_an_error(spark: SparkSession) -> None:

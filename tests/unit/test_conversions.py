@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 
+from spark_hvd.data.columns import torch_batch
 from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.tensors import converted
 from spark_hvd.estimators.data.columns import widened
 from spark_hvd.estimators.params import checks
-from spark_hvd.estimators.training.inputs import TensorSpec
+from spark_hvd.estimators.training.inputs import TensorSpec, tensors_of
 
 
 def given(values: Any, own: torch.dtype, asked: str) -> torch.Tensor:
@@ -62,3 +65,55 @@ def test_columns_keep_the_digits_that_a_dtype_needs() -> None:
 def test_an_integer_fits_into_a_wider_one(narrow: torch.dtype, wide: str) -> None:
     values = torch.tensor([0, 3, 127], dtype=narrow)
     assert converted(values, wide, "x").tolist() == [0, 3, 127]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "value", "stack"),
+    [
+        ((torch.int64, torch.float32), 2**24 + 1, "float32"),
+        ((torch.int32, torch.float32), -(2**24) - 1, "float32"),
+        ((torch.int64, torch.float64), 2**53 + 1, "float64"),
+        ((torch.int64, torch.float32), 2**63 - 1, "float32"),
+        ((torch.int16, torch.float16), 2049, "float16"),
+    ],
+)
+def test_integers_that_the_dtype_of_a_stack_cannot_hold(
+    dtypes: tuple[torch.dtype, torch.dtype], value: int, stack: str
+) -> None:
+    specs = [TensorSpec(Column(name, str(own)[6:]), stacked=True) for name, own in zip("ab", dtypes, strict=True)]
+    batch = {"a": torch.tensor([1, value], dtype=dtypes[0]), "b": torch.ones(2, dtype=dtypes[1])}
+    with pytest.raises(
+        DataError, match=rf"column 'a' has the int\d\d {value}, which {stack}, the dtype of the stacked"
+    ):
+        tensors_of(specs, batch)
+    batch["a"] = torch.tensor([[value - value % 2] * 2] * 2, dtype=torch.int64)
+    if value < 2**60:
+        (found,) = tensors_of(specs, batch)
+        assert found[:, 0].tolist() == [value - value % 2] * 2
+
+
+def test_integers_beside_floats_in_features() -> None:
+    batch = pa.RecordBatch.from_pydict({"a": pa.array([1, 2**53 + 1]), "b": pa.array([0.5, 1.5], pa.float32())})
+    with pytest.raises(DataError, match="column 'a' has the int64 9007199254740993, which float64"):
+        torch_batch(batch, ["a", "b"])
+    assert torch_batch(batch.slice(0, 1), ["a", "b"])["features"].tolist() == [[1.0, 0.5]]
+
+
+@pytest.mark.parametrize(("digits", "places"), [(20, 2), (38, 2), (18, 17), (17, 0)])
+def test_decimals_come_as_doubles_or_not_at_all(digits: int, places: int) -> None:
+    kind = pa.decimal128(digits, places)
+
+    def found(*values: str | None) -> Any:
+        return torch_batch(pa.RecordBatch.from_arrays([pa.array(map(_decimal, values), kind)], ["x"]))["x"].tolist()
+
+    assert found("0.10" if places else "1", "-2", "0") == [0.1 if places else 1, -2, 0]
+    cents = [f"{number / 100:.2f}" for number in range(0, 700, 7)] if places else []
+    assert found("0", None, *cents)[2:] == list(map(float, cents))
+    assert math.isnan(found(None)[0])
+    lost = "1" * (digits - places) + ("." + "3" * places if places else "")
+    with pytest.raises(DataError, match=rf"column 'x' of decimal128\({digits}, {places}\) has {lost}, which float64"):
+        found("1", lost, None)
+
+
+def _decimal(value: str | None) -> Decimal | None:
+    return None if value is None else Decimal(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,64 @@ def converted(tensor: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
     return found
 
 
+def to_doubles(array: pa.Array, name: str) -> pa.Array:
+    """Decimals as the nearest numbers in float64, from which the same decimals come back.
+
+    Args:
+        array: Of decimals.
+        name: Of the column, for messages.
+
+    Raises:
+        DataError: float64 has not enough digits for one.
+    """
+    kind = array.type
+    if pa.types.is_decimal128(kind) and 0 <= kind.scale <= 22 and len(array):
+        # Whole numbers up to 2**53 and powers of ten up to 10**22 are exact, so that a division rounds once. Arrow's
+        # own cast is off in the last bit of every seventh number.
+        words = np.frombuffer(array.buffers()[1], np.int64)[2 * array.offset :][: 2 * len(array)]
+        low, high = words[::2], words[1::2]
+        missing = array.is_null().to_numpy(zero_copy_only=False)
+        if (((high == low >> 63) & (low <= 2**53) & (low >= -(2**53))) | missing).all():
+            return pa.array(low / 10.0**kind.scale, mask=missing)
+    doubles = pc.cast(pc.cast(array, pa.string()), pa.float64())
+    try:
+        same = pc.all(pc.equal(pc.cast(pc.cast(doubles, pa.string()), kind), array)).as_py() is not False
+    except pa.ArrowInvalid:  # one has other digits than the type
+        same = False
+    if not same:
+        pairs = zip(array.to_pylist(), doubles.to_pylist(), strict=True)
+        odd = next(one for one, double in pairs if one is not None and Decimal(repr(double)) != one)
+        raise DataError(
+            f"column {name!r} of {kind} has {odd}, which float64 cannot hold: cast it to a type that fits its values, "
+            "such as bigint, or to double to have it rounded"
+        )
+    return doubles
+
+
+def check_stack(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+    """Make sure that a column's integers are the same in the floating point dtype of what they are stacked into.
+
+    Args:
+        tensor: On the CPU.
+        dtype: Of the stack.
+        name: Of the column, for messages.
+
+    Raises:
+        DataError: one is not.
+    """
+    if not dtype.is_floating_point or tensor.is_floating_point() or not tensor.numel():
+        return
+    exact = int(2 / torch.finfo(dtype).eps)  # beside integers, torch takes a float for a float32
+    large = tensor[(tensor > exact) | (tensor < -exact)]
+    odd = [number for number in large.tolist() if int(torch.tensor(number, dtype=dtype).item()) != number]
+    if odd:
+        was, into = (str(each).removeprefix("torch.") for each in (tensor.dtype, dtype))
+        raise DataError(
+            f"column {name!r} has the {was} {odd[0]}, which {into}, the dtype of the stacked features, cannot hold. "
+            "Next: leave it out of the stack, or ask for float64 (input_dtypes), which holds whole numbers to 2**53"
+        )
+
+
 def _at(column: Column, where: str) -> str:
     return f"column {column.name!r}" + (f" in {where}" if where else "")
 
@@ -141,7 +200,7 @@ def _numbers(array: pa.Array, dtype: torch.dtype, at: _Where) -> torch.Tensor:
     """A flat array without nulls as a tensor of ``dtype``."""
     kind = array.type
     if pa.types.is_decimal(kind):
-        array = pc.cast(array, pa.float64())
+        array = pc.cast(array, pa.float64()) if dtype == torch.float32 else to_doubles(array, at[0].name)
     elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         if not (pa.types.is_null(kind) and not len(array)):
             raise DataError(f"{_at(*at)} holds {kind}: expected numbers, booleans or lists of them")
