@@ -1,10 +1,20 @@
-"""A coordinator of three ranks and what tests submit to it and read from its decisions."""
+"""A coordinator of three ranks, what tests submit to it and read from its decisions, and what a rank makes of these."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spark_hvd.collectives.messages import Decision, Fail, Request, Run, RunKnown
+from spark_hvd.collectives.messages import (
+    AllJoined,
+    Decision,
+    Entry,
+    Fail,
+    Learn,
+    Request,
+    Run,
+    RunKnown,
+    bits,
+)
 from spark_hvd.engine.coordinator import Coordinator
 
 USUAL = Request("allreduce", ["float32"], [[3]], "cpu", "SUM")
@@ -57,3 +67,75 @@ def gather(*rows: int) -> Request:
 
 def splits(*counts: int) -> Request:
     return Request("alltoall", ["float32"], [[sum(counts), 2]], "cpu", splits=list(counts))
+
+
+class Calls:
+    """What spark_hvd.collectives.queue.NegotiatedQueue does for one rank, tensors aside."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+        self.calls: dict[str, Request] = {}
+        """Those under way."""
+        self.joining = False
+        self.joins = 0
+        self._known: dict[str, tuple[Request, int]] = {}
+        self._entries: list[Entry] = []
+        self._ids = 0
+        self._fresh: list[tuple[str, Request]] = []
+
+    def end(self, name: str, outcome: Entry | Fail) -> None:
+        """A call is to run, or has failed."""
+
+    def submit(self, name: str, request: Request) -> None:
+        """Be ready for a collective."""
+        self.calls[name] = request
+        known, bit = self._known.get(name, (None, 0))
+        if known == request:
+            self._ids |= bit
+        else:
+            self._fresh.append((name, request))
+
+    def take(self) -> tuple[int, list[tuple[str, Request]]]:
+        """What is to be told to the coordinator; once."""
+        told = self._ids, self._fresh
+        self._ids, self._fresh = 0, []
+        return told
+
+    def take_in(self, decision: Decision) -> None:
+        """Do what the coordinator has decided."""
+        if isinstance(decision, Learn):
+            assert decision.id <= len(self._entries)
+            self._entries[decision.id : decision.id + 1] = [decision.entry]
+            if decision.entry.name in self.calls:
+                self._known[decision.entry.name] = self.calls[decision.entry.name], 1 << decision.id
+        elif isinstance(decision, RunKnown):
+            for id in bits(decision.ids):
+                self._run(self._entries[id])
+        elif isinstance(decision, Run):
+            for entry in decision.entries:
+                self._run(entry)
+        elif isinstance(decision, Fail):
+            for name in decision.names:
+                mine = decision.places is None or self.place in decision.places
+                if mine and self.calls.pop(name, None) is not None:
+                    self.end(name, decision)
+        elif isinstance(decision, AllJoined):
+            assert self.joining
+            self.joining = False
+            self.joins += 1
+
+    def _run(self, entry: Entry) -> None:
+        mine = self.calls.pop(entry.name, None)
+        if self.place in (entry.absent or ()):
+            assert mine is None
+            assert self.joining
+            assert entry.table is None or not any(entry.table[self.place])
+            return
+        assert mine is not None
+        self.end(entry.name, entry)
+        if entry.table is None:
+            assert mine == entry.request
+        else:
+            rows = mine.splits if mine.kind == "alltoall" else [shape[0] for shape in mine.shapes]
+            assert entry.table[self.place] == rows
+            assert [shape[1:] for shape in mine.shapes] == [shape[1:] for shape in entry.request.shapes]

@@ -19,6 +19,21 @@ _AWAKE = 1.0
 
 
 @dataclass(slots=True)
+class AwakeClock:
+    """Another clock, which stands still while whoever looks at it several times a second is suspended, or starved."""
+
+    _looked: float | None = None
+    _slept: float = 0.0
+
+    def at(self, now: float) -> float:
+        """What it shows now; to be called several times a second."""
+        if self._looked is not None:
+            self._slept += max(now - self._looked - _AWAKE, 0.0)
+        self._looked = now
+        return now - self._slept
+
+
+@dataclass(slots=True)
 class LivenessTracker:
     """When each of a listener's peers was last heard; who was never heard is not waited for."""
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, get_type_hints
 
 from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.hub import HubServer, Listener
-from spark_hvd.runner.channel.silence import SILENT_AFTER, LivenessTracker
+from spark_hvd.runner.channel.silence import SILENT_AFTER, AwakeClock, LivenessTracker
 from spark_hvd.runner.channel.state import HubLogic, Kinds, Message, Send
 from spark_hvd.runner.elastic.membership.events import (
     AgentLeaving,
@@ -83,6 +83,8 @@ class ElasticState(HubLogic):
         self.labels: dict[int, int] = {}
         """The rank to show before an agent's output."""
         self._liveness = LivenessTracker()
+        # What came while the driver was suspended has yet to be read when it wakes up: nobody's time is over by that.
+        self._clock = AwakeClock()
         self._present: set[int] = set()  # agents that have not said goodbye
         self._given_up: set[int] = set()
         self._tasks: dict[int, int] = {}  # of each agent
@@ -98,19 +100,19 @@ class ElasticState(HubLogic):
             self._liveness.record_heartbeat(agent, now)
             self._present.add(agent)
             self._tasks[agent] = message["task"]
-            return self._act(self.membership.handle(AgentUp(agent, message["host"], message["task"]), now))
+            return self._told(AgentUp(agent, message["host"], message["task"]), now)
         if kind == "gone":
             self._present.discard(agent)
             self._liveness.forget(agent)
             if self.membership.verdict is None:
-                return self._act(self.membership.handle(AgentLost(agent, message["why"]), now))
+                return self._told(AgentLost(agent, message["why"]), now)
             return []
         if kind == "value":
             return [Send(agent, {"type": "kept"})] if self._keep(message) else []
         if agent not in self.membership.roster.agents:
             # Was it given up, and comes back? What it has been part of goes on without it.
             return [Send(agent, {"type": "end", "again": True})] if agent in self._given_up else []
-        return [] if kind == "alive" else self._act(self.membership.handle(_event(message), now))
+        return [] if kind == "alive" else self._told(_event(message), now)
 
     def record_heartbeat(self, rank: int, now: float) -> None:
         """See base class."""
@@ -125,7 +127,7 @@ class ElasticState(HubLogic):
         for agent, seconds in self._liveness.expired(patience, now).items():
             self._liveness.forget(agent)
             sends += self.lost(agent, f"is not heard of any more (last {seconds:.1f} s ago)", now)
-        return sends + self._act(self.membership.tick(now))
+        return sends + self._act(self.membership.tick(self._clock.at(now)))
 
     def stop(self, reason: str) -> list[Send]:
         """See base class."""
@@ -135,11 +137,11 @@ class ElasticState(HubLogic):
         """Give an agent up."""
         self._present.discard(agent)
         self._given_up.add(agent)
-        return self._act(self.membership.handle(AgentLost(agent, why), now))
+        return self._told(AgentLost(agent, why), now)
 
     def leaving(self, agent: int, why: str, now: float) -> list[Send]:
         """Note that an agent's executor will go."""
-        return self._act(self.membership.handle(AgentLeaving(agent, why), now))
+        return self._told(AgentLeaving(agent, why), now)
 
     def examine(self) -> list[Send]:
         """See base class."""
@@ -180,6 +182,9 @@ class ElasticState(HubLogic):
             return False
         self.values[worker] = Packed(message["place"], True, b"".join(self._parts.pop(worker)))
         return True
+
+    def _told(self, event: Event, now: float) -> list[Send]:
+        return self._act(self.membership.handle(event, self._clock.at(now)))
 
     def _act(self, decisions: Iterable[Decision]) -> list[Send]:
         sends = []

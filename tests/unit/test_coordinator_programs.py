@@ -19,10 +19,12 @@ from spark_hvd.collectives.messages import (
     Request,
     Run,
     RunKnown,
+    bits,
     decode,
     encode,
 )
-from spark_hvd.engine.coordinator import Coordinator, bits
+from spark_hvd.engine.coordinator import Coordinator
+from tests.coordinated import Calls
 
 RANKS = [0, 3, 4, 7, 8]
 
@@ -126,22 +128,15 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[Epoch]]:
     return size, [draw(epochs(size)) for _ in range(draw(st.integers(1, 2)))]
 
 
-class Rank:
-    """What spark_hvd.collectives.queue.NegotiatedQueue does for one rank, tensors aside."""
+class Rank(Calls):
+    """One rank's program, and what it sends."""
 
     def __init__(self, place: int, program: Program) -> None:
-        self.place = place
+        super().__init__(place)
         self.program = deque(program)
-        self.calls: dict[str, Request] = {}
-        self.joining = False
-        self.joins = 0
         self.ended: dict[str, list[str]] = defaultdict(list)
         self.sent: deque[bytes] = deque()
         self.read = 0
-        self._known: dict[str, tuple[Request, int]] = {}
-        self._entries: list[Entry] = []
-        self._ids = 0
-        self._fresh: list[Call] = []
 
     def step(self) -> bool:
         """Take the program's next step, if it need not wait."""
@@ -152,12 +147,7 @@ class Rank:
             return False
         self.program.popleft()
         if isinstance(step, Call):
-            self.calls[step.name] = step.request
-            request, bit = self._known.get(step.name, (None, 0))
-            if request == step.request:
-                self._ids |= bit
-            else:
-                self._fresh.append(step)
+            self.submit(step.name, step.request)
         elif isinstance(step, Join):
             self.joining = True
             self.post()
@@ -165,49 +155,13 @@ class Rank:
         return True
 
     def post(self) -> bool:
-        ids, fresh = self._ids, self._fresh
-        self._ids, self._fresh = 0, []
+        ids, fresh = self.take()
         if ids or fresh:
             self._send("ready", f"{ids:x}", fresh)
         return bool(ids or fresh)
 
-    def apply(self, decision: Decision) -> None:
-        if isinstance(decision, Learn):
-            assert decision.id <= len(self._entries)
-            self._entries[decision.id : decision.id + 1] = [decision.entry]
-            if decision.entry.name in self.calls:
-                self._known[decision.entry.name] = self.calls[decision.entry.name], 1 << decision.id
-        elif isinstance(decision, RunKnown):
-            for id in bits(decision.ids):
-                self._run(self._entries[id])
-        elif isinstance(decision, Run):
-            for entry in decision.entries:
-                self._run(entry)
-        elif isinstance(decision, Fail):
-            for name in decision.names:
-                mine = decision.places is None or self.place in decision.places
-                if mine and self.calls.pop(name, None) is not None:
-                    self.ended[name].append(decision.error)
-        elif isinstance(decision, AllJoined):
-            assert self.joining
-            self.joining = False
-            self.joins += 1
-
-    def _run(self, entry: Entry) -> None:
-        mine = self.calls.pop(entry.name, None)
-        if self.place in (entry.absent or ()):
-            assert mine is None
-            assert self.joining
-            assert entry.table is None or not any(entry.table[self.place])
-            return
-        assert mine is not None
-        self.ended[entry.name].append("run")
-        if entry.table is None:
-            assert mine == entry.request
-        else:
-            rows = mine.splits if mine.kind == "alltoall" else [shape[0] for shape in mine.shapes]
-            assert entry.table[self.place] == rows
-            assert [shape[1:] for shape in mine.shapes] == [shape[1:] for shape in entry.request.shapes]
+    def end(self, name: str, outcome: Entry | Fail) -> None:
+        self.ended[name].append(outcome.error if isinstance(outcome, Fail) else "run")
 
     def _send(self, *fields: Any) -> None:
         self.sent.append(json.dumps([self.place, *fields]).encode())
@@ -275,7 +229,7 @@ class World:
         if rank.read == len(self.stream):
             return False
         for decision in decode(self.stream[rank.read]):
-            rank.apply(decision)
+            rank.take_in(decision)
         rank.read += 1
         return True
 

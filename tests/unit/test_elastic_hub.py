@@ -100,6 +100,21 @@ def test_silence_counts_sooner_while_all_wait() -> None:
     assert (11, "assign") in [(agent, message["type"]) for agent, message in told]
 
 
+def test_time_that_the_driver_slept_is_nobodys_delay() -> None:
+    hub = two()
+    hub.say(11, "broken", worker=1, generation=0, error="connection reset by peer")
+    hub.now += LIMITS.rejoin_timeout + 5.0  # both have come back meanwhile
+    told = hub.say(11, "entered", worker=1) + hub.say(10, "entered", worker=0)
+    assert [message["type"] for _, message in told] == ["assign", "assign"]
+    hub.wait(1.0, 10, 11)
+    hub.now += LIMITS.rejoin_timeout + 5.0
+    told = hub.say(10, "ready", worker=0, generation=1, store=["10.0.0.1", 4001])
+    told += hub.say(11, "ready", worker=1, generation=1, store=None)
+    assert [message["type"] for _, message in told] == ["go", "go"]
+    told = hub.wait(LIMITS.rejoin_timeout + 1.0, 10, 11)
+    assert [message["type"] for _, message in told if message["type"] == "stop"] == ["stop", "stop"]
+
+
 def test_a_task_that_comes_when_all_is_over_is_let_go() -> None:
     hub = two()
     for agent, worker in ((10, 0), (11, 1)):

@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.runner.outcome.errors import RunError, RunTimeoutError
+from spark_hvd.runner.outcome.errors import RunError, RunTimeoutError, StateLostError
+from tests.world.plan import Fault
 
 if TYPE_CHECKING:
     from tests.world.ranks import RankProcess
     from tests.world.world import SimulatedWorld
+
+_LONG_ENOUGH = 15.0
+"""Seconds in which ranks that have come late take part, where nothing goes wrong."""
+_NOTICES = {"notice", "notice to rank", "decommission"}
+_BRIEF = {
+    "cut": 4.0,
+    "cut up": 4.0,
+    "cut down": 4.0,
+    "freeze host": 2.5,
+    "freeze driver": 20.0,
+    "stop": 2.0,
+    "slow": 99.0,
+}
+"""Seconds of what is survived without a failure."""
+_ONE_FAILURE = {"kill", "raise", "lose task", "lose host", "fork server"}
+_GONE = r"not heard of|lost its executor|its task anew|did not answer|left it|could not meet|join the others|come back|"
+_GONE += r"cannot be reached|with the executor"
+_NAMED = {
+    "kill": "SIGKILL",
+    "raise": "the loss is nan",
+    "all raise": "the loss is nan",
+    "fork server": "fork server",
+    "hang": rf"timeout=|waited|Timed out|{_GONE}",
+    "stop": rf"SIGSTOP|waited|Timed out|{_GONE}",
+    "slow": _GONE,
+}
+"""By kind of fault: what an error says of it. Others are of hosts and wires."""
+
+
+def is_harmless(fault: Fault) -> bool:
+    """Whether a run goes on without a failure."""
+    return fault.kind in ("new host", *_NOTICES) or (
+        fault.seconds is not None and fault.seconds <= _BRIEF.get(fault.kind, 0.0)
+    )
 
 
 class Checks:
@@ -16,8 +52,11 @@ class Checks:
 
     def __init__(self, world: SimulatedWorld) -> None:
         self._world = world
+        self._harmful = [fault for fault in world.plan.faults if not is_harmless(fault)]
         self._worlds: dict[int, dict[int, RankProcess]] = {}
-        self.steps = 0
+        self._steps: dict[int, tuple[int, int]] = {}
+        """Of each generation: the first step that was made in it, and the last."""
+        self._seen: Any = None
 
     def joined(self, process: RankProcess, generation: int, rank: int, members: list[RankProcess]) -> None:
         """A rank has joined a world."""
@@ -30,28 +69,48 @@ class Checks:
 
     def stepped(self, process: RankProcess, generation: int, told: list[Any]) -> None:
         """Ranks have made a step: what each of them was at, in rank order."""
-        self.steps += 1
-        first = told[0][:3]
-        assert all(theirs[:3] == first for theirs in told), f"weights, steps or epochs differ: {told}"
-
-    def reset(self, process: RankProcess, state: Any) -> None:
-        """A state was told of a new world."""
+        assert all(theirs[:3] == told[0][:3] for theirs in told), f"weights, steps or epochs differ: {told}"
+        step = told[0][1]
+        if generation in self._steps:
+            self._steps[generation] = self._steps[generation][0], max(step, self._steps[generation][1])
+            return
+        self._steps[generation] = step, step
+        before = max((number for number in self._steps if number < generation), default=None)
+        if before is None:
+            assert step == 0
+            return
+        last = self._steps[before][1] + 1
+        if set(self._worlds[before].values()) & set(self._worlds[generation].values()):
+            lost = 0 if not self._harmful else self._world.plan.commit_every
+            assert last - lost <= step <= last, f"generation {generation} begins at step {step}, after {last} steps"
 
     def decided(self, membership: Any) -> None:
         """The hub has taken its turn."""
+        present, before = membership.generation, self._seen
+        if present is before:
+            return
+        self._seen = present
+        workers = membership.roster.workers
+        with_state = [workers[number].commits >= 0 for number in present.members]
+        assert with_state == sorted(with_state, reverse=True), "a rank without the state is before one that has it"
+        if before is not None:
+            assert present.number == before.number + 1
+            assert all(workers[number].stage.name != "MEMBER" or number in present.members for number in before.members)
+            stay = [number for number in before.members if number in present.members and workers[number].commits >= 0]
+            assert stay == [number for number in present.members if number in stay], "survivors change their order"
+
+    # ---- at the end -----------------------------------------------------------------------------------------------
 
     def at_end(self) -> None:
         """The run has ended, or should have."""
-        world, plan = self._world, self._world.plan
-        driver = world.driver
+        world, driver = self._world, self._world.driver
         if not driver.dead:
             assert driver.ended_at is not None, f"neither a result nor an error after {world.seconds:.0f} s"
             if driver.error is None:
                 self._result(driver.values or [])
             else:
-                assert isinstance(driver.error, RunError), repr(driver.error)
-                hangs = any(fault.kind == "hang" for fault in plan.faults)
-                assert hangs or not isinstance(driver.error, RunTimeoutError), "it would have gone on for ever"
+                self._error(driver.error)
+            self._failures(driver.membership.policy.resets)
         left = [process for process in world.processes if process.alive]
         assert not left, f"left behind: {left}"
         agents = [attempt for attempt in world.spark.attempts_made if attempt.alive]
@@ -68,3 +127,32 @@ class Checks:
             # Where ranks change and fewer rows than ranks are left of an epoch, these are left out: docs/elastic.md.
             most = 0 if len(self._worlds) == 1 else max(map(len, self._worlds.values())) - 1
             assert len(missing) <= most, f"epoch {epoch}: rows {sorted(missing)} are missing"
+        quiet = all(fault.kind == "new host" for fault in plan.faults)
+        if quiet and self._world.seconds > max(plan.starts) + _LONG_ENOUGH:
+            assert len(values) == plan.limits.max_num_proc, "a rank that has come late takes no part"
+
+    def _failures(self, resets: int) -> None:
+        """How many the product counts."""
+        if not self._harmful:
+            assert resets == 0, f"{resets} failures, and there was none"
+        elif len(self._harmful) == 1 and self._harmful[0].kind in _ONE_FAILURE:
+            assert resets <= 1, f"{resets} failures after one"
+
+    def _error(self, error: Exception) -> None:
+        world, plan, text = self._world, self._world.plan, str(self._world.driver.error)
+        assert isinstance(error, RunError), repr(error)
+        kinds = [fault.kind for fault in plan.faults]
+        assert "hang" in kinds or not isinstance(error, RunTimeoutError), "it would have gone on for ever"
+        named = [_NAMED.get(fault.kind, _GONE) for fault in plan.faults]
+        short = "min_num_proc=" in text  # of executors: those that were lost, or left by notice
+        assert short or any(re.search(each, text) for each in named), f"the error names no cause: {text}"
+        if len(self._harmful) > 1 or not {fault.kind for fault in self._harmful} <= _ONE_FAILURE:
+            return
+        # One failure at most: it is survived, unless too few are left, or all who had the state are gone.
+        gone = {host.name for host in world.hosts.values() if host.leaving} | world.network.down
+        slots = sum(host.slots for host in world.hosts.values() if host.name not in gone)
+        alone = any(len({process.host for process in seats.values()}) == 1 for seats in self._worlds.values())
+        fatal = plan.limits.reset_limit == 0 or slots < plan.limits.min_num_proc or (alone and self._harmful)
+        over = "after the elastic function had returned" in text or "had returned from fn" in text
+        left = isinstance(error, StateLostError) and any(kind in _NOTICES for kind in kinds)
+        assert fatal or over or left, f"one failure is survived: {text}"

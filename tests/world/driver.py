@@ -73,6 +73,11 @@ class Driver:
         """The product's."""
         return self.hub._state.membership
 
+    @property
+    def answers(self) -> bool:
+        """Whether somebody is there."""
+        return not self.frozen and not self.dead and self.ended_at is None
+
     def start(self) -> None:
         """Begin the run."""
         self._strand = Strand(self._clock, self._attend)
@@ -87,7 +92,7 @@ class Driver:
         self._router.inbox.append(message)
         if not self._soon and b'"alive"' not in message[1]:
             self._soon = True
-            self._clock.after(0.0, self._turn)
+            self._clock.after(0.0, self.turn)
 
     def freeze(self, *, frozen: bool) -> None:
         """Suspend the driver, or let it go on."""
@@ -101,10 +106,11 @@ class Driver:
 
     def _regularly(self) -> None:
         if self.ended_at is None and not self.dead:
-            self._turn()
+            self.turn()
             self._clock.after(_TICK, self._regularly)
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """The hub looks round."""
         self._soon = False
         if not self.frozen and not self.dead:
             self.hub._guarded(lambda: self.hub._turn(self._poller))

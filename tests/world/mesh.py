@@ -14,6 +14,7 @@ from tests.world.clock import strand
 from tests.world.wire import Pipe
 
 if TYPE_CHECKING:
+    from tests.world.named import Named
     from tests.world.ranks import RankProcess
 
 
@@ -38,6 +39,7 @@ class Mesh(Communicator):
         self._gone: set[int] = set()
         self.broken: str | None = None
         self._closed = False
+        self.named: Named | None = None
         network, process.mesh = process.world.network, self
         self._pipes = {
             number: Pipe(network, process.host, other.host, lambda m, other=other: other.receive(generation, rank, m))  # type: ignore[misc]

@@ -45,6 +45,7 @@ class Plan:
         preparing: Least and greatest seconds until a rank calls its elastic function.
         collective_timeout, timeout: Of the run.
         latency: Greatest seconds that a message takes.
+        names: Most named collectives that get a number.
         faults: In order.
     """
 
@@ -62,6 +63,7 @@ class Plan:
     collective_timeout: float = 20.0
     timeout: float = 400.0
     latency: float = 0.02
+    names: int = 1024
     faults: tuple[Fault, ...] = field(default=())
 
     def without(self, number: int) -> Plan:
@@ -123,5 +125,6 @@ def plan_of(seed: int | str) -> Plan:
         checks=chance.random() < 0.4,
         step_seconds=chance.choice([0.5, 1.0, 1.0, 2.0]),
         latency=chance.choice([0.005, 0.02, 0.3]),
+        names=chance.choice([1024, 1024, 1, 0]),
         faults=tuple(sorted(faults, key=lambda fault: fault.at)),
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spark_hvd.collectives.messages import Request
 from spark_hvd.context import leave
 from spark_hvd.context.standing import PendingMember, ProcessState
 from spark_hvd.data.loader import ShardLoader
@@ -83,6 +84,9 @@ class RankProcess:
         self.servers: list[StoreServer] = []
         self.mesh: Mesh | None = None
         self.mail: dict[int, list[tuple[int, Any]]] = {}
+        self.told: dict[int, list[tuple[int, Any]]] = {}
+        self.joined, self.reset_in = 0, set[int]()
+        """Worlds, and those of which the state was told."""
         self.error: UserError | None = None
         self.hangs, self.slow = False, 0.0
         self.strand = Strand(world.clock, self._main, self)
@@ -121,12 +125,25 @@ class RankProcess:
         """Where its threads stood; nobody asks here."""
         return ""
 
+    @property
+    def generation(self) -> int:
+        """Of its world, or its last one."""
+        assert self.mesh is not None
+        return self.mesh.generation
+
     def receive(self, generation: int, sender: int, message: Any) -> None:
         """Something has come from another rank; this one may not have opened its end yet."""
         if self.mesh is not None and self.mesh.generation == generation:
             self.mesh.take(sender, message)
         else:
             self.mail.setdefault(generation, []).append((sender, message))
+
+    def hear(self, generation: int, sender: int, message: Any) -> None:
+        """The same, of named collectives."""
+        if self.mesh is not None and self.mesh.generation == generation and self.mesh.named is not None:
+            self.mesh.named.take_message(sender, message)
+        else:
+            self.told.setdefault(generation, []).append((sender, message))
 
     # ---- its end --------------------------------------------------------------------------------------------------
 
@@ -138,6 +155,8 @@ class RankProcess:
         self.alive = False
         if self.mesh is not None:
             self.mesh.close()
+            if self.mesh.named is not None:
+                self.mesh.named.hang_up()
         for server in self.servers:
             server.close()
         self.up.send(code)
@@ -148,6 +167,8 @@ class RankProcess:
         """Stop it, or let it go on."""
         self.strand.frozen = frozen
         self.strand.poke()
+        if self.mesh is not None and self.mesh.named is not None:
+            self.mesh.named.turn()
 
     # ---- the program ----------------------------------------------------------------------------------------------
 
@@ -163,6 +184,8 @@ class RankProcess:
         strand.wait(lambda: False, clock.some(*self.world.plan.preparing))
         try:
             value = self._train()
+        except AssertionError:
+            raise
         except Exception as error:
             message = {
                 "type": "outcome",
@@ -180,7 +203,7 @@ class RankProcess:
         self.die(0)
 
     def _train(self) -> Any:
-        plan, world = self.world.plan, self.world
+        plan = self.world.plan
         loader = ShardLoader("rows", Rows(plan.rows), Sharding(plan.rows, plan.batch_size), ASKED, lambda: ASKED)  # type: ignore[arg-type,return-value]
         state: Any = TorchState(loader=loader, weights=0, step=0, seen=[])
 
@@ -195,7 +218,7 @@ class RankProcess:
                         state.check_host_updates()
             return state.weights, state.step, state.seen
 
-        state.register_reset_callbacks([lambda: world.checks.reset(self, state)])
+        state.register_reset_callbacks([lambda: self.reset_in.add(self.generation)])
         return _through_generations(self.launcher, state, loop)
 
     def _step(self, state: Any, epoch: int, rows: list[int]) -> None:
@@ -205,7 +228,17 @@ class RankProcess:
             raise self.error
         mesh = self.mesh
         assert mesh is not None
-        told = mesh.exchange("step", (state.weights, state.step, epoch, rows))
+        assert len(self.reset_in) >= self.joined - 1, "the state was not told of another world"
+        assert mesh.named is not None
+        parts = {"grad.0": (state.weights, state.step), "grad.1": (epoch,), "rows": rows}
+        calls = [
+            ("grad.0", Request("allreduce", ["float32"], [[2]], "cpu", "SUM")),
+            ("grad.1", Request("allreduce", ["float32"], [[8]], "cpu", "SUM")),
+            ("rows", Request("allgather", ["int64"], [[len(rows)]], "cpu")),
+        ]
+        self.world.clock.random.shuffle(calls)  # as hooks do: gradients are ready in any order
+        given = {name: mesh.exchange(name, parts[name]) for name in mesh.named.run(calls)}
+        told = [(*first, *second, rows) for first, second, rows in zip(*(given[name] for name in parts), strict=True)]
         together = sorted(row for *_, theirs in told for row in theirs)
         self.world.checks.stepped(self, mesh.generation, told)
         state.weights = zlib.crc32(repr((state.weights, epoch, together)).encode())

@@ -53,8 +53,12 @@ class SimulatedLink:
 
     def hand_over(self, value: bytes, **fields: Any) -> bool:
         message = {"type": "value", "rank": self.attempt.number, **fields, "part": 0, "parts": 1}
-        self._up.send((self.down, json.dumps(message).encode(), value))
-        return self.attempt.world.network.reaches(self.attempt.host.name, DRIVER)
+        driver = self.attempt.world.driver
+        kept = driver.answers and self.attempt.world.network.reaches(self.attempt.host.name, DRIVER)
+        if kept:  # in earnest it waits for the answer
+            driver.take((self.down, json.dumps(message).encode(), value))
+            driver.turn()
+        return kept
 
     def receive(self) -> dict[str, Any] | None:
         message: dict[str, Any] | None = json.loads(self.inbox.popleft()) if self.inbox else None

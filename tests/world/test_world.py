@@ -122,6 +122,22 @@ FOUND = {
         latency=0.3,
         faults=(Fault(0.8793473409017176, "notice", 1), Fault(6.280035270165011, "notice", 5)),
     ),
+    "a driver that had slept ended ranks whose word it had not read": Plan(
+        403,
+        Limits(
+            num_proc=1, min_num_proc=1, max_num_proc=2, start_timeout=10.0, elastic_timeout=25.0, rejoin_timeout=8.0
+        ),
+        starts=(0.0, 0.0),
+        batch_size=3,
+        commit_every=3,
+        latency=0.3,
+        faults=(
+            Fault(3.375, "notice", 8),
+            Fault(11.3, "new host", 0),
+            Fault(12.225, "freeze driver", 1, 9.5),
+            Fault(12.319, "notice", 10),
+        ),
+    ),
 }
 """Plans that have shown faults, with as few of their own as that took."""
 

@@ -17,6 +17,7 @@ from spark_hvd.context import standing as standing_module
 from spark_hvd.context.standing import Context
 from spark_hvd.data import loader as _loader  # noqa: F401  imported before anything is replaced
 from spark_hvd.elastic import kv, run, sync
+from spark_hvd.engine import service
 from spark_hvd.runner.channel import hub as hub_module
 from spark_hvd.runner.elastic import agent as agent_module
 from spark_hvd.runner.elastic import hub as elastic_hub
@@ -32,6 +33,7 @@ from tests.world.clock import Clock, me, strand
 from tests.world.driver import Driver
 from tests.world.faults import strike
 from tests.world.mesh import Mesh
+from tests.world.named import Named
 from tests.world.plan import Plan
 from tests.world.ranks import Exit, RankProcess
 from tests.world.store import StoreServer
@@ -172,14 +174,18 @@ def _enter(world: Any, layout: Any, store_: Any, timeout: float, backend: Any, c
     registry.add(mesh)
     try:
         mesh.exchange("connect", rank)
+        named = mesh.named = Named(mesh, [info.host for info in layout.ranks])
+        registry.on_abort(named.abort)
+        for sender, message in process.told.pop(generation, []):
+            named.take_message(sender, message)
+        named.open()
     except BaseException as error:
         registry.abort(str(error))
         raise
+    process.joined += 1
     process.world.checks.joined(process, generation, rank, mesh.members)
-    queue: Any = SimpleNamespace(
-        unfinished=False, peer_lost=False, left_unfinished=False, members=SimpleNamespace(nccl=None)
-    )
-    engine: Any = SimpleNamespace(config=config, close=lambda text: None, abort=lambda text: None)
+    queue: Any = SimpleNamespace(members=SimpleNamespace(nccl=None))
+    engine: Any = SimpleNamespace(config=config, close=named.close)
     groups: Any = None
     process.standing.context = Context(world, layout, mesh, store_, True, engine, queue, groups, registry=registry)
 
@@ -225,6 +231,7 @@ def simulated() -> Iterator[None]:
         ),
         (kv, dict(standing=standing, time=time, socket=network, TCPStore=store.SimulatedStore)),
         (registry_module, dict(socket=resolver, threading=nothing, time=time, sockets=set, since=lambda _: set())),
+        (service, dict(time=time, _log=quiet)),
         (registry_module, dict(cut_to=lambda _: None, cut_among=lambda _: None, answer=lambda *_: None)),
         (standing_module, dict(standing=standing, stand_by=lambda _: None)),
         (leave, dict(standing=standing, drain=lambda _: None)),

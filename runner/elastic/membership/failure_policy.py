@@ -92,4 +92,4 @@ class FailurePolicy:
         """These are to be the next generation."""
         if self.commits <= 0 or any(worker.commits >= 0 for worker in chosen):
             return None
-        return Verdict(End.STATE_LOST, texts.state_lost(self.commits), self._culprit)
+        return Verdict(End.STATE_LOST, texts.state_lost(self.commits, self._error), self._culprit)

@@ -267,7 +267,7 @@ class Membership:
             self._end(ev.End.FAILED, texts.failed_after(name, error), worker.number)
         elif all(self.roster.workers[number].raised for number in generation.members):
             first = self.roster.workers[generation.members[0]]
-            self._end(ev.End.FAILED, "fn raised an exception on every rank", first.number)
+            self._end(ev.End.FAILED, texts.all_raised(name, error), first.number)
         else:
             self._close(generation, f"{name}: {error}", now, failed=True)
             if generation.failed and generation.culprit is None:  # others only say that it is gone

@@ -48,12 +48,17 @@ def reset_limit(resets: int, limits: Limits, last: str) -> str:
     return f"the ranks had to meet again {resets} times after a failure, reset_limit={limits.reset_limit}; last: {last}"
 
 
-def state_lost(commits: int) -> str:
+def state_lost(commits: int, last: str) -> str:
     """Nobody is left who has the state."""
     return (
         f"all ranks that had the state are gone ({commits} commits are lost), and ranks that start anew do not have "
-        "it. Save checkpoints (hvd.checkpoint) if all executors may go at once"
+        f"it; last: {last}. Save checkpoints (hvd.checkpoint) if all executors may go at once"
     )
+
+
+def all_raised(name: str, error: str) -> str:
+    """No rank is left whose state is sound."""
+    return f"fn raised an exception on every rank; last: {name}: {error}"
 
 
 def no_progress(times: int) -> str:
