@@ -185,7 +185,7 @@ class Runs:
                 execution = Execution(steps)
                 packed = _Started(number, batch, execution, handles, queued_ns, started_ns)
                 execution.finish()  # orders the stream; the host does not wait
-                moment = Moment.now()
+                moment = Moment.now(torch.device("cuda", device))
         self._ended(packed, moment)
 
     def _ended(self, started: _Started, moment: Moment | None = None) -> None:
