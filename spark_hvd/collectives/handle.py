@@ -75,7 +75,7 @@ class NamedHandle(Generic[T]):
         self.name = name
         self.request = request
         self.work = work
-        self.ready = Moment.now(work.tensors[0].device) if request.device == "cuda" else None
+        self.ready = Moment.now(work.tensors[0].device) if request.on_gpu else None
         self.since = 0.0
         """When it was called, on the monotonic clock."""
         self.slot: Slot | None = None

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
-MODULES = ["steps", "named"]
+MODULES = ["steps", "named", "worlds"]
 RANKS = 2
 
 pytestmark = pytest.mark.slow
