@@ -111,17 +111,21 @@ def _goes_sliced(batch: Batch, members: Members) -> bool:
     return members.sliced is not None and is_plain_sum(batch) and batch.nbytes >= SLICED_LEAST
 
 
-def run(batch: Batch, works: Sequence[Work | None], members: Members) -> Steps:
+_CPU = torch.device("cpu")
+
+
+def run(batch: Batch, works: Sequence[Work | None], members: Members, device: torch.device = _CPU) -> Steps:
     """The steps of a batch.
 
     Args:
         batch: Entries of one kind; several only if they may be fused.
         works: This rank's part of each; None where it has joined.
         members: Of the process set.
+        device: Where a rank that has joined makes what it contributes.
     """
     communicator, staging = members.communicator, members.staging
     first = batch[0].request
-    parts = [_stand_ins(entry) if work is None else work for entry, work in zip(batch, works, strict=True)]
+    parts = [_stand_ins(entry, device) if work is None else work for entry, work in zip(batch, works, strict=True)]
     if batch[0].seals is not None:  # such entries are not fused
         parts[0].seals = batch[0].seals
     if first.op == ReduceOp.ADASUM.name:
@@ -328,10 +332,9 @@ def _copied_into(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return target if target is source else target.copy_(source)
 
 
-def _stand_ins(entry: Entry) -> Work:
+def _stand_ins(entry: Entry, device: torch.device) -> Work:
     """What a rank that has joined contributes: elements that change nothing, or no rows."""
     request = entry.request
-    device = torch.device("cuda", torch.cuda.current_device()) if request.device == "cuda" else torch.device("cpu")
     tensors = []
     for dtype, shape in zip(map(dtype_of, request.dtypes), request.shapes, strict=True):
         if request.kind == "allgather":

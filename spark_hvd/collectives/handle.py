@@ -75,7 +75,7 @@ class NamedHandle(Generic[T]):
         self.name = name
         self.request = request
         self.work = work
-        self.ready = Moment.now() if request.device == "cuda" else None
+        self.ready = Moment.now(work.tensors[0].device) if request.on_gpu else None
         self.since = 0.0
         """When it was called, on the monotonic clock."""
         self.slot: Slot | None = None
@@ -187,28 +187,34 @@ class NamedHandle(Generic[T]):
 
 
 class Moment:
-    """A moment on the current CUDA stream, for other streams to wait for."""
+    """A moment on the current stream of a CUDA device, for other streams of that device to wait for.
+
+    Args:
+        event: Recorded at that moment.
+        device: The device. It need not be the current one: a thread of its own begins with device 0.
+    """
 
     finished = False
     """Every stream that uses the results has to wait for it."""
 
-    def __init__(self, event: Any) -> None:
+    def __init__(self, event: Any, device: torch.device) -> None:
         self._event = event
+        self._device = device
 
     @classmethod
-    def now(cls) -> Moment:
-        """The current moment of the current stream of the current device."""
+    def now(cls, device: torch.device) -> Moment:
+        """The current moment of a device's current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return cls(event)
+        event.record(torch.cuda.current_stream(device))
+        return cls(event, device)
 
     def passed(self) -> bool:
         """Whether the device has come to it."""
         return bool(self._event.query())
 
     def wait(self, tensors: list[torch.Tensor]) -> None:
-        """Let the current stream wait for it, and tell the allocator that this stream uses `tensors`."""
-        stream = torch.cuda.current_stream()
+        """Let the device's current stream wait for it, and tell the allocator that this stream uses `tensors`."""
+        stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._event)
         for tensor in tensors:
             tensor.record_stream(stream)

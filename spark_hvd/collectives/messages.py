@@ -25,7 +25,7 @@ class Request(NamedTuple):
     shapes: list[list[int]]
     """The shape of each tensor."""
     device: str
-    """Kind of device, "cpu" or "cuda"; empty if there is no tensor."""
+    """"cpu", "cuda:1" ...; ranks compare only the part before the colon. Empty if there is no tensor."""
     op: str | None = None
     """Name of the ReduceOp."""
     prescale: float = 1.0
@@ -38,6 +38,11 @@ class Request(NamedTuple):
     """Why the call cannot run, if its arguments do not fit each other."""
     seal: str | None = None
     """What names this rank's pickle to the others, see :mod:`spark_hvd.collectives.objects`; ranks' seals differ."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the tensors are on a CUDA device."""
+        return self.device.startswith("cuda")
 
 
 class Entry(NamedTuple):

@@ -184,8 +184,8 @@ class NegotiatedQueue(Owner, RoundsOwner[NamedHandle[Any]], Source):
             self._link.notify(self)
         return handle
 
-    def join(self, counts: bool) -> NamedHandle[int]:
-        """Have no more data. The handle's result is the last rank to join, by its number in the world."""
+    def join(self, counts: bool, device: torch.device | None) -> NamedHandle[int]:
+        """Have no more data, and stand in on a GPU. The handle's result is the last rank to join, as in the world."""
         with self._lock:
             self._failure.require_none()
             if self._joining is not None:
@@ -195,6 +195,7 @@ class NegotiatedQueue(Owner, RoundsOwner[NamedHandle[Any]], Source):
             self.memory.recall(self.memory.ids)
         self.flush()
         handle.since = activity.enter(handle.request.kind, repr(handle.name))
+        self._runs.device = device
         self._link.join(self, counts)
         return handle
 

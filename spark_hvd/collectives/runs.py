@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from spark_hvd.collectives.execution import Execution, Steps, rounds, run
+from spark_hvd.collectives.execution import Execution, Work, rounds, run
 from spark_hvd.collectives.fusion import Batch
 from spark_hvd.collectives.handle import Moment, NamedHandle
 from spark_hvd.collectives.members import Members
@@ -73,7 +73,9 @@ class Runs:
         self._started: dict[int, _Started] = {}  # by number, in the order of all batches
         self._active: _Started | None = None
         self._under_way: set[NamedHandle[Any]] = set()
-        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.device: torch.device | None = None
+        """The GPU of a rank that has joined, on which it stands in; None where it has used none."""
 
     def start(self, batches: Sequence[Batch], handles: Mapping[str, NamedHandle[Any]]) -> None:
         """Run batches after all that came before; where there is no handle for an entry, this rank stands in."""
@@ -139,10 +141,10 @@ class Runs:
             works = [None if handle is None else handle.work for handle in mine]
             started_ns = time.monotonic_ns()
             try:
-                steps = run(batch, works, self._members)
-                if batch[0].request.device == "cuda":
-                    self._run_on_gpu(number, batch, steps, handles, queued_ns)
+                if batch[0].request.on_gpu:
+                    self._run_on_gpu(number, batch, works, handles, queued_ns)
                     continue
+                steps = run(batch, works, self._members)
                 started = _Started(number, batch, Execution(steps), handles, queued_ns, started_ns)
                 self._started[number] = started
                 if rounds(batch, self._members.staging) or started.execution.waiting_for is None:
@@ -168,25 +170,39 @@ class Runs:
         self._tracing.wake()
 
     def _run_on_gpu(
-        self, number: int, batch: Batch, steps: Steps, handles: list[NamedHandle[Any]], queued_ns: int
+        self,
+        number: int,
+        batch: Batch,
+        works: Sequence[Work | None],
+        handles: list[NamedHandle[Any]],
+        queued_ns: int,
     ) -> None:
         started_ns = time.monotonic_ns()
-        device = torch.cuda.current_device()
-        if handles and handles[0].work.tensors:
-            device = handles[0].work.tensors[0].get_device()
-        with torch.cuda.device(device):
-            stream = self._streams.get(device)
-            if stream is None:
-                stream = self._streams[device] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(stream):
-                for handle in handles:
-                    assert handle.ready is not None
-                    handle.ready.wait([*handle.work.tensors])
-                execution = Execution(steps)
-                packed = _Started(number, batch, execution, handles, queued_ns, started_ns)
-                execution.finish()  # orders the stream; the host does not wait
-                moment = Moment.now()
+        device = self._device_of(batch, handles)
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):  # its device is the current one in here
+            for handle in handles:
+                assert handle.ready is not None
+                handle.ready.wait([*handle.work.tensors])
+            execution = Execution(run(batch, works, self._members, device))
+            packed = _Started(number, batch, execution, handles, queued_ns, started_ns)
+            execution.finish()  # orders the stream; the host does not wait
+            moment = Moment.now(device)
         self._ended(packed, moment)
+
+    def _device_of(self, batch: Batch, handles: Sequence[NamedHandle[Any]]) -> torch.device:
+        """Where a batch runs on this rank."""
+        devices = sorted({str(tensor.device) for handle in handles for tensor in handle.work.tensors})
+        if len(devices) > 1:
+            raise ValueError(
+                f"{', '.join(handle.label for handle in handles)} travel together, as the tensors of rank "
+                f"{self._members.ranks[0]} are on one GPU; here they are on {', '.join(devices)}, and expected on one. "
+                "Put the tensors of these names on one GPU on every rank, or wait for each call before the next"
+            )
+        # The current device of this thread is CUDA's first, which may be another rank's.
+        return torch.device(devices[0]) if devices else self.device or torch.device("cuda", torch.cuda.current_device())
 
     def _ended(self, started: _Started, moment: Moment | None = None) -> None:
         """The collectives have ended, well or not: whoever waits for the result learns which. In any thread."""

@@ -242,12 +242,14 @@ def _request(kind: str, tensors: Sequence[torch.Tensor], reducing: Reducing | No
                 f"the tensors of one group are on {', '.join(sorted(map(str, devices)))}; pass those of each device in "
                 "a call of their own."
             )
+    # With its index, so that tensors on two GPUs of a rank are not fused.
+    place = str(device) if device.type == "cuda" else device.type
     dtypes = [dtype_text(tensor.dtype) for tensor in tensors]
     shapes = [list(tensor.shape) for tensor in tensors]
     if reducing is None:
-        return Request(kind, dtypes, shapes, device.type)
+        return Request(kind, dtypes, shapes, place)
     return Request(
-        kind, dtypes, shapes, device.type, *(reducing.op.name, float(reducing.prescale), float(reducing.postscale))
+        kind, dtypes, shapes, place, *(reducing.op.name, float(reducing.prescale), float(reducing.postscale))
     )
 
 

@@ -80,7 +80,7 @@ class Tracing:
                 if len(handles) > 1 or len(handle.request.shapes) > 1:
                     recorder.span(row, MEMCPY_IN_FUSION_BUFFER, started_ns, packed_ns)
                 if handle.request.shapes:
-                    backend = mpi_backend.carrier(handle.request.device == "cuda")
+                    backend = mpi_backend.carrier(handle.request.on_gpu)
                     recorder.span(row, SHARED_MEMORY if staged else wire_phase(backend, kind), packed_ns, now)
         except Exception as error:  # those who wait for the batch are told after this
             self._give_up(error)

@@ -41,16 +41,16 @@ def join(*, counts: bool) -> int:
         AssertionError: Gradients of this rank are being reduced.
     """
     here = current()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     if "stand-in" not in here.ordinals:  # as on all ranks
-        return here.queue.join(counts).wait()
+        return here.queue.join(counts, device).wait()
     gc.collect()  # optimizers that were dropped, before any rank stands in for one that others have no more
     stand_ins = dict(here.stand_ins)
     if any(each.in_flight for each in stand_ins.values()):
         raise AssertionError("join() was called while gradients are being reduced: call optimizer.step() first.")
-    handle = here.queue.join(counts)
+    handle = here.queue.join(counts, device)
     # A thread each: the others may come to their optimizers in any order. They cannot be interrupted, the caller can.
     ends: Ends = queue.SimpleQueue()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     for number, each in stand_ins.items():
         args = (number, each, counts, device, ends)
         threading.Thread(target=_stand_in, args=args, name="spark_hvd-join", daemon=True).start()
@@ -95,7 +95,7 @@ def _hear(ends: Ends, ended: set[int], handle: NamedHandle[int]) -> None:
     ended.add(number)
 
 
-def _stand_in(number: int, each: StandIn, counts: bool, device: int | None, ends: Ends) -> None:
+def _stand_in(number: int, each: StandIn, counts: bool, device: torch.device | None, ends: Ends) -> None:
     try:
         if device is not None:
             torch.cuda.set_device(device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -12,6 +14,7 @@ from spark_hvd.context.standing import standing
 from spark_hvd.world.activity import activity
 from spark_hvd.world.vitals import Vitals
 
+_log = logging.getLogger("spark_hvd")
 _PAGE = resource.getpagesize()
 
 
@@ -37,8 +40,7 @@ def observe() -> Vitals | None:
         comm_seconds=activity.waited(now),
         cpu_seconds=time.process_time(),
         memory_bytes=_resident(),
-        gpu_memory_bytes=torch.cuda.memory_reserved() if _has_gpu() else None,
-        gpu_utilization=_gpu_utilization(),
+        **_gpu(),
         stall_warning=here.engine.config.stall_warning,
         **(_steps_of_optimizers() if progress is None else progress.facts(now)),
     )
@@ -53,15 +55,26 @@ def _resident() -> int:
         return int(file.read().split()[1]) * _PAGE
 
 
-def _has_gpu() -> bool:
-    """Whether this process uses one; to ask in another way would make it use one."""
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+def _gpu() -> dict[str, Any]:
+    """The fields of the GPUs that this process uses: those on which torch holds memory.
+
+    The current device says nothing: each thread has its own, and this thread's is CUDA's first.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # to ask in another way would begin to use one
+        return {}
+    held = {number: torch.cuda.memory_reserved(number) for number in range(torch.cuda.device_count())}
+    busy = [share for number, bytes_ in held.items() if bytes_ and (share := _utilization(number)) is not None]
+    return {
+        "gpu_memory_bytes": sum(held.values()),
+        "gpu_utilization": sum(busy) / len(busy) if busy else None,
+    }
 
 
-def _gpu_utilization() -> float | None:
-    if not _has_gpu():
-        return None
+def _utilization(device: int) -> float | None:
     try:
-        return torch.cuda.utilization() / 100
-    except (ImportError, RuntimeError):  # without pynvml, or where the driver does not tell
+        return torch.cuda.utilization(device) / 100
+    except (
+        Exception
+    ) as error:  # without pynvml, or NVML's own errors: on MIG, vGPU and in some containers it tells nothing
+        _log.debug("NVML tells nothing of cuda:%d: %s", device, error)
         return None

@@ -49,7 +49,7 @@ def _grouped(requests: Mapping[int, Request]) -> _Groups:
 
 _CHECKS: list[tuple[str, Callable[[Request], object], Callable[[Any], str]]] = [
     ("number of tensors", lambda request: len(request.shapes), lambda count: f"{count} tensor{'s' * (count != 1)}"),
-    ("kind of device", lambda request: request.device, "device {}".format),
+    ("kind of device", lambda request: request.device.partition(":")[0], "device {}".format),
     ("reduction", lambda request: request.op, lambda op: f"op={op.title()}"),
     (
         "scales",

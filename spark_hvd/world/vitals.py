@@ -51,8 +51,8 @@ class Vitals:
         metrics: The last values given to `hvd.progress`, by name.
         cpu_seconds: Processor time of the process, all of its threads.
         memory_bytes: Resident memory of the process.
-        gpu_memory_bytes: Reserved by torch on the rank's GPU; None without one.
-        gpu_utilization: Of that GPU, from 0 to 1; None where it cannot be told.
+        gpu_memory_bytes: Reserved by torch on the rank's GPUs; None without one.
+        gpu_utilization: Of those GPUs, their mean, from 0 to 1; None where it cannot be told.
         stall_warning: Seconds after which a collective that does not end is worth a word; None: never.
         ended: Whether the rank's program has ended, or has left the world: there is no more to come of it.
     """

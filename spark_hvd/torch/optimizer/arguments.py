@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -73,6 +74,16 @@ def spec_of(name: str, param: torch.Tensor) -> ParamSpec:
     return ParamSpec(
         name, tuple(param.shape), tuple(param.stride()), param.dtype, str(param.device), param.requires_grad
     )
+
+
+def placement(params: Sequence[torch.Tensor]) -> str:
+    """Which of them share a device: buckets of ranks that divide them otherwise would not fit together."""
+    number_of: dict[torch.device, int] = {}
+    numbers = [number_of.setdefault(param.device, len(number_of)) for param in params]
+    if len(number_of) < 2:
+        return "one device"
+    runs = [(number, len(list(run))) for number, run in groupby(numbers)]
+    return ", then ".join(f"{count} on device {number}" for number, count in runs)
 
 
 def group_indices(

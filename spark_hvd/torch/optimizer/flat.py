@@ -316,8 +316,9 @@ class FlatBucket:
         Args:
             correction: A further factor.
         """
-        scale = self.reduction.postscale * correction
-        if isinstance(scale, torch.Tensor) or scale != 1.0:
+        if isinstance(correction, torch.Tensor):  # of the first bucket, which may be on another GPU
+            self._body.mul_(self.reduction.postscale * correction.to(self._flat.device, non_blocking=True))
+        elif (scale := self.reduction.postscale * correction) != 1.0:
             self._body.mul_(scale)
         if self._missing:
             used = (self._flags.abs() > 0.5).tolist()

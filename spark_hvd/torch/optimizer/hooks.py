@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NoReturn, Protocol
 
@@ -82,6 +83,22 @@ def make_hook(
     return hook
 
 
+def one_after_another(hook: Callable[[torch.Tensor], None], lock: threading.RLock) -> Callable[[torch.Tensor], None]:
+    """A hook that waits while another with the same lock runs, in whichever thread.
+
+    Autograd has a thread for each GPU, and runs in the caller's thread what is on the CPU. So the hooks of parameters on
+    several devices come from several threads at once. All that they change, down to which bucket is launched next, is
+    changed under one lock: buckets are launched one after the other, in plan order, by whichever thread. A launch waits
+    for no other rank, so the lock is held for moments. Parameters on one device have one thread, and need no lock.
+    """
+
+    def locked(gradient: torch.Tensor) -> None:
+        with lock:
+            hook(gradient)
+
+    return locked
+
+
 def _alive(reducer_ref: weakref.ref[Backward]) -> Backward:
     reducer = reducer_ref()
     assert reducer is not None, "hooks are removed with their reducer"
@@ -110,13 +127,23 @@ class Watch:
         self.watched: dict[int, None] = {}
         """Indices of the parameters, in the order in which they were hooked."""
         self._params, self._progress, self._reducer_ref = params, progress, reducer_ref
+        self._lock: threading.RLock | None = None
+        """Where the parameters are on several devices."""
 
-    def add(self, index: int) -> None:
-        """Hook a parameter, once."""
-        if index in self.watched:
-            return
+    def add(self, indices: Iterable[int]) -> None:
+        """Hook parameters, each once."""
+        if self._lock is None and len({param.device for param in self._params}) > 1:
+            self._lock = threading.RLock()
+            self.renew()
+        for index in indices:
+            if index not in self.watched:
+                self._hook(index)
+
+    def _hook(self, index: int) -> None:
         self.watched[index] = None
         hook = make_hook(index, self._progress, self._reducer_ref)
+        if self._lock is not None:
+            hook = one_after_another(hook, self._lock)
         self.handles.append(self._params[index].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def clear(self) -> None:
@@ -133,8 +160,7 @@ class Watch:
         """Hook parameters again."""
         watched = list(self.watched)
         self.clear()
-        for index in watched:
-            self.add(index)
+        self.add(watched)
 
     def require_hooks(self) -> None:
         """Raise a RuntimeError if hooks are lost, so that backward could not tell of its gradients."""

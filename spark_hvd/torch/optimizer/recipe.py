@@ -16,7 +16,7 @@ from spark_hvd.collectives.process_set import ProcessSet, global_process_set, qu
 from spark_hvd.context.local import is_averaged, is_local
 from spark_hvd.context.standing import Context, current, in_world
 from spark_hvd.elastic.run import WorldHook, register_world_hook
-from spark_hvd.torch.optimizer.arguments import exchange_device, spec_of
+from spark_hvd.torch.optimizer.arguments import exchange_device, placement, spec_of
 from spark_hvd.torch.optimizer.buckets import MEGABYTE, ParamSpec
 from spark_hvd.torch.optimizer.flat import GradientCompressor, Reduction
 from spark_hvd.torch.optimizer.hooks import remove_all
@@ -139,7 +139,7 @@ class Recipe:
             pipes=pipes,
             passes=self.passes,
             cap_bytes=int(cap_mb * MEGABYTE),
-            settings=self._settings(config),
+            settings=self._settings(config, params),
             tracing=context.engine.tracing,
         )
         if self.process_set is global_process_set:
@@ -153,10 +153,11 @@ class Recipe:
             )
         return reducer
 
-    def _settings(self, config: Config) -> dict[str, Any]:
+    def _settings(self, config: Config, params: Sequence[torch.nn.Parameter]) -> dict[str, Any]:
         """What must be the same on all ranks, besides the parameters."""
         return {
             "op": self.op.name,
+            "placement of the parameters": placement(params),
             "gradient_predivide_factor": self.gradient_predivide_factor,
             "compression": getattr(self.compression, "__name__", type(self.compression).__name__),
             "backward_passes_per_step": self.passes,

@@ -157,9 +157,7 @@ class GradientReducer:
         self._progress.left.extend([self._passes] * len(params))
         self._progress.units.extend([Unplanned()] * len(params))
         self._plan.unplanned.extend(range(first, len(self._params)))
-        for index in range(first, len(self._params)):
-            if self._params[index].requires_grad:
-                self._watch.add(index)
+        self._watch.add(index for index in range(first, len(self._params)) if self._params[index].requires_grad)
 
     def restart(
         self, params: Sequence[torch.nn.Parameter], specs: Sequence[ParamSpec], groups: Sequence[Sequence[int]]
@@ -392,8 +390,7 @@ class GradientReducer:
         plan.withdraw(misfits)
         buckets, sparse = len(self._buckets), len(plan.sparse)
         self._place(facts[0]["newcomers"][::-1] + misfits, facts)
-        for index in newcomers:
-            self._watch.add(index)
+        self._watch.add(newcomers)
         self._pipeline.launch_rest(presence := self._joined or Presence.HERE)
         self._pipeline.finish(buckets, [self._params[index] for index in plan.sparse[sparse:]], presence)
         plan.require_fit(buckets)

@@ -1,0 +1,93 @@
+"""One rank of two whose devices are simulated: runs the cases of a module, and prints what came of each.
+
+    python -m tests.gpu_sim.rank steps
+
+A case fails by an exception, and by anything that a real device would have punished at some time: see ``Observed``.
+A mutant is a case in which the product is broken on purpose: it fails if that is not noticed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from tests.gpu_sim.device import DEVICES, observed, stop_listening
+
+import tests.gpu_sim.nccl  # noqa: F401  isort: skip
+
+import torch  # isort: skip
+
+LIMIT = 50
+"""Seconds of a module's cases."""
+EACH = DEVICES // 2
+"""Devices of a rank: rank r has those from r * EACH."""
+
+Case = Callable[[], Any]
+cases: list[tuple[str, Case, str | None]] = []
+
+
+def case(call: Case) -> Case:
+    """A case that must run without a fault."""
+    cases.append((call.__name__, call, None))
+    return call
+
+
+def mutant(expected: str) -> Callable[[Case], Case]:
+    """A case that must end with a fault or an error in which `expected` occurs."""
+
+    def decorate(call: Case) -> Case:
+        cases.append((call.__name__, call, expected))
+        return call
+
+    return decorate
+
+
+def first_device() -> torch.device:
+    """This rank's first device."""
+    return torch.device("cuda", int(os.environ["RANK"]) * EACH)
+
+
+def verdict(call: Case, expected: str | None) -> str | None:
+    """Run a case, and say what is wrong; None: nothing."""
+    first = first_device().index
+    torch.cuda.set_device(first)
+    observed.begin(set(range(first, first + EACH)))
+    error = ""
+    try:
+        call()
+    except Exception:
+        error = traceback.format_exc()
+    found = "\n".join([*observed.all_faults, *([error] if error else [])])
+    if expected is None:
+        return found or None
+    return (
+        None if expected in found else f"the mutant was not noticed; expected {expected!r}, found {found or 'nothing'}"
+    )
+
+
+def main(module: str) -> None:
+    """Run the cases of a module in the world that torchrun's variables describe."""
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    import spark_hvd.torch as hvd
+
+    hvd.init()
+    # As the module that cases import, which this one is not while it is __main__.
+    from tests.gpu_sim import rank as shared
+
+    importlib.import_module(f"tests.gpu_sim.{module}")
+    for name, call, expected in shared.cases:
+        if call.__module__ != f"tests.gpu_sim.{module}":  # that module only imports from it
+            continue
+        print(json.dumps([name, verdict(call, expected)]), flush=True)
+    hvd.shutdown()
+    stop_listening()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,157 @@
+"""Steps of DistributedOptimizer on simulated devices: two ranks, held against one process on the rows of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+
+import spark_hvd.torch as hvd
+from spark_hvd.torch.optimizer.flat import FlatBucket
+from tests.gpu_sim import nccl
+from tests.gpu_sim.device import SimulatedStream, current_stream, observed, stream
+from tests.gpu_sim.rank import case, first_device, mutant
+
+WIDTH = 16
+SETTLED = 2
+"""Steps after which the plan is made, and nothing is to wait for a device any more."""
+
+Loss = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
+
+
+def net(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """The same on every rank, on the CPU."""
+    torch.manual_seed(1)
+    return torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(4)])
+
+
+def rows(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A rank's rows of a step."""
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step * 10 + rank), dtype=dtype)
+
+
+def square(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(batch).float().square().mean()
+    return loss
+
+
+def alone(steps: int, passes: int, dtype: torch.dtype, loss: Loss) -> list[torch.Tensor]:
+    """The weights that one process gets from the rows of both ranks."""
+    model = net(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(passes):
+            for rank in range(2):
+                (loss(model, rows(rank, step * passes + part, dtype)) / 2).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+def train(
+    steps: int = 5,
+    passes: int = 1,
+    dtype: torch.dtype = torch.float32,
+    loss: Loss = square,
+    place: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
+    close: float = 1e-5,
+    **options: Any,
+) -> None:
+    """Train on both ranks, and compare with one process."""
+    device = first_device()
+    model = net(dtype).to(device) if place is None else place(net(dtype))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        named_parameters=model.named_parameters(),
+        bucket_cap_mb=0.002,
+        backward_passes_per_step=passes,
+        **options,
+    )
+    batches = [rows(hvd.rank(), number, dtype).to(device) for number in range(steps * passes)]
+    nccl.launches.clear()
+    for step in range(steps):
+        observed.stepping = step >= SETTLED
+        optimizer.zero_grad()
+        for part in range(passes):
+            loss(model, batches[step * passes + part]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    observed.stepping = False
+    assert len(nccl.launches) >= 2 * steps
+    for mine, theirs in zip(model.parameters(), alone(steps, passes, dtype, loss), strict=True):
+        torch.testing.assert_close(mine.detach().cpu(), theirs, rtol=close, atol=close)
+
+
+@case
+def plain() -> None:
+    train()
+
+
+@case
+def fp16() -> None:
+    train(compression=hvd.Compression.fp16, close=1e-2)
+
+
+@case
+def bf16_parameters() -> None:
+    train(dtype=torch.bfloat16, close=5e-2)
+
+
+@case
+def two_passes() -> None:
+    train(passes=2)
+
+
+@case
+def predivided() -> None:
+    train(gradient_predivide_factor=2.0)
+
+
+@case
+def the_first_bucket_is_on_its_way_before_backward_ends() -> None:
+    train()
+    kernels = [name for name, *_ in observed.kernels]
+    first = len(kernels) - 1 - kernels[::-1].index("aten::mm")
+    assert "nccl::all_reduce" in kernels[first - 8 : first], kernels[first - 12 :]
+
+
+@case
+def backward_on_a_stream_of_its_own() -> None:
+    side = SimulatedStream()
+
+    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if not batch.is_cuda:
+            return square(model, batch)
+        side.wait_stream(current_stream())
+        with stream(side):
+            result = square(model, batch)
+        current_stream().wait_stream(side)
+        return result
+
+    train(loss=loss)
+
+
+def wait_for_nobody(self: FlatBucket) -> None:
+    work, self._work = self._work, None
+    assert work is not None
+    work._under_way.wait()  # the numbers come; no stream waits for them
+
+
+def wait_on_another_stream(self: FlatBucket) -> None:
+    work, self._work = self._work, None
+    with stream(SimulatedStream()):
+        assert work is not None
+        work.wait()
+
+
+@mutant("not waited for")
+def nobody_waits_for_nccl() -> None:
+    with mock.patch.object(FlatBucket, "wait", wait_for_nobody):
+        train()
+
+
+@mutant("not waited for")
+def another_stream_waits_for_nccl() -> None:
+    with mock.patch.object(FlatBucket, "wait", wait_on_another_stream):
+        train()

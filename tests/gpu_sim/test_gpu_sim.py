@@ -1,0 +1,78 @@
+"""What is written for CUDA, run without a GPU: see tests/gpu_sim/device.cpp."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+MODULES = ["steps", "named", "worlds"]
+RANKS = 2
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The simulated devices, compiled."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        if os.environ.get("CI"):
+            pytest.fail("there is no C++ compiler, and CI must run the simulated devices: install g++")
+        pytest.skip("there is no C++ compiler for the simulated devices: install g++")
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA itself: run tests/gpu instead")
+    root = Path(torch.__file__).parent
+    made = tmp_path_factory.mktemp("gpu_sim") / "device.so"
+    includes = [f"-isystem{root / 'include' / folder}" for folder in ("", "torch/csrc/api/include")]
+    command = [compiler, "-shared", "-fPIC", "-O0", "-std=c++20", *includes, str(HERE / "device.cpp"), "-o", str(made)]
+    subprocess.run([*command, f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"], check=True, timeout=110)
+    return made
+
+
+def cases_of(module: str) -> list[str]:
+    """The names of a module's cases. To import it here would load torch without the devices."""
+    return re.findall(r"^@(?:case|mutant\(.*\))\ndef (\w+)", (HERE / f"{module}.py").read_text(), re.MULTILINE)
+
+
+@cache
+def verdicts(module: str, library: Path) -> dict[str, list[str | None]]:
+    """What each rank said of each case."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu_sim.rank", module],
+            cwd=HERE.parents[1],
+            env={**os.environ, **shared, "RANK": str(rank), "GPU_SIM_LIBRARY": str(library)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    ends = [rank.communicate() for rank in ranks]
+    said: dict[str, list[str | None]] = {}
+    for out, err in ends:
+        answers = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
+        for name in cases_of(module):
+            said.setdefault(name, []).append(dict(answers).get(name, f"it did not come so far:\n{err}"))
+    return said
+
+
+@pytest.mark.parametrize(("module", "case"), [(module, case) for module in MODULES for case in cases_of(module)])
+def test_on_simulated_devices(module: str, case: str, library: Path) -> None:
+    for rank, fault in enumerate(verdicts(module, library)[case]):
+        assert fault is None, f"rank {rank}: {fault}"

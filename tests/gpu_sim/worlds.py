@@ -1,0 +1,281 @@
+"""What else happens to ranks with GPUs: join, vitals, commits, SyncBatchNorm, two devices; all on simulated devices."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import spark_hvd.torch as hvd
+from spark_hvd.collectives.handle import NamedHandle
+from spark_hvd.collectives.queue import NegotiatedQueue
+from spark_hvd.context.observe import observe
+from spark_hvd.elastic.snapshot import Snapshots
+from spark_hvd.torch.optimizer import hooks
+from spark_hvd.world.errors import PlanMismatchError
+from tests.gpu_sim import nccl
+from tests.gpu_sim.device import observed
+from tests.gpu_sim.named import TOTAL, check, mine, other_device
+from tests.gpu_sim.rank import case, first_device, mutant
+from tests.gpu_sim.steps import WIDTH, net, rows, square
+
+
+def one_joins_early(device: torch.device) -> None:
+    """Rank 1 has no more data; rank 0 goes on alone."""
+    if hvd.rank() == 0:
+        check(hvd.allreduce(mine(device), op=hvd.Sum, name="alone"), 1.0)
+        handles = [hvd.allreduce_async(mine(device), op=hvd.Sum, name=f"alone {k}") for k in range(3)]
+        for handle in handles:
+            check(handle.wait(), 1.0)
+        gathered = hvd.allgather(mine(device, 2), name="rows of one")
+        assert gathered.shape == (2, 4)
+    hvd.join()
+
+
+@case
+def join_by_name() -> None:
+    one_joins_early(first_device())
+
+
+@case
+def join_in_a_thread_whose_device_was_chosen_there() -> None:
+    torch.cuda.set_device(0)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        torch.cuda.set_device(first_device())
+        try:
+            one_joins_early(first_device())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert not errors, errors
+
+
+@case
+def join_of_an_optimizer() -> None:
+    model = net().to(first_device())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), bucket_cap_mb=0.002)
+    for step in range(5 - hvd.rank() * 2):
+        optimizer.zero_grad()
+        square(model, rows(hvd.rank(), step).to(first_device())).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    hvd.join()
+    weights = torch.cat([param.detach().flatten() for param in model.parameters()])
+    kept = hvd.broadcast(weights, root_rank=0, name="weights of the last")
+    assert torch.isfinite(kept).all()
+
+
+@mutant("another rank's")
+def stand_ins_on_the_device_of_the_engine() -> None:
+    keep = NegotiatedQueue.join
+
+    def join(self: NegotiatedQueue, counts: bool, device: torch.device | None) -> NamedHandle[int]:
+        return keep(self, counts, None)
+
+    with mock.patch.object(NegotiatedQueue, "join", join):
+        one_joins_early(first_device())
+    if hvd.rank() == 0:  # whose device is the engine's by chance
+        raise AssertionError("another rank's")
+
+
+class NVMLError(Exception):
+    """As pynvml's."""
+
+
+@case
+def vitals_are_those_of_the_ranks_device() -> None:
+    held = {first_device().index: 5000}
+    seen = []
+    with (
+        mock.patch.object(torch.cuda, "memory_reserved", side_effect=lambda device=0: held.get(device, 0)),
+        mock.patch.object(torch.cuda, "utilization", side_effect=lambda device=0: 40 + device),
+    ):
+        thread = threading.Thread(target=lambda: seen.append(observe()))
+        thread.start()
+        thread.join()
+    vitals = seen[0]
+    assert vitals is not None
+    assert vitals.gpu_memory_bytes == 5000
+    assert vitals.gpu_utilization == (40 + first_device().index) / 100
+
+
+@case
+def vitals_without_word_from_nvml() -> None:
+    with (
+        mock.patch.object(torch.cuda, "memory_reserved", return_value=1),
+        mock.patch.object(torch.cuda, "utilization", side_effect=NVMLError("Not Supported")),
+    ):
+        vitals = observe()
+    assert vitals is not None
+    assert vitals.gpu_utilization is None
+
+
+@case
+def commits() -> None:
+    model = net().to(first_device())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    snapshots = Snapshots()
+    params = list(model.parameters())
+    stable = {id(param): param for param in params}
+    assert stable
+    for number in range(4):
+        optimizer.zero_grad()
+        square(model, rows(0, number).to(first_device())).backward()  # type: ignore[no-untyped-call]
+        snapshots.wait_copied()
+        optimizer.step()
+        expected = [param.detach().cpu() for param in params]
+        snapshots.take(number, {"model": params})
+        last = snapshots.last()
+        assert last is not None
+        for one, other in zip(last.value("model", own=True), expected, strict=True):
+            assert one.device == first_device()
+            assert torch.equal(one.cpu(), other)
+
+
+def with_two_devices() -> tuple[torch.nn.Module, torch.nn.Module]:
+    lower, upper = net(), net()
+    return lower.to(first_device()), upper.to(other_device())
+
+
+@case
+def a_model_on_two_devices() -> None:
+    """As the second example of docs/gpus.md: held against one process on the rows of both ranks."""
+    for op, dtype in ((hvd.Average, torch.float32), (hvd.Sum, torch.float32)):
+        lower, upper = with_two_devices()
+        params = [*lower.parameters(), *upper.parameters()]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.01, momentum=0.9), op=op, bucket_cap_mb=0.002)
+        for step in range(5):
+            observed.stepping = False
+            batch = rows(hvd.rank(), step, dtype).to(first_device())
+            observed.stepping = step >= 2
+            optimizer.zero_grad()
+            upper(lower(batch).to(other_device())).square().mean().backward()
+            optimizer.step()
+        observed.stepping = False
+        ours = [param.detach().cpu() for param in params]
+        lower, upper = net(), net()
+        alone = [*lower.parameters(), *upper.parameters()]
+        plain = torch.optim.SGD(alone, lr=0.01, momentum=0.9)
+        share = 2 if op is hvd.Average else 1
+        for step in range(5):
+            plain.zero_grad()
+            for rank in range(2):
+                (upper(lower(rows(rank, step, dtype))).square().mean() / share).backward()
+            plain.step()
+        for mine_, theirs in zip(ours, alone, strict=True):
+            torch.testing.assert_close(mine_, theirs.detach(), rtol=1e-4, atol=1e-5)
+        buckets = {device for _, device, name in nccl.launches if name == "all_reduce"}
+        assert buckets >= {first_device().index, other_device().index}
+
+
+def two_branches() -> None:
+    """Autograd's threads of two GPUs come to the hooks at once: one while the other starts its all-reduce."""
+    first, second = torch.nn.Linear(WIDTH, 4), torch.nn.Linear(WIDTH, 4)
+    for layer in (first, second):
+        torch.nn.init.constant_(layer.weight, 0.5)
+    first.to(first_device())
+    second.to(other_device())
+    params = [*first.parameters(), *second.parameters()]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1), op=hvd.Sum)
+    first_is_there, again = threading.Event(), threading.Event()
+
+    class Held(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+            assert first_is_there.wait(20)
+            return gradient
+
+    first.bias.register_post_accumulate_grad_hook(lambda _: first_is_there.set())
+    first.weight.register_post_accumulate_grad_hook(lambda _: first_is_there.set())
+    real = dist.all_reduce
+    started: list[int] = []
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if not tensor.is_cuda:
+            return real(tensor, *args, **options)
+        started.append(tensor.get_device())
+        if len(started) == 1:
+            first_is_there.set()
+            again.wait(0.2)  # a pause: makes it likely that the other thread comes
+        else:
+            again.set()
+        return real(tensor, *args, **options)
+
+    with mock.patch.object(dist, "all_reduce", all_reduce):
+        for _ in range(3):
+            for each in (first_is_there, again):
+                each.clear()
+            started.clear()
+            optimizer.zero_grad()
+            batch = torch.ones(1, WIDTH)
+            upper = Held.apply(second(batch.to(other_device()))).sum()
+            loss = first(batch.to(first_device())).sum() + upper.to(first_device())
+            loss.backward()
+            optimizer.step()
+            assert started == [first_device().index, other_device().index], started
+    for param in params:
+        start = 0.5 if param.dim() == 2 else None
+        if start is not None:
+            torch.testing.assert_close(param.detach().cpu(), torch.full(param.shape, start - 3 * 0.1 * 2))
+
+
+@case
+def two_threads_of_autograd_in_the_hooks() -> None:
+    two_branches()
+
+
+@mutant("started")
+def hooks_without_a_lock() -> None:
+    with mock.patch.object(hooks, "one_after_another", side_effect=lambda hook, lock: hook):
+        two_branches()
+
+
+@case
+def parameters_that_ranks_divide_otherwise() -> None:
+    lower, upper = with_two_devices()
+    if hvd.rank() == 1:
+        upper.to(first_device())
+    with pytest.raises(PlanMismatchError, match="8 on device 0, then 8 on device 1"):
+        hvd.DistributedOptimizer(torch.optim.SGD([*lower.parameters(), *upper.parameters()], lr=0.1))
+
+
+@case
+def batch_normalisation_over_ranks() -> None:
+    layer = hvd.SyncBatchNorm(WIDTH).to(first_device())
+    alone = torch.nn.BatchNorm1d(WIDTH)
+    for step in range(3):
+        here = rows(hvd.rank(), step).to(first_device()).requires_grad_()
+        out = layer(here)
+        out.square().sum().backward()
+        whole = torch.cat([rows(0, step), rows(1, step)]).requires_grad_()
+        expected = alone(whole)
+        expected.square().sum().backward()
+        mine_ = slice(3 * hvd.rank(), 3 * hvd.rank() + 3)
+        torch.testing.assert_close(out.detach().cpu(), expected[mine_].detach(), rtol=1e-4, atol=1e-5)
+        assert here.grad is not None
+        assert whole.grad is not None
+        torch.testing.assert_close(here.grad.cpu(), whole.grad[mine_], rtol=1e-4, atol=1e-5)
+
+
+@case
+def the_sum_of_names_on_two_devices_in_one_breath() -> None:
+    for turn in range(3):
+        handles = [
+            hvd.allreduce_async(mine(device) * (k + 1), op=hvd.Sum, name=f"mixed {k}")
+            for k, device in enumerate([first_device(), other_device()] * 2)
+        ]
+        for k, handle in enumerate(handles):
+            check(handle.wait(), TOTAL * (k + 1))
+        assert turn >= 0
