@@ -77,7 +77,7 @@ def test_what_is_not_installed_is_named_with_the_remedy(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MpiMissingError, match=r"mpiexec\.hydra is neither.*pip install 'spark_hvd\[mpi\]'"):
+    with pytest.raises(MpiMissingError, match=r"mpiexec\.hydra is neither.*pip install mpi4py mpich"):
         mpich.manager_command(LAYOUT, ADDRESS, None)
     with pytest.raises(MpiMissingError, match=r"orted is neither.*apt-get install openmpi-bin"):
         openmpi.manager_command(LAYOUT, ADDRESS, None)

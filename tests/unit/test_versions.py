@@ -18,7 +18,7 @@ def padded(version: str) -> str:
 def floors() -> dict[str, str]:
     text = (ROOT / "pyproject.toml").read_text()
     needed = re.search(r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
-    extras = re.findall(r"^(?:torch|lightning|mpi|s3) = (\[.*\])$", text, re.MULTILINE)
+    extras = re.findall(r"^(?:spark|torch|lightning|mpi|s3) = (\[.*\])$", text, re.MULTILINE)
     assert needed is not None
     return dict(re.findall(r'"([\w-]+)>=([\d.]+)', "".join([needed[1], *extras])))
 
