@@ -175,7 +175,7 @@ class SparkEstimator(SavedParams, Estimator[M]):
         return replace(spec, needs_two_rows=layers[0] if layers else None)
 
     def _trained(self, plan: FitPlan, spec: TrainSpec, num_proc: int, data: Mapping[str, Any] | None = None) -> M:
-        state, history = train_on_ranks(plan, spec, num_proc, self._framework, data)
+        state, history = train_on_ranks(plan, spec, num_proc, self._framework, data, self._optimizer_facts(plan))
         return self._model(plan, spec, state, history)
 
     # -- what a subclass adds
@@ -191,6 +191,10 @@ class SparkEstimator(SavedParams, Estimator[M]):
 
     def _derived(self, settings: Settings) -> dict[str, Any]:
         """Fields of TrainSpec and Objects that follow from parameters of another name."""
+        return {}
+
+    def _optimizer_facts(self, plan: FitPlan) -> dict[str, Any]:
+        """What a tracker is told of the optimizer, by the names of MLflow's own logging."""
         return {}
 
     def _untrained(self, plan: FitPlan, spec: TrainSpec) -> M:

@@ -25,7 +25,12 @@ _log = logging.getLogger(__name__)
 
 
 def train_on_ranks(
-    plan: FitPlan, spec: TrainSpec, num_proc: int, framework: Framework, rows: Mapping[str, Any] | None = None
+    plan: FitPlan,
+    spec: TrainSpec,
+    num_proc: int,
+    framework: Framework,
+    rows: Mapping[str, Any] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], History]:
     """The checkpoint of the trained model, and the history.
 
@@ -35,6 +40,7 @@ def train_on_ranks(
         num_proc: Number of ranks.
         framework: Of the model.
         rows: The run's ``data``, where ranks are handed their rows.
+        facts: Further ones for a tracker.
 
     Raises:
         DataError: there are fewer rows than ranks.
@@ -63,7 +69,7 @@ def train_on_ranks(
             packed = pack(plan.objects, "the parameters")
 
             def run(spec: TrainSpec) -> Any:
-                job = renamed(train, plan.name), (spec, packed, framework)
+                job = renamed(train, plan.name, **_facts(plan, facts or {})), (spec, packed, framework)
                 if rows is None:
                     return plan.backend.run(*job)
                 assert isinstance(plan.backend, SparkBackend)
@@ -86,6 +92,16 @@ def train_on_ranks(
         if returned is not None:
             return returned, history
     return checkpoints.trained(spec.restore_best_weights), history
+
+
+_FACTS = "epochs batch_size val_batch_size validation shuffle random_seed backward_passes_per_step scale_lr precision"
+
+
+def _facts(plan: FitPlan, more: Mapping[str, Any]) -> dict[str, str | int | float]:
+    """The parameters of a fit, and ``more``, as a tracker is told."""
+    known = {name: plan.settings.get(name) for name in _FACTS.split()} | dict(more)
+    plain = {name: value if isinstance(value, int | float) else str(value) for name, value in known.items()}
+    return {f"fit.{name}": value for name, value in plain.items() if known[name] is not None}
 
 
 def _through_losses(run: Callable[[TrainSpec], Any], spec: TrainSpec, checkpoints: Checkpoints) -> Any:

@@ -153,6 +153,9 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
         check_loss(spec, float(loss), batch)
         try_transform(self._untrained(plan, spec), tensors_of(spec.inputs, batch), needed=True)
 
+    def _optimizer_facts(self, plan: FitPlan) -> dict[str, Any]:
+        return {f"opt_{name}": value for name, value in plan.objects.optimizer.config["config"].items()}
+
     def _model(self, plan: FitPlan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> KerasModel:
         module = copy.deepcopy(plan.objects.model)
         module.load_state_dict(state["model"])

@@ -16,6 +16,7 @@ from spark_hvd.estimators.lightning.loop import LightningFramework
 from spark_hvd.estimators.lightning.parts import package_of
 from spark_hvd.estimators.lightning.tables import GONE, LIGHTNING
 from spark_hvd.estimators.lightning.trial import check_trainer_args, try_lightning
+from spark_hvd.estimators.torch.learning_rate import optimizer_facts
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.torch.trial import try_transform
 from spark_hvd.estimators.training.history import History
@@ -92,6 +93,17 @@ class LightningEstimator(SparkEstimator[LightningModel]):
                 "folder": os.getcwd(),
             },
         }
+
+    def _optimizer_facts(self, plan: FitPlan) -> dict[str, Any]:
+        try:
+            module: Any = copy.deepcopy(plan.objects.model)
+            found = module.configure_optimizers()
+        except Exception:  # it asks a Trainer that is not there
+            return {}
+        several = found[0] if isinstance(found, tuple) and isinstance(found[0], list) else found
+        several = several if isinstance(several, list | tuple) else [several]
+        made = [each["optimizer"] if isinstance(each, dict) else each for each in several]
+        return optimizer_facts([each for each in made if isinstance(each, torch.optim.Optimizer)])
 
     def _model(self, plan: FitPlan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> LightningModel:
         module = copy.deepcopy(plan.objects.model)

@@ -10,7 +10,7 @@ from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.fit.estimator import SparkEstimator, model_fields
 from spark_hvd.estimators.fit.plan import FitPlan, Settings
 from spark_hvd.estimators.params.tables import GONE, TORCH
-from spark_hvd.estimators.torch.learning_rate import make_optimizer, scale
+from spark_hvd.estimators.torch.learning_rate import make_optimizer, optimizer_facts, scale
 from spark_hvd.estimators.torch.loop import TorchFramework
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.torch.trial import try_batch, try_transform
@@ -57,6 +57,9 @@ class TorchEstimator(SparkEstimator[TorchModel]):
         try_transform(
             self._untrained(plan, spec), tensors_of(spec.inputs, batch), needed=plan.objects.train_minibatch_fn is None
         )
+
+    def _optimizer_facts(self, plan: FitPlan) -> dict[str, Any]:
+        return optimizer_facts([make_optimizer(plan.objects.optimizer, plan.objects.model)])
 
     def _model(self, plan: FitPlan, spec: TrainSpec, state: Mapping[str, Any], history: History) -> TorchModel:
         trained = copy.deepcopy(plan.objects)

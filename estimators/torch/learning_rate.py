@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,16 @@ def make_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
             "give a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
         )
     return optimizer
+
+
+def optimizer_facts(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Names and defaults of optimizers, as MLflow logs them of Lightning's; of several, a number is in front."""
+    found: dict[str, Any] = {}
+    for number, each in enumerate(optimizers):
+        prefix = f"{number}_" if len(optimizers) > 1 else ""
+        known = {"optimizer_name": type(each).__name__, **each.defaults}
+        found |= {f"{prefix}{name}": value for name, value in known.items()}
+    return found
 
 
 def make_scheduler(given: Any, optimizer: torch.optim.Optimizer, factor: float, steps: int) -> Scheduler | None:

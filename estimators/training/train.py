@@ -147,6 +147,8 @@ class Job:
         """
         restarts = {"restarts": hvd.generation()} if hvd.generation() else {}
         self.history.append({"epoch": len(self.history) + 1, **means, **rest, **restarts})
+        if hvd.rank() == 0:
+            activity.add_epoch(dict(self.history[-1]))
         if activity.progress is not None:
             activity.progress.report(**means)
 

@@ -85,11 +85,17 @@ def decode_vitals(record: Mapping[str, Any], most_ranks: int) -> Vitals:
 def _fits(name: str, value: object) -> bool:
     match name:
         case "metrics":
-            return isinstance(value, dict) and all(isinstance(number, _NUMBERS) for number in value.values())
+            return _are_numbers(value)
+        case "epochs_done":
+            return isinstance(value, list) and all(_are_numbers(each) and "epoch" in each for each in value)
         case "underway":
             return isinstance(value, list) and all(_is_underway(each) for each in value)
         case _:
             return isinstance(value, _VITALS[name])
+
+
+def _are_numbers(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(number, _NUMBERS) for number in value.values())
 
 
 def _is_underway(value: object) -> bool:

@@ -22,7 +22,7 @@ from spark_hvd.runner.launch.monitor import make_monitor
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.launch.stored import stored
 from spark_hvd.runner.options import launcher
-from spark_hvd.runner.outcome.payload import dump_call, name_of
+from spark_hvd.runner.outcome.payload import dump_call
 from spark_hvd.runner.supervise.processes import check_system
 from spark_hvd.runner.supervise.task import TaskSpec
 from spark_hvd.runner.tracebacks import briefly
@@ -86,7 +86,7 @@ def run_elastic_local(
     payload = dump_call(fn, args, kwargs or {})
     with (
         stored(sets) as sources,
-        make_monitor(config, name_of(fn), num_proc, stdout, stderr, tracker) as monitor,
+        make_monitor(config, fn, num_proc, stdout, stderr, tracker) as monitor,
         ExitStack() as closing,
     ):
         hub = ElasticHub(config.limits, HOST, None, monitor)

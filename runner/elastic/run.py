@@ -133,7 +133,7 @@ def run_elastic(
     with (
         torch_loading(session, config.env),
         stored(sets, data_store, session) as sources,
-        make_monitor(config, name, num_proc, stdout, stderr, tracker) as monitor,
+        make_monitor(config, fn, num_proc, stdout, stderr, tracker) as monitor,
         ExitStack() as closing,
     ):
         local = on_spark.is_local(session)

@@ -21,7 +21,7 @@ from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.options import launcher
 from spark_hvd.runner.outcome.collect import results
 from spark_hvd.runner.outcome.errors import RunError
-from spark_hvd.runner.outcome.payload import dump_call, name_of
+from spark_hvd.runner.outcome.payload import dump_call
 from spark_hvd.runner.outcome.rows import Packed
 from spark_hvd.runner.supervise.processes import check_system, fork_server
 from spark_hvd.runner.supervise.task import TaskSpec, run_ranks
@@ -92,7 +92,7 @@ def run_local(
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
     with (
         sets.on_disk() as folders,
-        make_monitor(config, name_of(fn), num_proc, stdout, stderr, tracker) as monitor,
+        make_monitor(config, fn, num_proc, stdout, stderr, tracker) as monitor,
     ):
         given_data = {"sources": sets.sources, "folders": folders}
 

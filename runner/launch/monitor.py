@@ -7,11 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, ParamSpec, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeVar
 
 from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.hub import HubServer, Listener
 from spark_hvd.runner.launch.result import RunResult
+from spark_hvd.runner.outcome.payload import name_of
 from spark_hvd.runner.terminal import harmless
 from spark_hvd.runner.watch.display.choose import make_display
 from spark_hvd.runner.watch.display.lines import Display, OutputQueue
@@ -175,13 +176,18 @@ class Monitor(Listener):
 
 
 def make_monitor(
-    config: CommonConfig, name: str, size: int, stdout: TextIO | None, stderr: TextIO | None, tracker: Tracker | None
+    config: CommonConfig,
+    fn: Callable[..., Any],
+    size: int,
+    stdout: TextIO | None,
+    stderr: TextIO | None,
+    tracker: Tracker | None,
 ) -> Monitor:
     """The monitor of a run.
 
     Args:
         config: Says what is to be shown.
-        name: Of the function that runs.
+        fn: The function that runs.
         size: Ranks expected.
         stdout: Where the ranks' stdout goes; None for this program's.
         stderr: Where their stderr goes; None for this program's.
@@ -190,9 +196,10 @@ def make_monitor(
     Raises:
         TypeError: `tracker` is none.
     """
+    name = name_of(fn)
     title = f"{name} on {size} rank{'' if size == 1 else 's'}"
     display = make_display(config.progress, config.verbose, stdout, stderr)
-    facts = {} if tracker is None else facts_of(config, name, num_proc=size)
+    facts = {} if tracker is None else facts_of(config, name, num_proc=size, **getattr(fn, "facts", {}))
     return Monitor(
         display,
         title,

@@ -93,7 +93,7 @@ def run(
     name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
     with (
         torch_loading(session, config.env),
-        make_monitor(config, name, tasks * config.procs_per_task, stdout, stderr, tracker) as monitor,
+        make_monitor(config, fn, tasks * config.procs_per_task, stdout, stderr, tracker) as monitor,
     ):
         attempt = Attempt(session, config, payload, name, run_id, resources, monitor, sets.in_spark(session))
 

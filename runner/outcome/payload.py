@@ -212,9 +212,10 @@ def _names(code: Any) -> Iterator[str]:
             yield from _names(constant)
 
 
-def renamed(fn: Callable[..., R], name: str) -> Callable[..., R]:
-    """`fn` under another name, as the Spark UI and whatever shows the run have it."""
+def renamed(fn: Callable[..., R], name: str, **facts: str | float) -> Callable[..., R]:
+    """`fn` under another name, as the Spark UI and whatever shows the run have it, and with facts for a tracker."""
     other = partial(fn)
+    other.facts = facts  # type: ignore[attr-defined]
     other.__qualname__ = name  # type: ignore[attr-defined] # partials have a __dict__, which is pickled too
     return other
 

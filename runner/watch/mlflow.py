@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _SYSTEM_EVERY = 10.0
 _RANKS_AT_ONCE = 64
 """With more ranks, each tells its system metrics less often: a server is to have the same work."""
+_FIT = "fit."
+"""Before the names of what estimators tell of a fit."""
 _PATIENCE = 15.0
 """Seconds that a run waits at its end for what the server has not taken yet."""
 
@@ -49,12 +51,12 @@ class MlflowTracker(Tracker):
         self._experiment, self._run_name, self._nested = experiment, run_name, nested
         self.run_id: str | None = None
         """Of the run of MLflow; None before the first start."""
-        self._ours = False
+        self._ours = self._fits = False
         self._outbox: Outbox | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self._generation = -1
+        self._generation, self._epoch = -1, 0.0
         self._began = time.time()
         self._steps = 0
         self._rank_0: Vitals | None = None
@@ -77,7 +79,8 @@ class MlflowTracker(Tracker):
         self.run_id = run_id = there if there is not None and not self._nested else self._new_run(there)
         self._reset()
         self._outbox = Outbox(run_id)
-        self._outbox.put(params={f"spark_hvd.{name}": str(value) for name, value in facts.items()})
+        self._fits = any(name.startswith(_FIT) for name in facts)
+        self._outbox.put(params={_param(name): str(value) for name, value in facts.items()})
 
     def take(self, vitals: Vitals) -> None:
         """See base class."""
@@ -88,7 +91,7 @@ class MlflowTracker(Tracker):
             self._before, self._newest, self._told = {}, {}, {}
         now = time.time()
         if vitals.rank == 0:
-            self._put(self._metrics(vitals, now))
+            self._put(self._epochs(vitals, now) if self._fits else self._metrics(vitals, now))
         self._newest[vitals.rank] = vitals
         if vitals.rank not in self._before:
             self._before[vitals.rank], self._told[vitals.rank] = vitals, now
@@ -132,6 +135,14 @@ class MlflowTracker(Tracker):
         if self._outbox is not None and values:
             self._outbox.put(values)
 
+    def _epochs(self, vitals: Vitals, now: float) -> list[Value]:
+        """The means of epochs that are new, as MLflow's own logging of Keras and Lightning has them: a point each."""
+        self._metrics(vitals, now)  # which counts the steps
+        new = [row for row in vitals.epochs_done if row["epoch"] > self._epoch]
+        self._epoch = max([self._epoch, *(row["epoch"] for row in new)])
+        at = int(1000 * now)
+        return [(name, row[name], at, int(row["epoch"])) for row in new for name in row if name != "epoch"]
+
     def _metrics(self, vitals: Vitals, now: float) -> list[Value]:
         """Rank 0's, if they are new."""
         before, self._rank_0 = self._rank_0, vitals
@@ -169,6 +180,11 @@ class MlflowTracker(Tracker):
             for name, value in found.items()
             if value is not None
         ]
+
+
+def _param(name: str) -> str:
+    """What a fact is called: those of a fit as MLflow's own logging calls them."""
+    return name.removeprefix(_FIT) if name.startswith(_FIT) else f"spark_hvd.{name}"
 
 
 def _numbers(summary: Summary | None) -> Iterator[tuple[str, float]]:

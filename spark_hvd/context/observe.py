@@ -36,6 +36,7 @@ def observe() -> Vitals | None:
             replace(one, ranks=None) if one.ranks is not None and len(one.ranks) == me.size else one
             for one in activity.underway(now)
         ),
+        epochs_done=activity.epochs_done(now),
         steps_before=activity.steps_before,
         comm_seconds=activity.waited(now),
         cpu_seconds=time.process_time(),

@@ -41,7 +41,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         inner = getattr(optimizer, "inner_optimizer", None)
         if isinstance(inner, DistributedKerasOptimizer):
             raise ValueError(OUTSIDE)
-        if isinstance(optimizer, DistributedKerasOptimizer) and model.jit_compile:
+        # That of compile, or those of a train_step of the user's own.
+        if model.jit_compile and any(isinstance(each, DistributedKerasOptimizer) for each in vars(model).values()):
             _log.warning("jit_compile of model %r is switched off: what ranks exchange cannot be compiled", model.name)
             model.jit_compile = False
 

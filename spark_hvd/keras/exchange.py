@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -125,11 +126,32 @@ class TensorFlowReducer:
         """See KerasReducer. What has no gradient here when the graph is made has none."""
         from spark_hvd.tensorflow.planned import reduced
 
+        _check_not_compiled()
         places = [self._place_of[id(variable)] for variable in variables]
         return reduced(self._gradients, places, gradients, for_the_step=True)
 
     def stepped(self) -> None:
         """The graph says so itself."""
+
+
+def _check_not_compiled() -> None:
+    """Find that a step of a model is being compiled by XLA, which would refuse the exchange in words of its own.
+
+    Raises:
+        ValueError: it is.
+    """
+    import keras
+    import tensorflow as tf
+
+    frame = None if tf.executing_eagerly() else sys._getframe(1)
+    while frame is not None:
+        model = frame.f_locals.get("self")
+        if isinstance(model, keras.Model) and model.jit_compile:
+            raise ValueError(
+                f"model {model.name!r} has jit_compile=True, and what ranks exchange cannot be compiled: give "
+                "compile() jit_compile=False. In fit, BroadcastGlobalVariablesCallback switches it off"
+            )
+        frame = frame.f_back
 
 
 def _handed(

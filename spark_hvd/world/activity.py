@@ -9,13 +9,15 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from spark_hvd.world.vitals import Underway
 
 _SHOWN = 8
+_EPOCHS, _EPOCH_SECONDS = 64, 10.0
 
 
 class Source(Protocol):
@@ -67,6 +69,7 @@ class Activity:
         """Steps that this process had done when its present world began."""
         self.progress: Loop | None = None
         """The loop that runs, or ran last."""
+        self._epochs: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=_EPOCHS)
         self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waiting: list[tuple[str, float, tuple[int, ...] | None]] = []
 
@@ -78,6 +81,14 @@ class Activity:
     def enter_world(self) -> None:
         """Another world begins."""
         self.steps_before = self.total_steps
+
+    def add_epoch(self, means: Mapping[str, float]) -> None:
+        """An epoch of a fit is done, with these means."""
+        self._epochs.append((time.monotonic(), means))
+
+    def epochs_done(self, now: float) -> list[Mapping[str, float]]:
+        """Those of the last seconds: whoever is told once a second hears of each, and of none for ever."""
+        return [means for at, means in list(self._epochs) if now - at < _EPOCH_SECONDS]
 
     def add_source(self, source: Source) -> None:
         """Ask it from now on, for as long as it lives."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -49,6 +49,8 @@ class Vitals:
         comm_seconds: Spent waiting for communication.
         fetching: Whether the rank is waiting for a batch now, and since when, in seconds; None if it is not.
         metrics: The last values given to `hvd.progress`, by name.
+        epochs_done: Of an estimator's fit, on rank 0: the means of the epochs of the last seconds, each with "epoch",
+            its number from 1.
         cpu_seconds: Processor time of the process, all of its threads.
         memory_bytes: Resident memory of the process.
         gpu_memory_bytes: Reserved by torch on the rank's GPUs; None without one.
@@ -79,6 +81,7 @@ class Vitals:
     comm_seconds: float = 0.0
     fetching: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    epochs_done: Sequence[Mapping[str, float]] = ()
     cpu_seconds: float = 0.0
     memory_bytes: int = 0
     gpu_memory_bytes: int | None = None

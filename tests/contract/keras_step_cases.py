@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tests.contract.keras_cases import FEATURES, ROWS, _data, _keras, _model
@@ -61,3 +62,42 @@ def two_backwards_and_one_step(rank: int, size: int) -> None:
         _apply(first, optimizers[0])
 
     _compare(rank, size, turn)
+
+
+def ranks_that_agree_end_a_fit_together(rank: int, size: int) -> None:
+    """As docs/keras.md has it: the bad row is on one rank."""
+    keras, hvd = _keras()
+    x, y = _data()
+    ended = []
+
+    class StopTogether(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            stops = hvd.allreduce(float(self.model.stop_training), op=hvd.Max, name="stop")
+            self.model.stop_training = bool(stops > 0)
+            ended.append(batch)
+
+    y = y.copy()
+    if rank == 1:
+        y[4] = float("nan")
+    model = _model(keras, 3)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), keras.callbacks.TerminateOnNaN(), StopTogether()]
+    model.fit(x, y, batch_size=4, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)
+    assert ended == [0, 1]
+
+
+def what_cannot_be_compiled(rank: int, size: int) -> None:
+    """fit switches it off; in a step without its callback it is our error, and not XLA's."""
+    keras, hvd = _keras()
+    x, y = _data()
+    start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model, by_hand = _model(keras, 3), _model(keras, 3)
+    by_hand.first_optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    for each, optimizer in ((model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))), (by_hand, "sgd")):
+        each.compile(optimizer, "mse", jit_compile=True)
+        start.set_model(each)
+        assert each.jit_compile is False
+    if keras.config.backend() == "tensorflow":
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse", jit_compile=True)
+        with pytest.raises(ValueError, match=r"give compile\(\) jit_compile=False"):
+            model.train_on_batch(x, y)

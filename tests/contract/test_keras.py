@@ -33,7 +33,12 @@ CASES = [
     if inspect.isfunction(case) and list(inspect.signature(case).parameters) == ["rank", "size"]
     if case is not keras_cases.on_tensorflow
 ]
-STEPS_BY_HAND = [keras_step_cases.two_optimizers, keras_step_cases.two_backwards_and_one_step]
+STEPS_BY_HAND = [
+    keras_step_cases.two_optimizers,
+    keras_step_cases.two_backwards_and_one_step,
+    keras_step_cases.ranks_that_agree_end_a_fit_together,
+    keras_step_cases.what_cannot_be_compiled,
+]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +59,7 @@ def test_two_ranks_on_tensorflow() -> None:
     ranks = Ranks(2)
     try:
         ranks.run(keras_cases.on_tensorflow)
-        for case in CASES:
+        for case in [keras_step_cases.what_cannot_be_compiled, *CASES]:
             if case is not keras_cases.a_layer_that_one_rank_does_not_use:  # of torch's backward
                 ranks.run(case)
     finally:

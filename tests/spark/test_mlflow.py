@@ -115,13 +115,21 @@ def test_what_rank_0_logs_itself_goes_into_the_same_run(mlruns: str) -> None:
 
 
 def test_the_tracker_of_an_estimator(df: DataFrame, tmp_path: Path) -> None:
-    tracked = estimator(tracker=MlflowTracker(run_name="fit"), store=Store.create(tmp_path / "store"))
-    tracked.fit(df)
+    tracked = estimator(
+        tracker=MlflowTracker(run_name="fit"), store=Store.create(tmp_path / "store"), validation="held", epochs=3
+    )
+    fitted = tracked.fit(df)
     (only,) = runs()
     assert only.info.run_name == "fit"
     assert only.info.status == "FINISHED"
     assert only.data.params["spark_hvd.function"] == "TorchEstimator"
-    assert "loss" in only.data.metrics
+    history = fitted.getHistory()
+    for name in ("loss", "val_loss"):
+        points = mlflow.MlflowClient().get_metric_history(only.info.run_id, name)
+        logged = [(point.step, point.value) for point in sorted(points, key=lambda point: point.step)]
+        assert logged == [(row["epoch"], row[name]) for row in history]
+    told = {"epochs": "3", "batch_size": "16", "optimizer_name": "SGD", "lr": "0.05", "validation": "held"}
+    assert told.items() <= only.data.params.items()
     tracked.save(f"file://{tmp_path}/saved")  # without its tracker
     assert type(tracked).load(f"file://{tmp_path}/saved").getTracker() is None
     with pytest.raises(ValueError, match=r"SparkBackend\(tracker="):

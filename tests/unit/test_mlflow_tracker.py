@@ -137,6 +137,23 @@ def test_the_steps_go_on_after_a_restart_and_validation_has_names_of_its_own() -
     assert points(tracker.run_id, "validation/top 5 ___") == [(30, 0.9)]
 
 
+def test_a_fit_has_a_point_an_epoch_and_its_parameters() -> None:
+    tracker = MlflowTracker()
+    tracker.start({**FACTS, "fit.batch_size": 32, "fit.optimizer_name": "SGD", "fit.lr": 0.1})
+    rows = [{"epoch": number, "loss": 1 / number, "val_loss": 2 / number} for number in range(1, 6)]
+    tracker.take(vitals(at=1, metrics={"loss": 9.0}))
+    for at, told in ((2, rows[:2]), (3, rows[:3]), (4, rows[2:])):
+        tracker.take(vitals(at=at, stage="validation", epochs_done=told, metrics={"loss": 9.0}))
+    tracker.take(vitals(at=0, generation=1, process="new", epochs_done=rows[4:]))
+    tracker.end(None, None)
+    run = mlflow.get_run(tracker.run_id)
+    for name, first in (("loss", 1.0), ("val_loss", 2.0)):
+        assert points(run.info.run_id, name) == [(number, first / number) for number in range(1, 6)]
+    assert not [name for name in run.data.metrics if name.startswith("validation/")]
+    assert {"batch_size": "32", "optimizer_name": "SGD", "lr": "0.1"}.items() <= run.data.params.items()
+    assert run.data.params["spark_hvd.function"] == "train"
+
+
 def test_what_has_not_changed_is_not_logged_again() -> None:
     tracker = MlflowTracker()
     tracker.start(FACTS)

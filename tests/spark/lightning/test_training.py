@@ -13,6 +13,7 @@ import lightning as L  # noqa: N812 - the name that everybody gives it
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 
 from spark_hvd.estimators import (
@@ -235,7 +236,7 @@ def test_shapes_and_dtypes(df: DataFrame, estimator: Callable[..., LightningEsti
         input_shapes=[[-1, 2, 2]],
         input_dtypes=["float64"],
         epochs=1,
-    ).fit(df)
+    ).fit(df.withColumn("y", F.abs("y")))
 
 
 def test_stacked_features(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
