@@ -27,7 +27,7 @@ _BRIEF = {
 """Seconds of what is survived without a failure."""
 _ONE_FAILURE = {"kill", "raise", "lose task", "lose host", "fork server"}
 _GONE = r"not heard of|lost its executor|its task anew|did not answer|left it|could not meet|join the others|come back|"
-_GONE += r"cannot be reached|with the executor"
+_GONE += r"cannot be reached|with the executor|ended without a word"
 _NAMED = {
     "kill": "SIGKILL",
     "raise": "the loss is nan",
@@ -56,7 +56,8 @@ class Checks:
         self._worlds: dict[int, dict[int, RankProcess]] = {}
         self._steps: dict[int, tuple[int, int]] = {}
         """Of each generation: the first step that was made in it, and the last."""
-        self._seen: Any = None
+        self._generations: list[Any] = []
+        """The product's records."""
 
     def joined(self, process: RankProcess, generation: int, rank: int, members: list[RankProcess]) -> None:
         """A rank has joined a world."""
@@ -84,12 +85,19 @@ class Checks:
             lost = 0 if not self._harmful else self._world.plan.commit_every
             assert last - lost <= step <= last, f"generation {generation} begins at step {step}, after {last} steps"
 
+    def printed(self, label: int, text: str) -> None:
+        """What a rank says has arrived at the driver."""
+        number, generation, rank = map(int, text.split())
+        present = self._world.driver.membership.generation
+        if present.number == generation and number in present.members:
+            assert label == rank, f"what rank {rank} prints is shown as rank {label}'s"
+
     def decided(self, membership: Any) -> None:
         """The hub has taken its turn."""
-        present, before = membership.generation, self._seen
+        present, before = membership.generation, self._generations[-1] if self._generations else None
         if present is before:
             return
-        self._seen = present
+        self._generations.append(present)
         workers = membership.roster.workers
         with_state = [workers[number].commits >= 0 for number in present.members]
         assert with_state == sorted(with_state, reverse=True), "a rank without the state is before one that has it"
@@ -142,7 +150,13 @@ class Checks:
         world, plan, text = self._world, self._world.plan, str(self._world.driver.error)
         assert isinstance(error, RunError), repr(error)
         kinds = [fault.kind for fault in plan.faults]
-        assert "hang" in kinds or not isinstance(error, RunTimeoutError), "it would have gone on for ever"
+        if isinstance(error, RunTimeoutError):
+            # A rank that hangs alone is nobody's to notice; others come to know when their collectives take too long.
+            assert "hang" in kinds, "it would have gone on for ever"
+            assert len(self._generations[-1].members) == 1, "ranks waited for ever for one that hangs"
+        if "before anything was committed" in text:
+            policy = world.driver.membership.policy
+            assert policy.commits <= max(self._generations[-3].commits, 0), "there was progress in between"
         named = [_NAMED.get(fault.kind, _GONE) for fault in plan.faults]
         short = "min_num_proc=" in text  # of executors: those that were lost, or left by notice
         assert short or any(re.search(each, text) for each in named), f"the error names no cause: {text}"

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
+_MOST = 300_000
+"""Events of a world; a long one has 20,000."""
+
 
 class Killed(BaseException):
     """Ends the blocking code of a process that is gone."""
@@ -41,7 +44,8 @@ class Clock:
         """Let time pass until a moment, or until something holds."""
         due = self._due
         while due and not done():
-            moment, _, call, args = heapq.heappop(due)
+            moment, number, call, args = heapq.heappop(due)
+            assert number < _MOST, "it goes round in circles"
             if moment > until:
                 self.now = until
                 return

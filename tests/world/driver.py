@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from spark_hvd.runner.elastic.agent import AgentReport
-from spark_hvd.runner.elastic.hub import ElasticHub, ElasticState
+from spark_hvd.runner.elastic.hub import ElasticHub, ElasticState, _Labelled
 from spark_hvd.runner.elastic.results import elastic_results
 from spark_hvd.runner.elastic.run import _watch_spark, attend_elastic
 from tests.world.clock import Strand
@@ -57,7 +57,9 @@ class Driver:
         self.hub = hub = ElasticHub.__new__(ElasticHub)
         state = ElasticState(world.plan.limits)
         state.membership.roster._exclusion.random = world.clock.random
-        hub._state, hub._listener, hub._lock = state, None, threading.Lock()
+        hub._state, hub._lock = state, threading.Lock()
+        said: Any = SimpleNamespace(output=lambda label, stream, text: world.checks.printed(label, text))
+        hub._listener = _Labelled(said, state.labels)
         hub._questions, hub._closing, hub._identities = deque(), threading.Event(), {}
         hub._failure, hub._observes = None, True
         hub._socket = self._router  # type: ignore[assignment]

@@ -80,8 +80,8 @@ class Named(Calls):
         if not here or self._over() is not None:
             raise CollectiveError(self._over() or coordination.absent_text(_CONNECT))
 
-    def run(self, calls: list[tuple[str, Request]]) -> list[str]:
-        """Be ready for collectives, and wait until all may run; in which order they do. Blocks.
+    def run(self, calls: list[tuple[str, Request]]) -> list[Entry]:
+        """Be ready for collectives, and wait until all may run; they do in the order that is returned. Blocks.
 
         Raises:
             CollectiveError: A peer or the network failed.
@@ -95,7 +95,7 @@ class Named(Calls):
             else:
                 ids, fresh = self.take()
                 self._tell("ready", f"{ids:x}", fresh)
-        order: list[str] = []
+        order: list[Entry] = []
         while len(order) < len(calls):
             strand().wait(lambda: bool(self._outcomes) or self._over() is not None)
             if not self._outcomes:
@@ -103,7 +103,8 @@ class Named(Calls):
             name, outcome = self._outcomes.popleft()
             if isinstance(outcome, Fail):
                 raise error_of(outcome.error, outcome.text)
-            order.append(name)
+            assert name == outcome.name
+            order.append(outcome)
         return order
 
     def _over(self) -> str | None:

@@ -89,11 +89,12 @@ def plan_of(seed: int | str) -> Plan:
     chance = Random(f"plan {seed}")
     most = chance.choice([2, 2, 3, 3, 4])
     wanted = chance.randint(max(1, most - 1), most)
+    patience = chance.choice([10.0, 10.0, 10.0, 30.0])  # for tasks that are late; at times more than for ranks later
     limits = Limits(
         num_proc=wanted,
         min_num_proc=chance.randint(1, wanted),
         max_num_proc=most,
-        start_timeout=10.0,
+        start_timeout=patience,
         elastic_timeout=chance.choice([15.0, 25.0]),
         reset_limit=chance.choice([None, None, None, 1, 2]),
         rejoin_timeout=8.0,
@@ -103,12 +104,13 @@ def plan_of(seed: int | str) -> Plan:
     hosts = [chance.choice([1, 1, 2]) for _ in range(most)]
     while sum(hosts) < most + chance.choice([0, 0, 1]):
         hosts.append(1)
-    starts = tuple(chance.choice([0.0, 0.5, chance.uniform(0, 9)]) * (task > 0) for task in range(most))
+    starts = tuple(chance.choice([0.0, 0.5, chance.uniform(0, patience - 1)]) * (task > 0) for task in range(most))
+    only_kills = chance.random() < 0.05
     faults: list[Fault] = []
-    for _ in range(chance.choice([0, 1, 1, 2, 2, 3, 4])):
+    for _ in range(5 if only_kills else chance.choice([0, 1, 1, 2, 2, 3, 4])):
         together = faults and chance.random() < 0.5
         at = faults[-1].at + chance.uniform(0, 0.6) if together else chance.uniform(0.0, 14.0)
-        kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
+        kind = "kill" if only_kills else chance.choices(list(KINDS), list(KINDS.values()))[0]
         seconds = chance.choice([1.0, 4.0, 9.0, 20.0]) * chance.uniform(0.6, 1.1) if kind in LASTING else None
         if kind.startswith("cut") and chance.random() < 0.2:
             seconds = None

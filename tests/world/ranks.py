@@ -234,10 +234,13 @@ class RankProcess:
         calls = [
             ("grad.0", Request("allreduce", ["float32"], [[2]], "cpu", "SUM")),
             ("grad.1", Request("allreduce", ["float32"], [[8]], "cpu", "SUM")),
-            ("rows", Request("allgather", ["int64"], [[len(rows)]], "cpu")),
+            ("rows", Request("allgather", ["int64"], [[len(rows)]], "cpu", seal=f"sealed {sum(rows)}")),
         ]
         self.world.clock.random.shuffle(calls)  # as hooks do: gradients are ready in any order
-        given = {name: mesh.exchange(name, parts[name]) for name in mesh.named.run(calls)}
+        entries = mesh.named.run(calls)
+        given = {entry.name: mesh.exchange(entry.name, parts[entry.name]) for entry in entries}
+        seals = next(entry.seals for entry in entries if entry.name == "rows")
+        assert seals == [f"sealed {sum(theirs)}" for theirs in given["rows"]]
         told = [(*first, *second, rows) for first, second, rows in zip(*(given[name] for name in parts), strict=True)]
         together = sorted(row for *_, theirs in told for row in theirs)
         self.world.checks.stepped(self, mesh.generation, told)

@@ -331,12 +331,14 @@ class Spark:
         """The driver has just lost its connection to a host: its executor is lost, too, if that lasts."""
         if not self.world.network.reaches(host.name, DRIVER) and host not in self._cut_off:
             self._cut_off.add(host)
-            self.world.clock.after(_CUT_OFF, self._look_at, host)
+            self._look_at(host, self.world.clock.now + _CUT_OFF)
 
-    def _look_at(self, host: Host) -> None:
+    def _look_at(self, host: Host, until: float) -> None:
         if self.world.network.reaches(host.name, DRIVER):
             self._cut_off.discard(host)
             self.place()
+        elif self.world.clock.now < until:
+            self.world.clock.after(1.0, self._look_at, host, until)
         else:
             self.world.lost(host)
 

@@ -183,6 +183,7 @@ def _enter(world: Any, layout: Any, store_: Any, timeout: float, backend: Any, c
         registry.abort(str(error))
         raise
     process.joined += 1
+    process.say({"type": "output", "stream": "out", "text": f"{process.order.stream} {generation} {rank}"})
     process.world.checks.joined(process, generation, rank, mesh.members)
     queue: Any = SimpleNamespace(members=SimpleNamespace(nccl=None))
     engine: Any = SimpleNamespace(config=config, close=named.close)
