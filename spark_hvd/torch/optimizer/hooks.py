@@ -86,7 +86,7 @@ def make_hook(
 def one_after_another(hook: Callable[[torch.Tensor], None], lock: threading.RLock) -> Callable[[torch.Tensor], None]:
     """A hook that waits while another with the same lock runs, in whichever thread.
 
-    Autograd has a thread for each GPU, and runs in the caller's thread what is on the CPU. So the hooks of parameters on
+    Autograd has a thread for each GPU, and runs what is on the CPU in the caller's. So the hooks of parameters on
     several devices come from several threads at once. All that they change, down to which bucket is launched next, is
     changed under one lock: buckets are launched one after the other, in plan order, by whichever thread. A launch waits
     for no other rank, so the lock is held for moments. Parameters on one device have one thread, and need no lock.
