@@ -222,7 +222,7 @@ class _ModelLoader:
 
     def __call__(self) -> Any:
         name = self.function.name
-        with memory_named(f"what {name} loads does not fit into the memory of this Python worker"):
+        with memory_named(f"what {name} loads"):
             try:
                 found = self.function()
             except (MemoryError, torch.OutOfMemoryError, ModelError):

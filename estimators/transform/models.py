@@ -78,7 +78,7 @@ def model_of(source: ModelSource, device: torch.device) -> Any:
             _loaded.popitem(last=False)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # a loader's model.cuda() goes there, too
-        with memory_named("the model does not fit into the memory of this Python worker"):
+        with memory_named("the model"):
             found = _load(source, device)
             _loaded[key] = found.to(device).eval() if isinstance(found, torch.nn.Module) else found
     _loaded.move_to_end(key)
@@ -90,7 +90,7 @@ def memory_named(what: str, remedy: str = "") -> Iterator[None]:
     """Raise ``ModelError`` where there was no memory, which several libraries say in their own words.
 
     Raises:
-        ModelError: ``what``, how much memory there is here, and what to change.
+        ModelError: ``what`` does not fit, how much memory there is here, and what to change.
     """
     try:
         yield
@@ -99,8 +99,16 @@ def memory_named(what: str, remedy: str = "") -> Iterator[None]:
         known = isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", 0) == errno.ENOMEM
         if not known and not any(words in text for words in ("allocate memory", "out of memory", "not enough memory")):
             raise
+        said = f"{type(error).__name__}: {error}\n{remedy}"
+        host = socket.gethostname()
+        if isinstance(error, torch.OutOfMemoryError) or "cuda out of memory" in text:
+            raise ModelError(
+                f"{what} does not fit into the memory of the GPU on {host}: {said}Give each task a GPU of its own "
+                "(spark.task.resource.gpu.amount=1), have fewer tasks at a time on one, or take a smaller model (half "
+                "precision, quantised). nvidia-smi tells who uses it"
+            ) from error
         raise ModelError(
-            f"{what} on {socket.gethostname()} ({_memory()}): {type(error).__name__}: {error}\n{remedy}Give workers "
+            f"{what} does not fit into the memory of this Python worker on {host} ({_memory()}): {said}Give workers "
             "more memory (spark.executor.memoryOverhead, or spark.executor.pyspark.memory where that is set), have "
             "fewer at a time (a higher spark.task.cpus), or take a smaller model (half precision, quantised)"
         ) from error

@@ -88,8 +88,10 @@ def predictions(job: Prediction, batches: Iterator[pa.Array]) -> Iterator[pa.Arr
 
 def _outputs(model: Any, given: Arguments, job: Prediction) -> list[Values]:
     """What the model gives for some rows, for each output, on the CPU."""
-    what = f"a batch of {given.rows} rows does not fit into the memory of this Python worker"
-    with memory_named(what, "Give a smaller batch_size, or cut what is longest. "), torch.inference_mode():
+    with (
+        memory_named(f"a batch of {given.rows} rows", "Give a smaller batch_size, or cut what is longest. "),
+        torch.inference_mode(),
+    ):
         try:
             result = model(*given.positional, **given.named)
         except (MemoryError, torch.OutOfMemoryError):

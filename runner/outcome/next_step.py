@@ -35,6 +35,11 @@ _NO_CUDA = (
     "This rank has no GPU, or its torch is built without CUDA. For GPUs: run(..., gpus_per_proc=1). On CPUs leave "
     '.cuda() out, or choose: device = "cuda" if torch.cuda.is_available() else "cpu".'
 )
+_ORDINAL = (
+    "A rank sees its own GPUs alone, numbered from 0, where Spark hands them out, and its first is the current device "
+    'already. Leave torch.cuda.set_device(hvd.local_rank()) out and use device "cuda", or take '
+    "hvd.local_rank() % torch.cuda.device_count()."
+)
 _PATH = "Every rank opens paths on its own host: use a path that all hosts see, or a URL of a store."
 _TWICE = "The ranks have met already, and the default process group is there: leave init_process_group out."
 _ECHO = (
@@ -49,6 +54,7 @@ _WORDS: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"not compiled with CUDA|no attribute '_cuda_|No CUDA GPUs|Found no NVIDIA driver"), _NO_CUDA),
     (re.compile(r"initialize the default process group twice"), _TWICE),
     (re.compile(r"device-side assert"), _ASSERT),
+    (re.compile(r"invalid device ordinal|[Ii]nvalid device id"), _ORDINAL),
     (re.compile(r"insufficient shared memory|killed by signal: Bus error"), _BUS),
     (re.compile(r"Too many open files"), _FILES),
 ]

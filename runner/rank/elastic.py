@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import threading
+from collections.abc import MutableMapping
 from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
@@ -34,6 +35,16 @@ from spark_hvd.world.errors import CollectiveError
 from spark_hvd.world.launcher import ElasticLauncher
 from spark_hvd.world.layout import Endpoint, RankInfo, World
 from spark_hvd.world.ports import listen
+
+
+def outlive_nccl(env: MutableMapping[str, str]) -> None:
+    """Have torch abort NCCL's communicators when a peer has gone, and not this process, unless the user says otherwise.
+
+    By default its watchdog ends the process (SIGABRT), perhaps before the agent has told of the loss: the ranks that
+    are to go on would go with the one that is lost.
+    """
+    if "NCCL_ASYNC_ERROR_HANDLING" not in env:  # the name that torch gave up
+        env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
 
 
 class ElasticRank(ElasticLauncher):
@@ -67,6 +78,7 @@ class ElasticRank(ElasticLauncher):
 
     def run(self, payload: bytes) -> Any:
         """Call fn, and return what it returns."""
+        outlive_nccl(os.environ)
         fn, args, kwargs = unpickle_call(payload, RandomState(self._order.seed, self._order.stream))
         try:
             take(self._local(self._me), self._order.gpus)

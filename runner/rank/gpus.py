@@ -7,7 +7,7 @@ it means that entry; else it is a position in it, as for CUDA and for PySpark's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -91,6 +91,20 @@ def devices_of(
         return tuple(devices[local_index * len(devices) // procs_per_task :][:1])
     each = gpus_per_proc or len(devices) // procs_per_task
     return tuple(devices[local_index * each : (local_index + 1) * each])
+
+
+def gpu_env(devices: Sequence[str] | None, executor: Mapping[str, str]) -> dict[str, str]:
+    """Variables of a rank that has these GPUs.
+
+    Args:
+        devices: What :func:`devices_of` gave it.
+        executor: The environment of the executor, whose own choices stand.
+    """
+    ours = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}  # or TensorFlow takes all memory, and leaves none to torch and NCCL
+    if devices and all(device.isdigit() for device in devices) and "CUDA_VISIBLE_DEVICES" not in executor:
+        ours["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi's, by which Spark counts; CUDA's own is the fastest first
+    ours = {name: value for name, value in ours.items() if name not in executor}
+    return ours if devices is None else ours | {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
 
 
 def _visible_names(assigned: Sequence[str], visible: str | None) -> list[str]:

@@ -190,9 +190,10 @@ def _preload() -> None:
     for name in filter(None, os.environ.get(PRELOAD, "").split(",")):
         with contextlib.suppress(Exception):  # the same: a rank that imports it says what is wrong
             importlib.import_module(name)
-    if has_computed():
-        # Its threads are not in a forked process, whose first operation would wait for them for ever.
-        print(f"spark_hvd: {PRELOAD}={os.environ[PRELOAD]} ran operations of TensorFlow: not imported", file=sys.stderr)
+    # In a forked process TensorFlow's first operation waits for threads that are not there, and CUDA raises errors.
+    done = "ran operations of TensorFlow" if has_computed() else "started CUDA" if has_started_cuda() else ""
+    if done and PRELOAD in os.environ:
+        print(f"spark_hvd: {PRELOAD}={os.environ[PRELOAD]} {done}: not imported", file=sys.stderr)
         del os.environ[PRELOAD]
         os.execv(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]])
     gc.enable()
@@ -204,6 +205,19 @@ def has_computed() -> bool:
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:
             if file.read().startswith("tf_"):
+                return True
+    return False
+
+
+def has_started_cuda(files: str = "/proc/self/fd") -> bool:
+    """Whether CUDA has been started in this process: it then holds a device open that nothing else needs, NVML neither.
+
+    Args:
+        files: The folder of this process's open files.
+    """
+    for number in os.listdir(files):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"{files}/{number}").startswith("/dev/nvidia-uvm"):
                 return True
     return False
 

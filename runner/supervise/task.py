@@ -22,7 +22,7 @@ from spark_hvd.runner.channel.link import HubAddress, Link
 from spark_hvd.runner.channel.silence import BEAT, SILENT_AFTER
 from spark_hvd.runner.config import CommonConfig, RunConfig
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed, to_rows
-from spark_hvd.runner.rank.gpus import GpuError, GpuShare, devices_of
+from spark_hvd.runner.rank.gpus import GpuError, GpuShare, devices_of, gpu_env
 from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.supervise.processes import ForkServer, apply_env, fork_server
 from spark_hvd.runner.supervise.supervised import RankJob
@@ -373,6 +373,5 @@ def rank_env(spec: TaskSpec, me: RankInfo, address: Address, gpus: Sequence[str]
         ours |= MANAGERS[spec.mpi].rank_variables(only, spec.config.port_range)
     if spec.config.cpus_per_proc is not None:
         ours["OMP_NUM_THREADS"] = str(spec.config.cpus_per_proc)  # Spark's own value is that of the application's tasks
-    if gpus is not None:
-        ours["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    ours |= gpu_env(gpus, os.environ)
     return apply_env(os.environ, {**ours, **spec.config.env})

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from spark_hvd.transport.host.pages import pinned
 from spark_hvd.transport.torch_private import local_part, storage_key, with_local_part
 
 Bytes = npt.NDArray[np.uint8]
@@ -79,39 +81,39 @@ class Memory:
 
     def __init__(self) -> None:
         self._bytes = np.empty(0, dtype=np.uint8)
-        self._pinned = False
+        self._pinned: list[Bytes] = []
 
-    def take(self, size: int, pinned: bool) -> Bytes:
-        """``size`` bytes, with what was in them before.
+    def take(self, sizes: Sequence[int], on_gpu: bool) -> list[Bytes]:
+        """Memory for some parts, with what was in it before.
 
         Args:
-            size: How many.
-            pinned: Whether a GPU is to write to them directly.
+            sizes: Bytes of each part.
+            on_gpu: Whether a GPU is to write to it directly.
         """
-        if len(self._bytes) < size or (pinned and not self._pinned):
-            self._bytes = np.empty(0, dtype=np.uint8)  # the old ones go before the new ones are made
-            if pinned:
-                self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-            else:
-                self._bytes = np.empty(size, dtype=np.uint8)
-            self._pinned = pinned
-        return self._bytes[:size]
+        if on_gpu:
+            if [len(part) for part in self._pinned] != list(sizes):
+                self._pinned = []  # the old ones go before the new ones are made
+                self._pinned = [part.numpy() for part in pinned(sizes)]
+            return self._pinned
+        ends = list(accumulate(size + -size % _ALIGNMENT for size in sizes))
+        if len(self._bytes) < (ends or [0])[-1]:
+            self._bytes = np.empty(0, dtype=np.uint8)
+            self._bytes = np.empty(ends[-1], dtype=np.uint8)
+        return [self._bytes[start : start + size] for start, size in zip([0, *ends], sizes, strict=False)]
 
 
 def _copies_of(storages: Mapping[int, torch.UntypedStorage], memory: Memory) -> dict[int, torch.UntypedStorage]:
-    """Copies by the same keys, side by side."""
-    sizes = [storage.nbytes() + -storage.nbytes() % _ALIGNMENT for storage in storages.values()]
-    taken = memory.take(sum(sizes), any(storage.device.type == "cuda" for storage in storages.values()))
-    copies, pieces, start = {}, [], 0
-    for (key, storage), size in zip(storages.items(), sizes, strict=True):
-        part = taken[start : start + storage.nbytes()]
+    """Copies by the same keys."""
+    on_gpu = any(storage.device.type == "cuda" for storage in storages.values())
+    parts = memory.take([storage.nbytes() for storage in storages.values()], on_gpu)
+    copies, pieces = {}, []
+    for (key, storage), part in zip(storages.items(), parts, strict=True):
         copies[key] = torch.from_numpy(part).untyped_storage()
         if storage.device.type == "cpu":
             source = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
             pieces += [(part[at : at + _PIECE], source[at : at + _PIECE]) for at in range(0, len(part), _PIECE)]
         else:
             copies[key].copy_(storage, non_blocking=False)
-        start += size
     _copy(pieces)
     return copies
 

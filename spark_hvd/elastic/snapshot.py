@@ -24,6 +24,7 @@ import torch
 
 from spark_hvd.elastic.skeleton import TensorRef, TensorTable, unflatten
 from spark_hvd.elastic.sync import flatten_all
+from spark_hvd.transport.host.pages import pinned
 from spark_hvd.transport.torch_private import changes, copy_all
 
 
@@ -116,8 +117,7 @@ class Snapshots:
         skeletons = _copied(flatten_all(table, content))
         commit, self._spare = self._spare or Commit(), None
         commit.number, commit.extras, commit.skeletons = number, extras, skeletons
-        old = commit.buffers[: len(table.tensors)]
-        commit.buffers = [_buffer(tensor, there) for tensor, there in zip_longest(table.tensors, old)]
+        commit.buffers = _buffers(table.tensors, commit.buffers[: len(table.tensors)])
         commit.devices = [tensor.device for tensor in table.tensors]
         commit.events = []
         wait = [
@@ -244,12 +244,24 @@ def _copied(skeletons: dict[str, Any]) -> dict[str, Any]:
     return copies
 
 
-def _buffer(tensor: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
-    """Memory for a copy of the tensor: the old one if it fits."""
-    if (
+def _buffers(tensors: Sequence[torch.Tensor], old: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Memory for copies of the tensors: the old one of each if it fits."""
+    found = [there if _fits(tensor, there) else None for tensor, there in zip_longest(tensors, old)]
+    missing = [index for index, there in enumerate(found) if there is None and tensors[index].is_cuda]
+    for index, memory in zip(missing, pinned([tensors[index].nbytes for index in missing]), strict=True):
+        like = torch.empty_like(tensors[index], device="meta")
+        found[index] = memory.view(like.dtype).as_strided(
+            like.shape, like.stride(), memory.storage_offset() // like.itemsize
+        )
+    return [
+        torch.empty_like(tensor, device="cpu", requires_grad=False) if there is None else there
+        for tensor, there in zip(tensors, found, strict=True)
+    ]
+
+
+def _fits(tensor: torch.Tensor, old: torch.Tensor | None) -> bool:
+    return (
         old is not None
         and (old.dtype, old.shape) == (tensor.dtype, tensor.shape)
         and (not tensor.is_cuda or old.is_pinned())
-    ):
-        return old
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+    )

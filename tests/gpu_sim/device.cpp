@@ -12,6 +12,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -318,6 +319,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
   library.impl("copy_", &copy_);
+  library.impl("set_.source_Storage", &at::native::set_);
+  library.impl("set_.source_Storage_storage_offset", static_cast<at::Tensor& (*)(at::Tensor&, at::Storage, int64_t,
+               at::IntArrayRef, at::IntArrayRef)>(&at::native::set_storage_cpu_));
   library.impl("as_strided", &at::native::as_strided_tensorimpl);
   library.impl("view", &at::native::view);
   library.impl("unfold", &at::native::unfold);

@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 
 import spark_hvd.torch as hvd
+from spark_hvd.checkpoint.copies import Memory, copied
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.queue import NegotiatedQueue
 from spark_hvd.context.observe import observe
+from spark_hvd.elastic.skeleton import tensor_key
 from spark_hvd.elastic.snapshot import Snapshots
 from spark_hvd.torch.optimizer import hooks
 from spark_hvd.world.errors import PlanMismatchError
 from tests.gpu_sim import nccl
-from tests.gpu_sim.device import observed
+from tests.gpu_sim.device import SimulatedStream, observed
 from tests.gpu_sim.named import TOTAL, check, mine, other_device
 from tests.gpu_sim.rank import case, first_device, mutant
 from tests.gpu_sim.steps import WIDTH, net, rows, square
@@ -121,23 +123,44 @@ def vitals_without_word_from_nvml() -> None:
 @case
 def commits() -> None:
     model = net().to(first_device())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     snapshots = Snapshots()
     params = list(model.parameters())
-    stable = {id(param): param for param in params}
-    assert stable
+    stable = {tensor_key(param) for param in params}
     for number in range(4):
         optimizer.zero_grad()
         square(model, rows(0, number).to(first_device())).backward()  # type: ignore[no-untyped-call]
         snapshots.wait_copied()
         optimizer.step()
         expected = [param.detach().cpu() for param in params]
-        snapshots.take(number, {"model": params})
-        last = snapshots.last()
-        assert last is not None
-        for one, other in zip(last.value("model", own=True), expected, strict=True):
-            assert one.device == first_device()
-            assert torch.equal(one.cpu(), other)
+        observed.stepping = number > 1
+        snapshots.take(number, {"model": params}, stable=stable)
+        observed.stepping = False
+    last = snapshots.last()
+    assert last is not None
+    for one, other in zip(last.value("model", own=True), expected, strict=True):
+        assert one.device == first_device()
+        assert torch.equal(one.cpu(), other)
+    assert len(observed.pinned) == 2, observed.pinned  # two sets of buffers, each in one piece
+
+
+@mutant("not waited for")
+def commits_that_steps_do_not_wait_for() -> None:
+    with mock.patch.object(SimulatedStream, "wait_event", return_value=None):
+        commits()
+
+
+@case
+def copies_for_checkpoints() -> None:
+    model, memory = net().to(first_device()), Memory()
+    for _ in range(2):
+        copy = copied({"model": model.state_dict(), "again": model[0].weight, "step": 3}, memory)
+        assert copy["step"] == 3
+        for key, tensor in copy["model"].items():
+            assert tensor.device.type == "cpu"
+            assert torch.equal(tensor, model.state_dict()[key].cpu())
+        assert copy["again"].data_ptr() == copy["model"]["0.weight"].data_ptr()
+    assert len(observed.pinned) == 1, observed.pinned
 
 
 def with_two_devices() -> tuple[torch.nn.Module, torch.nn.Module]:

@@ -169,6 +169,8 @@ def test_a_timeout_shows_what_ranks_did_and_each_stack_once() -> None:
         (failed(0, "FileNotFoundError: 'data.csv'", executor="driver"), True, ""),
         (failed(0, "torch.OutOfMemoryError: CUDA out of memory. Tried to"), True, "smaller batch"),
         (failed(0, "RuntimeError: CUDA error: device-side assert triggered"), True, "CUDA_LAUNCH_BLOCKING"),
+        (failed(0, "AcceleratorError: CUDA error: invalid device ordinal"), True, "set_device"),
+        (failed(0, "AssertionError: Invalid device id"), False, "set_device"),
         (failed(0, "RuntimeError: No CUDA GPUs are available"), True, "gpus_per_proc=1"),
         (failed(0, "OSError: [Errno 24] Too many open files"), True, "ulimit"),
         (failed(0, "RuntimeError: Connection closed by peer", echo=True), True, "network"),

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
+import torch
 
+from spark_hvd.estimators.errors import ModelError
+from spark_hvd.estimators.transform.models import memory_named
+from spark_hvd.runner.rank.elastic import outlive_nccl
 from spark_hvd.runner.rank.gpus import (
     Choice,
     GpuError,
@@ -14,9 +20,12 @@ from spark_hvd.runner.rank.gpus import (
     RankGpus,
     choose_backend,
     devices_of,
+    gpu_env,
     ordinal_of,
     own_device,
 )
+from spark_hvd.runner.supervise.forkserver import has_started_cuda
+from spark_hvd.transport.host.pages import PINNED_PIECE, in_pieces
 
 
 @pytest.mark.parametrize(
@@ -174,3 +183,65 @@ print(len(asked))
 def test_the_fork_server_does_not_start_cuda() -> None:
     done = subprocess.run([sys.executable, "-c", FORK_SERVER], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["0"]
+
+
+def test_ranks_count_gpus_as_spark_does() -> None:
+    """nvidia-smi counts by the bus, and CUDA by speed unless told: on hosts with two kinds of GPUs they differ."""
+    growth = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+    by_bus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert gpu_env(("2", "3"), {}) == growth | by_bus | {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert gpu_env(("GPU-aa",), {}) == growth | {"CUDA_VISIBLE_DEVICES": "GPU-aa"}
+    assert gpu_env((), {}) == growth | {"CUDA_VISIBLE_DEVICES": ""}
+    assert gpu_env(None, {}) == growth
+    # What the executor has chosen stands, and its numbers count as it does.
+    assert gpu_env(("2",), {"CUDA_VISIBLE_DEVICES": "2,3"}) == growth | {"CUDA_VISIBLE_DEVICES": "2"}
+    chosen = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST", "TF_FORCE_GPU_ALLOW_GROWTH": "false"}
+    assert gpu_env(("2",), chosen) == {"CUDA_VISIBLE_DEVICES": "2"}
+
+
+def test_elastic_ranks_outlive_nccls_errors() -> None:
+    env: dict[str, str] = {}
+    outlive_nccl(env)
+    assert env == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
+        env = {name: "3"}
+        outlive_nccl(env)
+        assert env == {name: "3"}
+
+
+def test_cuda_that_was_started_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "0").symlink_to("/dev/null")
+    (tmp_path / "1").symlink_to("/dev/nvidiactl")  # NVML's
+    assert not has_started_cuda(str(tmp_path))
+    (tmp_path / "2").symlink_to("/dev/nvidia-uvm")
+    assert has_started_cuda(str(tmp_path))
+    assert not has_started_cuda()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"), RuntimeError("CUDA out of memory.")],
+)
+def test_a_model_too_large_for_a_gpu(error: Exception) -> None:
+    with (
+        pytest.raises(ModelError, match="the model does not fit into the memory of the GPU") as caught,
+        memory_named("the model"),
+    ):
+        raise error
+    assert "memoryOverhead" not in str(caught.value)
+    assert "spark.task.resource.gpu.amount" in str(caught.value)
+
+
+def test_pinned_memory_is_not_rounded_up_to_twice_as_much() -> None:
+    """torch rounds each allocation up to a power of two: 9 GB in one piece would take 16."""
+    layer = [4096 * 4096 * 4, 4096 * 4]
+    sizes = layer * 134  # 9 GB
+    pieces = in_pieces(sizes)
+    assert [end - start for piece in pieces for start, end in piece] == sizes
+    assert all(start % 64 == 0 for piece in pieces for start, _ in piece)
+    assert all(before[1] <= after[0] for piece in pieces for before, after in pairwise(piece))
+    assert all(piece[-1][1] <= PINNED_PIECE for piece in pieces)
+    assert sum(1 << (piece[-1][1] - 1).bit_length() for piece in pieces) < 1.15 * sum(sizes)
+    assert in_pieces([]) == []
+    assert in_pieces([0, 5, 0]) == [[(0, 0), (0, 5), (64, 64)]]
+    assert in_pieces([30, 3 * PINNED_PIECE, 40]) == [[(0, 30)], [(0, 3 * PINNED_PIECE)], [(0, 40)]]
