@@ -248,7 +248,8 @@ class Slots:
                     waits = True
             if waits:
                 return RoundState.WAITS
-        self._published.look()
+            # Also between the two passes: the second reads what was written before what the first has seen.
+            self._published.look()
         return RoundState.COMPLETE
 
     def ended(self, slots: Iterable[Slot]) -> int:
