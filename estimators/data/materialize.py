@@ -71,7 +71,7 @@ def materialize(
     Raises:
         ValueError: ``validation`` is not between 0 and 1.
         DataError: nulls, lists of different lengths, no rows, a validation column that does not fit, or weights that
-            are none.
+            cannot be used.
         StoreError: the store cannot be written.
     """
     if not store.is_shared:

@@ -15,6 +15,7 @@ from pyspark.ml import Estimator, Model
 
 from spark_hvd.data.parquet import dataset_of
 from spark_hvd.data.readers.dataset import Column
+from spark_hvd.data.readers.measure import Uses
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.data.readers.values import may_have_nulls
 from spark_hvd.estimators.data.columns import check_columns, columns_of, expression_of, session_of, widened
@@ -112,8 +113,10 @@ class SparkEstimator(SavedParams, Estimator[M]):
         data = Store.create(train_path, storage_options=store.storage_options)
         edited = {field[0] for field in settings["transformation_edit_fields"] or ()}
         wanted = None if settings["transformation_fn"] else [name for name in plan.spec.columns if name not in edited]
-        train_data = dataset_of(data, train_path, wanted)
-        val_data = dataset_of(data, val_path, wanted) if val_path else None
+        # What transformation_fn and decoders make of columns is known of no file.
+        uses = Uses(settings["sample_weight_col"], tuple(settings["label_cols"])) if wanted else None
+        train_data = dataset_of(data, train_path, wanted, uses)
+        val_data = dataset_of(data, val_path, wanted, uses) if val_path else None
         train_data = replace(train_data, columns=widened(train_data.columns, dtypes_asked(settings)))
         if val_data is not None:
             val_data = replace(val_data, columns=widened(val_data.columns, dtypes_asked(settings)))

@@ -114,10 +114,8 @@ def predict(
     if collate is None:
         _check_types(df.schema, names)
         specs = tuple(TensorSpec(column) for column in columns_of(df.schema, names))
-        feed, inputs = (
-            TensorFeed(specs, {}, arguments, "predict"),
-            [expression_of(spec.column, rounds=False) for spec in specs],
-        )
+        feed = TensorFeed(specs, {}, arguments, "predict")
+        inputs = [expression_of(spec.column, rounds=False) for spec in specs]
     else:
         _check_pickles("collate", collate)
         feed = CollatedFeed(names, Shipped("collate", collate), arguments, window)
@@ -187,9 +185,8 @@ def _source(given: Any, session: Any, connect: bool) -> ModelSource:
             "that is the model itself give `lambda: function`"
         )
     _check_pickles("model_or_loader", given)
-    return ModelSource(
-        uuid.uuid4().hex, loader=_ModelLoader(Shipped(_name(given), given))
-    )  # what it loads may be another thing the next time
+    loader = _ModelLoader(Shipped(_name(given), given))
+    return ModelSource(uuid.uuid4().hex, loader=loader)  # what it loads may be another thing the next time
 
 
 def _module(given: Any) -> Any:

@@ -18,7 +18,7 @@ _MODEL = rows(
     ("feature_cols", None, c.names, "Columns that the model gets, one for each argument."),
     ("stack_features", False, c.flag, "Give the model all feature_cols side by side as one argument (rows, numbers)."),
     ("label_cols", None, c.names, "Columns that outputs are compared with, one for each output."),
-    ("sample_weight_col", None, c.text, "Column of numbers that the loss of each row is multiplied by."),
+    ("sample_weight_col", None, c.text, "Column of numbers from 0 that the loss of each row is multiplied by."),
     (
         "input_shapes",
         None,

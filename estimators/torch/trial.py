@@ -78,7 +78,7 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
 
 
 def try_transform(model: TorchModel, inputs: Sequence[torch.Tensor], *, needed: bool) -> None:
-    """Predict a batch, and its first row alone, with the model that is to be trained: no trained model is to fail then.
+    """Predict a batch, and its first row alone, with the model that is to be trained, so that no trained model fails.
 
     Args:
         model: As it would come out of the fit, untrained.

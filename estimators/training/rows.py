@@ -68,8 +68,8 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
         uses: What columns are for.
 
     Raises:
-        DataError: as the readers do; of a DataFrame also nulls, lists of two lengths, weights that are none, and fewer
-            rows than ranks.
+        DataError: as the readers do; of a DataFrame also nulls, lists of two lengths, weights that cannot be used,
+            and fewer rows than ranks.
     """
     if spec.dataset.row_groups:
         # In the files' order, as a validation comes, a rank reads what lies together.

@@ -149,8 +149,9 @@ class Job:
         self.history.append({"epoch": len(self.history) + 1, **means, **rest, **restarts})
         if hvd.rank() == 0:
             activity.add_epoch(dict(self.history[-1]))
-        if activity.progress is not None:
-            activity.progress.report(**means)
+        if self.progress is not None:
+            activity.progress = self.progress  # a validation that is over would have them told as its own
+            self.progress.report(**means)
 
     def save(
         self,

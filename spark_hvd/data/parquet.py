@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from decimal import Decimal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.files import arrow_filesystem, gone, plain_schema
+from spark_hvd.data.readers.measure import ColumnFindings, Uses
 from spark_hvd.data.tables import TableFiles, files_of
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError, explaining
@@ -26,9 +28,11 @@ class _Footer:
     file: str
     schema: pa.Schema
     rows: tuple[int, ...]
+    extremes: Mapping[str, tuple[float, float] | None]
+    """Of the columns asked for the lowest and the highest number; None where the file does not tell."""
 
 
-def dataset_of(store: Store, path: str, columns: Sequence[str] | None = None) -> DatasetMeta:
+def dataset_of(store: Store, path: str, columns: Sequence[str] | None = None, uses: Uses | None = None) -> DatasetMeta:
     """What is known of Parquet files that somebody else wrote, from their footers.
 
     Args:
@@ -37,6 +41,7 @@ def dataset_of(store: Store, path: str, columns: Sequence[str] | None = None) ->
             too, and columns in their names ("day=2") are columns of the data set. Files and directories whose names
             start with "_" or "." are left out.
         columns: Names of the columns wanted; None for all.
+        uses: What columns are for, as they lie in the files. Of labels the lowest number is told if the files tell it.
 
     Returns:
         The data set. Shapes of lists are None unless their type fixes them; double counts as float32; what no tensor
@@ -44,20 +49,23 @@ def dataset_of(store: Store, path: str, columns: Sequence[str] | None = None) ->
 
     Raises:
         DataError: no Parquet files, a file that is none, files of different schemas, no rows, a column that is
-            missing, a table whose files are not what it means.
+            missing, a table whose files are not what it means, weights of rows that are all 0.
         StoreError: the store cannot be read.
     """
-    return dataset_in(store, files_of(store, path.rstrip("/")), columns)
+    return dataset_in(store, files_of(store, path.rstrip("/")), columns, uses)
 
 
-def dataset_in(store: Store, table: TableFiles, columns: Sequence[str] | None = None) -> DatasetMeta:
+def dataset_in(
+    store: Store, table: TableFiles, columns: Sequence[str] | None = None, uses: Uses | None = None
+) -> DatasetMeta:
     """The same of files that are listed already.
 
     Raises:
         DataError, StoreError: as :func:`dataset_of`.
     """
+    asked = () if uses is None else (*uses.labels, *([uses.weights] if uses.weights else ()))
     with ThreadPoolExecutor(_THREADS) as pool:
-        footers = list(pool.map(lambda file: _footer(store, file, table.version), table.sizes))
+        footers = list(pool.map(lambda file: _footer(store, file, table.version, asked), table.sizes))
     groups = tuple(RowGroup(f.file, i, rows) for f in footers for i, rows in enumerate(f.rows) if rows)
     if not groups:
         raise DataError(f"{table.version or table.url} has no rows: {len(footers)} Parquet file(s), all empty")
@@ -79,10 +87,23 @@ def dataset_in(store: Store, table: TableFiles, columns: Sequence[str] | None = 
         partitions=partitions,
         optional=pa.schema(optional) if optional else None,
     )
+    if uses is not None and uses.weights and (weights := _extremes(footers, uses.weights)) is not None:
+        ColumnFindings(weights={"this fit": max(map(abs, weights))}).check(uses.weights)
+    known = {name: found[0] for name in asked if (found := _extremes(footers, name)) is not None}
+    meta = replace(meta, columns=tuple(replace(each, lowest=known.get(each.name)) for each in meta.columns))
     return meta if columns is None else replace(meta, columns=tuple(map(meta.column, dict.fromkeys(columns))))
 
 
-def _footer(store: Store, file: str, version: str) -> _Footer:
+def _extremes(footers: Sequence[_Footer], name: str) -> tuple[float, float] | None:
+    """The lowest and the highest number of a column in all files; None where one does not tell."""
+    found = [footer.extremes.get(name) for footer in footers if any(footer.rows)]
+    known = [each for each in found if each is not None]
+    if not known or len(known) < len(found):
+        return None
+    return min(low for low, _ in known), max(high for _, high in known)
+
+
+def _footer(store: Store, file: str, version: str, asked: Sequence[str]) -> _Footer:
     try:
         parquet = _open(store, file)
     except StoreError as error:
@@ -91,7 +112,20 @@ def _footer(store: Store, file: str, version: str) -> _Footer:
         raise
     metadata = parquet.metadata
     rows = tuple(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))
-    return _Footer(file, plain_schema(parquet.schema_arrow), rows)
+    extremes = {name: _extremes_in(metadata, name) for name in asked}
+    return _Footer(file, plain_schema(parquet.schema_arrow), rows, extremes)
+
+
+def _extremes_in(metadata: pq.FileMetaData, name: str) -> tuple[float, float] | None:
+    paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
+    if paths.count(name) != 1:  # lists have other paths
+        return None
+    groups = [metadata.row_group(index).column(paths.index(name)) for index in range(metadata.num_row_groups)]
+    found = [group.statistics for group in groups]
+    ends = [end for each in found if each is not None and each.has_min_max for end in (each.min, each.max)]
+    if not ends or len(ends) < 2 * len(found) or not all(isinstance(end, int | float | Decimal) for end in ends):
+        return None  # also of text, of which float() would make numbers
+    return float(min(ends)), float(max(ends))
 
 
 def _open(store: Store, file: str) -> pq.ParquetFile:

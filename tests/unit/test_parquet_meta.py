@@ -14,6 +14,7 @@ import pytest
 from spark_hvd.data.parquet import dataset_of
 from spark_hvd.data.readers.dataset import Column, RowGroup
 from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.measure import Uses
 from spark_hvd.store import Store
 
 
@@ -174,3 +175,23 @@ def test_a_memory_store() -> None:
     meta = dataset_of(store, store.join("d"))
     assert meta.row_groups == (RowGroup(store.join("d", "a.parquet"), 0, 3),)
     store.delete(store.join("d"))
+
+
+def test_what_files_tell_of_labels_and_weights(tmp_path: Path, store: Store) -> None:
+    columns = {
+        "y": [3, 0, 1],
+        "z": [1.5, float("nan"), -100.0],
+        "list": [["7"], ["8"], ["9"]],
+        "t": ["7", "8", "9"],
+        "w": [0.0, 0.0, 0.0],
+    }
+    put(tmp_path / "d/a.parquet", columns, rows=2)
+    put(tmp_path / "d/b.parquet", {**columns, "y": [5, 6, 7]})
+    meta = dataset_of(store, f"{tmp_path}/d", None, Uses(labels=("y", "z", "list", "t")))
+    assert {each.name: each.lowest for each in meta.columns if each.lowest is not None} == {"y": 0.0, "z": -100.0}
+    assert all(each.lowest is None for each in dataset_of(store, f"{tmp_path}/d").columns)
+    with pytest.raises(DataError, match="sample_weight_col='w': all weights of the rows for this fit are 0"):
+        dataset_of(store, f"{tmp_path}/d", None, Uses(weights="w"))
+    assert dataset_of(store, f"{tmp_path}/d", None, Uses(weights="y")).rows == 6
+    put(tmp_path / "d/c.parquet", {**columns, "w": [0.0, 1.0, 0.0]})
+    assert dataset_of(store, f"{tmp_path}/d", None, Uses(weights="w")).rows == 9

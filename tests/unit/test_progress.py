@@ -6,6 +6,7 @@ import math
 import queue
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,3 +224,21 @@ def test_a_world_of_one_can_be_observed() -> None:
         assert found.stall_warning == 60.0
     finally:
         hvd.shutdown()
+
+
+def test_the_means_of_an_epoch_are_not_those_of_its_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spark_hvd.estimators.training import train
+    from spark_hvd.estimators.training.history import History
+
+    monkeypatch.setattr(train.hvd, "generation", lambda: 0)
+    monkeypatch.setattr(train.hvd, "rank", lambda: 1)
+    training = progress(range(3), epoch=0)
+    list(training)
+    list(progress(range(2), epoch=0, stage="validation"))
+    job: Any = SimpleNamespace(history=History(), progress=training)
+    train.Job.add(job, {"loss": 0.5, "val_loss": 0.25})
+    assert activity.progress is not None
+    found = facts(activity.progress)
+    assert (found["stage"], found["metrics"]) == ("train", {"loss": 0.5, "val_loss": 0.25})
+    list(progress(range(3), epoch=1))
+    assert facts(activity.progress)["total_steps"] == 3 + 2 + 3

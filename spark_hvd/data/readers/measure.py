@@ -1,4 +1,4 @@
-"""What must hold of all rows before a model sees the first: no nulls, lists of one length, weights that weigh."""
+"""What must hold of all rows before a model sees the first: no nulls, lists of one length, weights that count."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class ColumnFindings:
         """Make sure that there were no nulls, and that the column of ``weights`` has some, none of them negative.
 
         Raises:
-            DataError: there were nulls, and how many; or there are weights that are none.
+            DataError: there were nulls, and how many; or there are weights that cannot be used.
         """
         for name, count in self.nulls.items():
             raise DataError(
@@ -162,7 +162,7 @@ class ColumnFindings:
 
 
 def no_weights(name: str, odd: int, one: float, where: str) -> str:
-    """The text of the error that so many weights of a column, one of them ``one``, are none."""
+    """The text of the error about weights that cannot be used: how many of a column, and ``one`` of them."""
     return (
         f"sample_weight_col={name!r} has {odd} of {where} whose weight is negative, NaN or infinite, such as {one:g}: "
         f"expected numbers from 0. Correct or drop these rows, for example df.where(F.col({name!r}) >= 0)"
