@@ -46,6 +46,7 @@ class Plan:
         collective_timeout, timeout: Of the run.
         latency: Greatest seconds that a message takes.
         names: Most named collectives that get a number.
+        sealed: Whether a collective of each step has seals, by which it is another one each time.
         faults: In order.
     """
 
@@ -64,6 +65,7 @@ class Plan:
     timeout: float = 400.0
     latency: float = 0.02
     names: int = 1024
+    sealed: bool = True
     faults: tuple[Fault, ...] = field(default=())
 
     def without(self, number: int) -> Plan:
@@ -128,5 +130,6 @@ def plan_of(seed: int | str) -> Plan:
         step_seconds=chance.choice([0.5, 1.0, 1.0, 2.0]),
         latency=chance.choice([0.005, 0.02, 0.3]),
         names=chance.choice([1024, 1024, 1, 0]),
+        sealed=chance.random() < 0.5,
         faults=tuple(sorted(faults, key=lambda fault: fault.at)),
     )

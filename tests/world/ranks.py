@@ -205,18 +205,18 @@ class RankProcess:
     def _train(self) -> Any:
         plan = self.world.plan
         loader = ShardLoader("rows", Rows(plan.rows), Sharding(plan.rows, plan.batch_size), ASKED, lambda: ASKED)  # type: ignore[arg-type,return-value]
-        state: Any = TorchState(loader=loader, weights=0, step=0, seen=[])
+        state: Any = TorchState(loader=loader, made=(0, 0, []))  # weights, steps, rows
 
         def loop() -> Any:
             while loader.epoch < plan.epochs:
                 epoch = loader.epoch
                 for rows in loader:
                     self._step(state, epoch, rows)
-                    if state.step % plan.commit_every == 0:
+                    if state.made[1] % plan.commit_every == 0:
                         state.commit()
                     elif plan.checks:
                         state.check_host_updates()
-            return state.weights, state.step, state.seen
+            return state.made
 
         state.register_reset_callbacks([lambda: self.reset_in.add(self.generation)])
         return _through_generations(self.launcher, state, loop)
@@ -230,23 +230,27 @@ class RankProcess:
         assert mesh is not None
         assert len(self.reset_in) >= self.joined - 1, "the state was not told of another world"
         assert mesh.named is not None
-        parts = {"grad.0": (state.weights, state.step), "grad.1": (epoch,), "rows": rows}
+        weights, step, seen = state.made
+        parts = {"gradients": (weights, step, epoch), "rows": rows}
+        sealed = self.world.plan.sealed
         calls = [
-            ("grad.0", Request("allreduce", ["float32"], [[2]], "cpu", "SUM")),
-            ("grad.1", Request("allreduce", ["float32"], [[8]], "cpu", "SUM")),
-            ("rows", Request("allgather", ["int64"], [[len(rows)]], "cpu", seal=f"sealed {sum(rows)}")),
+            ("gradients", Request("allreduce", ["float32"], [[8]], "cpu", "SUM")),
+            ("rows", Request("allgather", ["int64"], [[len(rows)]], "cpu", seal=_seal(rows) if sealed else None)),
         ]
         self.world.clock.random.shuffle(calls)  # as hooks do: gradients are ready in any order
         entries = mesh.named.run(calls)
         given = {entry.name: mesh.exchange(entry.name, parts[entry.name]) for entry in entries}
         seals = next(entry.seals for entry in entries if entry.name == "rows")
-        assert seals == [f"sealed {sum(theirs)}" for theirs in given["rows"]]
-        told = [(*first, *second, rows) for first, second, rows in zip(*(given[name] for name in parts), strict=True)]
+        assert seals == ([_seal(theirs) for theirs in given["rows"]] if sealed else None)
+        told = [(*first, theirs) for first, theirs in zip(given["gradients"], given["rows"], strict=True)]
         together = sorted(row for *_, theirs in told for row in theirs)
         self.world.checks.stepped(self, mesh.generation, told)
-        state.weights = zlib.crc32(repr((state.weights, epoch, together)).encode())
-        state.seen = [*state.seen, *((epoch, row) for row in together)]
-        state.step += 1
+        weights = zlib.crc32(repr((weights, epoch, together)).encode())
+        state.made = weights, step + 1, [*seen, *((epoch, row) for row in together)]
+
+
+def _seal(rows: list[int]) -> str:
+    return f"sealed {sum(rows)}"
 
 
 ASKED = Asked(columns=("row",))

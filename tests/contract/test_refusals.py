@@ -1,0 +1,245 @@
+"""What the environment refuses for good: runs give a result, or a named error in time, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import wait_until
+
+SECONDS = 60.0
+REFUSING = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <netdb.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* A file with the name of what is refused, in the folder REFUSED, says that it is. */
+static int refused(const char *what) {
+    char path[512];
+    const char *folder = getenv("REFUSED");
+    if (!folder) return 0;
+    snprintf(path, sizeof path, "%s/%s", folder, what);
+    int before = errno, is = access(path, F_OK) == 0;
+    errno = before;
+    return is;
+}
+#define REAL(name) __typeof__(&name) real = (__typeof__(&name))dlsym(RTLD_NEXT, #name)
+
+int flock(int fd, int how) {
+    REAL(flock);
+    if (refused("flock")) { errno = ENOLCK; return -1; }
+    return real(fd, how);
+}
+int memfd_create(const char *name, unsigned int flags) {
+    REAL(memfd_create);
+    if (refused("memfd")) { errno = ENOSYS; return -1; }
+    return real(name, flags);
+}
+static int small(off_t size) { return size > (1 << 20) && refused("memory"); }
+int ftruncate(int fd, off_t size) {
+    REAL(ftruncate);
+    if (small(size)) { errno = ENOSPC; return -1; }
+    return real(fd, size);
+}
+int ftruncate64(int fd, off_t size) { return ftruncate(fd, size); }
+int posix_fallocate(int fd, off_t at, off_t size) {
+    REAL(posix_fallocate);
+    return small(size) ? ENOSPC : real(fd, at, size);
+}
+int posix_fallocate64(int fd, off_t at, off_t size) { return posix_fallocate(fd, at, size); }
+void *mmap(void *at, size_t size, int protection, int flags, int fd, off_t offset) {
+    REAL(mmap);
+    if ((flags & MAP_SHARED) && fd >= 0 && refused("mmap")) { errno = ENOMEM; return MAP_FAILED; }
+    return real(at, size, protection, flags, fd, offset);
+}
+void *mmap64(void *at, size_t size, int protection, int flags, int fd, off_t offset) {
+    return mmap(at, size, protection, flags, fd, offset);
+}
+int socket(int domain, int kind, int protocol) {
+    REAL(socket);
+    if (domain == AF_INET6 && refused("ipv6")) { errno = EAFNOSUPPORT; return -1; }
+    return real(domain, kind, protocol);
+}
+int getaddrinfo(const char *name, const char *service, const struct addrinfo *hints, struct addrinfo **found) {
+    REAL(getaddrinfo);
+    if (name && strspn(name, "0123456789.:") != strlen(name) && refused("dns")) return EAI_AGAIN;
+    return real(name, service, hints, found);
+}
+static int denied(const char *path, int flags) {
+    if (!strncmp(path, "/proc/", 6)) return refused("proc") ? ENOENT : 0;
+    if (!(flags & O_CREAT) || !strncmp(path, "/dev/", 5)) return 0;
+    return refused("space") ? ENOSPC : refused("writing") ? EROFS : refused("access") ? EACCES : 0;
+}
+#define OPEN(name, before, head, call) \
+    int name(before const char *path, int flags, ...) { \
+        REAL(name); \
+        va_list rest; va_start(rest, flags); int mode = va_arg(rest, int); va_end(rest); \
+        int error = denied(path, flags); \
+        if (error) { errno = error; return -1; } \
+        return call; \
+    }
+#define AT int at,
+OPEN(open, , , real(path, flags, mode))
+OPEN(open64, , , real(path, flags, mode))
+OPEN(openat, AT, , real(at, path, flags, mode))
+OPEN(openat64, AT, , real(at, path, flags, mode))
+int mkdir(const char *path, mode_t mode) {
+    REAL(mkdir);
+    int error = denied(path, O_CREAT);
+    if (error) { errno = error; return -1; }
+    return real(path, mode);
+}
+static int foreign(int result, struct stat *found) {
+    if (result == 0 && refused("owner")) found->st_uid = 4711;
+    return result;
+}
+int fstat(int fd, struct stat *found) { REAL(fstat); return foreign(real(fd, found), found); }
+int fstat64(int fd, struct stat64 *found) { REAL(fstat64); return foreign(real(fd, found), (struct stat *)found); }
+"""
+RUNS = """
+import json, os, sys
+import spark_hvd
+
+def fn():
+    import torch
+    import spark_hvd.torch as hvd
+    from spark_hvd.scratch import Scratch
+    small = hvd.allreduce(torch.ones(100), op=hvd.Sum, name="small")
+    large = hvd.allreduce(torch.ones(2_000_000), op=hvd.Sum, name="large")
+    model = torch.nn.Linear(4, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    with Scratch("refusals") as folder:
+        open(os.path.join(folder, "file"), "w").close()
+    return hvd.allgather_object((hvd.rank(), float(small.sum()), float(large.mean())))
+
+for line in sys.stdin:
+    told = {"value": None, "error": None}
+    try:
+        told["value"] = spark_hvd.run_local(fn, num_proc=2, verbose=0, start_timeout=30, timeout=40)
+    except Exception as error:
+        told["error"] = [type(error).__module__, type(error).__name__, str(error)]
+    print(json.dumps(told), flush=True)
+"""
+
+
+class Program:
+    """A user's program, whose environment refuses what it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.refused, self.temporary = folder / "refused", folder / "tmp"
+        self.refused.mkdir()
+        self.temporary.mkdir()
+        (folder / "refusing.c").write_text(REFUSING)
+        library = folder / "refusing.so"
+        subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", library, folder / "refusing.c", "-ldl"], check=True)
+        environment = {
+            **os.environ,
+            "LD_PRELOAD": str(library),
+            "REFUSED": str(self.refused),
+            "TMPDIR": str(self.temporary),
+            "OMP_NUM_THREADS": "1",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RUNS], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self) -> dict[str, Any]:
+        """Have it start a run, and wait for what it tells."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        ready, _, _ = select.select([self.process.stdout], [], [], SECONDS)
+        assert ready, f"neither a result nor an error within {SECONDS:.0f} s"
+        told: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return told
+
+    def below(self) -> list[psutil.Process]:
+        """The processes that it has started."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    """One for all tests: what is refused to one must not harm the next."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    made = Program(tmp_path_factory.mktemp("refusals"))
+    assert made.run()["value"] == VALUE
+    yield made
+    assert made.process.stdin is not None
+    made.process.stdin.close()
+    assert made.process.wait(SECONDS) == 0
+    assert not list(made.temporary.glob("spark_hvd*")), "folders are left behind"
+
+
+GATHERED = [[rank, 200.0, 2.0] for rank in range(2)]
+VALUE = [GATHERED] * 2
+
+
+def kill_fork_server(program: Program) -> None:
+    servers = [each for each in program.below() if "spark_hvd.runner.supervise.forkserver" in each.cmdline()]
+    assert servers
+    for each in servers:
+        each.kill()
+        wait_until(lambda each=each: each.status() == psutil.STATUS_ZOMBIE)
+
+
+SURVIVED = ["flock", "owner", "memfd", "memory", "mmap"]
+NAMED = ["fork server", "proc", "space"]
+"""Of these an error may tell, or a result come; the next run is a sound one."""
+LIKE_OTHERS = ["ipv6", "dns", "writing", "access"]
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.mark.parametrize(
+    "what", [*SURVIVED, *NAMED, *(pytest.param(what, marks=pytest.mark.slow) for what in LIKE_OTHERS)]
+)
+def test_a_result_or_a_named_error_and_nothing_left(program: Program, what: str) -> None:
+    before = shared_memory()
+    children = {each.pid for each in program.below()}
+    if what == "fork server":
+        kill_fork_server(program)
+    else:
+        (program.refused / what).touch()
+    try:
+        told = program.run()
+    finally:
+        (program.refused / what).unlink(missing_ok=True)
+    if told["error"] is not None:
+        assert what not in SURVIVED, told
+        module, _, text = told["error"]
+        assert module == "builtins" or module.startswith("spark_hvd"), told
+        assert text
+        told = program.run()
+    assert told["value"] == VALUE
+    if what != "fork server":
+        wait_until(lambda: {each.pid for each in program.below()} <= children)
+    wait_until(lambda: shared_memory() <= before)
