@@ -55,6 +55,11 @@ def sums_of(some: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.
     return list(torch._foreach_add(some, others))
 
 
+def users_of(storage: torch.UntypedStorage) -> int:
+    """How many tensors, Python's or torch's own, use some memory."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
 def changes(tensor: torch.Tensor) -> int:
     """A number that grows whenever the tensor is written in place; not by a change through ``.data``."""
     return tensor._version

@@ -128,6 +128,57 @@ def changed_in_many_small_buckets(rank: int, size: int) -> None:
         _trained_alike(rank, size, change, 2, to_none=to_none, cap_mb=1e-5)
 
 
+def gradients_that_somebody_else_holds(rank: int, size: int) -> None:
+    """A parameter of no optimizer, or a list, holds a reduced gradient, while its parameter goes on with others."""
+    for to_none, cap_mb, shared_memory in itertools.product((True, False), (25.0, 1e-5), (True, False)):
+        model, oracle = _net(), _net()
+        optimizer = DistributedOptimizer(
+            _sgd(model), model.named_parameters(), bucket_cap_mb=cap_mb, shared_memory=shared_memory
+        )
+        plain = _sgd(oracle)
+        others = [[nn.Parameter(param.detach().clone()) for param in each.parameters()] for each in (model, oracle)]
+        kept: list[list[torch.Tensor]] = [[], []]
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=to_none)
+            plain.zero_grad(set_to_none=to_none)
+            _loss(model, rank, step).backward()
+            (torch.stack([_loss(oracle, r, step) for r in range(size)]).sum() / size).backward()
+            optimizer.step()
+            plain.step()
+            for each, theirs, list_ in zip((model, oracle), others, kept, strict=True):
+                list_.append(each[0].weight.grad)
+                if step % 2 == 0:
+                    for param, other in zip(each.parameters(), theirs, strict=True):
+                        other.grad = param.grad
+            for ours, its in zip(kept[0] + [each.grad for each in others[0]],
+                                 kept[1] + [each.grad for each in others[1]], strict=True):  # fmt: skip
+                torch.testing.assert_close(ours, its, rtol=1e-5, atol=1e-6)
+        assert _distance(model, oracle) < 1e-6
+
+
+def gradients_go_round_with_one_of_no_optimizer(rank: int, size: int) -> None:
+    """One parameter accumulates where the gradient of a second one has its place, which has a third one's."""
+    for detached, cap_mb, shared_memory in itertools.product((False, True), (25.0, 1e-5), (True, False)):
+        model, oracle = _net(), _net()
+        optimizer = DistributedOptimizer(
+            _sgd(model), model.named_parameters(), bucket_cap_mb=cap_mb, shared_memory=shared_memory
+        )
+        plain = _sgd(oracle)
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=False)
+            plain.zero_grad(set_to_none=False)
+            if step == 2:
+                for each in (model, oracle):
+                    first, second = each[0].weight, each[2].weight
+                    other = torch.full_like(first, 0.5)
+                    first.grad, second.grad = second.grad.detach() if detached else second.grad, other
+            _loss(model, rank, step).backward()
+            (torch.stack([_loss(oracle, r, step) for r in range(size)]).sum() / size).backward()
+            optimizer.step()
+            plain.step()
+        assert _distance(model, oracle) < 1e-6
+
+
 def cast_again_and_again(rank: int, size: int) -> None:
     model, oracle = _net(), _net()
     optimizer, plain = DistributedOptimizer(_sgd(model), model.named_parameters()), _sgd(oracle)

@@ -35,6 +35,9 @@ def test_autograd_and_tensors() -> None:
     assert torch_private.changes(weight) == before + 1
     assert torch_private.storage_key(weight) == torch_private.storage_key(weight.detach()[1:])
     assert torch_private.storage_key(weight) != torch_private.storage_key(target)
+    users = torch_private.users_of(target.untyped_storage())
+    view = target[1:]
+    assert torch_private.users_of(target.untyped_storage()) == users + 1, view
     assert not torch_private.is_hooked(weight)
     weight.register_post_accumulate_grad_hook(lambda _: None)
     assert torch_private.is_hooked(weight)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 
 from spark_hvd.torch.optimizer.buckets import BucketPlan, ParamSpec
-from spark_hvd.torch.optimizer.memory import BucketMemory, dense_stride, fits, lies_in
+from spark_hvd.torch.optimizer.memory import BucketMemory, Handed, dense_stride, fits, lies_in
 from spark_hvd.torch.optimizer.participation import Presence, notes_numel, write
 from spark_hvd.transport.host.hierarchy import HierarchicalSum, Hierarchy, HostSharing
 from spark_hvd.transport.host.shared_memory import CopiedSum, SharedSum, in_memory
@@ -100,6 +101,7 @@ class FlatBucket:
             torch.as_strided(self._flat, specs[index].shape, dense_stride(specs[index]), offset)
             for index, offset in zip(plan.members, plan.offsets, strict=True)
         ]
+        self._handed = Handed(flat, self.params, self._views)
         self._fused_copy = plan.numel >= FUSED_COPY_NUMEL * len(self.params)
         self._missing: list[int] = []
         self.misfits: list[int] = []
@@ -170,6 +172,7 @@ class FlatBucket:
         """
         self.misfits = []
         if presence >= Presence.JOINED:
+            self._handed.give_way(self._handed.given)
             self._flat.zero_()
             self._missing = []
         else:
@@ -185,7 +188,8 @@ class FlatBucket:
         targets: list[torch.Tensor] = []
         missing = self._missing = []
         empty: list[int] = []
-        in_place = False
+        in_place = 0
+        before, handed = self._handed.given, list(self._handed.given)
         is_inside = self._all.is_inside
         # For small models this loop is a good part of a step: each call in it counts.
         for place, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
@@ -201,21 +205,26 @@ class FlatBucket:
                 grad = self._densified(grad, place)
             elif is_inside(grad.data_ptr()):
                 if lies_in(grad, view):
-                    in_place = True
+                    in_place += 1
                     continue
                 grad = grad.clone()  # something is about to be written there
                 self._all.rescue(self)
             try:
-                param.grad = view.data  # with a version counter of its own, so that a change of it is seen as such
+                param.grad = given = view.data
             except RuntimeError:
                 self.misfits.append(self.members[place])
                 empty.append(place)
             else:
+                handed[place] = ref(given)
                 fresh.append(grad)
                 targets.append(view)
+        self._handed.given = handed
+        if self._handed.others(in_place + len(fresh)):
+            self._all.rescue(self)
+            self._handed.give_way(before)
         for place in empty:
             self._views[place].zero_()
-        self._scale_in(fresh, targets, in_place)
+        self._scale_in(fresh, targets, in_place > 0)
         self._tail.copy_(self._usual_tail)
         for place in empty:
             self._flags[place] = 0
@@ -229,10 +238,10 @@ class FlatBucket:
 
     def adopt(self) -> None:
         """Take gradients that are reduced already to their places."""
-        for param, view in zip(self.params, self._views, strict=True):
+        for place, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
             if param.grad is not None and fits(param, view):
                 view.copy_(param.grad)
-                param.grad = view.data
+                self._handed.hand(place)
 
     def was_used(self, index: int) -> bool:
         """Whether any rank had a gradient of a parameter in what was received."""
@@ -324,7 +333,7 @@ class FlatBucket:
             used = (self._flags.abs() > 0.5).tolist()
             for place in self._missing:
                 if used[place]:
-                    self.params[place].grad = self._views[place].data
+                    self._handed.hand(place)
 
     def abandon(self) -> None:
         """Drop an all-reduce that failed or will never be waited for."""

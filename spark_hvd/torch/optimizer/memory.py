@@ -7,13 +7,14 @@ make new objects of the same memory.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch
 
 from spark_hvd.torch.optimizer.buckets import ParamSpec
-from spark_hvd.transport.torch_private import changes
+from spark_hvd.transport.torch_private import changes, users_of
 
 if TYPE_CHECKING:
     from spark_hvd.torch.optimizer.flat import FlatBucket
@@ -47,6 +48,44 @@ class BucketMemory:
         for bucket in self._buckets:
             if bucket is not written:
                 bucket.rescue()
+
+
+class Handed:
+    """The tensors that a bucket handed to parameters as gradients, and which others may hold still.
+
+    Args:
+        flat: The bucket's buffer.
+        params: Its parameters.
+        views: The places of their gradients.
+
+    Attributes:
+        given: For each place the tensor that was handed out last, if it is alive.
+    """
+
+    def __init__(self, flat: torch.Tensor, params: Sequence[torch.nn.Parameter], views: Sequence[torch.Tensor]) -> None:
+        self._params, self._views = params, views
+        self._storage = flat.untyped_storage()
+        self._own: int | None = None
+        self.given: list[Callable[[], torch.Tensor | None]] = [lambda: None] * len(params)
+
+    def hand(self, place: int) -> None:
+        """Let a parameter's gradient be the memory of its place."""
+        given = self._views[place].data  # with a version counter of its own, so that a change of it is seen as such
+        self._params[place].grad = given
+        self.given[place] = ref(given)
+
+    def others(self, gradients: int) -> bool:
+        """Whether somebody uses the memory, beside the bucket and so many gradients in their places."""
+        count = users_of(self._storage) - gradients
+        self._own = count if self._own is None else min(self._own, count)
+        return count > self._own
+
+    def give_way(self, given: Sequence[Callable[[], torch.Tensor | None]]) -> None:
+        """Before the buffer is written: those of ``given`` that are no gradients here any more get their own memory."""
+        for param, view, alive in zip(self._params, self._views, given, strict=True):
+            grad = alive()
+            if grad is not None and grad is not param.grad and lies_in(grad, view):
+                grad.data = grad.clone()
 
 
 def lies_in(grad: torch.Tensor | None, view: torch.Tensor) -> bool:
