@@ -311,3 +311,18 @@ def the_sum_of_names_on_two_devices_in_one_breath() -> None:
         for k, handle in enumerate(handles):
             check(handle.wait(), TOTAL * (k + 1))
         assert turn >= 0
+
+
+@case
+def steps_alone_and_outer_steps() -> None:
+    for overlap, compression in ((0, hvd.Compression.none), (1, hvd.Compression.none), (0, hvd.Compression.fp16)):
+        model = net().to(first_device())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        local = hvd.LocalSGD(model, optimizer, 2, overlap=overlap, compression=compression)
+        for step in range(6):
+            local.zero_grad()
+            square(model, rows(hvd.rank(), step).to(first_device())).backward()  # type: ignore[no-untyped-call]
+            local.step()
+        local.synchronize()
+        weights = torch.cat([param.detach().flatten() for param in model.parameters()])
+        assert torch.equal(weights, hvd.broadcast(weights, root_rank=0, name="of the outer step"))
