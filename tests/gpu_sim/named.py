@@ -167,6 +167,44 @@ def objects_and_states() -> None:
     assert hvd.allgather_object(hvd.rank()) == [0, 1]
 
 
+@case
+def through_autograd() -> None:
+    """The backward of a collective is one too, called by autograd's thread of the device."""
+    for device in (first_device(), other_device()):
+        here = mine(device).requires_grad_()
+        total = hvd.allreduce(here, op=hvd.Sum, name=f"forward {device.index % EACH}")
+        total.square().sum().backward()
+        assert here.grad is not None
+        check(here.grad, 2 * TOTAL * SIZE)
+
+
+@case
+def compressed() -> None:
+    check(hvd.allreduce(mine(first_device()), op=hvd.Average, name="half", compression=hvd.Compression.fp16), TOTAL / 2)
+
+
+@case
+def adasum_of_equal_tensors() -> None:
+    tensor = torch.arange(8.0, device=other_device())
+    result = hvd.allreduce(tensor, op=hvd.Adasum, name="adasum")
+    torch.testing.assert_close(result.cpu(), tensor.cpu())
+
+
+@case
+def in_a_process_set() -> None:
+    alone = hvd.add_process_set([1])
+    try:
+        if hvd.rank() == 1:
+            check(hvd.allreduce(mine(other_device()), op=hvd.Sum, name="of one", process_set=alone), 2.0)
+    finally:
+        hvd.remove_process_set(alone)
+
+
+@case
+def barriers() -> None:
+    hvd.barrier()
+
+
 @mutant("not waited for")
 def results_that_no_stream_waits_for() -> None:
     with mock.patch.object(Moment, "wait", return_value=None):

@@ -132,6 +132,55 @@ def backward_on_a_stream_of_its_own() -> None:
     train(loss=loss)
 
 
+@case
+def some_parameters_have_no_gradient_in_some_steps() -> None:
+    """Which the host has to ask the device for, on the ranks that lack one; so steps may wait here."""
+    device = first_device()
+    used, unused = net(), torch.nn.Linear(WIDTH, WIDTH)
+    params = [*used.parameters(), *unused.parameters()]
+    weights = [param.detach().clone() for param in params]
+    used.to(device)
+    unused.to(device)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1), bucket_cap_mb=0.002)
+    for step in range(4):
+        optimizer.zero_grad()
+        out = used(rows(hvd.rank(), step).to(device))
+        if step % 2 == hvd.rank():
+            out = unused(out)
+        out.square().mean().backward()
+        optimizer.step()
+    alone = [torch.nn.Parameter(weight) for weight in weights]
+    plain = torch.optim.SGD(alone, lr=0.1)
+    for step in range(4):
+        plain.zero_grad()
+        for rank in range(2):
+            out = rows(rank, step)
+            for layer in range(4):
+                out = torch.nn.functional.linear(out, alone[2 * layer], alone[2 * layer + 1])
+            if step % 2 == rank:
+                out = torch.nn.functional.linear(out, alone[8], alone[9])
+            (out.square().mean() / 2).backward()  # type: ignore[no-untyped-call]
+        plain.step()
+    for mine, theirs in zip(params, alone, strict=True):
+        torch.testing.assert_close(mine.detach().cpu(), theirs.detach(), rtol=1e-4, atol=1e-5)
+
+
+@case
+def clipped_and_scaled() -> None:
+    """Reduced gradients are there after backward, for GradScaler and clipping; neither waits more than alone."""
+    device = first_device()
+    model = net().to(device)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), bucket_cap_mb=0.002)
+    for step in range(4):
+        optimizer.zero_grad()
+        square(model, rows(hvd.rank(), step).to(device)).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    weights = torch.cat([param.detach().flatten() for param in model.parameters()])
+    assert torch.equal(weights, hvd.broadcast(weights, root_rank=0, name="of the first"))
+
+
 def wait_for_nobody(self: FlatBucket) -> None:
     work, self._work = self._work, None
     assert work is not None

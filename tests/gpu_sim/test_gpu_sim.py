@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -40,21 +40,24 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def cases_of(module: str) -> list[str]:
+def names_of(module: str) -> list[str]:
     """The names of a module's cases. To import it here would load torch without the devices."""
     return re.findall(r"^@(?:case|mutant\(.*\))\ndef (\w+)", (HERE / f"{module}.py").read_text(), re.MULTILINE)
 
 
-@cache
-def verdicts(module: str, library: Path) -> dict[str, list[str | None]]:
-    """What each rank said of each case."""
+CASES = [name for module in MODULES for name in names_of(module)]
+
+
+@pytest.fixture(scope="session")
+def verdicts(library: Path) -> dict[str, list[str | None]]:
+    """What each rank said of each case: two processes run all of them, as most of their time goes into imports."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu_sim.rank", module],
+            [sys.executable, "-m", "tests.gpu_sim.rank", *MODULES],
             cwd=HERE.parents[1],
             env={**os.environ, **shared, "RANK": str(rank), "GPU_SIM_LIBRARY": str(library)},
             stdout=subprocess.PIPE,
@@ -63,16 +66,18 @@ def verdicts(module: str, library: Path) -> dict[str, list[str | None]]:
         )
         for rank in range(RANKS)
     ]
-    ends = [rank.communicate() for rank in ranks]
+    with ThreadPoolExecutor(RANKS) as pool:  # both are read, or one might wait for its reader and the other for it
+        ends = list(pool.map(subprocess.Popen.communicate, ranks))
     said: dict[str, list[str | None]] = {}
     for out, err in ends:
-        answers = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
-        for name in cases_of(module):
-            said.setdefault(name, []).append(dict(answers).get(name, f"it did not come so far:\n{err}"))
+        answers = dict(json.loads(line) for line in out.splitlines() if line.startswith("["))
+        for name in CASES:
+            said.setdefault(name, []).append(answers.get(name, f"it did not come so far:\n{err}"))
     return said
 
 
-@pytest.mark.parametrize(("module", "case"), [(module, case) for module in MODULES for case in cases_of(module)])
-def test_on_simulated_devices(module: str, case: str, library: Path) -> None:
-    for rank, fault in enumerate(verdicts(module, library)[case]):
+@pytest.mark.timeout(300)  # the first of them compiles, and runs all
+@pytest.mark.parametrize("case", CASES)
+def test_on_simulated_devices(case: str, verdicts: dict[str, list[str | None]]) -> None:
+    for rank, fault in enumerate(verdicts[case]):
         assert fault is None, f"rank {rank}: {fault}"
