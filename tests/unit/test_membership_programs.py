@@ -72,6 +72,7 @@ def still(model: Model, pick: int) -> None:
 ACTIONS: list[Callable[[Model, int], None]] = [up, lose, vanish, leave, die, hang, breaks, time, still]
 
 
+@pytest.mark.slow
 @example([(time, 11), (vanish, 1), (hang, 0), (hang, 1)], 1, False)
 @settings(max_examples=200)
 @given(
