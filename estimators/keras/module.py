@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,10 @@ class KerasModule(torch.nn.Module):
                 path = Path(folder, _FILE)
                 self._model.save(path)
                 data = path.read_bytes()
-            self.custom_objects = {**_own_objects(self._model._flatten_layers()), **self.custom_objects}
+                with zipfile.ZipFile(path) as file:
+                    written = file.read("config.json").decode()
+            own = _own_objects(written, self._model._flatten_layers())
+            self.custom_objects = {**own, **self.custom_objects}
         # As bytes: they may need Keras, which must not be imported before the backend is set.
         return restored, (data, self._backend, dict(self.environment), dumps(dict(self.custom_objects)))
 
@@ -117,10 +121,14 @@ def restored(data: bytes, backend: str, environment: Mapping[str, str | None], c
     return module
 
 
-def _own_objects(used: Iterable[Any]) -> dict[str, Any]:
-    """Names -> classes and functions that another process cannot import: all that are registered, and those ``used``.
+def _own_objects(written: str, used: Iterable[Any]) -> dict[str, Any]:
+    """Names -> classes and functions that another process cannot import, as they are of a script or a notebook.
 
-    Keras writes down names only. What is of a script or a notebook is to travel with them.
+    Keras writes down names only.
+
+    Args:
+        written: What it has written down.
+        used: Objects whose classes may not be registered.
     """
     import keras
 
@@ -128,7 +136,9 @@ def _own_objects(used: Iterable[Any]) -> dict[str, Any]:
     named |= keras.saving.get_custom_objects()
     by_value = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
     return {
-        name: each for name, each in named.items() if each.__module__ in by_value or "<locals>" in each.__qualname__
+        name: each
+        for name, each in named.items()
+        if name in written and (each.__module__ in by_value or "<locals>" in each.__qualname__)
     }
 
 
@@ -173,7 +183,8 @@ class Described:
         if hasattr(value, "get_config"):
             import keras
 
-            return cls(keras.saving.serialize_keras_object(value), _own_objects([value]))
+            config = keras.saving.serialize_keras_object(value)
+            return cls(config, _own_objects(str(config), [value]))
         return value
 
     @classmethod

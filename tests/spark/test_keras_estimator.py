@@ -323,6 +323,10 @@ class OwnMetric(keras.metrics.Mean):
     def update_state(self, label, output, sample_weight=None):
         super().update_state(keras.ops.abs(output - label))
 
+@keras.saving.register_keras_serializable()
+def unused(x, lock=__import__("threading").Lock()):
+    return x
+
 class UnregisteredLayer(keras.layers.Layer):
     def call(self, inputs):
         return inputs / 2
