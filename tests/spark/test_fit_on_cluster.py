@@ -101,6 +101,7 @@ def test_a_fit_goes_on_with_fewer_ranks_where_the_cluster_has_shrunk(cluster: Sp
     assert history[-1]["loss"] < history[1]["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_tests_travel_by_value")
 def test_a_model_larger_than_what_spark_can_collect_comes_back(
     cluster: SparkSession, monkeypatch: pytest.MonkeyPatch
