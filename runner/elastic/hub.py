@@ -170,9 +170,8 @@ class ElasticState(HubLogic):
 
     @property
     def _job_will_hang(self) -> bool:
-        """Whether a task has nobody whom we could end: Spark may wait for its host for minutes."""
-        present = {self._tasks[agent] for agent in self._present}
-        return any(self._tasks[agent] not in present for agent in self._given_up)
+        """Whether a task has nobody whom we could end: Spark may wait for its host for minutes, or for another slot."""
+        return {self._tasks[agent] for agent in self._present} != set(self._tasks.values())
 
     def _keep(self, message: Message) -> bool:
         """Take a part of a value; returns whether that is all of it."""

@@ -72,9 +72,9 @@ class State:
             self._interrupt()
 
     def check_host_updates(self) -> None:
-        """Go on with other members if they are to change, without a commit if not; collective, one tiny all-reduce.
+        """Go on with other members if they are to change; collective, one tiny all-reduce.
 
-        Costs nothing where ranks are not elastic, or where there is one. Where members change the state is saved.
+        The state is saved only where they do. Costs nothing where ranks are not elastic, or where there is one.
 
         Raises:
             HostsUpdatedInterrupt, MismatchError, CollectiveError: See :meth:`commit`.

@@ -180,6 +180,19 @@ def test_values_come_by_the_hub_where_a_task_is_on_a_host_that_is_cut_off() -> N
     assert hub.state.values[1].data == b"ab"
 
 
+def test_values_come_by_the_hub_where_a_task_has_left_by_notice_and_not_come_again() -> None:
+    hub = two()
+    hub.say(10, "leaving", worker=0, why="SIGTERM to its executor")
+    for agent, worker in ((10, 0), (11, 1)):
+        hub.say(agent, "yielded", worker=worker, generation=0)
+        hub.say(agent, "entered", worker=worker)
+    hub.say(10, "ended", worker=0, loss="lost", error="left", raised=False)
+    hub.say(10, "gone", why="the executor of this task will go")
+    hub.say(11, "ready", worker=1, generation=1, store=["10.0.0.1", 4001])
+    hub.say(11, "joined", worker=1, generation=1)
+    assert [(agent, message.get("report")) for agent, message in returned(hub, 11)] == [(11, True)]
+
+
 def test_the_timeout_also_holds_for_values(monkeypatch: pytest.MonkeyPatch) -> None:
     class Job:
         """As of Spark, while it waits for a host that does not answer."""

@@ -5,7 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.runner.outcome.errors import RunError, RunTimeoutError, StateLostError
+from spark_hvd.runner.outcome.errors import (
+    RunError,
+    RunTimeoutError,
+    StartTimeoutError,
+    StateLostError,
+    TooFewRanksError,
+)
 from tests.world.plan import Fault
 
 if TYPE_CHECKING:
@@ -172,6 +178,9 @@ class Checks:
         slots = sum(host.slots for host in world.hosts.values() if host.name not in gone)
         alone = any(len({process.host for process in seats.values()}) == 1 for seats in self._worlds.values())
         fatal = plan.limits.reset_limit == 0 or slots < plan.limits.min_num_proc or (alone and self._harmful)
-        over = "after the elastic function had returned" in text or "had returned from fn" in text
+        over = self._harmful and ("after the elastic function had returned" in text or "had returned from fn" in text)
+        late = (
+            isinstance(error, StartTimeoutError | TooFewRanksError) and "lose host" in kinds
+        )  # Spark had not noticed it yet
         left = isinstance(error, StateLostError) and any(kind in _NOTICES for kind in kinds)
-        assert fatal or over or left, f"one failure is survived: {text}"
+        assert fatal or over or late or left, f"one failure is survived: {text}"

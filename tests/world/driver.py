@@ -19,7 +19,7 @@ from tests.world.wire import Pipe
 if TYPE_CHECKING:
     from tests.world.world import SimulatedWorld
 
-_TICK = 0.25
+_TICK = 0.5
 
 
 class Frame:

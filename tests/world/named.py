@@ -20,7 +20,7 @@ from tests.world.wire import Pipe
 if TYPE_CHECKING:
     from tests.world.mesh import Mesh
 
-_LOOK = 0.5
+_LOOK = 1.0
 _SILENCE = 3.0
 """Seconds after which a connection ends over which nothing comes."""
 _CONNECT = 30.0

@@ -118,9 +118,10 @@ FOUND = {
         ),
         hosts=(2, 2),
         starts=(0.0, 0.5),
-        checks=True,
+        rows=12,
+        epochs=1,
         latency=0.3,
-        faults=(Fault(0.8793473409017176, "notice", 1), Fault(6.280035270165011, "notice", 5)),
+        faults=(Fault(7.4, "notice", 1),),
     ),
     "a driver that had slept ended ranks whose word it had not read": Plan(
         403,

@@ -52,13 +52,13 @@ def state_lost(commits: int, last: str) -> str:
     """Nobody is left who has the state."""
     return (
         f"all ranks that had the state are gone ({commits} commits are lost), and ranks that start anew do not have "
-        f"it; last: {last}. Save checkpoints (hvd.checkpoint) if all executors may go at once"
+        f"it; last: {_brief(last)}. Save checkpoints (hvd.checkpoint) if all executors may go at once"
     )
 
 
 def all_raised(name: str, error: str) -> str:
     """No rank is left whose state is sound."""
-    return f"fn raised an exception on every rank; last: {name}: {error}"
+    return f"fn raised an exception on every rank; last: {name}: {_brief(error)}"
 
 
 def no_progress(times: int) -> str:
@@ -91,3 +91,8 @@ def value_lost(name: str, why: str) -> str:
 def failed_after(name: str, error: str) -> str:
     """A rank has failed when there was nothing left to train."""
     return f"{name}, after the elastic function had returned on all ranks: {error}"
+
+
+def _brief(error: str) -> str:
+    """Its beginning: the rank's own report, where there is one, has all of it."""
+    return error.partition("\n")[0][:200]
