@@ -157,23 +157,28 @@ def gradients_that_somebody_else_holds(rank: int, size: int) -> None:
 
 
 def gradients_go_round_with_one_of_no_optimizer(rank: int, size: int) -> None:
-    """One parameter accumulates where the gradient of a second one has its place, which has a third one's."""
+    """One parameter accumulates where the gradient of a second one has its place, which has that of a third one.
+
+    The third one, which the optimizer does not have, accumulates in the place of the first one.
+    """
     for detached, cap_mb, shared_memory in itertools.product((False, True), (25.0, 1e-5), (True, False)):
         model, oracle = _net(), _net()
         optimizer = DistributedOptimizer(
             _sgd(model), model.named_parameters(), bucket_cap_mb=cap_mb, shared_memory=shared_memory
         )
         plain = _sgd(oracle)
+        others = {each: nn.Parameter(torch.full((4, 4), 0.5)) for each in (model, oracle)}
         for step in range(STEPS):
             optimizer.zero_grad(set_to_none=False)
             plain.zero_grad(set_to_none=False)
             if step == 2:
-                for each in (model, oracle):
+                for each, other in others.items():
                     first, second = each[0].weight, each[2].weight
-                    other = torch.full_like(first, 0.5)
-                    first.grad, second.grad = second.grad.detach() if detached else second.grad, other
-            _loss(model, rank, step).backward()
-            (torch.stack([_loss(oracle, r, step) for r in range(size)]).sum() / size).backward()
+                    grads = [param.grad.detach() if detached else param.grad for param in (first, second)]
+                    first.grad, second.grad, other.grad = grads[1], torch.full_like(first, 0.5), grads[0]
+            (_loss(model, rank, step) + others[model].sum()).backward()
+            every = [_loss(oracle, r, step) + others[oracle].sum() for r in range(size)]
+            (torch.stack(every).sum() / size).backward()
             optimizer.step()
             plain.step()
         assert _distance(model, oracle) < 1e-6

@@ -28,7 +28,7 @@ class Kind:
         spark: Its name in Spark.
         values: Some of its values, the odd ones first.
         numpy: What a value is in a batch of numpy's.
-        nullable: Whether a null is a value in a batch too.
+        nullable: Whether a null is a value in a batch too; that of a time is none in torch's.
     """
 
     spark: str
@@ -142,7 +142,8 @@ def frame_of(spark: SparkSession, case: DataCase) -> DataFrame:
             values: list[Any] = []
             for name in case.kinds:
                 kind = KINDS[name]
-                if case.nulls and kind.nullable and draw.random() < 0.2:
+                nullable = kind.nullable and not (case.tensors and name in ("date", "timestamp"))
+                if case.nulls and nullable and draw.random() < 0.2:
                     values.append(None)
                 else:
                     values.append(kind.values[int(draw.integers(len(kind.values)))])

@@ -102,6 +102,7 @@ class FlatBucket:
             for index, offset in zip(plan.members, plan.offsets, strict=True)
         ]
         self._handed = Handed(flat, self.params, self._views)
+        self._held_by_others = False
         self._fused_copy = plan.numel >= FUSED_COPY_NUMEL * len(self.params)
         self._missing: list[int] = []
         self.misfits: list[int] = []
@@ -184,8 +185,7 @@ class FlatBucket:
         self._wire, self._context = self.reduction.compressor.compress(self._payload)
 
     def _bring_in(self) -> None:
-        fresh: list[torch.Tensor] = []
-        targets: list[torch.Tensor] = []
+        fresh, targets = list[torch.Tensor](), list[torch.Tensor]()
         missing = self._missing = []
         empty: list[int] = []
         in_place = 0
@@ -219,9 +219,11 @@ class FlatBucket:
                 fresh.append(grad)
                 targets.append(view)
         self._handed.given = handed
-        if self._handed.others(in_place + len(fresh)):
+        self._held_by_others = self._handed.others(in_place + len(fresh))
+        if self._held_by_others:
             self._all.rescue(self)
             self._handed.give_way(before)
+            self._held_by_others = self._handed.others(in_place + len(fresh))
         for place in empty:
             self._views[place].zero_()
         self._scale_in(fresh, targets, in_place > 0)
@@ -334,6 +336,8 @@ class FlatBucket:
             for place in self._missing:
                 if used[place]:
                     self._handed.hand(place)
+        if self._held_by_others:  # by tensors that nobody can find, which may write here: gradients go elsewhere
+            self._handed.move_out()
 
     def abandon(self) -> None:
         """Drop an all-reduce that failed or will never be waited for."""

@@ -87,6 +87,12 @@ class Handed:
             if grad is not None and grad is not param.grad and lies_in(grad, view):
                 grad.data = grad.clone()
 
+    def move_out(self) -> None:
+        """Give the gradients that lie in their places memory of their own."""
+        for param, view in zip(self._params, self._views, strict=True):
+            if lies_in(param.grad, view):
+                param.grad = view.clone()
+
 
 def lies_in(grad: torch.Tensor | None, view: torch.Tensor) -> bool:
     """Whether a gradient is the memory of a view, element for element."""
