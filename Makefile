@@ -23,7 +23,7 @@ SLOW := slow and not gpu and not night
 export SPARK_LOCAL_IP ?= 127.0.0.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test night test-slow slow-alone slow-together matrix lint docs format bench setup java clean
+.PHONY: demo test night gpu test-slow slow-alone slow-together matrix lint docs format bench setup java clean
 
 demo: $(DEMO) java
 	$(BIN)/python examples/flights.py
@@ -40,6 +40,10 @@ slow-alone: setup java
 # Long searches, and what CI covers at a smaller size.
 night: setup java
 	SPARK_HVD_NIGHT=20000 $(BIN)/python -m pytest -m "not gpu" --timeout 3600 $(PYTEST_ARGS)
+
+# On a machine with GPUs, whose torch is built for CUDA: half an hour, and a table of what has passed.
+gpu: setup
+	$(BIN)/python -m tests.gpu
 
 slow-together: setup java
 	$(BIN)/python -m pytest -m "$(SLOW)" $(PARALLEL) $(ALONE:%=--ignore=%) $(PYTEST_ARGS)
