@@ -388,10 +388,8 @@ def make_buckets(
     if sums is not None:
         flats = [flat for flat, _ in sums]
     else:
-        flats = [
-            torch.zeros(numel, dtype=dtype, device=lead.device)
-            for (numel, dtype), lead in zip(kinds, leads, strict=True)
-        ]
+        devices = [lead.device for lead in leads]
+        flats = [torch.zeros(n, dtype=dtype, device=at) for (n, dtype), at in zip(kinds, devices, strict=True)]
     buckets = [
         FlatBucket(plan, params, specs, reduction, flat, memory) for plan, flat in zip(plans, flats, strict=True)
     ]
