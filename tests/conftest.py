@@ -142,6 +142,17 @@ def spark() -> SparkSession:
     return _active(LOCAL) or start_session(LOCAL)
 
 
+@contextlib.contextmanager
+def daemon_of(spark: SparkSession, module: str) -> Iterator[None]:
+    """New Python workers come from this daemon, whatever the session has; Spark asks for its name in every job."""
+    context: Any = spark.sparkContext
+    conf = context._jsc.sc().conf()
+    before = conf.get("spark.python.daemon.module")
+    conf.set("spark.python.daemon.module", module)
+    yield
+    conf.set("spark.python.daemon.module", before)
+
+
 def fake_gpus(folder: Path, each: int = 2) -> dict[str, str]:
     """Settings that give every worker `each` GPUs that do not exist: the first 0, 1, the next 2, 3, ..."""
     script = folder / "gpus.sh"

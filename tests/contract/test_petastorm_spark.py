@@ -21,6 +21,7 @@ from spark_hvd.estimators.petastorm import bridge
 from spark_hvd.estimators.petastorm.schema import columns_of_unischema, load_unischema
 from spark_hvd.estimators.training.readers import open_reader
 from spark_hvd.store import Store
+from tests.conftest import daemon_of
 from tests.contract import reader_data
 from tests.contract.reader_data import Share
 
@@ -277,13 +278,8 @@ def test_bridged_keeps_name_and_behaviour() -> None:
 
 @pytest.fixture
 def daemon(spark: SparkSession) -> Iterator[SparkSession]:
-    """The session with spark.python.daemon.module set: Spark reads it for every job, but takes it at the start only."""
-    context: Any = spark.sparkContext
-    conf = context._jsc.sc().conf()
-    before = conf.get("spark.python.daemon.module")
-    conf.set("spark.python.daemon.module", "spark_hvd.estimators.petastorm.daemon")
-    yield spark
-    conf.set("spark.python.daemon.module", before)
+    with daemon_of(spark, "spark_hvd.estimators.petastorm.daemon"):
+        yield spark
 
 
 def test_the_daemon(daemon: SparkSession, written: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import spark_hvd
 from spark_hvd.runner import ClusterError, Level, doctor
 from spark_hvd.runner.spark import session as on_spark
-from tests.conftest import LOCAL_CLUSTER, start_session
+from tests.conftest import LOCAL_CLUSTER, daemon_of, start_session
 from tests.doctor_cases import of
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ def test_errors_are_collected_and_named(spark: SparkSession, tmp_path: Path, mon
         (tmp_path / f"{name}.py").write_text("raise ImportError('a shadow of it')")
     monkeypatch.setitem(spark.sparkContext.environment, "PYTHONPATH", str(tmp_path))
     (tmp_path / "file").write_text("")
-    report = doctor(spark, num_proc=5, store=str(tmp_path / "file" / "store"), seconds=0.2)
+    with daemon_of(spark, "pyspark.daemon"):  # which imports nothing that has a shadow
+        report = doctor(spark, num_proc=5, store=str(tmp_path / "file" / "store"), seconds=0.2)
     assert not report.ok
     errors = {(finding.check, finding.found.split(" ")[0]): finding for finding in report.errors}
     assert errors.keys() == {("slots", "num_proc=5:"), ("packages", "zmq"), ("packages", "torch"), ("store", "the")}
