@@ -190,5 +190,5 @@ def test_mpi4py_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('no mpi4py here')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RankFailedError, match=r"no mpi4py here.*pip install 'spark_hvd\[mpi\]'"):
+    with pytest.raises(RankFailedError, match=r"no mpi4py here.*pip install mpi4py mpich"):
         run_local(world, num_proc=2, backend="mpi")
