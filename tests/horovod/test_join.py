@@ -34,9 +34,9 @@ def joined_together(first: int) -> None:
 def test_allreduce(three: LastingWorld, op: object) -> None:
     def fn() -> None:
         rank, size = hvd.rank(), hvd.size()
-        for dtype, dim, first, before in itertools.product(
-            (torch.int32, torch.int64, torch.float32, torch.float64), (1, 3), range(size), (False, True)
-        ):
+        dtypes = (torch.int32, torch.int64, torch.float32, torch.float64)
+        for number, (dtype, first) in enumerate(itertools.product(dtypes, range(size))):
+            before, dim = number % 2 == 0, (1, 3)[number // 2 % 2]
             # values above zero and below: a zero for the joined rank would show in Min, Max and Product
             sign = -1 if first == 1 else 1
             a = [sign * (tensor.abs() + 1) for tensor in everyones(dtype, *[5] * dim, most=3)]
