@@ -28,7 +28,7 @@ from spark_hvd.runner import (
 from spark_hvd.runner.launch import attempt as attempt_module
 from spark_hvd.runner.spark import job, slots
 from spark_hvd.runner.spark import session as on_spark
-from tests.conftest import ranks_alive, wait_until
+from tests.conftest import daemon_of, ranks_alive, wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -169,7 +169,7 @@ def test_torch_missing_on_an_executor(
     kind, text = error.split(": ", 1)
     monkeypatch.setattr(spark.sparkContext, "pythonExec", blocking_python(tmp_path, "torch", f"{kind}({text!r})"))
     told = rf"torch cannot be imported by .* \(Python {sys.version.split()[0]}\): {error}"
-    with pytest.raises(RankFailedError, match=told):
+    with daemon_of(spark, "pyspark.daemon"), pytest.raises(RankFailedError, match=told):
         run(lambda: 1, num_proc=2, spark=spark, verbose=0)
 
 
