@@ -44,7 +44,7 @@ def some(cases: int) -> Callable[[Any], Any]:
     )
 
 
-pytestmark = pytest.mark.timeout(36_000 if NIGHT else 300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(36_000 if NIGHT else 300)]
 
 
 @pytest.fixture(scope="module")

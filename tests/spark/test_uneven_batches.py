@@ -131,6 +131,7 @@ def test_weights_of_rows_count_on_whatever_rank_they_are(nine: DataFrame) -> Non
     assert [row["loss"] for row in fitted.getHistory()] == pytest.approx(losses, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_keras_makes_the_step_of_all_rows(spark: SparkSession) -> None:
     keras = pytest.importorskip("keras")
     from spark_hvd.estimators import KerasEstimator, LocalBackend
@@ -160,6 +161,7 @@ def test_keras_makes_the_step_of_all_rows(spark: SparkSession) -> None:
     assert [row["loss"] for row in fitted.getHistory()] == pytest.approx(history.history["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_lightning_makes_the_step_of_all_rows(spark: SparkSession, nine: DataFrame) -> None:
     L = pytest.importorskip("lightning")  # noqa: N806 - the name that everybody gives it
     from spark_hvd.estimators import LightningEstimator, LocalBackend
