@@ -16,6 +16,8 @@ ranks train without the hub: a driver that is suspended or starved for twenty se
 once a host is cut off for good is somebody needed who ends its ranks, and then nothing is lost by waiting."""
 _AWAKE = 1.0
 """Who looks less often than this has been suspended, or starved, in between."""
+_SUSPENDED = 5.0
+"""Deadlines of others wait only for longer gaps: on a busy machine gaps of a second or two are many, and add up."""
 
 
 @dataclass(slots=True)
@@ -27,8 +29,8 @@ class AwakeClock:
 
     def at(self, now: float) -> float:
         """What it shows now; to be called several times a second."""
-        if self._looked is not None:
-            self._slept += max(now - self._looked - _AWAKE, 0.0)
+        if self._looked is not None and now - self._looked > _SUSPENDED:
+            self._slept += now - self._looked - _AWAKE
         self._looked = now
         return now - self._slept
 
