@@ -89,7 +89,7 @@ class TrainSpec:
 
     @property
     def uses(self) -> Uses:
-        """What columns are for."""
+        """Say what the columns are for."""
         return Uses(self.sample_weight_col, tuple(each.column.name for each in self.labels))
 
     def not_finite(self, tensors: Mapping[str, torch.Tensor]) -> str:

@@ -17,12 +17,12 @@ once a host is cut off for good is somebody needed who ends its ranks, and then 
 _AWAKE = 1.0
 """Who looks less often than this has been suspended, or starved, in between."""
 _SUSPENDED = 5.0
-"""Deadlines of others wait only for longer gaps: on a busy machine gaps of a second or two are many, and add up."""
+"""Only for longer gaps do the deadlines of others wait: on a busy machine gaps of a second or two add up."""
 
 
 @dataclass(slots=True)
 class AwakeClock:
-    """Another clock, which stands still while whoever looks at it several times a second is suspended, or starved."""
+    """A clock that stands still while whoever looks at it several times a second is suspended for more than 5 s."""
 
     _looked: float | None = None
     _slept: float = 0.0

@@ -74,8 +74,7 @@ def _gpu() -> dict[str, Any]:
 def _utilization(device: int) -> float | None:
     try:
         return torch.cuda.utilization(device) / 100
-    except (
-        Exception
-    ) as error:  # without pynvml, or NVML's own errors: on MIG, vGPU and in some containers it tells nothing
+    except Exception as error:
+        # Without pynvml, or NVML's own errors: on MIG, vGPU and in some containers it tells nothing.
         _log.debug("NVML tells nothing of cuda:%d: %s", device, error)
         return None
