@@ -103,7 +103,7 @@ class Memory:
 
 
 def _copies_of(storages: Mapping[int, torch.UntypedStorage], memory: Memory) -> dict[int, torch.UntypedStorage]:
-    """Copy tensors; the result has the same keys."""
+    """Copy storages; the result has the same keys."""
     on_gpu = any(storage.device.type == "cuda" for storage in storages.values())
     parts = memory.take([storage.nbytes() for storage in storages.values()], on_gpu)
     copies, pieces = {}, []
