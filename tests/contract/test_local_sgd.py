@@ -59,7 +59,7 @@ def test_a_rank_that_leaves_between_two_exchanges_loses_its_local_steps_alone(tm
             while state.number < 4 * EVERY:
                 if hvd.generation() == 0 and hvd.rank() == 1 and state.number == 2 * EVERY + 2:
                     os.kill(os.getpid(), signal.SIGKILL)
-                if hvd.generation() == 1:
+                if hvd.size() == 1:
                     await_update()
                 step(model, optimizer, batch(hvd.rank(), state.number))
                 state.number += 1
@@ -77,7 +77,10 @@ def test_a_rank_that_leaves_between_two_exchanges_loses_its_local_steps_alone(tm
     after, state, number = torch.load(tmp_path / "1.0")
     assert (number, state["outer"]["rounds"], state["outer"]["steps"]) == (2 * EVERY, 2, 0)
     assert torch.equal(after, synchronised)
-    grown = [torch.load(tmp_path / f"2.{rank}") for rank in range(2)]
-    assert [each[2] for each in grown] == [3 * EVERY] * 2
-    assert all(torch.equal(each[0], torch.load(tmp_path / f"1.0.{3 * EVERY}")) for each in grown)
+    # Where the survivor is slow to come back, the newcomer is there in the first generation after the loss already.
+    at_once = (tmp_path / "1.1").exists()
+    grown = [torch.load(tmp_path / f"{1 if at_once else 2}.{rank}") for rank in range(2)]
+    assert [each[2] for each in grown] == [(2 if at_once else 3) * EVERY] * 2
+    before = synchronised if at_once else torch.load(tmp_path / f"1.0.{3 * EVERY}")
+    assert all(torch.equal(each[0], before) for each in grown)
     assert all(torch.equal(each[1]["outer"]["anchors"][0], grown[0][1]["outer"]["anchors"][0]) for each in grown)
