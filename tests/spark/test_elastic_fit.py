@@ -97,9 +97,13 @@ class AllDie(Callback):
         if (hvd.generation(), state.global_step) == (0, 20):
             first, *others = hvd.allgather_object(os.getpid())
             if state.rank == 0:
+                self.strike()
                 for each in (*others, first):
                     os.kill(each, signal.SIGKILL)
             time.sleep(60)
+
+    def strike(self) -> None:
+        """All ranks are about to be killed, and have come so far."""
 
 
 class AllDieOnce(AllDie):
@@ -110,9 +114,10 @@ class AllDieOnce(AllDie):
 
     def on_batch_end(self, state: TrainState) -> None:
         if not self.mark.exists():
-            if state.rank == 0 and state.global_step == 20:
-                self.mark.touch()
             super().on_batch_end(state)
+
+    def strike(self) -> None:
+        self.mark.touch()  # only now: a rank that saw it earlier would leave the others waiting
 
 
 class DiesSometime(Callback):
