@@ -82,7 +82,6 @@ def _check_build() -> None:
 @run_options(
     RunConfig, ["num_proc", "backend", "procs_per_task", "cpus_per_proc", "gpus_per_proc", "interfaces", "ports"]
 )
-@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=3.0, help="How long to all-reduce.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_json: bool, **options: Any) -> None:
     """Examine whether a run of N ranks will work on this cluster, and if not, why not.
