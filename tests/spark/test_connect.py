@@ -222,7 +222,7 @@ def test_an_estimator_fits_and_its_model_transforms_and_is_saved(
 
 
 def test_the_doctor(connect: SparkSession) -> None:
-    report = doctor(connect, num_proc=2, seconds=0.2)
+    report = doctor(connect, num_proc=2)
     assert report.ok
     assert "all tasks reach 127.0.0.1:" in of("executor to driver", report.findings).found
     assert of("executor to driver", report.findings).level is Level.OK
