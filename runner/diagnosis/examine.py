@@ -8,11 +8,11 @@ import time
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.config import Network, RunConfig
 from spark_hvd.runner.diagnosis import probe
 from spark_hvd.runner.diagnosis.facts import PROGRAM, StoreTrial
 from spark_hvd.runner.diagnosis.gpu_checks import Assigned, check_gpus
@@ -23,12 +23,12 @@ from spark_hvd.runner.diagnosis.host_checks import (
     check_resources,
     check_store,
 )
-from spark_hvd.runner.diagnosis.jobs import FACTS_SECONDS, Gathered, Network, gather, spark_facts, try_network
+from spark_hvd.runner.diagnosis.jobs import FACTS_SECONDS, Connections, Gathered, gather, spark_facts, try_network
 from spark_hvd.runner.diagnosis.network_checks import check_driver, check_ranks, clocks_ahead
 from spark_hvd.runner.diagnosis.report import Finding, Level, Report, error, ok
 from spark_hvd.runner.diagnosis.spark_checks import SparkFacts, check_spark
+from spark_hvd.runner.launch.arguments import launcher
 from spark_hvd.runner.launch.run import run
-from spark_hvd.runner.options import launcher
 from spark_hvd.runner.outcome.errors import ClusterError
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.profiles import Ask, TaskResources, task_resources
@@ -58,6 +58,7 @@ class StoreLike(Protocol):
     store="The store of an estimator, or its URL: it is written and read on every host.",
 )
 def doctor(
+    config: RunConfig,
     spark: SparkSession | None = None,
     num_proc: int | None = None,
     *,
@@ -66,8 +67,7 @@ def doctor(
     cpus_per_proc: int | None = None,
     gpus_per_proc: int | None = None,
     backend: str | None = None,
-    interfaces: Sequence[str] = (),
-    ports: str | None = None,
+    network: Network | None = None,
 ) -> Report:
     """Examine whether ``run(num_proc=num_proc)`` will work on this Spark application.
 
@@ -83,7 +83,6 @@ def doctor(
         ValueError, TypeError: an argument is wrong.
         ClusterError: there is no session.
     """
-    config = RunConfig.of(locals())
     # A session that was stopped is a finding, too.
     return _Examination(spark or on_spark.active_session(None), config, store).report()
 
@@ -127,7 +126,7 @@ class _Examination:
             network = self._step(
                 "rank to rank", lambda: try_network(self._spark, tasks, self._ports, interfaces, resources)
             )
-            self._judge_network(facts, tasks, network or Network())
+            self._judge_network(facts, tasks, network or Connections())
             if not any(f.check == "rank to rank" and f.level is Level.ERROR for f in self._findings):
                 self._run(tasks * self._config.procs_per_task)
 
@@ -185,7 +184,7 @@ class _Examination:
             return False
         return True
 
-    def _judge_network(self, facts: SparkFacts, tasks: int, network: Network) -> None:
+    def _judge_network(self, facts: SparkFacts, tasks: int, network: Connections) -> None:
         self._findings += network.problems
         hosts, config, found = self._gathered.hosts, self._config, network.tasks
         size = config.num_proc or tasks * config.procs_per_task
@@ -212,6 +211,9 @@ class _Examination:
 
     def _reduce(self, ranks: int, device: str) -> None:
         config, start = self._config, time.monotonic()
+        network = Network(
+            interfaces=config.interfaces, ports=config.ports, mpi=config.mpi, collective_timeout=_COLLECTIVE_SECONDS
+        )
         what = f"{ranks} ranks{f' over {config.backend}' if config.backend else ''}, tensors on {device}"
         try:
             run(
@@ -223,12 +225,10 @@ class _Examination:
                 procs_per_task=config.procs_per_task,
                 cpus_per_proc=config.cpus_per_proc,
                 gpus_per_proc=config.gpus_per_proc,
-                interfaces=config.interfaces,
-                ports=config.ports,
                 start_timeout=_START_SECONDS,
                 timeout=_RUN_SECONDS,
-                collective_timeout=_COLLECTIVE_SECONDS,
                 verbose=0,
+                network=network,
             )
             took = time.monotonic() - start
             self._findings.append(ok("all-reduce", f"{what}: the sum is right, the run took {took:.1f} s"))

@@ -38,7 +38,7 @@ def check_driver(
             "executor to driver",
             f"{', '.join(dict.fromkeys(failed))} cannot connect to {where} in {CONNECT_SECONDS:.0f} s. Runs work, but "
             "start ten seconds later, and the ranks' output stays in the executors' logs",
-            f'run(..., ports="30000-30100")   # and open these ports of {driver[0]} for the executors\n{setting}',
+            f'network=Network(ports="30000-30100")   # and open these ports of {driver[0]} to executors\n{setting}',
         )
     else:
         yield ok("executor to driver", f"all tasks reach {where}")
@@ -56,7 +56,7 @@ def check_ranks(tasks: Sequence[TaskNetwork], ports: PortRange | None) -> Iterat
     deaf = [task for task in tasks if task.bind_error is not None]
     for task in deaf:
         if task.address is None:
-            found, remedy = f"{task.name}: {task.bind_error}", 'run(..., interfaces=["10.0.0.0/8"])'
+            found, remedy = f"{task.name}: {task.bind_error}", 'run(..., network=Network(interfaces=["10.0.0.0/8"]))'
         else:
             found = f"{task.name} cannot listen on {task.address}, {allowed}: {task.bind_error}"
             remedy = "ss -ltnp   # who holds the ports there; or a wider range in ports="
@@ -68,7 +68,7 @@ def check_ranks(tasks: Sequence[TaskNetwork], ports: PortRange | None) -> Iterat
             "rank to rank",
             f"{task.name} ({task.address}) cannot connect to {other.name} ({other.address}:{other.port}): {why}",
             f"nc -vz {other.address} {other.port}   # from {task.name}, while something listens there\n"
-            'Open the hosts to each other for all ports, or run(..., ports="30000-30100") and open these',
+            'Open the hosts to each other for all ports, or give network=Network(ports="30000-30100") and open these',
         )
     if tried and not broken and not deaf:
         hosts = len({task.key for task in tasks})

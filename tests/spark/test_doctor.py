@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(300)]
 
 @pytest.mark.slow
 def test_an_application_that_is_well(spark: SparkSession, tmp_path: Path) -> None:
-    report = spark_hvd.doctor(spark, num_proc=2, store=str(tmp_path / "store"), ports="42000-42999")
+    report = spark_hvd.doctor(
+        spark, num_proc=2, store=str(tmp_path / "store"), network=spark_hvd.Network(ports="42000-42999")
+    )
     # this machine may be short of something that is no fault of ours; nothing else may be found
     scarce = {"memory", "disk", "/dev/shm", "cores", "open files"}
     assert [f for f in report.findings if f.level is not Level.OK and f.check not in scarce] == []
@@ -72,7 +74,7 @@ def test_wrong_arguments_are_refused(spark: SparkSession) -> None:
     with pytest.raises(ValueError, match="backend='x'"):
         doctor(spark, 2, backend="x")
     with pytest.raises(ValueError, match="ports="):
-        doctor(spark, 2, ports="high")
+        doctor(spark, 2, network=spark_hvd.Network(ports="high"))
 
 
 @pytest.mark.slow
