@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from spark_hvd.runner.config import Network, RunConfig
 from spark_hvd.runner.diagnosis import probe
 from spark_hvd.runner.diagnosis.facts import PROGRAM, StoreTrial
-from spark_hvd.runner.diagnosis.gpu_checks import Assigned, check_gpus
+from spark_hvd.runner.diagnosis.gpu_checks import check_gpus
 from spark_hvd.runner.diagnosis.host_checks import (
     check_clocks,
     check_packages,
@@ -192,8 +192,7 @@ class _Examination:
         for host in hosts:
             ranks = on_host[host.key] * config.procs_per_task
             self._add("resources", partial(check_resources, host, ranks, size))
-        assigned = [Assigned(task.partition, task.key, task.name, task.gpus) for task in found]
-        self._add("GPUs", lambda: check_gpus(facts, hosts, assigned, config.backend, config.gpus_per_proc))
+        self._add("GPUs", lambda: check_gpus(facts, hosts, found, config.backend, config.gpus_per_proc))
         if found:
             way = partial(check_driver, network.driver, found, network.silent, connect=facts.connect)
             self._add("executor to driver", way)

@@ -16,10 +16,9 @@ import pytest
 from spark_hvd.runner.config import CHOICES, RunConfig
 from spark_hvd.runner.launch.arguments import adapted
 from spark_hvd.runner.watch.display.choose import make_display
-from spark_hvd.runner.watch.display.json_lines import JsonDisplay
 from spark_hvd.runner.watch.display.lines import LineWriter
 from spark_hvd.runner.watch.display.notebook import page
-from spark_hvd.runner.watch.display.plain import PlainDisplay
+from spark_hvd.runner.watch.display.plain import JsonDisplay, PlainDisplay
 from spark_hvd.runner.watch.display.text import table
 from spark_hvd.runner.watch.view import RunView
 from spark_hvd.world.vitals import Vitals
