@@ -8,9 +8,9 @@ import time
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from spark_hvd.runner.config import Network, RunConfig
 from spark_hvd.runner.diagnosis import probe
@@ -36,6 +36,8 @@ from spark_hvd.runner.spark.profiles import Ask, TaskResources, task_resources
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from spark_hvd.store import Store
+
 _log = logging.getLogger(__name__)
 _START_SECONDS = 90.0
 _RUN_SECONDS = 90.0
@@ -43,26 +45,13 @@ _COLLECTIVE_SECONDS = 30.0
 _TASKS_NEED = ("spark_hvd", "zmq", "psutil", "cloudpickle")
 
 
-class StoreLike(Protocol):
-    """What has the URL and fsspec options of a store, as ``spark_hvd.estimators.Store`` does."""
-
-    @property
-    def url(self) -> str: ...  # noqa: D102
-
-    @property
-    def storage_options(self) -> Mapping[str, Any]: ...  # noqa: D102
-
-
-@launcher(
-    RunConfig,
-    store="The store of an estimator, or its URL: it is written and read on every host.",
-)
+@launcher(RunConfig, store="The store of an estimator, or its URL: it is written and read on every host.")
 def doctor(
     config: RunConfig,
     spark: SparkSession | None = None,
     num_proc: int | None = None,
     *,
-    store: str | StoreLike | None = None,
+    store: str | Store | None = None,
     procs_per_task: int = 1,
     cpus_per_proc: int | None = None,
     gpus_per_proc: int | None = None,
@@ -90,7 +79,7 @@ def doctor(
 class _Examination:
     """One examination: each step looks, and what it sees becomes findings; a step that breaks becomes one itself."""
 
-    def __init__(self, spark: SparkSession, config: RunConfig, store: str | StoreLike | None) -> None:
+    def __init__(self, spark: SparkSession, config: RunConfig, store: str | Store | None) -> None:
         self._spark = spark
         self._config = config
         self._ports = config.port_range
@@ -259,7 +248,7 @@ def all_reduced(device: str) -> None:
 class _StoreTrials:
     """The store tried on the driver first, whose file every host then looks for."""
 
-    def __init__(self, store: str | StoreLike) -> None:
+    def __init__(self, store: str | Store) -> None:
         self.url = store if isinstance(store, str) else store.url
         options = {} if isinstance(store, str) else dict(store.storage_options)
         folder = f".spark_hvd-doctor-{uuid.uuid4().hex[:12]}"

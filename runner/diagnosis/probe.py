@@ -96,7 +96,9 @@ def isolated(act: Callable[[], Any], seconds: float) -> tuple[Any, str]:
         os._exit(0)
     os.close(writer)
     deadline, data, over = time.monotonic() + seconds, b"", False
-    while not over and select.select([reader], [], [], max(deadline - time.monotonic(), 0))[0]:
+    answers = select.poll()
+    answers.register(reader, select.POLLIN)
+    while not over and answers.poll(max(deadline - time.monotonic(), 0) * 1000):
         piece = os.read(reader, 1 << 16)
         data, over = data + piece, not piece
     os.close(reader)
