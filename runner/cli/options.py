@@ -115,7 +115,7 @@ def _flags(name: str) -> tuple[str, ...]:
 
 
 def _form(name: str, declared: Option) -> dict[str, Any]:
-    """What click is to read."""
+    """How click reads the option: its type and its placeholder in the help."""
     if declared.choices:
         return {"type": click.Choice(declared.choices)}
     if declared.least is not None:

@@ -45,17 +45,17 @@ class Finding:
 
 
 def ok(check: str, found: str) -> Finding:
-    """All is well."""
+    """A finding that all is well."""
     return Finding(check, Level.OK, found)
 
 
 def warning(check: str, found: str, remedy: str) -> Finding:
-    """A run would be worse than it could be."""
+    """A finding that makes a run slower or less safe than it could be."""
     return Finding(check, Level.WARNING, found, remedy)
 
 
 def error(check: str, found: str, remedy: str = "") -> Finding:
-    """A run would fail."""
+    """A finding that makes a run fail."""
     return Finding(check, Level.ERROR, found, remedy)
 
 

@@ -58,7 +58,7 @@ def allreduce(
         TypeError: The dtype has no such reduction.
         ValueError: `op` and `average` are both given, or the process set is not this rank's.
         MismatchError: Ranks call different things by this name. Raised on every rank; the world goes on.
-        DuplicateNameError: This rank has the name under way already.
+        DuplicateNameError: A call of this rank by that name has not ended.
         StalledError: Some ranks did not call it within the stall timeout.
         CollectiveError: A peer or the network failed.
     """

@@ -99,7 +99,7 @@ class JsonDisplay(Display):
         self._interval, self._ended = Interval(interval), False
 
     def lines(self, rank: int, stream: str, text: str) -> None:
-        """One event for each line."""
+        """Write one event for each line."""
         self._write(*({"event": "output", "rank": rank, "stream": stream, "text": line} for line in text.split("\n")))
 
     def show(self, view: RunView, now: float) -> None:
@@ -108,7 +108,7 @@ class JsonDisplay(Display):
             self._write({"event": "progress", **view.snapshot(now).as_dict()})
 
     def end(self, summary: Summary | None) -> None:
-        """Write the summary."""
+        """Write the summary as the last event."""
         if not self._ended and summary is not None:
             self._write({"event": "summary", **summary.as_dict()})
         self._ended = True

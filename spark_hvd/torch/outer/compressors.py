@@ -125,7 +125,7 @@ class TopKCompressor:
 
 
 class Averaging:
-    """The mean over the ranks of one flat tensor, which is under way from the moment that this is made.
+    """The mean over the ranks of one flat tensor, started when this is made.
 
     Args:
         values: One-dimensional; it is overwritten.

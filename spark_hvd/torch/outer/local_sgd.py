@@ -53,7 +53,7 @@ class OuterOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Make the parameters equal on all ranks; collective, to be called before they are evaluated or saved.
 
-        An exchange under way is ended, then what ranks have trained since is exchanged at once. Does nothing where
+        It finishes an exchange in flight, then exchanges what ranks have trained since. Does nothing where
         all are equal. Ranks may come with different numbers of steps in their last round, and each counts the same. If
         some had more rounds than others, those with fewer must have called hvd.join(), and so must then the others:
         the ranks that came furthest decide, the others take over their parameters.
@@ -127,8 +127,8 @@ def LocalSGD(
         sync_every: Steps of a round.
         compression: Of what travels, which is how far the parameters have come since the last exchange:
             `Compression.none`, `.fp16`, `.bf16`, an `Int8Compressor` or a `TopKCompressor`.
-        overlap: Steps that each rank goes on alone while an exchange is under way; what it trains meanwhile stays, and
-            goes into the next one. 0: wait for it.
+        overlap: Steps that each rank continues alone while an exchange is in flight; what it trains meanwhile is kept,
+            and goes into the next one. 0: wait for it.
         average_buffers: Average the floating-point buffers of a module along, such as those of batch norm.
         process_set: The ranks to average over; on other ranks the optimizer stays a local one. Elastic ranks, outside
             their worlds, have none but all.

@@ -21,7 +21,7 @@ from spark_hvd.world.errors import MismatchError
 
 @dataclass(frozen=True, slots=True)
 class OuterSettings:
-    """What the user has chosen."""
+    """The options of LocalSGD or DiLoCo."""
 
     kind: str
     """``LocalSGD`` or ``DiLoCo``."""
@@ -35,7 +35,7 @@ class OuterSettings:
 
 @dataclass(slots=True)
 class _OuterExchange:
-    """An exchange under way."""
+    """An exchange in flight."""
 
     steps: int
     """How many local steps are in it."""
@@ -249,16 +249,16 @@ class OuterLoop:
     # ---- state --------------------------------------------------------------------------------------------------
 
     def forget_exchange(self) -> None:
-        """Drop the exchange under way; what went into it goes into the next."""
+        """Drop the exchange in flight; what went into it goes into the next."""
         self._exchange = None
 
     def leave_world(self) -> None:
-        """The world is over."""
+        """Prepare for another world: the exchange in flight is dropped, and ranks are compared again."""
         self.forget_exchange()
         self._checked = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What a training goes on from. An exchange under way is no part of it: its steps are sent again."""
+        """What training resumes from. An exchange in flight is not included: its steps are sent again."""
         return {
             "anchors": list(self._flats),
             "lost": list(self._lost),
