@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spark_hvd.runner.config import Network, Output
+    from spark_hvd.runner.config import Network, Reporting
     from spark_hvd.runner.diagnosis.examine import doctor
     from spark_hvd.runner.diagnosis.report import Finding, Level, Report
     from spark_hvd.runner.elastic.local import run_elastic_local
@@ -49,9 +49,9 @@ __all__ = [
     "MlflowTracker",
     "Network",
     "NotEnoughSlotsError",
-    "Output",
     "RankFailedError",
     "Report",
+    "Reporting",
     "ResetLimitError",
     "ResultTooLargeError",
     "RunError",
@@ -84,7 +84,7 @@ _HOME = {
     "run_elastic_local": "elastic.local",
     "run_local": "launch.local",
     "warm_up": "launch.warm",
-    **dict.fromkeys(("Network", "Output"), "config"),
+    **dict.fromkeys(("Network", "Reporting"), "config"),
     **dict.fromkeys(("Finding", "Level", "Report"), "diagnosis.report"),
 }
 

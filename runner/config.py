@@ -48,8 +48,8 @@ class Network:
 
 @described
 @dataclass(frozen=True, kw_only=True)
-class Output:
-    """What is shown and kept of a run, and where: ``run(fn, output=Output(progress="plain"))``."""
+class Reporting:
+    """What is shown and kept of a run, and where: ``run(fn, reporting=Reporting(progress="plain"))``."""
 
     __module__ = "spark_hvd.runner"
 
@@ -75,14 +75,14 @@ class Output:
     stderr: TextIO | None = option(None, "Text stream for the ranks' stderr instead of ``sys.stderr``.")  # noqa: RUF009
 
 
-GROUPS: Mapping[str, type[Any]] = {"network": Network, "output": Output}
+GROUPS: Mapping[str, type[Any]] = {"network": Network, "reporting": Reporting}
 """Arguments of the functions that start ranks which are several options, by name."""
 HERE = ("tracker", "stdout", "stderr")
 """Options that are objects of this program and do not travel to tasks."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommonConfig(Network, Output):
+class CommonConfig(Network, Reporting):
     """The options that static and elastic runs have in common.
 
     Raises:
@@ -150,7 +150,7 @@ class CommonConfig(Network, Output):
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """The config of those arguments of a function that it declares, or that lie in a Network or an Output.
+        """The config of those arguments of a function that it declares, or that lie in a Network or a Reporting.
 
         None stands for the default.
         """

@@ -23,7 +23,7 @@ from spark_hvd.runner.diagnosis.host_checks import (
     check_resources,
     check_store,
 )
-from spark_hvd.runner.diagnosis.jobs import FACTS_SECONDS, Connections, Gathered, gather, spark_facts, try_network
+from spark_hvd.runner.diagnosis.jobs import FACTS_SECONDS, Gathered, NetworkTrial, gather, spark_facts, try_network
 from spark_hvd.runner.diagnosis.network_checks import check_driver, check_ranks, clocks_ahead
 from spark_hvd.runner.diagnosis.report import Finding, Level, Report, error, ok
 from spark_hvd.runner.diagnosis.spark_checks import SparkFacts, check_spark
@@ -115,7 +115,7 @@ class _Examination:
             network = self._step(
                 "rank to rank", lambda: try_network(self._spark, tasks, self._ports, interfaces, resources)
             )
-            self._judge_network(facts, tasks, network or Connections())
+            self._judge_network(facts, tasks, network or NetworkTrial())
             if not any(f.check == "rank to rank" and f.level is Level.ERROR for f in self._findings):
                 self._run(tasks * self._config.procs_per_task)
 
@@ -173,7 +173,7 @@ class _Examination:
             return False
         return True
 
-    def _judge_network(self, facts: SparkFacts, tasks: int, network: Connections) -> None:
+    def _judge_network(self, facts: SparkFacts, tasks: int, network: NetworkTrial) -> None:
         self._findings += network.problems
         hosts, config, found = self._gathered.hosts, self._config, network.tasks
         size = config.num_proc or tasks * config.procs_per_task

@@ -150,7 +150,7 @@ def _facts_task(program: str, asked: dict[str, Any]) -> Callable[[Iterator[Any]]
 
 
 @dataclass
-class Connections:
+class NetworkTrial:
     """Who reached whom.
 
     Attributes:
@@ -170,9 +170,9 @@ class Connections:
 
 def try_network(
     spark: SparkSession, tasks: int, ports: PortRange | None, interfaces: Sequence[str], resources: TaskResources
-) -> Connections:
+) -> NetworkTrial:
     """Let the tasks of one barrier stage connect to the driver and to each other, and the driver to their executors."""
-    network = Connections()
+    network = NetworkTrial()
     with contextlib.ExitStack() as closing:
         address = None
         try:

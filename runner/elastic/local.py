@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from spark_hvd.runner.config import Network, Output
+from spark_hvd.runner.config import Network, Reporting
 from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.elastic.hub import ElasticHub
 from spark_hvd.runner.elastic.results import elastic_results
@@ -61,7 +61,7 @@ def run_elastic_local(
     verbose: int = 1,
     seed: int | None = None,
     network: Network | None = None,
-    output: Output | None = None,
+    reporting: Reporting | None = None,
 ) -> RunResult[R]:
     """Run ``fn(*args, **kwargs)`` on ranks of this machine that may be lost; to rehearse failures, and for tests.
 

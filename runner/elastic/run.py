@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from spark_hvd.runner.config import CommonConfig, Network, Output
+from spark_hvd.runner.config import CommonConfig, Network, Reporting
 from spark_hvd.runner.elastic.agent import AgentReport
 from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.elastic.hub import ElasticHub
@@ -86,7 +86,7 @@ def run_elastic(
     cpus_per_proc: int | None = None,
     gpus_per_proc: int | None = None,
     network: Network | None = None,
-    output: Output | None = None,
+    reporting: Reporting | None = None,
 ) -> RunResult[R]:
     """Run ``fn(*args, **kwargs)`` on ranks that may be lost, and others may join, while it trains.
 

@@ -31,7 +31,7 @@ _NO_OPTIONS = {
     "spark": "The session; None for the active one.",
     "network": "How ranks reach each other and this program, as a :class:`spark_hvd.Network`: interfaces, ports, MPI, "
     "the time limit of collectives.",
-    "output": "What is shown and kept of the run, as a :class:`spark_hvd.Output`: progress, trackers, streams, cost.",
+    "reporting": "What is shown and kept of the run, as a :class:`spark_hvd.Reporting`: progress, tracker, streams.",
 }
 """Arguments that no config holds by these names."""
 
@@ -40,8 +40,8 @@ def launcher(config: type[C], **texts: str) -> Callable[[Callable[Concatenate[C,
     """Make a function that starts ranks of one whose first argument is the config that the other arguments come to.
 
     The signature stays written out, for those who read it without running it (editors, mypy); the docstring gets what
-    each argument means. A name that is no argument is refused with the closest that is one. Options of a Network or an
-    Output are taken as arguments of their own too, with a DeprecationWarning.
+    each argument means. A name that is no argument is refused with the closest that is one. Options of a Network or a
+    Reporting are taken as arguments of their own too, with a DeprecationWarning.
 
     Args:
         config: The class.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from spark_hvd.runner.channel.hub import Hub
 from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.channel.state import HubState
-from spark_hvd.runner.config import CommonConfig, Network, Output, RunConfig
+from spark_hvd.runner.config import CommonConfig, Network, Reporting, RunConfig
 from spark_hvd.runner.launch.arguments import adapted, launcher
 from spark_hvd.runner.launch.attend import Grace, ThreadJob, attend
 from spark_hvd.runner.launch.data import given
@@ -60,7 +60,7 @@ def run_local(
     seed: int | None = None,
     max_restarts: int = 0,
     network: Network | None = None,
-    output: Output | None = None,
+    reporting: Reporting | None = None,
 ) -> RunResult[R]:
     """Run ``fn(*args, **kwargs)`` on ``num_proc`` ranks of this machine; for debugging, tests and single machines.
 

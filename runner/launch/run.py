@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from spark_hvd.runner.config import Network, Output, RunConfig
+from spark_hvd.runner.config import Network, Reporting, RunConfig
 from spark_hvd.runner.launch.arguments import adapted, launcher
 from spark_hvd.runner.launch.attempt import Attempt
 from spark_hvd.runner.launch.data import given
@@ -50,7 +50,7 @@ def run(
     max_restarts: int = 0,
     min_num_proc: int | None = None,
     network: Network | None = None,
-    output: Output | None = None,
+    reporting: Reporting | None = None,
 ) -> RunResult[R]:
     """Run ``fn(*args, **kwargs)`` on ``num_proc`` ranks of the Spark cluster, all at the same time.
 

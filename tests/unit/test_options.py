@@ -84,7 +84,7 @@ def test_a_group_of_another_type_is_refused() -> None:
 
 
 def test_a_config_travels_without_what_belongs_to_this_program() -> None:
-    config = RunConfig.of({"num_proc": 2, "output": spark_hvd.Output(stdout=sys.stdout, progress="plain")})
+    config = RunConfig.of({"num_proc": 2, "reporting": spark_hvd.Reporting(stdout=sys.stdout, progress="plain")})
     there = pickle.loads(pickle.dumps(config))
     assert there == RunConfig(num_proc=2, progress="plain")
     assert config.stdout is sys.stdout
