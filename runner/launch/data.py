@@ -202,9 +202,10 @@ def _are_paths(value: Any) -> bool:
 
 def _table_of(name: str, value: Any) -> pa.Table | None:
     """The rows of what holds them in memory, in the types that Spark and the readers know; None for anything else."""
-    pandas, hugging_face = sys.modules.get("pandas"), sys.modules.get("datasets")
+    pandas = sys.modules.get("pandas")
     is_pandas = pandas is not None and isinstance(value, pandas.DataFrame)
-    if hugging_face is not None and isinstance(value, getattr(hugging_face, "Dataset", ())):
+    hugging_face: Any = getattr(sys.modules.get("datasets"), "Dataset", ())  # the module may be one of the user's
+    if isinstance(value, hugging_face):
         value = value.with_format("arrow")[:]
     if isinstance(value, type) or not (is_pandas or hasattr(value, "__arrow_c_stream__")):
         return None
