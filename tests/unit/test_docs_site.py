@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+import spark_hvd
 import spark_hvd.torch as hvd
 from spark_hvd.transport.communicator import ReduceOp
 
@@ -171,7 +172,7 @@ def test_lists_and_tables_begin_after_a_blank_line(page: Path) -> None:
         ("spark_hvd.checkpoint", set()),
         ("spark_hvd.data", set()),
         ("spark_hvd.estimators", set()),
-        ("spark_hvd.runner", {"run", "run_local", "run_elastic", "run_elastic_local", "warm_up", "doctor"}),
+        ("spark_hvd.runner", {*spark_hvd.__all__}),
     ],
 )  # fmt: skip
 def test_each_public_name_is_described(module: str, elsewhere: set[str]) -> None:
