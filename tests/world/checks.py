@@ -136,7 +136,7 @@ class Checks:
         assert values
         assert self._printed >= len(values), "what ranks print is not shown"
         assert all(value == values[0] for value in values), "values differ between ranks"
-        _, _, seen = values[0]
+        seen = [tuple(map(int, each.split(":"))) for each in values[0][2].split()]  # epoch and row
         plan = self._world.plan
         assert len(set(seen)) == len(seen), f"a row twice: {sorted(row for row in set(seen) if seen.count(row) > 1)}"
         for epoch in range(plan.epochs):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
+
+from greenlet import getcurrent, greenlet
 
 _MOST = 300_000
 """Events of a world; a long one has 20,000."""
@@ -62,7 +63,7 @@ class Clock:
 
 
 class Strand:
-    """Blocking code in a thread of its own.
+    """Blocking code on a stack of its own.
 
     Args:
         clock: Under which it runs.
@@ -72,17 +73,12 @@ class Strand:
 
     def __init__(self, clock: Clock, work: Callable[[], object], owner: Any = None) -> None:
         self._clock, self._work, self.owner = clock, work, owner
-        self._mine, self._theirs = threading.Lock(), threading.Lock()
-        self._mine.acquire()
-        self._theirs.acquire()
         self._ready: Callable[[], bool] = lambda: True
         self._until: float | None = None
         self._poked = self._killed = self.ended = False
         self.frozen = False
-        self._error: BaseException | None = None
+        self._greenlet = greenlet(self._run)
         clock.strands.append(self)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
         self.poke()
 
     def wait(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
@@ -98,8 +94,7 @@ class Strand:
             self._until = None if seconds is None else self._clock.now + seconds
             if seconds is not None:
                 self._clock.after(seconds, self._look)
-            self._theirs.release()
-            self._mine.acquire()
+            self._greenlet.parent.switch()
             self._until = None
         if self._killed:
             raise Killed
@@ -127,24 +122,20 @@ class Strand:
         with acting(self.owner):
             global _current
             before, _current = _current, self
-            self._mine.release()
-            self._theirs.acquire()
-            _current = before
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+            try:
+                self._greenlet.parent = getcurrent()
+                self._greenlet.switch()
+            finally:
+                _current = before
 
     def _run(self) -> None:
-        self._mine.acquire()
         try:
             if not self._killed:
                 self._work()
         except Killed:
             pass
-        except BaseException as error:
-            self._error = error
-        self.ended = True
-        self._theirs.release()
+        finally:
+            self.ended = True
 
 
 _current: Strand | None = None

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tests.world.world import SimulatedWorld
 
 _TICK = 0.5
+_NOTHING = zmq.Again()
 
 
 class Frame:
@@ -40,7 +41,7 @@ class Router:
 
     def recv_multipart(self, flags: int, copy: bool) -> list[Frame]:
         if not self.inbox:
-            raise zmq.Again
+            raise _NOTHING
         pipe, *frames = self.inbox.popleft()
         return [Frame(pipe), *(Frame(frame) for frame in frames if frame)]
 

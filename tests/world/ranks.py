@@ -205,7 +205,7 @@ class RankProcess:
     def _train(self) -> Any:
         plan = self.world.plan
         loader = ShardLoader("rows", Rows(plan.rows), Sharding(plan.rows, plan.batch_size), ASKED, lambda: ASKED)  # type: ignore[arg-type,return-value]
-        state: Any = TorchState(loader=loader, made=(0, 0, []))  # weights, steps, rows
+        state: Any = TorchState(loader=loader, made=(0, 0, ""))  # weights, steps, rows
 
         def loop() -> Any:
             while loader.epoch < plan.epochs:
@@ -246,7 +246,7 @@ class RankProcess:
         together = sorted(row for *_, theirs in told for row in theirs)
         self.world.checks.stepped(self, mesh.generation, told)
         weights = zlib.crc32(repr((weights, epoch, together)).encode())
-        state.made = weights, step + 1, [*seen, *((epoch, row) for row in together)]
+        state.made = weights, step + 1, seen + "".join(f" {epoch}:{row}" for row in together)
 
 
 def _seal(rows: list[int]) -> str:
