@@ -39,6 +39,8 @@ _NAMED = {
     "raise": "the loss is nan",
     "all raise": "the loss is nan",
     "fork server": "fork server",
+    "bad host": "code 1|SIGKILL",
+    "poison": "SIGKILL",
     "hang": rf"timeout=|waited|Timed out|{_GONE}",
     "stop": rf"SIGSTOP|waited|Timed out|{_GONE}",
     "slow": _GONE,
@@ -155,10 +157,15 @@ class Checks:
         elif len(self._harmful) == 1 and self._harmful[0].kind in _ONE_FAILURE:
             assert resets <= 1, f"{resets} failures after one"
 
-    def _error(self, error: Exception) -> None:
+    def _error(self, error: BaseException) -> None:
         world, plan, text = self._world, self._world.plan, str(self._world.driver.error)
-        assert isinstance(error, RunError), repr(error)
         kinds = [fault.kind for fault in plan.faults]
+        if isinstance(error, KeyboardInterrupt):
+            assert "interrupt" in kinds
+            assert world.driver.membership.verdict is not None
+            return
+        assert isinstance(error, RunError), repr(error)
+        assert "the hub of this run failed" not in text, text
         if isinstance(error, RunTimeoutError):
             # A rank that hangs alone is nobody's to notice; others come to know when their collectives take too long.
             # Nor is it known of a task that had ended whether Spark will find a slot to have it, and its value, again.

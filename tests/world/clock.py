@@ -24,10 +24,11 @@ class Clock:
 
     Args:
         seed: Of all chance in a world.
+        grain: Seconds of which all times are multiples, so that much happens at the same moment; 0 for none.
     """
 
-    def __init__(self, seed: int | str) -> None:
-        self.now = 1000.0
+    def __init__(self, seed: int | str, grain: float = 0.0) -> None:
+        self.now, self._grain = 1000.0, grain
         self.random = Random(seed)
         self._due: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
@@ -35,7 +36,12 @@ class Clock:
 
     def after(self, seconds: float, call: Callable[..., object], *args: Any) -> None:
         """Call a function after so many seconds."""
+        seconds = self.rounded(seconds)
         heapq.heappush(self._due, (self.now + seconds, next(self._numbers), call, args))
+
+    def rounded(self, seconds: float) -> float:
+        """As a multiple of the grain."""
+        return round(seconds / self._grain) * self._grain if self._grain else seconds
 
     def some(self, least: float, most: float) -> float:
         """A random number of seconds."""
@@ -91,7 +97,7 @@ class Strand:
             raise Killed
         if not ready():
             self._ready = ready
-            self._until = None if seconds is None else self._clock.now + seconds
+            self._until = None if seconds is None else self._clock.now + self._clock.rounded(seconds)
             if seconds is not None:
                 self._clock.after(seconds, self._look)
             self._greenlet.parent.switch()

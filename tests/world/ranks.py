@@ -182,6 +182,8 @@ class RankProcess:
         clock, strand = self.world.clock, self.strand
         self.standing.pending = PendingMember(self.order.me, CONFIG, 0)
         strand.wait(lambda: False, clock.some(*self.world.plan.preparing))
+        if self.world.hosts[self.host].bad:
+            raise Exit(1)
         try:
             value = self._train()
         except AssertionError:
@@ -226,6 +228,8 @@ class RankProcess:
         self.strand.wait(lambda: not self.hangs)
         if self.error is not None:
             raise self.error
+        if self.world.poison.intersection(rows):
+            raise Exit(-9)
         mesh = self.mesh
         assert mesh is not None
         assert len(self.reset_in) >= self.joined - 1, "the state was not told of another world"

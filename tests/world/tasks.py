@@ -174,6 +174,7 @@ class Host:
         name: Its name, and address.
         slots: Tasks that it runs at a time.
         frozen: Whether it is suspended.
+        bad: Whether ranks that start on it end at once.
         leaving: Whether Spark says that its executor is being decommissioned.
         lost: Whether Spark knows that it is gone.
         server: Its fork server.
@@ -182,6 +183,7 @@ class Host:
     name: str
     slots: int
     frozen: bool = False
+    bad: bool = False
     leaving: bool = False
     lost: bool = False
 
@@ -349,7 +351,11 @@ class Spark:
         return not self._cancelled and len(self._finished) < len(self.world.plan.starts)
 
     def wait(self, seconds: float) -> None:
-        strand().wait(lambda: not self.running, seconds)
+        driver = self.world.driver
+        strand().wait(lambda: not self.running or driver.interrupted, seconds)
+        if driver.interrupted:
+            driver.interrupted = False
+            raise KeyboardInterrupt
 
     def cancel(self) -> None:
         """Spark kills the tasks that it reaches."""

@@ -56,11 +56,13 @@ class SimulatedWorld:
         self.plan = plan
         self.trace: list[str] = []
         self._tracing = tracing
-        self.clock = Clock(f"world {plan.seed}")
+        self.clock = Clock(f"world {plan.seed}", plan.grain)
         self._started = self.clock.now
         self.network = Network(self.clock, plan.latency)
         self._pids = itertools.count(100)
         self.hosts: dict[str, Host] = {}
+        self.poison: set[int] = set()
+        """Rows that kill the rank which trains on them."""
         for slots in plan.hosts:
             name = f"10.0.0.{len(self.hosts) + 1}"
             self.hosts[name] = Host(name, slots)
