@@ -12,6 +12,7 @@ from spark_hvd.runner.outcome.errors import (
     StateLostError,
     TooFewRanksError,
 )
+from spark_hvd.world.vitals import Vitals
 from tests.world.plan import Fault
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ _NAMED = {
 
 def is_harmless(fault: Fault) -> bool:
     """Whether a run goes on without a failure."""
-    return fault.kind in ("new host", *_NOTICES) or (
+    return fault.kind in ("new host", "clock", *_NOTICES) or (
         fault.seconds is not None and fault.seconds <= _BRIEF.get(fault.kind, 0.0)
     )
 
@@ -64,7 +65,7 @@ class Checks:
         self._worlds: dict[int, dict[int, RankProcess]] = {}
         self._steps: dict[int, tuple[int, int]] = {}
         """Of each generation: the first step that was made in it, and the last."""
-        self._printed = 0
+        self._printed = self._vitals = 0
         self._generations: list[Any] = []
         """The product's records."""
 
@@ -102,6 +103,11 @@ class Checks:
         if present.number == generation and number in present.members:
             assert label == rank, f"what rank {rank} prints is shown as rank {label}'s"
 
+    def lives(self, record: Vitals) -> None:
+        """What a rank tells of itself has arrived at the driver."""
+        self._vitals += 1
+        assert record.rank < len(self._worlds[record.generation]) == record.size
+
     def decided(self, membership: Any) -> None:
         """The hub has taken its turn."""
         present, before = membership.generation, self._generations[-1] if self._generations else None
@@ -124,7 +130,10 @@ class Checks:
         world, driver = self._world, self._world.driver
         if not driver.dead:
             assert driver.ended_at is not None, f"neither a result nor an error after {world.seconds:.0f} s"
+            noted = driver.membership.noted
+            assert world.noted == noted[: len(world.noted)], "what is to be read in the log is there once"
             if driver.error is None:
+                assert len(world.noted) == len(noted)
                 self._result(driver.values or [])
             else:
                 self._error(driver.error)
@@ -136,7 +145,7 @@ class Checks:
 
     def _result(self, values: list[Any]) -> None:
         assert values
-        assert self._printed >= len(values), "what ranks print is not shown"
+        assert min(self._printed, self._vitals) >= len(values), "what ranks tell is not shown"
         assert all(value == values[0] for value in values), "values differ between ranks"
         seen = [tuple(map(int, each.split(":"))) for each in values[0][2].split()]  # epoch and row
         plan = self._world.plan

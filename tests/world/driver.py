@@ -60,7 +60,9 @@ class Driver:
         state = ElasticState(world.plan.limits)
         state.membership = Watched(world.plan.limits, world.clock.random)
         hub._state, hub._lock = state, threading.Lock()
-        said: Any = SimpleNamespace(output=lambda label, stream, text: world.checks.printed(label, text))
+        said: Any = SimpleNamespace(
+            output=lambda label, stream, text: world.checks.printed(label, text), vitals=world.checks.lives
+        )
         hub._listener = _Labelled(said, state.labels)
         hub._questions, hub._closing, hub._identities = deque(), threading.Event(), {}
         hub._failure, hub._observes = None, True

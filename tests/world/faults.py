@@ -178,6 +178,10 @@ def _new_host(world: SimulatedWorld, fault: Fault) -> None:
     world.add_host()
 
 
+def _clock(world: SimulatedWorld, fault: Fault) -> None:
+    world.jumped += 3600.0 * (-1) ** fault.target
+
+
 def _interrupt(world: SimulatedWorld, fault: Fault) -> None:
     world.driver.interrupted = True
     world.driver.poke()
@@ -194,6 +198,7 @@ _STRIKES: dict[str, Callable[[SimulatedWorld, Fault], None]] = {
     "bad host": _bad_host,
     "poison": _poison,
     "interrupt": _interrupt,
+    "clock": _clock,
     "hang": _hang,
     "slow": _slow,
     "stop": _stop,

@@ -393,8 +393,13 @@ class Watched(Membership):
         super().__init__(limits, chance)
         self._reference = Members(limits)
         self._inner = False
+        self._gone: set[int] = set()
+        self.noted: list[str] = []
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Decision]:
+        if isinstance(event, ev.AgentLost) and "Spark" not in event.why:
+            assert event.agent not in self._gone, f"agent {event.agent} is lost twice"
+            self._gone.add(event.agent)
         self._inner = True
         told = super().handle(event, now)
         self._inner = False
@@ -408,6 +413,7 @@ class Watched(Membership):
         return self._checked(super().stop(text), self._reference.stop())
 
     def _checked(self, told: list[ev.Decision], expected: list[Told]) -> list[ev.Decision]:
+        self.noted += [each.text for each in told if isinstance(each, ev.Note)]
         assert len(told) == len(expected), (told, expected)
         for decision in told:
             match = next((each for each in expected if _alike(decision, each)), None)

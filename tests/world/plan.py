@@ -85,7 +85,7 @@ KINDS = {
     "kill": 6, "raise": 2, "hang": 1, "slow": 2, "stop": 1, "lose task": 3, "lose host": 3, "fork server": 2, "cut": 2,
     "cut up": 1, "cut down": 1, "cut ranks": 2, "freeze host": 2, "freeze driver": 1, "notice": 3, "notice to rank": 1,
     "decommission": 2, "new host": 2, "all raise": 0.3, "driver": 0.3,
-    "bad host": 1, "poison": 0.7, "interrupt": 0.4,
+    "bad host": 1, "poison": 0.7, "interrupt": 0.4, "clock": 0.7,
 }  # fmt: skip
 
 

@@ -52,11 +52,13 @@ class SimulatedLink:
             self._up.send((self.down, json.dumps({"type": type_, "rank": self.attempt.number, **fields}).encode(), b""))
 
     def hand_over(self, value: bytes, **fields: Any) -> bool:
-        message = {"type": "value", "rank": self.attempt.number, **fields, "part": 0, "parts": 1}
         driver = self.attempt.world.driver
+        parts = [value[:8], value[8:20], value[20:]]
         kept = driver.answers and self.attempt.world.network.reaches(self.attempt.host.name, DRIVER)
         if kept:  # in earnest it waits for the answer
-            driver.take((self.down, json.dumps(message).encode(), value))
+            for part, data in enumerate(parts):
+                message = {"type": "value", "rank": self.attempt.number, **fields, "part": part, "parts": len(parts)}
+                driver.take((self.down, json.dumps(message).encode(), data))
             driver.turn()
         return kept
 
