@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict, deque
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -192,7 +193,7 @@ class Collectives:
         parts = expected.split(" LAST")
         assert re.fullmatch(".*?".join(map(re.escape, parts)), text), (text, expected)
         at = 0
-        for part, following in zip(parts, parts[1:], strict=False):
+        for part, following in pairwise(parts):
             at = text.index(part, at) + len(part)
             did = text[at : text.index(following, at)].strip()
             rank = int(part.rsplit(" ", 1)[1])
@@ -229,9 +230,7 @@ class Collectives:
 
     # ---- what is decided --------------------------------------------------------------------------------------------
 
-    def _decided(
-        self, decisions: list[Decision], late: set[str], places: list[int], by_number: set[str]
-    ) -> None:
+    def _decided(self, decisions: list[Decision], late: set[str], places: list[int], by_number: set[str]) -> None:
         """These and no others had to be made."""
         reference = self.reference
         expected, learned = reference.complete(), dict[str, int]()

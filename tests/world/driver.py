@@ -14,7 +14,7 @@ from spark_hvd.runner.elastic.hub import ElasticHub, ElasticState, _Labelled
 from spark_hvd.runner.elastic.results import elastic_results
 from spark_hvd.runner.elastic.run import _watch_spark, attend_elastic
 from tests.world.clock import Strand
-from tests.world.members import Watched
+from tests.world.watched import Watched
 from tests.world.wire import Pipe
 
 if TYPE_CHECKING:

@@ -73,6 +73,11 @@ def _poison(world: SimulatedWorld, fault: Fault) -> None:
     world.poison = set(range(fault.target, fault.target + 1 + fault.target % 3))
 
 
+def _returns(world: SimulatedWorld, fault: Fault) -> None:
+    if (process := _rank(world, fault)) is not None:
+        process.returns = True
+
+
 def _hang(world: SimulatedWorld, fault: Fault) -> None:
     if (process := _rank(world, fault)) is not None:
         process.hangs = True
@@ -197,6 +202,7 @@ _STRIKES: dict[str, Callable[[SimulatedWorld, Fault], None]] = {
     "all raise": _all_raise,
     "bad host": _bad_host,
     "poison": _poison,
+    "returns": _returns,
     "interrupt": _interrupt,
     "clock": _clock,
     "hang": _hang,
