@@ -16,6 +16,7 @@ import cloudpickle
 import pytest
 
 from spark_hvd.runner import RankFailedError, RunTimeoutError, UnpicklableError, run, run_local
+from spark_hvd.runner.config import Reporting
 from spark_hvd.runner.outcome.rows import FailureKind
 from tests.conftest import ranks_alive, wait_until
 
@@ -132,7 +133,7 @@ def test_output_arrives_live_with_its_rank(launch: Launcher, tmp_path: Path) -> 
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    launch(fn, num_proc=2, stdout=out, stderr=err)
+    launch(fn, num_proc=2, reporting=Reporting(stdout=out, stderr=err))
     watcher.join()
     for rank in (0, 1):
         assert f"[{rank}] from native code\n" in out.getvalue()
@@ -320,7 +321,7 @@ def test_much_output_is_neither_lost_nor_reordered(launch: Launcher) -> None:
         for i in range(50_000):
             print(f"line {i}")
 
-    launch(fn, num_proc=2, stdout=out)
+    launch(fn, num_proc=2, reporting=Reporting(stdout=out))
     for rank in (0, 1):
         lines = [line for line in out.getvalue().splitlines() if line.startswith(f"[{rank}]")]
         assert lines == [f"[{rank}] line {i}" for i in range(50_000)]
