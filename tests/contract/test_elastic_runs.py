@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.runner import ResetLimitError, StateLostError, run_elastic_local
+from spark_hvd.runner import RankFailedError, ResetLimitError, StateLostError, run_elastic_local
 from spark_hvd.testing import FaultPlan
 from tests.elastic_jobs import SAMPLES, Job, Result, checked, read, train
 
@@ -183,3 +183,5 @@ def test_a_second_elastic_function_in_the_same_fn() -> None:
 
     assert run_elastic_local(fn, [FaultPlan()], reset_limit=0) == [[8, 8], [8, 8]]
     assert run_elastic_local(fn, [FaultPlan().kill(rank=1, step=2)], timeout=60) == [[8, 8], [8, 8]]
+    with pytest.raises(RankFailedError, match="rank 1 is in elastic function number 1 of fn, and rank 0 in number 2"):
+        run_elastic_local(fn, [FaultPlan().kill(rank=1, step=102, generation=1)], timeout=60)
