@@ -68,6 +68,7 @@ def check(seed: int) -> None:
     raise AssertionError(f"SPARK_HVD_SEED={seed}: fails at times only; a world has chance that is not its seed's")
 
 
+@pytest.mark.timeout(600)  # on a busy machine
 @pytest.mark.parametrize("part", range(PARTS))
 def test_seeds(part: int) -> None:
     for seed in range(part, SEEDS, PARTS):
