@@ -174,7 +174,7 @@ class SparkEstimator(SavedParams, Estimator[M]):
     def _tried(self, plan: FitPlan, batch: Batch, columns: tuple[Column, ...]) -> TrainSpec:
         spec = spec_for(plan, batch, columns)
         with normalised_rows(plan.objects.model) as layers:
-            self._try(plan, spec, batch)
+            spec = self._try(plan, spec, batch)
         return replace(spec, needs_two_rows=layers[0] if layers else None)
 
     def _trained(self, plan: FitPlan, spec: TrainSpec, num_proc: int, data: Mapping[str, Any] | None = None) -> M:
@@ -185,8 +185,12 @@ class SparkEstimator(SavedParams, Estimator[M]):
 
     _framework: ClassVar[Framework]
 
-    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> None:
-        """Train and predict one batch, on copies of the model; raise a ModelError where that fails."""
+    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> TrainSpec:
+        """Train and predict one batch, on copies of the model; raise a ModelError where that fails.
+
+        Returns:
+            The specification, with what was learnt.
+        """
         raise NotImplementedError
 
     def _check(self, settings: Settings) -> None:

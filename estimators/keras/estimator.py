@@ -129,7 +129,7 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
             plan = replace(plan, settings={**plan.settings, "input_shapes": _shapes_taken(plan, batch)})
         return super()._tried(plan, batch, columns)
 
-    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> None:
+    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> TrainSpec:
         module: Any = copy.deepcopy(plan.objects.model)
         objects = replace(plan.objects, model=module, callbacks=())
         given = [
@@ -152,6 +152,7 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
             raise failed("a step of training", error, given) from error
         check_loss(spec, float(loss), batch)
         try_transform(self._untrained(plan, spec), tensors_of(spec.inputs, batch), needed=True)
+        return spec
 
     def _optimizer_facts(self, plan: FitPlan) -> dict[str, Any]:
         return {f"opt_{name}": value for name, value in plan.objects.optimizer.config["config"].items()}
