@@ -130,6 +130,15 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
         return super()._tried(plan, batch, columns)
 
     def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> TrainSpec:
+        import keras
+
+        wrong = {"sum", "mean_with_sample_weight"} if spec.sample_weight_col else {"sum"}
+        for loss in keras.tree.flatten(plan.settings["loss"]):
+            if (reduction := getattr(loss, "reduction", None)) in wrong and plan.backend.num_processes() > 1:
+                raise ModelError(
+                    f"{loss.name} has reduction={reduction!r}, and several ranks give the mean over the rows of all: "
+                    "expected 'sum_over_batch_size', with a learning rate for it, or num_proc=1"
+                )
         module: Any = copy.deepcopy(plan.objects.model)
         objects = replace(plan.objects, model=module, callbacks=())
         given = [
