@@ -101,12 +101,13 @@ class SparkEstimator(SavedParams, Estimator[M]):
             return self.copy(dict(params)).fit_on_parquet(train_path, val_path)
         plan = self._plan()
         settings, store = plan.settings, plan.store
-        if settings["validation"] is not None:
+        prepared = (settings["store"] or store).prepared
+        train_path, val_path = train_path or prepared[0], val_path or prepared[1]
+        if settings["validation"] is not None and val_path is None:
             raise ValueError(
                 f"validation={settings['validation']!r}: fit_on_parquet takes validation data from val_path; "
                 "leave validation out"
             )
-        train_path, val_path = train_path or store.train_path, val_path or store.val_path
         if train_path is None:
             raise ValueError("train_path is missing: give it, or Store.create(..., train_path=...)")
         # A store reads below its own file system only; the data may lie elsewhere.
