@@ -101,12 +101,13 @@ class SparkEstimator(SavedParams, Estimator[M]):
             return self.copy(dict(params)).fit_on_parquet(train_path, val_path)
         plan = self._plan()
         settings, store = plan.settings, plan.store
-        if settings["validation"] is not None:
+        prepared = (settings["store"] or store).prepared
+        train_path, val_path = train_path or prepared[0], val_path or prepared[1]
+        if settings["validation"] is not None and val_path is None:
             raise ValueError(
                 f"validation={settings['validation']!r}: fit_on_parquet takes validation data from val_path; "
                 "leave validation out"
             )
-        train_path, val_path = train_path or store.train_path, val_path or store.val_path
         if train_path is None:
             raise ValueError("train_path is missing: give it, or Store.create(..., train_path=...)")
         # A store reads below its own file system only; the data may lie elsewhere.
@@ -174,7 +175,7 @@ class SparkEstimator(SavedParams, Estimator[M]):
     def _tried(self, plan: FitPlan, batch: Batch, columns: tuple[Column, ...]) -> TrainSpec:
         spec = spec_for(plan, batch, columns)
         with normalised_rows(plan.objects.model) as layers:
-            self._try(plan, spec, batch)
+            spec = self._try(plan, spec, batch)
         return replace(spec, needs_two_rows=layers[0] if layers else None)
 
     def _trained(self, plan: FitPlan, spec: TrainSpec, num_proc: int, data: Mapping[str, Any] | None = None) -> M:
@@ -188,8 +189,12 @@ class SparkEstimator(SavedParams, Estimator[M]):
 
     _framework: ClassVar[Framework]
 
-    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> None:
-        """Train and predict one batch, on copies of the model; raise a ModelError where that fails."""
+    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> TrainSpec:
+        """Train and predict one batch, on copies of the model; raise a ModelError where that fails.
+
+        Returns:
+            The specification, with what was learnt.
+        """
         raise NotImplementedError
 
     def _check(self, settings: Settings) -> None:

@@ -217,4 +217,4 @@ def _store(store: Store | None, alone: bool) -> Store:
         store = Store.create(_temporary[0].path)
     if not store.is_shared:
         raise StoreError(f"store={store.url}: ranks are other processes and see nothing of it. Use a shared path")
-    return store
+    return store.plain
