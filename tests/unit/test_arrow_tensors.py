@@ -117,7 +117,7 @@ def test_broken_sparse_vectors(vectors: list[Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("array", "column", "text"),
     [
-        (pa.array([1, None]), Column("x", "int64"), r"has 1 null\(s\) in 2 rows: fill or drop them"),
+        (pa.array([1, None]), Column("x", "int64"), r"has 1 null\(s\) in 2 rows, the first in row 1: fill or"),
         (pa.array([[1], None]), Column("x", "int64", None), r"has 1 null\(s\) in 2 rows"),
         (pa.array([[1, 2, None]]), Column("x", "int64", (3,)), r"has 1 null\(s\) in 3 values"),
         (pa.array([[1], [1, 2]]), Column("x", "int64", None), "different lengths: row 1 has one of 2, .* first has 1"),

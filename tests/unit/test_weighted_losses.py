@@ -134,7 +134,7 @@ def with_any_options(output: torch.Tensor, label: torch.Tensor, **options: Any) 
         (lambda output, label: functional.cross_entropy(output, label), INSIDE, "mean"),
         (lambda output, label: functional.cross_entropy(output, label, BY_CLASS), INSIDE, None),
         (lambda output, label: functional.cross_entropy(output, label), NUMBERS, None),
-        (lambda output, label: (output - label).square().mean().sqrt(), TARGETS, None),
+        (lambda output, label: (output - label).square().mean().sqrt(), TARGETS * torch.arange(ROWS)[:, None], None),
         (lambda output, label: (output - label).sum() * 0, TARGETS, None),
         (lambda output, label: (output.reshape(ROWS, -1) - label).mean(), TARGETS, None),
     ],
