@@ -179,7 +179,10 @@ class SparkEstimator(SavedParams, Estimator[M]):
         return replace(spec, needs_two_rows=layers[0] if layers else None)
 
     def _trained(self, plan: FitPlan, spec: TrainSpec, num_proc: int, data: Mapping[str, Any] | None = None) -> M:
-        state, history = train_on_ranks(plan, spec, num_proc, self._framework, data, self._optimizer_facts(plan))
+        # Only for a tracker, which a backend may have: an optimizer is made for it, of a copy of the model.
+        is_tracked = plan.settings["tracker"] is not None or plan.settings["backend"] is not None
+        facts = self._optimizer_facts(plan) if is_tracked else {}
+        state, history = train_on_ranks(plan, spec, num_proc, self._framework, data, facts)
         return self._model(plan, spec, state, history)
 
     # -- what a subclass adds

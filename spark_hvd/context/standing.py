@@ -43,7 +43,7 @@ class StandIn(Protocol):
 
     @property
     def in_flight(self) -> bool:
-        """Whether some of this rank's own are under way."""
+        """Whether collectives of this rank are in flight."""
         ...
 
     def stand_in(self, *, counts: bool) -> bool:
@@ -159,6 +159,8 @@ class ProcessState:
         """The last generation that was aborted by its number, and why."""
         self.forked: str | None = None
         """What a process that a rank has forked must not do; None in others. See :mod:`spark_hvd.context.forks`."""
+        self.functions = 0
+        """Elastic functions that were begun here."""
 
     def register_connections(self, registry: ConnectionRegistry) -> ConnectionRegistry:
         """These connections are to be made; they are cut at once if their generation was aborted already."""

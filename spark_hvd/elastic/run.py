@@ -111,6 +111,7 @@ def _require_state(name: str, state: object) -> None:
 
 def _through_generations(launcher: ElasticLauncher, state: Restorable, call: Callable[[], R]) -> R:
     _leave()  # the world of an elastic function that has returned before
+    standing.standing.functions += 1
     before, again = standing.place(), False
     while True:
         _enter(launcher)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spark_hvd.collectives.objects import allgather_object, broadcast_object
+from spark_hvd.context import standing
 from spark_hvd.elastic.skeleton import Receivers, TensorTable, broadcast_all, unflatten
 from spark_hvd.transport.communicator import Communicator
 from spark_hvd.world.errors import MismatchError
@@ -34,14 +35,15 @@ def synchronize(
         The root's content, commits, and rank. Its tensors may be those of this rank's own content, or used by nobody.
 
     Raises:
-        MismatchError: Ranks have different names or kinds, or one could not load the root's. Raised on every rank;
-            nothing has changed.
+        MismatchError: Ranks have different names or kinds, are in different elastic functions, or one could not load
+            the root's. Raised on every rank; nothing has changed.
         ValueError: The root has something that cannot be sent. Raised on every rank; nothing has changed.
         CollectiveError: A peer or the network failed. This rank's content may be overwritten in part, if not the root.
     """
-    facts = allgather_object((commits, dict(kinds)))
-    _require_same_kinds([theirs for _, theirs in facts])
-    counts = [theirs for theirs, _ in facts]
+    facts = allgather_object((commits, standing.standing.functions, dict(kinds)))
+    counts, functions, all_kinds = map(list, zip(*facts, strict=True))
+    _require_same_function(functions)
+    _require_same_kinds(all_kinds)
     root = counts.index(max(counts))
 
     def require_fits(skeletons: Mapping[str, Any]) -> None:
@@ -111,6 +113,16 @@ def flatten_all(table: TensorTable, content: Mapping[str, Any]) -> dict[str, Any
         except TypeError as error:
             raise TypeError(f"{name!r}: {error}") from error
     return skeletons
+
+
+def _require_same_function(numbers: list[int]) -> None:
+    first, last = min(numbers), max(numbers)
+    if first != last:
+        raise MismatchError(
+            f"state.sync(): rank {numbers.index(first)} is in elastic function number {first} of fn, and rank "
+            f"{numbers.index(last)} in number {last}: a rank that starts anew runs fn from its start. Train in one "
+            "elastic function, with what was done in its state, so that new ranks go on where the others are."
+        )
 
 
 def _require_same_kinds(gathered: list[dict[str, str]]) -> None:

@@ -82,10 +82,10 @@ def train_with_victim(work: str, end: str, victim: int, steps: int = 10) -> dict
     return {"place": place, "resets": state.resets, "weights": weights(model), "commits": state.commits}
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, id="first"), pytest.param(1, id="second", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("work", list(WORK))
-def test_others_go_on_without_a_rank(work: str, end: str, victim: int) -> None:
+def test_others_go_on_without_a_rank(work: str, end: str) -> None:
+    victim = 0
     with elastic_job(train_with_victim, work, end, victim, count=3) as job:
         job.form(job.ranks)
         others = [rank for rank in job.ranks if rank.number != victim]
@@ -148,10 +148,9 @@ def ends_while_it_joins(end: str, victims: list[int], milliseconds: list[int]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "first",
-    [pytest.param(False, id="a member"), pytest.param(True, id="who serves the store", marks=pytest.mark.slow)],
+    ("end", "first"),
+    [pytest.param("SIGSTOP", False, id="a member"), pytest.param("SIGKILL", True, id="who serves the store")],
 )
-@pytest.mark.parametrize("end", [pytest.param("SIGKILL", marks=pytest.mark.slow), "SIGSTOP"])
 def test_a_rank_ends_while_it_joins(end: str, first: bool) -> None:
     """At every moment of joining: the others are free soon after they have been told."""
     moments = [0, 1, 2, 4, 6, 8, 10, 13, 16, 20, 25, 30, 40, 60]

@@ -80,7 +80,7 @@ def unbroken(count: int) -> dict[str, Any]:
     return dict(results[0])
 
 
-@pytest.mark.parametrize(("victim", "every"), [(0, 1), (1, 3)])
+@pytest.mark.parametrize(("victim", "every"), [(1, 3)])
 @pytest.mark.slow
 def test_a_lost_rank_is_replaced_without_a_trace(victim: int, every: int) -> None:
     expected = unbroken(2)

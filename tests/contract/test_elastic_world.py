@@ -105,7 +105,7 @@ def test_members_change_and_weights_agree() -> None:
     through_generations(4)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(900)
 def test_nothing_is_left_of_fifty_generations() -> None:
     through_generations(50)

@@ -31,6 +31,8 @@ REFUSING = r"""
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/time.h>
+#include <time.h>
 #include <unistd.h>
 
 /* A file with the name of what is refused, in the folder REFUSED, says that it is. */
@@ -80,9 +82,24 @@ int socket(int domain, int kind, int protocol) {
     if (domain == AF_INET6 && refused("ipv6")) { errno = EAFNOSUPPORT; return -1; }
     return real(domain, kind, protocol);
 }
+static int hours(void) { return refused("clock ahead") ? 1 : refused("clock back") ? -1 : 0; }
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    REAL(clock_gettime);
+    int result = real(clock, now);
+    if (result == 0 && clock == CLOCK_REALTIME) now->tv_sec += 3600 * hours();
+    return result;
+}
+int gettimeofday(struct timeval *now, void *zone) {
+    REAL(gettimeofday);
+    int result = real(now, zone);
+    if (result == 0) now->tv_sec += 3600 * hours();
+    return result;
+}
 int getaddrinfo(const char *name, const char *service, const struct addrinfo *hints, struct addrinfo **found) {
     REAL(getaddrinfo);
-    if (name && strspn(name, "0123456789.:") != strlen(name) && refused("dns")) return EAI_AGAIN;
+    int named = name && strspn(name, "0123456789.:") != strlen(name);
+    if (named && refused("dns")) return EAI_AGAIN;
+    if (named && strcmp(name, "localhost") && refused("name is loopback")) name = "127.0.1.1";
     return real(name, service, hints, found);
 }
 static int denied(const char *path, int flags) {
@@ -117,7 +134,7 @@ int fstat(int fd, struct stat *found) { REAL(fstat); return foreign(real(fd, fou
 int fstat64(int fd, struct stat64 *found) { REAL(fstat64); return foreign(real(fd, found), (struct stat *)found); }
 """
 RUNS = """
-import json, os, sys
+import json, os, resource, sys
 import spark_hvd
 
 def fn():
@@ -125,6 +142,10 @@ def fn():
     import spark_hvd.torch as hvd
     from spark_hvd.scratch import Scratch
     small = hvd.allreduce(torch.ones(100), op=hvd.Sum, name="small")
+    for jump in ("clock ahead", "clock back") if hvd.rank() == 0 else ():
+        place = os.path.join(os.environ["REFUSED"], jump)
+        if os.path.exists(place + " soon"):
+            os.rename(place + " soon", place)
     large = hvd.allreduce(torch.ones(2_000_000), op=hvd.Sum, name="large")
     model = torch.nn.Linear(4, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
@@ -136,12 +157,16 @@ def fn():
         open(os.path.join(folder, "file"), "w").close()
     return hvd.allgather_object((hvd.rank(), float(small.sum()), float(large.mean())))
 
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 for line in sys.stdin:
     told = {"value": None, "error": None}
+    few = len(os.listdir("/proc/self/fd")) + int(line) if line.strip() else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
     try:
         told["value"] = spark_hvd.run_local(fn, num_proc=2, verbose=0, start_timeout=30, timeout=40)
     except Exception as error:
         told["error"] = [type(error).__module__, type(error).__name__, str(error)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     print(json.dumps(told), flush=True)
 """
 
@@ -167,11 +192,11 @@ class Program:
             [sys.executable, "-c", RUNS], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def run(self) -> dict[str, Any]:
-        """Have it start a run, and wait for what it tells."""
+    def run(self, descriptors: str = "") -> dict[str, Any]:
+        """Have it start a run, which may open so many files in its driver, and wait for what it tells."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write("go\n")
+        self.process.stdin.write(f"{descriptors}\n")
         self.process.stdin.flush()
         ready, _, _ = select.select([self.process.stdout], [], [], SECONDS)
         assert ready, f"neither a result nor an error within {SECONDS:.0f} s"
@@ -209,8 +234,11 @@ def kill_fork_server(program: Program) -> None:
         wait_until(lambda each=each: each.status() == psutil.STATUS_ZOMBIE)
 
 
-SURVIVED = ["flock", "owner", "memfd", "memory", "mmap"]
-NAMED = ["fork server", "proc", "space"]
+JUMPS = ["clock ahead", "clock back"]
+"""By an hour, in the middle of the run."""
+SURVIVED = ["flock", "owner", "memfd", "memory", "mmap", "name is loopback", *JUMPS]
+FEW = {"8 descriptors": "8", "20 descriptors": "20", "40 descriptors": "40"}
+NAMED = ["fork server", "proc", "space", *FEW]
 """Of these an error may tell, or a result come; the next run is a sound one."""
 LIKE_OTHERS = ["ipv6", "dns", "writing", "access"]
 
@@ -228,11 +256,13 @@ def test_a_result_or_a_named_error_and_nothing_left(program: Program, what: str)
     if what == "fork server":
         kill_fork_server(program)
     else:
-        (program.refused / what).touch()
+        (program.refused / (f"{what} soon" if what in JUMPS else what)).touch()
     try:
-        told = program.run()
+        told = program.run(FEW.get(what, ""))
+        assert what not in JUMPS or (program.refused / what).exists()
     finally:
-        (program.refused / what).unlink(missing_ok=True)
+        for each in program.refused.iterdir():
+            each.unlink()
     if told["error"] is not None:
         assert what not in SURVIVED, told
         module, _, text = told["error"]

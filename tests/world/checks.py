@@ -12,6 +12,7 @@ from spark_hvd.runner.outcome.errors import (
     StateLostError,
     TooFewRanksError,
 )
+from spark_hvd.world.vitals import Vitals
 from tests.world.plan import Fault
 
 if TYPE_CHECKING:
@@ -34,11 +35,15 @@ _BRIEF = {
 _ONE_FAILURE = {"kill", "raise", "lose task", "lose host", "fork server"}
 _GONE = r"not heard of|lost its executor|its task anew|did not answer|left it|could not meet|join the others|come back|"
 _GONE += r"cannot be reached|with the executor|ended without a word|will go|had not handed over"
+_NEWCOMER = "elastic function number"
 _NAMED = {
     "kill": "SIGKILL",
     "raise": "the loss is nan",
     "all raise": "the loss is nan",
     "fork server": "fork server",
+    "bad host": "code 1|SIGKILL",
+    "poison": "SIGKILL",
+    "returns": "without having called|SIGKILL",
     "hang": rf"timeout=|waited|Timed out|{_GONE}",
     "stop": rf"SIGSTOP|waited|Timed out|{_GONE}",
     "slow": _GONE,
@@ -48,7 +53,7 @@ _NAMED = {
 
 def is_harmless(fault: Fault) -> bool:
     """Whether a run goes on without a failure."""
-    return fault.kind in ("new host", *_NOTICES) or (
+    return fault.kind in ("new host", "clock", *_NOTICES) or (
         fault.seconds is not None and fault.seconds <= _BRIEF.get(fault.kind, 0.0)
     )
 
@@ -62,7 +67,7 @@ class Checks:
         self._worlds: dict[int, dict[int, RankProcess]] = {}
         self._steps: dict[int, tuple[int, int]] = {}
         """Of each generation: the first step that was made in it, and the last."""
-        self._printed = 0
+        self._printed = self._vitals = 0
         self._generations: list[Any] = []
         """The product's records."""
 
@@ -100,6 +105,11 @@ class Checks:
         if present.number == generation and number in present.members:
             assert label == rank, f"what rank {rank} prints is shown as rank {label}'s"
 
+    def lives(self, record: Vitals) -> None:
+        """What a rank tells of itself has arrived at the driver."""
+        self._vitals += 1
+        assert record.rank < len(self._worlds[record.generation]) == record.size
+
     def decided(self, membership: Any) -> None:
         """The hub has taken its turn."""
         present, before = membership.generation, self._generations[-1] if self._generations else None
@@ -122,7 +132,10 @@ class Checks:
         world, driver = self._world, self._world.driver
         if not driver.dead:
             assert driver.ended_at is not None, f"neither a result nor an error after {world.seconds:.0f} s"
+            noted = driver.membership.noted
+            assert world.noted == noted[: len(world.noted)], "what is to be read in the log is there once"
             if driver.error is None:
+                assert len(world.noted) == len(noted)
                 self._result(driver.values or [])
             else:
                 self._error(driver.error)
@@ -134,9 +147,9 @@ class Checks:
 
     def _result(self, values: list[Any]) -> None:
         assert values
-        assert self._printed >= len(values), "what ranks print is not shown"
+        assert min(self._printed, self._vitals) >= len(values), "what ranks tell is not shown"
         assert all(value == values[0] for value in values), "values differ between ranks"
-        _, _, seen = values[0]
+        seen = [tuple(map(int, each.split(":"))) for each in values[0][2].split()]  # epoch and row
         plan = self._world.plan
         assert len(set(seen)) == len(seen), f"a row twice: {sorted(row for row in set(seen) if seen.count(row) > 1)}"
         for epoch in range(plan.epochs):
@@ -150,15 +163,25 @@ class Checks:
 
     def _failures(self, resets: int) -> None:
         """How many the product counts."""
+        if _NEWCOMER in str(self._world.driver.error):
+            return
         if not self._harmful:
             assert resets == 0, f"{resets} failures, and there was none"
         elif len(self._harmful) == 1 and self._harmful[0].kind in _ONE_FAILURE:
             assert resets <= 1, f"{resets} failures after one"
 
-    def _error(self, error: Exception) -> None:
+    def _error(self, error: BaseException) -> None:
         world, plan, text = self._world, self._world.plan, str(self._world.driver.error)
-        assert isinstance(error, RunError), repr(error)
         kinds = [fault.kind for fault in plan.faults]
+        if isinstance(error, KeyboardInterrupt):
+            assert "interrupt" in kinds
+            assert world.driver.membership.verdict is not None
+            return
+        assert isinstance(error, RunError), repr(error)
+        assert "the hub of this run failed" not in text, text
+        if _NEWCOMER in text:  # new ranks begin with the first
+            assert plan.again
+            return
         if isinstance(error, RunTimeoutError):
             # A rank that hangs alone is nobody's to notice; others come to know when their collectives take too long.
             # Nor is it known of a task that had ended whether Spark will find a slot to have it, and its value, again.

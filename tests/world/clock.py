@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
+
+from greenlet import getcurrent, greenlet
 
 _MOST = 300_000
 """Events of a world; a long one has 20,000."""
@@ -23,10 +24,11 @@ class Clock:
 
     Args:
         seed: Of all chance in a world.
+        grain: Seconds of which all times are multiples, so that much happens at the same moment; 0 for none.
     """
 
-    def __init__(self, seed: int | str) -> None:
-        self.now = 1000.0
+    def __init__(self, seed: int | str, grain: float = 0.0) -> None:
+        self.now, self._grain = 1000.0, grain
         self.random = Random(seed)
         self._due: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
@@ -34,7 +36,12 @@ class Clock:
 
     def after(self, seconds: float, call: Callable[..., object], *args: Any) -> None:
         """Call a function after so many seconds."""
+        seconds = self.rounded(seconds)
         heapq.heappush(self._due, (self.now + seconds, next(self._numbers), call, args))
+
+    def rounded(self, seconds: float) -> float:
+        """As a multiple of the grain."""
+        return round(seconds / self._grain) * self._grain if self._grain else seconds
 
     def some(self, least: float, most: float) -> float:
         """A random number of seconds."""
@@ -62,7 +69,7 @@ class Clock:
 
 
 class Strand:
-    """Blocking code in a thread of its own.
+    """Blocking code on a stack of its own.
 
     Args:
         clock: Under which it runs.
@@ -72,17 +79,12 @@ class Strand:
 
     def __init__(self, clock: Clock, work: Callable[[], object], owner: Any = None) -> None:
         self._clock, self._work, self.owner = clock, work, owner
-        self._mine, self._theirs = threading.Lock(), threading.Lock()
-        self._mine.acquire()
-        self._theirs.acquire()
         self._ready: Callable[[], bool] = lambda: True
         self._until: float | None = None
         self._poked = self._killed = self.ended = False
         self.frozen = False
-        self._error: BaseException | None = None
+        self._greenlet = greenlet(self._run)
         clock.strands.append(self)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
         self.poke()
 
     def wait(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
@@ -95,11 +97,10 @@ class Strand:
             raise Killed
         if not ready():
             self._ready = ready
-            self._until = None if seconds is None else self._clock.now + seconds
+            self._until = None if seconds is None else self._clock.now + self._clock.rounded(seconds)
             if seconds is not None:
                 self._clock.after(seconds, self._look)
-            self._theirs.release()
-            self._mine.acquire()
+            self._greenlet.parent.switch()
             self._until = None
         if self._killed:
             raise Killed
@@ -127,24 +128,20 @@ class Strand:
         with acting(self.owner):
             global _current
             before, _current = _current, self
-            self._mine.release()
-            self._theirs.acquire()
-            _current = before
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+            try:
+                self._greenlet.parent = getcurrent()
+                self._greenlet.switch()
+            finally:
+                _current = before
 
     def _run(self) -> None:
-        self._mine.acquire()
         try:
             if not self._killed:
                 self._work()
         except Killed:
             pass
-        except BaseException as error:
-            self._error = error
-        self.ended = True
-        self._theirs.release()
+        finally:
+            self.ended = True
 
 
 _current: Strand | None = None

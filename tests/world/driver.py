@@ -14,12 +14,14 @@ from spark_hvd.runner.elastic.hub import ElasticHub, ElasticState, _Labelled
 from spark_hvd.runner.elastic.results import elastic_results
 from spark_hvd.runner.elastic.run import _watch_spark, attend_elastic
 from tests.world.clock import Strand
+from tests.world.watched import Watched
 from tests.world.wire import Pipe
 
 if TYPE_CHECKING:
     from tests.world.world import SimulatedWorld
 
 _TICK = 0.5
+_NOTHING = zmq.Again()
 
 
 class Frame:
@@ -40,7 +42,7 @@ class Router:
 
     def recv_multipart(self, flags: int, copy: bool) -> list[Frame]:
         if not self.inbox:
-            raise zmq.Again
+            raise _NOTHING
         pipe, *frames = self.inbox.popleft()
         return [Frame(pipe), *(Frame(frame) for frame in frames if frame)]
 
@@ -56,18 +58,20 @@ class Driver:
         self._router = Router()
         self.hub = hub = ElasticHub.__new__(ElasticHub)
         state = ElasticState(world.plan.limits)
-        state.membership.roster._exclusion.random = world.clock.random
+        state.membership = Watched(world.plan.limits, world.clock.random)
         hub._state, hub._lock = state, threading.Lock()
-        said: Any = SimpleNamespace(output=lambda label, stream, text: world.checks.printed(label, text))
+        said: Any = SimpleNamespace(
+            output=lambda label, stream, text: world.checks.printed(label, text), vitals=world.checks.lives
+        )
         hub._listener = _Labelled(said, state.labels)
         hub._questions, hub._closing, hub._identities = deque(), threading.Event(), {}
         hub._failure, hub._observes = None, True
         hub._socket = self._router  # type: ignore[assignment]
         hub._newcomers = SimpleNamespace(look=lambda: None, heard=lambda descriptor: None)  # type: ignore[assignment]
         self._poller: Any = SimpleNamespace(poll=lambda milliseconds: self._router.inbox)
-        self.frozen = self.dead = self._soon = False
+        self.frozen = self.dead = self._soon = self.interrupted = False
         self.values: list[Any] | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.ended_at: float | None = None
 
     @property
@@ -128,7 +132,7 @@ class Driver:
             assert verdict is not None, "the job ended before the run"
             reports = [*job.reports(), AgentReport(values=tuple(hub.values.items()))]
             self.values = elastic_results(verdict, reports)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             self.error = error
         self.ended_at = self._clock.now
         world.log(f"the run ends: {self.error or 'well'}")

@@ -59,6 +59,25 @@ def _all_raise(world: SimulatedWorld, fault: Fault) -> None:
         process.error = UserError("the loss is nan")
 
 
+def _bad_host(world: SimulatedWorld, fault: Fault) -> None:
+    if (host := _host(world, fault)) is None:
+        return
+    host.bad = True
+    for process in world.processes:
+        if process.host == host.name:
+            process.die(-9)
+    _later(world, fault, lambda: setattr(host, "bad", False))
+
+
+def _poison(world: SimulatedWorld, fault: Fault) -> None:
+    world.poison = set(range(fault.target, fault.target + 1 + fault.target % 3))
+
+
+def _returns(world: SimulatedWorld, fault: Fault) -> None:
+    if (process := _rank(world, fault)) is not None:
+        process.returns = True
+
+
 def _hang(world: SimulatedWorld, fault: Fault) -> None:
     if (process := _rank(world, fault)) is not None:
         process.hangs = True
@@ -164,6 +183,15 @@ def _new_host(world: SimulatedWorld, fault: Fault) -> None:
     world.add_host()
 
 
+def _clock(world: SimulatedWorld, fault: Fault) -> None:
+    world.jumped += 3600.0 * (-1) ** fault.target
+
+
+def _interrupt(world: SimulatedWorld, fault: Fault) -> None:
+    world.driver.interrupted = True
+    world.driver.poke()
+
+
 def _driver(world: SimulatedWorld, fault: Fault) -> None:
     world.driver.kill()
 
@@ -172,6 +200,11 @@ _STRIKES: dict[str, Callable[[SimulatedWorld, Fault], None]] = {
     "kill": _kill,
     "raise": _raise,
     "all raise": _all_raise,
+    "bad host": _bad_host,
+    "poison": _poison,
+    "returns": _returns,
+    "interrupt": _interrupt,
+    "clock": _clock,
     "hang": _hang,
     "slow": _slow,
     "stop": _stop,

@@ -39,6 +39,7 @@ class Plan:
         hosts: Slots of each host.
         starts: When each task starts.
         rows, batch_size, epochs: What is trained on.
+        again: Elastic functions besides the last; each ends with an epoch.
         commit_every: Steps between commits.
         checks: Whether ranks look for updates at the other steps.
         step_seconds: About how long a step takes.
@@ -47,6 +48,7 @@ class Plan:
         latency: Greatest seconds that a message takes.
         names: Most named collectives that get a number.
         sealed: Whether a collective of each step has seals, by which it is another one each time.
+        grain: Seconds of which all times are multiples; 0 for none.
         faults: In order.
     """
 
@@ -57,6 +59,7 @@ class Plan:
     rows: int = 24
     batch_size: int = 2
     epochs: int = 2
+    again: int = 0
     commit_every: int = 1
     checks: bool = False
     step_seconds: float = 1.0
@@ -66,6 +69,7 @@ class Plan:
     latency: float = 0.02
     names: int = 1024
     sealed: bool = True
+    grain: float = 0.0
     faults: tuple[Fault, ...] = field(default=())
 
     def without(self, number: int) -> Plan:
@@ -78,11 +82,12 @@ class Plan:
         return f"{replace(self, faults=())}\n  faults:{faults}"
 
 
-LASTING = {"cut", "cut up", "cut down", "cut ranks", "freeze host", "freeze driver", "slow", "stop"}
+LASTING = {"cut", "cut up", "cut down", "cut ranks", "freeze host", "freeze driver", "slow", "stop", "bad host"}
 KINDS = {
     "kill": 6, "raise": 2, "hang": 1, "slow": 2, "stop": 1, "lose task": 3, "lose host": 3, "fork server": 2, "cut": 2,
     "cut up": 1, "cut down": 1, "cut ranks": 2, "freeze host": 2, "freeze driver": 1, "notice": 3, "notice to rank": 1,
     "decommission": 2, "new host": 2, "all raise": 0.3, "driver": 0.3,
+    "bad host": 1, "poison": 0.7, "interrupt": 0.4, "clock": 0.7, "returns": 0.4,
 }  # fmt: skip
 
 
@@ -131,5 +136,7 @@ def plan_of(seed: int | str) -> Plan:
         latency=chance.choice([0.005, 0.02, 0.3]),
         names=chance.choice([1024, 1024, 1, 0]),
         sealed=chance.random() < 0.5,
+        again=int(chance.random() < 0.1),
+        grain=chance.choice([0.0, 0.0, 0.0, 0.25]),
         faults=tuple(sorted(faults, key=lambda fault: fault.at)),
     )

@@ -55,6 +55,10 @@ class Exit(BaseException):
         self.code = code
 
 
+class Early(Exception):
+    """Fn returns without having called its elastic function to the end, where a plan says so."""
+
+
 class UserError(Exception):
     """What the function that trains raises where a plan says so."""
 
@@ -87,8 +91,10 @@ class RankProcess:
         self.told: dict[int, list[tuple[int, Any]]] = {}
         self.joined, self.reset_in = 0, set[int]()
         """Worlds, and those of which the state was told."""
+        self.functions = 0
+        """Elastic functions that it has begun: the first world of each may be like the one before."""
         self.error: UserError | None = None
-        self.hangs, self.slow = False, 0.0
+        self.hangs, self.returns, self.slow = False, False, 0.0
         self.strand = Strand(world.clock, self._main, self)
         with acting(self):
             self.launcher = ElasticRank(self, order)  # type: ignore[arg-type]  # the process is its own control socket
@@ -182,8 +188,12 @@ class RankProcess:
         clock, strand = self.world.clock, self.strand
         self.standing.pending = PendingMember(self.order.me, CONFIG, 0)
         strand.wait(lambda: False, clock.some(*self.world.plan.preparing))
+        if self.world.hosts[self.host].bad:
+            raise Exit(1)
         try:
-            value = self._train()
+            value = None if self.returns else self._train()
+        except Early:
+            self.say({"type": "outcome", "ok": True}, pickle.dumps(None))
         except AssertionError:
             raise
         except Exception as error:
@@ -205,10 +215,14 @@ class RankProcess:
     def _train(self) -> Any:
         plan = self.world.plan
         loader = ShardLoader("rows", Rows(plan.rows), Sharding(plan.rows, plan.batch_size), ASKED, lambda: ASKED)  # type: ignore[arg-type,return-value]
-        state: Any = TorchState(loader=loader, made=(0, 0, []))  # weights, steps, rows
+        state: Any = TorchState(loader=loader, made=(0, 0, ""))  # weights, steps, rows
 
-        def loop() -> Any:
-            while loader.epoch < plan.epochs:
+        def function(until: int) -> Any:
+            self.functions += 1
+            return _through_generations(self.launcher, state, lambda: loop(until))
+
+        def loop(until: int) -> Any:
+            while loader.epoch < until:
                 epoch = loader.epoch
                 for rows in loader:
                     self._step(state, epoch, rows)
@@ -219,16 +233,20 @@ class RankProcess:
             return state.made
 
         state.register_reset_callbacks([lambda: self.reset_in.add(self.generation)])
-        return _through_generations(self.launcher, state, loop)
+        return [function(until) for until in range(plan.epochs - plan.again, plan.epochs + 1)][-1]
 
     def _step(self, state: Any, epoch: int, rows: list[int]) -> None:
         self.strand.wait(lambda: False, self.world.clock.some(0.5, 1.0) * self.world.plan.step_seconds + self.slow)
         self.strand.wait(lambda: not self.hangs)
         if self.error is not None:
             raise self.error
+        if self.returns:
+            raise Early
+        if self.world.poison.intersection(rows):
+            raise Exit(-9)
         mesh = self.mesh
         assert mesh is not None
-        assert len(self.reset_in) >= self.joined - 1, "the state was not told of another world"
+        assert len(self.reset_in) >= self.joined - self.functions, "the state was not told of another world"
         assert mesh.named is not None
         weights, step, seen = state.made
         parts = {"gradients": (weights, step, epoch), "rows": rows}
@@ -246,7 +264,7 @@ class RankProcess:
         together = sorted(row for *_, theirs in told for row in theirs)
         self.world.checks.stepped(self, mesh.generation, told)
         weights = zlib.crc32(repr((weights, epoch, together)).encode())
-        state.made = weights, step + 1, [*seen, *((epoch, row) for row in together)]
+        state.made = weights, step + 1, seen + "".join(f" {epoch}:{row}" for row in together)
 
 
 def _seal(rows: list[int]) -> str:

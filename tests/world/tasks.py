@@ -52,11 +52,13 @@ class SimulatedLink:
             self._up.send((self.down, json.dumps({"type": type_, "rank": self.attempt.number, **fields}).encode(), b""))
 
     def hand_over(self, value: bytes, **fields: Any) -> bool:
-        message = {"type": "value", "rank": self.attempt.number, **fields, "part": 0, "parts": 1}
         driver = self.attempt.world.driver
+        parts = [value[:8], value[8:20], value[20:]]
         kept = driver.answers and self.attempt.world.network.reaches(self.attempt.host.name, DRIVER)
         if kept:  # in earnest it waits for the answer
-            driver.take((self.down, json.dumps(message).encode(), value))
+            for part, data in enumerate(parts):
+                message = {"type": "value", "rank": self.attempt.number, **fields, "part": part, "parts": len(parts)}
+                driver.take((self.down, json.dumps(message).encode(), data))
             driver.turn()
         return kept
 
@@ -174,6 +176,7 @@ class Host:
         name: Its name, and address.
         slots: Tasks that it runs at a time.
         frozen: Whether it is suspended.
+        bad: Whether ranks that start on it end at once.
         leaving: Whether Spark says that its executor is being decommissioned.
         lost: Whether Spark knows that it is gone.
         server: Its fork server.
@@ -182,6 +185,7 @@ class Host:
     name: str
     slots: int
     frozen: bool = False
+    bad: bool = False
     leaving: bool = False
     lost: bool = False
 
@@ -349,7 +353,11 @@ class Spark:
         return not self._cancelled and len(self._finished) < len(self.world.plan.starts)
 
     def wait(self, seconds: float) -> None:
-        strand().wait(lambda: not self.running, seconds)
+        driver = self.world.driver
+        strand().wait(lambda: not self.running or driver.interrupted, seconds)
+        if driver.interrupted:
+            driver.interrupted = False
+            raise KeyboardInterrupt
 
     def cancel(self) -> None:
         """Spark kills the tasks that it reaches."""

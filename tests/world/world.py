@@ -27,6 +27,7 @@ from spark_hvd.runner.rank import elastic as rank_module
 from spark_hvd.transport import registry as registry_module
 from spark_hvd.world import launcher
 from spark_hvd.world.config import Config
+from spark_hvd.world.vitals import Vitals
 from tests.world import ranks, store
 from tests.world.checks import Checks
 from tests.world.clock import Clock, me, strand
@@ -55,12 +56,18 @@ class SimulatedWorld:
     def __init__(self, plan: Plan, *, tracing: bool = False) -> None:
         self.plan = plan
         self.trace: list[str] = []
+        self.noted: list[str] = []
+        """What the driver has logged of the run."""
         self._tracing = tracing
-        self.clock = Clock(f"world {plan.seed}")
+        self.clock = Clock(f"world {plan.seed}", plan.grain)
         self._started = self.clock.now
         self.network = Network(self.clock, plan.latency)
         self._pids = itertools.count(100)
         self.hosts: dict[str, Host] = {}
+        self.jumped = 0.0
+        """Seconds by which the time of day has jumped."""
+        self.poison: set[int] = set()
+        """Rows that kill the rank which trains on them."""
         for slots in plan.hosts:
             name = f"10.0.0.{len(self.hosts) + 1}"
             self.hosts[name] = Host(name, slots)
@@ -157,6 +164,11 @@ def _now() -> float:
     return _world.clock.now
 
 
+def _time_of_day() -> float:
+    assert _world is not None
+    return _world.clock.now + _world.jumped
+
+
 def _sleep(seconds: float) -> None:
     strand().wait(lambda: False, seconds)
 
@@ -184,6 +196,7 @@ def _enter(world: Any, layout: Any, store_: Any, timeout: float, backend: Any, c
         raise
     process.joined += 1
     process.say({"type": "output", "stream": "out", "text": f"{process.order.stream} {generation} {rank}"})
+    process.say({"type": "vitals", "vitals": Vitals(rank, world.me.size, generation, _now()).to_message()})
     process.world.checks.joined(process, generation, rank, mesh.members)
     queue: Any = SimpleNamespace(members=SimpleNamespace(nccl=None))
     engine: Any = SimpleNamespace(config=config, close=named.close)
@@ -208,19 +221,20 @@ def _broadcast_object(mine: Any, root: int) -> Any:
 def simulated() -> Iterator[None]:
     """Put clock, wires and processes of the simulation in place of those of this machine."""
     ranks.CONFIG = Config()
-    time = SimpleNamespace(monotonic=_now, time=_now, sleep=_sleep)
+    time = SimpleNamespace(monotonic=_now, time=_time_of_day, sleep=_sleep)
     hub_time = SimpleNamespace(monotonic=_now, sleep=lambda seconds: _sleep(max(seconds, 0.25)))
     standing = _Standing()
     nothing = SimpleNamespace(
         Thread=lambda **_: SimpleNamespace(start=lambda: None), Lock=_Condition, Condition=_Condition
     )
+    logged = SimpleNamespace(warning=_note_of_run)
     quiet = SimpleNamespace(warning=_note, debug=lambda *_, **__: None, exception=_note)
     network = SimpleNamespace(create_connection=store.Connection)
     resolver = SimpleNamespace(getaddrinfo=lambda host, port, type: [(0, 0, 0, "", (host, port))], SOCK_STREAM=1)
     replaced = [
         (hub_module, dict(time=hub_time, _log=quiet)),
         (elastic_hub, dict(time=time)),
-        (elastic_run, dict(time=time, _log=quiet)),
+        (elastic_run, dict(time=time, _log=logged)),
         (attend, dict(time=time, _LOOK_EVERY=1.0)),
         (agent_module, dict(time=time, SupervisedRank=SimulatedRank, _is_stopped=_is_stopped)),
         (agent_module, dict(zmq=SimpleNamespace(Poller=SimulatedPoller, POLLIN=1))),
@@ -252,6 +266,12 @@ def simulated() -> Iterator[None]:
 def _note(text: str, *args: Any, **_: Any) -> None:
     if _world is not None:
         _world.log(f"driver: {text % args if args else text}")
+
+
+def _note_of_run(form: str, text: str) -> None:
+    _note(form, text)
+    if _world is not None:
+        _world.noted.append(text)
 
 
 def _is_stopped(pid: int) -> bool:

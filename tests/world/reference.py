@@ -1,0 +1,160 @@
+"""What a coordinator has to decide, worked out plainly: sets of names and ranks, and no numbers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from spark_hvd.collectives.messages import AUTO, Entry, Request
+from spark_hvd.engine.agreement import disagreement
+from spark_hvd.world.words import ranks_text
+
+
+class Waiting(NamedTuple):
+    """A name that some ranks have told of and others have not."""
+
+    since: float
+    requests: dict[int, Request]
+
+
+class Reference:
+    """Follows what ranks tell, and says what is to be decided at once.
+
+    Args:
+        ranks: The members' ranks in the world.
+        capacity: Most names that get a number.
+        remembered: Names whose last entry is remembered without their having a number.
+        stall_timeout: Seconds after which a name fails; None: never.
+        horovod: Whether errors are Horovod's.
+
+    Attributes:
+        waiting: By name.
+        told: When each rank last told of something, and of which names then.
+        numbers: Of the names that have one.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], capacity: int, remembered: int, stall_timeout: float | None, *, horovod: bool
+    ) -> None:
+        self._ranks, self._capacity, self._remembered = ranks, capacity, remembered
+        self._stall_timeout, self._horovod = stall_timeout, horovod
+        self.waiting: dict[str, Waiting] = {}
+        self.told: list[tuple[float, set[str]] | None] = [None] * len(ranks)
+        self.numbers: dict[str, int] = {}
+        self.by_request: set[str] = set()
+        """Names with a number whose round is decided by what ranks ask for: some have not told it by its number."""
+        self._joined: dict[int, bool] = {}
+        self._late: dict[str, set[int]] = {}
+        self._last: OrderedDict[str, Entry] = OrderedDict()
+
+    def submitted(self, place: int, known: dict[str, Request], fresh: dict[str, Request], now: float) -> set[str]:
+        """A rank is ready for names with a number, and for others; returns those whose failure it is told now."""
+        if known or fresh:
+            self.told[place] = now, {*known, *fresh}
+        self.by_request |= fresh.keys() & self.numbers.keys()
+        failed = set()
+        for name, request in {**known, **fresh}.items():
+            late = self._late.get(name, set())
+            if place in late and (name in fresh or name in self.by_request):
+                late.discard(place)
+                failed.add(name)
+            else:
+                self.waiting.setdefault(name, Waiting(now, {})).requests[place] = request
+        return failed
+
+    def joined(self, place: int, *, counts: bool) -> None:
+        """A rank has no more data."""
+        self._joined[place] = counts
+
+    def all_joined(self) -> bool:
+        """Whether all have; they have not any more then."""
+        over = len(self._joined) == len(self._ranks)
+        if over:
+            self._joined.clear()
+            self._late.clear()
+        return over
+
+    def complete(self) -> dict[str, Entry | str]:
+        """The names for which nobody is missing any more: what is to run, or why it cannot."""
+        names = [name for name in self.waiting if not self.missing(name)]
+        return {name: self._decided(name, self.waiting.pop(name).requests) for name in names}
+
+    def runs_by_number(self, name: str) -> bool:
+        """Whether a name that is complete needs no more than its number."""
+        return name in self.numbers and name not in self.by_request and not self._joined
+
+    def learns(self, name: str, entry: Entry) -> int | None:
+        """The number that a name gets now that it has come twice in a row."""
+        if AUTO in name or entry.absent:
+            return None
+        if self._last.get(name) != entry:
+            self._last[name] = entry
+            self._last.move_to_end(name)
+            if len(self._last) > self._remembered:
+                self._last.popitem(last=False)
+            return None
+        number = self.numbers.get(name, len(self.numbers))
+        if number >= self._capacity:
+            return None
+        del self._last[name]
+        self.numbers[name] = number
+        return number
+
+    def overdue(self, now: float) -> dict[str, tuple[str, list[int]]]:
+        """The names that have waited for too long: what is said of it, and to which ranks now."""
+        if self._stall_timeout is None:
+            return {}
+        late = [name for name, waiting in self.waiting.items() if now - waiting.since >= self._stall_timeout]
+        failed = {name: (self.stall_text(name, now), sorted(self.waiting[name].requests)) for name in late}
+        for name in late:
+            self._late[name] = self.missing(name)
+            del self.waiting[name]
+        self.by_request |= set(late) & self.numbers.keys()
+        return failed
+
+    def missing(self, name: str) -> set[int]:
+        """The places that a name waits for."""
+        return set(range(len(self._ranks))) - self.waiting[name].requests.keys() - self._joined.keys()
+
+    def stall_text(self, name: str, now: float) -> str:
+        """The sentence on a name that waits; LAST stands for what ranks did last, which :meth:`did` tells."""
+        waiting = self.waiting[name]
+        missing = sorted(self.missing(name))
+        did = "; ".join(f"rank {self._ranks[place]} LAST" for place in missing[:6])
+        more = f"; and {len(missing) - 6} more" if len(missing) > 6 else ""
+        kind = next(iter(waiting.requests.values())).kind
+        ready = ranks_text([self._ranks[place] for place in sorted(waiting.requests)])
+        who = ranks_text([self._ranks[place] for place in missing])
+        return f"{kind} {name!r} has waited {now - waiting.since:.1f} s for {who} ({did}{more}); ready: {ready}."
+
+    def did(self, rank: int, now: float) -> set[str]:
+        """What may be said of what a rank did last."""
+        told = self.told[self._ranks.index(rank)]
+        if told is None:
+            return {"has called nothing yet"}
+        return {f"last called {name!r}, {now - told[0]:.1f} s ago" for name in told[1]}
+
+    def _decided(self, name: str, requests: dict[int, Request]) -> Entry | str:
+        places = range(len(self._ranks))
+        here, absent = sorted(requests), [place for place in places if place not in requests]
+        by_rank = {self._ranks[place]: requests[place] for place in here}
+        fault = disagreement(name, by_rank, [self._ranks[place] for place in absent], horovod=self._horovod)
+        if fault is not None:
+            return fault
+        first = requests[here[0]]
+        table, seals = None, None
+        if first.kind == "allgather":
+            of_absent = [0] * len(first.shapes)
+            table = [
+                [shape[0] if shape else 1 for shape in requests[place].shapes] if place in requests else of_absent
+                for place in places
+            ]
+        elif first.kind == "alltoall":
+            table = [requests[place].splits or [] for place in places]
+        if any(request.seal is not None for request in requests.values()):
+            seals = [requests[place].seal if place in requests else None for place in places]
+        divisor = len(here) + sum(self._joined[place] for place in absent)
+        if not absent:
+            return Entry(name, first, table, seals=seals)
+        return Entry(name, first, table, absent, divisor, seals, self._horovod)
