@@ -28,7 +28,7 @@ import spark_hvd.torch as hvd
 from spark_hvd.context.observe import observe
 from spark_hvd.runner.channel.frames import send_frame
 from spark_hvd.runner.channel.silence import BEAT
-from spark_hvd.runner.rank.reporting import Reporting
+from spark_hvd.runner.rank.reporting import VitalsSender
 
 MINUTES = 0.5
 BATCH = 32
@@ -94,7 +94,7 @@ def _turn(training: _Training, kind: str, steps: int, sock: socket.socket) -> fl
     if kind == "unwatched":
         training.run(range(steps), None)
     else:
-        reporting = Reporting(lambda vitals: send_frame(sock, {"type": "vitals", "vitals": vitals}))
+        reporting = VitalsSender(lambda vitals: send_frame(sock, {"type": "vitals", "vitals": vitals}))
         reporting.start()
         loop = hvd.progress(range(steps), batch_size=BATCH)
         training.run(loop, loop)

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from spark_hvd.data import Windows
-from spark_hvd.runner import run_local
+from spark_hvd.runner import Reporting, run_local
 
 MINUTES = 1
 BARE, OURS, ITEMS = "numpy's sliding_window_view, bare gather", "spark_hvd, torch_batches", "DataLoader over a Dataset"
@@ -86,7 +86,9 @@ def main() -> None:
     times = np.tile(np.arange(given.rows), given.series)
     table = pa.table({"series": keys, "time": times, "value": values.reshape(-1)})
     windows = Windows(table, keys=["series"], order_by="time", columns=["value"], length=given.length)
-    (found,) = run_local(_in_rank, (given, values), num_proc=1, data={"train": windows}, progress="off")
+    (found,) = run_local(
+        _in_rank, (given, values), num_proc=1, data={"train": windows}, reporting=Reporting(progress="off")
+    )
     print("| windows | a second | of the bare gather | by round |\n|---|---|---|---|")
     for name, speeds in found.items():
         ratios = [speed / bare for speed, bare in zip(speeds, found[BARE], strict=True)]

@@ -11,9 +11,18 @@ import spark_hvd
 
 
 class MadeDocstrings(griffe.Extension):
-    """Gives functions that are decorated with ``launcher`` the docstrings that they have when they are imported."""
+    """Gives what is decorated with ``launcher`` or ``described`` the docstring that it has when it is imported.
+
+    Functions with the former have a first argument, the config, that their callers do not know of.
+    """
 
     def on_function(self, *, func: griffe.Function, **kwargs: Any) -> None:
         """Called for each function, once it and its docstring were read."""
         if func.docstring is not None and any("launcher(" in str(each.value) for each in func.decorators):
             func.docstring.value = inspect.getdoc(getattr(spark_hvd, func.name)) or ""
+            del func.parameters["config"]
+
+    def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
+        """Called for each class."""
+        if cls.docstring is not None and any(str(each.value) == "described" for each in cls.decorators):
+            cls.docstring.value = inspect.getdoc(getattr(spark_hvd, cls.name)) or ""

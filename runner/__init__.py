@@ -10,6 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from spark_hvd.runner.config import Network, Reporting
     from spark_hvd.runner.diagnosis.examine import doctor
     from spark_hvd.runner.diagnosis.report import Finding, Level, Report
     from spark_hvd.runner.elastic.local import run_elastic_local
@@ -46,9 +47,11 @@ __all__ = [
     "HubError",
     "Level",
     "MlflowTracker",
+    "Network",
     "NotEnoughSlotsError",
     "RankFailedError",
     "Report",
+    "Reporting",
     "ResetLimitError",
     "ResultTooLargeError",
     "RunError",
@@ -81,6 +84,7 @@ _HOME = {
     "run_elastic_local": "elastic.local",
     "run_local": "launch.local",
     "warm_up": "launch.warm",
+    **dict.fromkeys(("Network", "Reporting"), "config"),
     **dict.fromkeys(("Finding", "Level", "Report"), "diagnosis.report"),
 }
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TextIO
 
 from spark_hvd.runner.channel.address import check_wishes
-from spark_hvd.runner.options import Option, option, options_of
-from spark_hvd.world.env import carried_dialect
+from spark_hvd.runner.options import Option, described, option, options_of
 from spark_hvd.world.ports import PortRange
 
 if TYPE_CHECKING:
@@ -22,8 +21,68 @@ PRELOAD = "SPARK_HVD_PRELOAD"
 """The variable that names modules, with commas, which the process that ranks are forked from imports before."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommonConfig:
+@described
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """How ranks reach each other and this program: ``run(fn, network=Network(ports="30000-30100"))``."""
+
+    __module__ = "spark_hvd.runner"
+
+    interfaces: Sequence[str] = option(
+        (),
+        'Interfaces ("eth1") or networks ("10.0.0.0/8") over which ranks are to talk; each host takes the first that '
+        "it has. By default, what carries the address by which Spark knows the host.",
+    )
+    ports: str | None = option(
+        None,
+        'Where this program and the ranks may listen, as "30000-30100"; by default anywhere. Gloo and NCCL choose '
+        "theirs from the kernel's range all the same (sysctl net.ipv4.ip_local_port_range).",
+    )
+    mpi: str | None = option(
+        None, 'Which MPI, for ``backend="mpi"``: "mpich" (the default) or "openmpi".', choices=MPIS
+    )
+    collective_timeout: float = option(
+        1800.0, "Seconds after which a collective fails that not all ranks have joined.", seconds=True
+    )
+
+
+@described
+@dataclass(frozen=True, kw_only=True)
+class Reporting:
+    """What is shown and kept of a run, and where: ``run(fn, reporting=Reporting(progress="plain"))``."""
+
+    __module__ = "spark_hvd.runner"
+
+    progress: str = option(
+        "auto",
+        'How the run is shown while it goes on: "table" on a terminal, "notebook", "plain" lines every 30 seconds, '
+        '"json" lines, or "off"; "auto" takes what suits. See docs/progress.md.',
+        choices=CHOICES,
+    )
+    price_per_hour: float | None = option(
+        None,
+        "What an hour of one rank costs, its cores, memory and GPUs included, in any currency: the summary at the end "
+        "then says what the run has cost. None for no price.",
+        above_0=True,
+        none="for no price",
+    )
+    tracker: Any = option(  # noqa: RUF009 - makes a field
+        None,
+        "Keeps a record of the run elsewhere: ``spark_hvd.runner.MlflowTracker()``, or one of yours. See "
+        "docs/tracking.md.",
+    )
+    stdout: TextIO | None = option(None, "Text stream for the ranks' stdout instead of ``sys.stdout``.")  # noqa: RUF009
+    stderr: TextIO | None = option(None, "Text stream for the ranks' stderr instead of ``sys.stderr``.")  # noqa: RUF009
+
+
+GROUPS: Mapping[str, type[Any]] = {"network": Network, "reporting": Reporting}
+"""Arguments of the functions that start ranks which are several options, by name."""
+HERE = ("tracker", "stdout", "stderr")
+"""Options that are objects of this program and do not travel to tasks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonConfig(Network, Reporting):
     """The options that static and elastic runs have in common.
 
     Raises:
@@ -44,16 +103,6 @@ class CommonConfig:
         choices=BACKENDS,
         none="to take NCCL for CUDA tensors and Gloo for CPU tensors",
     )
-    interfaces: Sequence[str] = option(
-        (),
-        'Interfaces ("eth1") or networks ("10.0.0.0/8") over which ranks are to talk; each host takes the first that '
-        "it has. By default, what carries the address by which Spark knows the host.",
-    )
-    ports: str | None = option(
-        None,
-        'Where this program and the ranks may listen, as "30000-30100"; by default anywhere. Gloo and NCCL choose '
-        "theirs from the kernel's range all the same (sysctl net.ipv4.ip_local_port_range).",
-    )
     env: Mapping[str, str | None] = field(
         default_factory=dict,
         metadata={"option": Option("Changes to the environment of the ranks; None as a value unsets a variable.")},
@@ -66,24 +115,8 @@ class CommonConfig:
         "Seconds that fn may run in one start, or None for no limit. When over, every rank's stacks are in the error.",
         seconds=True,
     )
-    collective_timeout: float = option(
-        1800.0, "Seconds after which a collective fails that not all ranks have joined.", seconds=True
-    )
     verbose: int = option(
         1, "0 shows nothing, 1 what ranks print, each line with ``[rank]`` before it, and how far they are."
-    )
-    progress: str = option(
-        "auto",
-        'How the run is shown while it goes on: "table" on a terminal, "notebook", "plain" lines every 30 seconds, '
-        '"json" lines, or "off"; "auto" takes what suits. See docs/progress.md.',
-        choices=CHOICES,
-    )
-    price_per_hour: float | None = option(
-        None,
-        "What an hour of one rank costs, its cores, memory and GPUs included, in any currency: the summary at the end "
-        "then says what the run has cost. None for no price.",
-        above_0=True,
-        none="for no price",
     )
     cpus_per_proc: int | None = option(
         None,
@@ -117,22 +150,26 @@ class CommonConfig:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """The config of those arguments of a function that it declares; None stands for the default."""
-        names = options_of(cls)
-        given = {name: value for name, value in arguments.items() if name in names and value is not None}
-        if uses_tensorflow():
-            given["env"] = {PRELOAD: "tensorflow", **given.get("env", {})}
-        if dialect := carried_dialect():
-            given["env"] = {**dialect, **given.get("env", {})}
-        return cls(**given)
+        """The config of those arguments of a function that it declares, or that lie in a Network or a Reporting.
+
+        None stands for the default.
+        """
+        given: dict[str, Any] = {}
+        for name, kind in GROUPS.items():
+            group = arguments.get(name)
+            if group is not None and not isinstance(group, kind):
+                raise TypeError(f"{name}={group!r}: expected a spark_hvd.{kind.__name__}(...)")
+            given |= {each: getattr(group, each) for each in options_of(kind)} if group is not None else {}
+        given |= arguments
+        return cls(**{name: given[name] for name in options_of(cls) if given.get(name) is not None})
+
+    def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
+        options = {each: getattr(self, each) for each in options_of(type(self)) if each not in HERE}
+        return partial(type(self), **options), ()
 
     def __post_init__(self) -> None:
         for name, declared in options_of(type(self)).items():
             declared.check(name, getattr(self, name))
-        if self.progress == "notebook" and not in_notebook():
-            raise ValueError(
-                "progress='notebook': this program does not run in a notebook; 'auto' is a table where it does."
-            )
         if isinstance(self.interfaces, str) or not all(isinstance(each, str) for each in self.interfaces):
             raise TypeError(
                 f'interfaces={self.interfaces!r}: expected a list of names and networks, such as ["eth1", "10.0.0.0/8"]'
@@ -142,6 +179,8 @@ class CommonConfig:
         for key, value in self.env.items():
             if not isinstance(key, str) or not isinstance(value, str | None):
                 raise TypeError(f"env[{key!r}]={value!r}: expected text, or None to unset the variable in the ranks")
+        if self.mpi is not None and self.backend != "mpi":
+            raise ValueError(f'mpi={self.mpi!r} with backend={self.backend!r}: expected backend="mpi"')
         self._check_together()
 
     @property
@@ -153,13 +192,10 @@ class CommonConfig:
         """What options must be to each other."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig(CommonConfig):
     """What ``run`` and ``run_local`` were asked for: the declaration of their options."""
 
-    mpi: str | None = option(
-        None, 'Which MPI, for ``backend="mpi"``: "mpich" (the default) or "openmpi".', choices=MPIS
-    )
     procs_per_task: int = option(
         1, "Ranks in each Spark task; ``num_proc`` must be a multiple of it.", least=1, unit="ranks in each Spark task"
     )
@@ -177,8 +213,6 @@ class RunConfig(CommonConfig):
         return None if self.num_proc is None else self.num_proc // self.procs_per_task
 
     def _check_together(self) -> None:
-        if self.mpi is not None and self.backend != "mpi":
-            raise ValueError(f'mpi={self.mpi!r} with backend={self.backend!r}: expected backend="mpi"')
         each, least = self.procs_per_task, self.min_num_proc
         if self.num_proc is not None and self.num_proc % each:
             raise ValueError(
@@ -197,18 +231,3 @@ class RunConfig(CommonConfig):
                 f"min_num_proc={least} with num_proc={self.num_proc}, procs_per_task={each}: expected a multiple of "
                 "procs_per_task, from 1 to num_proc"
             )
-
-
-def uses_tensorflow() -> bool:
-    """Whether this program trains with TensorFlow, as far as its imports tell: others import it without any need."""
-    if "spark_hvd.tensorflow" in sys.modules:
-        return True
-    keras = sys.modules.get("keras") if "tensorflow" in sys.modules else None
-    return keras is not None and bool(keras.config.backend() == "tensorflow")
-
-
-def in_notebook() -> bool:
-    """Whether this program runs in a notebook's kernel."""
-    interactive = sys.modules.get("IPython")  # a notebook's kernel has imported it
-    shell = None if interactive is None else interactive.get_ipython()
-    return getattr(shell, "kernel", None) is not None

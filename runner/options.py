@@ -1,36 +1,15 @@
-"""The options of a run are declared once, as fields of a config: checks, docs and the command line come from there."""
+"""The options of a run are declared once, as fields of a class: checks, docs and the command line come from there."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import wraps
 from numbers import Real
 from textwrap import fill
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
-from spark_hvd.world.words import nearest
-
-P = ParamSpec("P")
-R = TypeVar("R")
 T = TypeVar("T")
-
-_NOT_OPTIONS = {
-    "fn": "The training function.",
-    "args": "Positional arguments of fn.",
-    "kwargs": "Keyword arguments of fn.",
-    "data": 'Data sets by name, as ``{"train": df, "val": "s3://bucket/val"}``: Spark or pandas DataFrames, Arrow '
-    "tables, and paths of files. In fn, each rank reads its share of the rows.",
-    "data_store": "Where rows of DataFrames and tables are written for the ranks, and deleted after the run: a path or "
-    "URL that all hosts reach, or a Store; None for a temporary folder, if the ranks are on this machine.",
-    "spark": "The session; None for the active one.",
-    "tracker": "Keeps a record of the run elsewhere: ``spark_hvd.runner.MlflowTracker()``, or one of yours. See "
-    "docs/tracking.md.",
-    "stdout": "Text stream for the ranks' stdout instead of ``sys.stdout``.",
-    "stderr": "Text stream for the ranks' stderr instead of ``sys.stderr``.",
-}
-"""Parameters of the functions that no config holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,38 +77,14 @@ def options_of(config: type[Any]) -> dict[str, Option]:
     return {each.name: each.metadata["option"] for each in fields(config)}
 
 
-def launcher(config: type[Any], **texts: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function's keyword arguments the options that a config declares.
-
-    Its docstring gets what each argument means, and a name that it does not have is refused with the closest that it
-    has. The signature stays written out, for those who read it without running it (editors, mypy).
-
-    Args:
-        config: The class.
-        texts: What options mean here, where that differs.
-    """
-
-    def complete(function: Callable[P, R]) -> Callable[P, R]:
-        names = list(inspect.signature(function).parameters)
-        named = [name for name in names if name not in ("fn", "args", "kwargs")]
-
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name in kwargs:
-                if name not in names:
-                    hint = nearest(name, named, 0.4) or f" Expected one of {', '.join(named)}."
-                    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}.{hint}")
-            return function(*args, **kwargs)
-
-        if function.__doc__ is not None:  # there is none under python -OO
-            meanings = {**_NOT_OPTIONS, **{name: each.text for name, each in options_of(config).items()}, **texts}
-            call.__doc__ = _with_arguments(function.__doc__, {name: meanings[name] for name in names})
-        return call
-
-    return complete
+def described(kind: type[T]) -> type[T]:
+    """Complete the docstring of a class with what its options mean."""
+    if kind.__doc__ is not None:  # there is none under python -OO
+        kind.__doc__ = f"{inspect.cleandoc(kind.__doc__)}\n\nArgs:\n{meanings(options_of(kind))}"
+    return kind
 
 
-def _with_arguments(docstring: str, meanings: Mapping[str, str]) -> str:
-    head, returns, rest = inspect.cleandoc(docstring).partition("Returns:\n")
-    lines = [fill(f"    {name}: {text}", 110, subsequent_indent=" " * 8) for name, text in meanings.items()]
-    return "\n".join([head + "Args:", *lines, "", returns + rest])
+def meanings(options: Mapping[str, Option | str]) -> str:
+    """Options as the lines of a docstring's "Args:"."""
+    texts = ((name, each if isinstance(each, str) else each.text) for name, each in options.items())
+    return "\n".join(fill(f"    {name}: {text}", 110, subsequent_indent=" " * 8) for name, text in texts)

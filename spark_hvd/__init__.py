@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spark_hvd.data.readers.errors import DataError
     from spark_hvd.estimators.inference.function import predict
-    from spark_hvd.runner import doctor, run, run_elastic, run_elastic_local, run_local, warm_up
+    from spark_hvd.runner import Network, Reporting, doctor, run, run_elastic, run_elastic_local, run_local, warm_up
     from spark_hvd.world.errors import (
         CollectiveError,
         DuplicateNameError,
@@ -27,8 +27,10 @@ __all__ = [
     "DuplicateNameError",
     "HostsUpdatedInterrupt",
     "MismatchError",
+    "Network",
     "NotInitializedError",
     "PlanMismatchError",
+    "Reporting",
     "StalledError",
     "__version__",
     "doctor",
@@ -41,7 +43,7 @@ __all__ = [
 ]
 
 # The launchers bring pyspark; a rank that imports the collectives loads none of it (PEP 562).
-_LAUNCHERS = ("doctor", "run", "run_elastic", "run_elastic_local", "run_local", "warm_up")
+_LAUNCHERS = ("Network", "Reporting", "doctor", "run", "run_elastic", "run_elastic_local", "run_local", "warm_up")
 _HOMES = {"DataError": "spark_hvd.data.readers.errors", "predict": "spark_hvd.estimators"}
 
 

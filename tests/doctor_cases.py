@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from spark_hvd.runner.diagnosis.facts import Disk, HostFacts, Package
-from spark_hvd.runner.diagnosis.network import Ping, TaskNetwork
+from spark_hvd.runner.diagnosis.network import TaskNetwork
 from spark_hvd.runner.diagnosis.report import Finding, Level
 from spark_hvd.runner.diagnosis.spark_checks import SparkFacts
 
@@ -26,7 +26,6 @@ def host(name: str = "a", **changes: Any) -> HostFacts:
         name=name,
         python="3.11.7",
         executable="/opt/python",
-        system="Linux x86_64",
         packages=packages,
         cores=4.0,
         memory=16 * GIB,
@@ -69,7 +68,7 @@ def application(master: str = "yarn", **changes: Any) -> SparkFacts:
 
 def task(partition: int, key: str = "a", **changes: Any) -> TaskNetwork:
     facts = TaskNetwork(
-        partition, f"key-{key}", key, key, f"10.0.0.{partition}", 40000 + partition, driver=Ping(rtt=1e-4)
+        partition, f"key-{key}", key, key, f"10.0.0.{partition}", 40000 + partition, reaches_driver=True
     )
     return replace(facts, **changes)
 

@@ -182,8 +182,8 @@ def mpiexec(size: int, *program: str, options: tuple[str, ...] = (), **settings:
 def fork_context() -> ForkServerContext:
     """Processes forked from one server for all tests, which has loaded what takes time."""
     context = multiprocessing.get_context("forkserver")
-    # Not torch._dynamo, though optimizers import it: with it, a process takes twice as long to end as programs do.
-    context.set_forkserver_preload(["spark_hvd.torch", "tests.ranks"])
+    # torch._dynamo is what the first optimizer of a process imports: two seconds of CPU in every rank otherwise.
+    context.set_forkserver_preload(["spark_hvd.torch", "torch._dynamo", "tests.ranks"])
     return context
 
 

@@ -183,7 +183,7 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 def test_doctor(spark: SparkSession) -> None:
-    report = spark_hvd.doctor(spark, num_proc=2, seconds=0.2)
+    report = spark_hvd.doctor(spark, num_proc=2)
     assert [finding for finding in report.findings if finding.level is Level.ERROR] == []
 
 

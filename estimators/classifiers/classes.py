@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
 from pyspark.sql import types as T  # noqa: N812 - likewise
 
-from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.errors import DataError, nulls_in
 from spark_hvd.estimators.classifiers.labels import Labels
 from spark_hvd.runner.spark.names import job_named
 from spark_hvd.runner.spark.series import quoted
@@ -86,10 +86,7 @@ def _several(df: DataFrame, column: str, features: str, text: str, missing: Any,
 
 def _check_nulls(column: str, nulls: int, rows: int) -> None:
     if nulls:
-        raise DataError(
-            f"column {column!r} has {nulls} null(s) in {rows} rows: fill them or drop these rows before fit, for "
-            f"example df.na.drop(subset=[{column!r}])"
-        )
+        raise DataError(nulls_in(column, nulls, f"{rows} rows"))
 
 
 def _plain(value: Any, text: str) -> Any:

@@ -34,7 +34,7 @@ class CollatedEstimator(TorchEstimator):
         slow = sorted(name for name in code if name.partition(".")[0] in ("transformers", "peft"))
         return {"env": {PRELOAD: ",".join(slow)}} if slow else {}
 
-    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> None:
+    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> TrainSpec:
         if not len(batch[spec.labels[0].column.name]):
             raise DataError(f"none of the first {ROWS} rows can be trained on: all were skipped. Look at the column")
-        try_batch(spec, plan.objects, batch)
+        return try_batch(spec, plan.objects, batch)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from spark_hvd.runner import run, run_elastic, run_elastic_local, run_local
 from spark_hvd.runner.config import RunConfig
 from spark_hvd.runner.elastic.config import ElasticConfig
+from spark_hvd.runner.launch.arguments import adapted
 from spark_hvd.runner.launch.early import torch_loading
 from spark_hvd.runner.launch.run import tasks_of
 from spark_hvd.runner.spark.profiles import Ask, task_resources
@@ -89,7 +90,7 @@ class SparkBackend(Backend):
 
     def torch_loading(self) -> AbstractContextManager[None]:
         """While this lasts, processes for the ranks of a run that will follow come up, where that can be done."""
-        return torch_loading(active_session(self._spark), self._config().env)
+        return torch_loading(active_session(self._spark), adapted(self._config()).env)
 
     def _config(self) -> RunConfig | ElasticConfig:
         options = {**self._options, "num_proc": self._num_proc}

@@ -101,12 +101,13 @@ class SparkEstimator(SavedParams, Estimator[M]):
             return self.copy(dict(params)).fit_on_parquet(train_path, val_path)
         plan = self._plan()
         settings, store = plan.settings, plan.store
-        if settings["validation"] is not None:
+        prepared = (settings["store"] or store).prepared
+        train_path, val_path = train_path or prepared[0], val_path or prepared[1]
+        if settings["validation"] is not None and val_path is None:
             raise ValueError(
                 f"validation={settings['validation']!r}: fit_on_parquet takes validation data from val_path; "
                 "leave validation out"
             )
-        train_path, val_path = train_path or store.train_path, val_path or store.val_path
         if train_path is None:
             raise ValueError("train_path is missing: give it, or Store.create(..., train_path=...)")
         # A store reads below its own file system only; the data may lie elsewhere.
@@ -174,19 +175,26 @@ class SparkEstimator(SavedParams, Estimator[M]):
     def _tried(self, plan: FitPlan, batch: Batch, columns: tuple[Column, ...]) -> TrainSpec:
         spec = spec_for(plan, batch, columns)
         with normalised_rows(plan.objects.model) as layers:
-            self._try(plan, spec, batch)
+            spec = self._try(plan, spec, batch)
         return replace(spec, needs_two_rows=layers[0] if layers else None)
 
     def _trained(self, plan: FitPlan, spec: TrainSpec, num_proc: int, data: Mapping[str, Any] | None = None) -> M:
-        state, history = train_on_ranks(plan, spec, num_proc, self._framework, data, self._optimizer_facts(plan))
+        # Only for a tracker, which a backend may have: an optimizer is made for it, of a copy of the model.
+        is_tracked = plan.settings["tracker"] is not None or plan.settings["backend"] is not None
+        facts = self._optimizer_facts(plan) if is_tracked else {}
+        state, history = train_on_ranks(plan, spec, num_proc, self._framework, data, facts)
         return self._model(plan, spec, state, history)
 
     # -- what a subclass adds
 
     _framework: ClassVar[Framework]
 
-    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> None:
-        """Train and predict one batch, on copies of the model; raise a ModelError where that fails."""
+    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> TrainSpec:
+        """Train and predict one batch, on copies of the model; raise a ModelError where that fails.
+
+        Returns:
+            The specification, with what was learnt.
+        """
         raise NotImplementedError
 
     def _check(self, settings: Settings) -> None:

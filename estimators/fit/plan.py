@@ -15,6 +15,7 @@ from spark_hvd.data.readers.dataset import DatasetMeta
 from spark_hvd.estimators.fit.backend import Backend, LocalBackend, SparkBackend, max_num_proc_of
 from spark_hvd.estimators.training.elastic import COMMIT_EVERY
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
+from spark_hvd.runner.config import Reporting
 from spark_hvd.runner.spark.session import active_session, is_local
 from spark_hvd.scratch import Scratch
 from spark_hvd.store import Store
@@ -70,9 +71,8 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
         settings["num_proc"],
         max_num_proc=settings["max_num_proc"],
         verbose=min(settings["verbose"], 1),
-        progress=settings["progress"],
         min_num_proc=settings["min_num_proc"],
-        tracker=settings["tracker"],
+        reporting=Reporting(progress=settings["progress"], tracker=settings["tracker"]),
         seed=settings["random_seed"],
         env=settings.get("env"),
         **({} if settings["max_num_proc"] else {"max_restarts": settings["max_restarts"]}),
@@ -217,4 +217,4 @@ def _store(store: Store | None, alone: bool) -> Store:
         store = Store.create(_temporary[0].path)
     if not store.is_shared:
         raise StoreError(f"store={store.url}: ranks are other processes and see nothing of it. Use a shared path")
-    return store
+    return store.plain

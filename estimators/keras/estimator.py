@@ -129,7 +129,16 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
             plan = replace(plan, settings={**plan.settings, "input_shapes": _shapes_taken(plan, batch)})
         return super()._tried(plan, batch, columns)
 
-    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> None:
+    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> TrainSpec:
+        import keras
+
+        wrong = {"sum", "mean_with_sample_weight"} if spec.sample_weight_col else {"sum"}
+        for loss in keras.tree.flatten(plan.settings["loss"]):
+            if (reduction := getattr(loss, "reduction", None)) in wrong and plan.backend.num_processes() > 1:
+                raise ModelError(
+                    f"{loss.name} has reduction={reduction!r}, and several ranks give the mean over the rows of all: "
+                    "expected 'sum_over_batch_size', with a learning rate for it, or num_proc=1"
+                )
         module: Any = copy.deepcopy(plan.objects.model)
         objects = replace(plan.objects, model=module, callbacks=())
         given = [
@@ -152,6 +161,7 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
             raise failed("a step of training", error, given) from error
         check_loss(spec, float(loss), batch)
         try_transform(self._untrained(plan, spec), tensors_of(spec.inputs, batch), needed=True)
+        return spec
 
     def _optimizer_facts(self, plan: FitPlan) -> dict[str, Any]:
         return {f"opt_{name}": value for name, value in plan.objects.optimizer.config["config"].items()}

@@ -167,14 +167,14 @@ class _KerasFit:
             if self.stops_at_batches and self._anyone_stops():
                 job.feed.skip(steps - number - 1)
                 break
-        mine, seconds = dict(latest), time.monotonic() - began
+        seconds, mine = time.monotonic() - began, self._measured(rows, latest)
         self._share_statistics()
-        validated, val_rows = self._validate(callbacks)
-        ranks = hvd.allgather_object((rows, mine, val_rows, validated), name="spark_hvd.epoch")
-        means = _means([(each[0], each[1]) for each in ranks]) | {
-            f"val_{name}": value for name, value in _means([(each[2], each[3]) for each in ranks]).items()
-        }
-        job.add(means, lr=rate, **speed(seconds, sum(each[0] for each in ranks)))
+        validated = self._validate(callbacks)
+        ranks = hvd.allgather_object((mine, validated), name="spark_hvd.epoch")
+        trained, validated_by_all = ([each[number] for each in ranks] for number in (0, 1))
+        val_means = {f"val_{name}": value for name, value in self._together(validated_by_all).items()}
+        means = self._together(trained) | val_means
+        job.add(means, lr=rate, **speed(seconds, sum(each["rows"] for each in trained)))
         callbacks.on_epoch_end(epoch, dict(means))
         self._anyone_stops()
         job.report()
@@ -194,14 +194,32 @@ class _KerasFit:
 
     def _save_partial(self, step: int, rows: int, logs: Logs, seconds: float, rate: float) -> None:
         """Write a checkpoint within an epoch. Whoever goes on from it does what this run does, to the bit."""
-        from spark_hvd.keras.backend import tensor_of
-
         self._share_statistics()
-        metrics = [tensor_of(each).cpu() for each in self.model.metrics_variables]
-        ranks = hvd.allgather_object({"rows": rows, "metrics": metrics, "logs": logs}, name="spark_hvd.partial_epoch")
+        ranks = hvd.allgather_object(self._measured(rows, logs), name="spark_hvd.partial_epoch")
         partial = {"step": step, "seconds": seconds, "lr": rate, "ranks": ranks}
         self.job.save(self.job.objects.model.state_dict(), self._rest, partial)
         self._seed(len(self.job.history), step)
+
+    def _measured(self, rows: int, logs: Logs) -> dict[str, Any]:
+        """What this rank has of an epoch: its rows, the variables of its metrics, and what they say."""
+        from spark_hvd.keras.backend import tensor_of
+
+        said = self.model.get_metrics_result() if rows else {}
+        # A train_step of the user's may log what is no metric, or under the name of one that it leaves alone.
+        own = [name for name, value in logs.items() if name in said and math.isclose(float(said[name]), value)]
+        variables = [tensor_of(each).cpu().clone() for each in self.model.metrics_variables]
+        return {"rows": rows, "metrics": variables, "logs": dict(logs), "own": own}
+
+    def _together(self, ranks: Sequence[Mapping[str, Any]]) -> Logs:
+        """What metrics say of the rows of all ranks, as one process would have it; means by rows of other numbers."""
+        from spark_hvd.keras.backend import assign
+
+        variables = [] if not ranks[0]["metrics"] else self.model.metrics_variables
+        for variable, *values in zip(variables, *(each["metrics"] for each in ranks), strict=True):
+            assign(variable, _joined(variable.aggregation, values))
+        own = set(ranks[0]["own"]).intersection(*(each["own"] for each in ranks))
+        said = self.model.get_metrics_result() if own else {}
+        return _means([(each["rows"], each["logs"]) for each in ranks]) | {name: float(said[name]) for name in own}
 
     def _prepare(self, batch: tuple[Any, Any, Any]) -> None:
         """Make the variables of the metrics, which takes a batch, and the function of a step."""
@@ -214,9 +232,9 @@ class _KerasFit:
         """Train on a batch; the means of the epoch so far, which train_on_batch would begin anew."""
         return {name: float(value) for name, value in self.model.train_function([batch]).items()}
 
-    def _validate(self, callbacks: Any) -> tuple[Logs, int]:
+    def _validate(self, callbacks: Any) -> dict[str, Any]:
         if self.job.validation is None:
-            return {}, 0
+            return {"rows": 0, "metrics": [], "logs": {}, "own": []}
         model = self.model
         model.make_test_function()
         model.stop_evaluating = False
@@ -232,7 +250,7 @@ class _KerasFit:
             if model.stop_evaluating:
                 break
         callbacks.on_test_end(logs)
-        return logs, rows
+        return self._measured(rows, logs)
 
     def _seed(self, epoch: int, done: int) -> None:
         """Seeds of layers, which Keras keeps in variables that are no weights: others on each rank, in each epoch."""
@@ -274,8 +292,14 @@ def _of_this_rank(ranks: Sequence[Mapping[str, Any]]) -> tuple[int, list[torch.T
         return mine["rows"], mine["metrics"], dict(mine["logs"])
     if hvd.rank() or not ranks:
         return 0, [], {}
-    sums = [sum(each[1:], each[0]) for each in zip(*(rank["metrics"] for rank in ranks), strict=True)]
+    sums = [_joined("sum", each) for each in zip(*(rank["metrics"] for rank in ranks), strict=True)]
     return sum(rank["rows"] for rank in ranks), sums, _means([(rank["rows"], rank["logs"]) for rank in ranks])
+
+
+def _joined(aggregation: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One value of those that ranks have of a variable, by how Keras says that it adds up."""
+    total = torch.stack(list(values)).sum(0).to(values[0].dtype)
+    return total if aggregation == "sum" else total / len(values) if aggregation == "mean" else values[0]
 
 
 def _means(ranks: Sequence[tuple[int, Mapping[str, float]]]) -> Logs:

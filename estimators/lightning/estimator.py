@@ -78,9 +78,10 @@ class LightningEstimator(SparkEstimator[LightningModel]):
                 "batch_idx), which is what validates"
             )
 
-    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> None:
+    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> TrainSpec:
         try_lightning(spec, plan.objects, batch)
         try_transform(self._untrained(plan, spec), tensors_of(spec.inputs, batch), needed=False)
+        return spec
 
     def _derived(self, settings: Settings) -> dict[str, Any]:
         names = ("logger", "log_every_n_steps", "profiler", "terminate_on_nan", "find_unused_parameters")

@@ -19,7 +19,7 @@ from spark_hvd.data.readers.batches import Blocks, Layout, RowShapes, cut
 from spark_hvd.data.readers.blocks import RowWindow
 from spark_hvd.data.readers.files import where
 from spark_hvd.data.readers.reader import Batch, Reader, ReaderSpec
-from spark_hvd.data.readers.sharding import Share, Turns, lanes_of, overlaps
+from spark_hvd.data.readers.sharding import Share, Turns, overlaps
 from spark_hvd.data.readers.values import columns_yielded
 from spark_hvd.data.readers.windows import WINDOW_BYTES, EpochLine, Piece
 from spark_hvd.estimators.petastorm.bridge import install
@@ -82,7 +82,7 @@ class PetastormReader(Reader[Batch]):
             return
         line = EpochLine(
             groups,
-            lanes_of(groups) if spec.shuffle else 1,
+            spec.dataset.lanes(spec.shuffle),
             spec.window_rows or self._window_rows(),
             shuffle=spec.shuffle,
             seed=spec.seed,

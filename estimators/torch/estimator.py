@@ -52,11 +52,12 @@ class TorchEstimator(SparkEstimator[TorchModel]):
                 "loss is missing: validation needs it, also where train_minibatch_fn has a loss of its own"
             )
 
-    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> None:
-        try_batch(spec, plan.objects, batch)
+    def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> TrainSpec:
+        spec = try_batch(spec, plan.objects, batch)
         try_transform(
             self._untrained(plan, spec), tensors_of(spec.inputs, batch), needed=plan.objects.train_minibatch_fn is None
         )
+        return spec
 
     def _optimizer_facts(self, plan: FitPlan) -> dict[str, Any]:
         return optimizer_facts([make_optimizer(plan.objects.optimizer, plan.objects.model)])

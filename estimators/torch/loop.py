@@ -42,7 +42,8 @@ class _Loop:
         self.optimizer, self.scheduler = self._optimizer()
         self.objective = make_objective(spec, job)
         lowest = [job.lowest(label.column.name) for label in spec.labels]
-        self.shares = Shares(self.objective.losses, lowest, counted=objects.reader.get("collate") is not None)
+        counted = objects.reader.get("collate") is not None
+        self.shares = Shares(self.objective.losses, lowest, spec.reductions, counted)
         self.metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
         self.scaler = torch.amp.GradScaler(job.device.type, enabled=spec.precision == "fp16")
         if job.resumed and job.resumed.get("scaler"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ class Shares:
         losses: One for each label.
         lowest: The lowest number of each label on any rank; None where that is not known. Where it is above the one
             that a loss ignores, as 0 is above -100, no label is left out, and ranks need not ask each other.
+        seen: The reduction of each, if it was seen; that is believed more than what the loss says.
         counted: Whether a batch may have fewer rows than planned, because some cannot be read.
 
     Attributes:
@@ -29,9 +32,15 @@ class Shares:
     """
 
     def __init__(
-        self, losses: Sequence[Callable[..., Any]], lowest: Sequence[float | None], counted: bool = False
+        self,
+        losses: Sequence[Callable[..., Any]],
+        lowest: Sequence[float | None],
+        seen: Sequence[str | None] = (),
+        counted: bool = False,
     ) -> None:
-        self._losses, self._lowest = [LossReduction.of(loss) for loss in losses], list(lowest)
+        told = [LossReduction.of(loss) for loss in losses]
+        self._losses = [replace(one, kind=kind or one.kind) for one, kind in zip_longest(told, seen)]
+        self._lowest = list(lowest)
         self._counted, self.weight = counted, 1.0
 
     def of(self, labels: Sequence[torch.Tensor], rows: int, weight: float) -> list[float]:

@@ -6,6 +6,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,14 +19,19 @@ from spark_hvd.estimators.fit.trial import check_loss, describe, failed, losses_
 from spark_hvd.estimators.torch.learning_rate import make_optimizer, make_scheduler
 from spark_hvd.estimators.torch.model import TorchModel
 from spark_hvd.estimators.torch.objective import Metrics, Objective
+from spark_hvd.estimators.torch.weighted import LossReduction, reduction_seen
+from spark_hvd.estimators.training.head import known_as
 from spark_hvd.estimators.training.inputs import argument_names, outputs_of, tensors_of, weights_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 
 _log = logging.getLogger(__name__)
 
 
-def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
+def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> TrainSpec:
     """A step, the metrics and a checkpoint's content for one batch, on a copy of the model.
+
+    Returns:
+        The specification, with what was seen of losses.
 
     Raises:
         ModelError: what did not work, with the shapes and dtypes that went in.
@@ -58,7 +64,7 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
     _step("a checkpoint", given, check_state)
     losses = losses_known(objects)
     if (objects.loss_constructors and not losses) or objects.train_minibatch_fn is not None:
-        return  # made and called in the rank only
+        return spec  # made and called in the rank only
     objective = Objective(losses, spec.loss_weights, len(spec.labels), spec.reshape_labels)
     metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
     outputs, labels = _step("model(*inputs)", given, lambda: objective.transform_outputs(outputs, labels))
@@ -71,10 +77,31 @@ def try_batch(spec: TrainSpec, objects: Objects, batch: Batch) -> None:
     if not loss.requires_grad:
         raise ModelError("the loss does not depend on any parameter that is trained: is it computed under no_grad?")
     check_loss(spec, float(loss.detach()), batch)
+    seen = tuple(
+        _reduction(each, output.detach(), label)
+        for each, output, label in zip(objective.losses, outputs, labels, strict=True)
+    )
     _step("backward", given, loss.backward)
     _step("metrics", given, lambda: metrics(outputs, labels))
     _step("optimizer.step()", given, optimizer.step)
     _step("a checkpoint", given, check_state)  # most optimizers have a state only now
+    return replace(spec, reductions=seen)
+
+
+def _reduction(loss: Any, output: torch.Tensor, label: torch.Tensor) -> str | None:
+    """What is seen of a loss whose reduction is not known."""
+    told = LossReduction.of(loss)
+    if told.by_class or told.is_torchs:
+        return None
+    kind = reduction_seen(loss, output, label)
+    if kind is None:
+        _log.warning(
+            "the loss %s of a batch is neither the mean nor the sum of those of its parts: each rank takes it of its "
+            "own rows, and all ranks' are averaged by rows, which is not the loss of all rows at once. Where classes "
+            "weigh or labels are left out, give torch's own, such as nn.CrossEntropyLoss(weight=...)",
+            known_as(loss),
+        )
+    return kind
 
 
 def try_transform(model: TorchModel, inputs: Sequence[torch.Tensor], *, needed: bool) -> None:

@@ -22,12 +22,14 @@ class LossReduction:
 
     Attributes:
         kind: "mean", "sum" and the like; None where the loss does not tell.
+        is_torchs: Whether it tells, and is a loss of torch: then it is so.
         by_class: Whether labels are numbers of classes.
         weight: Of each class; None for 1.
         ignored: The label that counts for nothing.
     """
 
     kind: str | None
+    is_torchs: bool = False
     by_class: bool = False
     weight: torch.Tensor | None = None
     ignored: int | None = None
@@ -38,6 +40,7 @@ class LossReduction:
         if isinstance(loss, torch.nn.Module):
             options: dict[str, Any] = {name: getattr(loss, name, None) for name in ("weight", "ignore_index")}
             kind = getattr(loss, "reduction", None)
+            told = kind is not None
             by_class = isinstance(loss, torch.nn.CrossEntropyLoss | torch.nn.NLLLoss)
         else:
             try:
@@ -45,19 +48,45 @@ class LossReduction:
             except ValueError:  # of C
                 return cls(None)
             options = {each.name: each.default for each in parameters if each.default is not each.empty}
-            keywords = any(each.kind is each.VAR_KEYWORD or each.name == "reduction" for each in parameters)
+            told = any(each.name == "reduction" for each in parameters)
+            keywords = told or any(each.kind is each.VAR_KEYWORD for each in parameters)
             kind = options.get("reduction", "mean") if keywords else None
             if options.get("size_average") is False:  # an older way to say so
                 kind = "sum"
             by_class = _function_of(loss) in _CLASSES
+        is_torchs = told and str(_function_of(loss).__module__).startswith("torch.")
         if not by_class:
-            return cls(kind)
-        return cls(kind, True, options.get("weight"), options.get("ignore_index"))
+            return cls(kind, is_torchs)
+        return cls(kind, is_torchs, True, options.get("weight"), options.get("ignore_index"))
 
     def divisor(self, label: torch.Tensor) -> float:
         """What the mean of a loss of classes divides by: the labels that count, each by the weight of its class."""
         counted = label if self.ignored is None else label[label != self.ignored]
         return float(counted.numel() if self.weight is None else self.weight.to(counted.device)[counted.long()].sum())
+
+
+def reduction_seen(loss: Callable[..., Any], output: torch.Tensor, label: torch.Tensor) -> str | None:
+    """What the loss of a batch is of those of two parts: their mean by rows ("mean"), their "sum", or None of both.
+
+    Args:
+        loss: Gives a number.
+        output: Of (rows, ...), one row at least.
+        label: Likewise.
+    """
+    if len(output) == 1:
+        output, label = torch.cat([output, output]), torch.cat([label, label])
+    rows = len(output)
+    cut = (rows + 2) // 3  # parts of two lengths, which tell a mean over rows from one of means
+    try:
+        whole, first, last = (
+            torch.as_tensor(loss(output[part], label[part])).detach().double()
+            for part in (slice(None), slice(cut), slice(cut, None))
+        )
+    except Exception:  # whatever the user's function raises where it wants whole batches
+        return None
+    mean = torch.allclose(whole, (first * cut + last * (rows - cut)) / rows, 1e-4, 1e-12)
+    total = torch.allclose(whole, first + last, 1e-4, 1e-12)
+    return None if mean == total else "mean" if mean else "sum"
 
 
 class WeightedLoss:

@@ -72,10 +72,9 @@ def rows_of(name: str, spec: ReaderSpec, batch_size: int, drop_last: bool = Fals
             and fewer rows than ranks.
     """
     if spec.dataset.row_groups:
-        # In the files' order, as a validation comes, a rank reads what lies together.
-        sharding = Sharding(spec.dataset.rows, batch_size, drop_last)
-        if spec.shuffle:
-            sharding = spec.dataset.sharding(batch_size, drop_last, shuffle=True)
+        sharding = spec.dataset.sharding(batch_size, drop_last, shuffle=spec.shuffle)
+        if not spec.training:  # which rows a batch has does not matter: a rank reads what lies together
+            sharding = replace(sharding, lanes=0)
         return Rows(open_reader(spec), sharding, layout_of(spec.dataset), spec.dataset.columns)
     told = source_of(name)
     source = source_here(name, told)

@@ -40,6 +40,7 @@ class TrainSpec:
             one of the trained model.
         trainer: What LightningEstimator gives to the Trainer.
         needs_two_rows: The layer that cannot train on a batch of one row.
+        reductions: Whether the loss of each label is a "mean" or a "sum" over rows, where that was seen.
     """
 
     label: str = ""
@@ -82,6 +83,7 @@ class TrainSpec:
     restore_best_weights: bool = False
     trainer: Mapping[str, Any] = field(default_factory=dict)
     needs_two_rows: str | None = None
+    reductions: tuple[str | None, ...] = ()
 
     def epoch_steps(self, size: int) -> int:
         """Batches of an epoch on each of ``size`` ranks."""
@@ -93,12 +95,15 @@ class TrainSpec:
         return Uses(self.sample_weight_col, tuple(each.column.name for each in self.labels))
 
     def not_finite(self, tensors: Mapping[str, torch.Tensor]) -> str:
-        """The first column of a batch that has values NaN or infinite, and what to do about them; "" if none has."""
+        """The first column of a batch that has values NaN or infinite, where, and what to do; "" if none has."""
         types = {each.column.name: each.column.spark_type for each in (*self.inputs, *self.labels)}
         for name, tensor in tensors.items():
-            if odd := int((~tensor.isfinite()).sum()):
+            odd = ~tensor.isfinite()
+            if odd.any():
+                row, value = int(odd.nonzero()[0, 0]), float(tensor[odd][0])
+                first = f"the first, {value}, in row {row} of the batch"
                 remedy = without_nan(name, types.get(name, ""))
-                return f"column {name!r} has {count(odd, 'value')} NaN or infinite. {remedy}"
+                return f"column {name!r} has {count(int(odd.sum()), 'value')} NaN or infinite, {first}. {remedy}"
         return ""
 
 

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import torch
 
 from spark_hvd.data.readers.dataset import listed
-from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.errors import DataError, nulls_in
 from spark_hvd.data.readers.tensors import to_tensor
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.inputs import TensorSpec, stacked
@@ -113,7 +113,7 @@ def feature(
     if column.name not in decoders:
         return to_tensor(array, column, what)
     if array.null_count:
-        raise DataError(f"column {column.name!r} has {array.null_count} null(s) in {len(array)} rows of {what}")
+        raise DataError(nulls_in(column.name, array.null_count, f"{len(array)} rows", what))
     decoded = [np.asarray(decoders[column.name](value)) for value in array.to_pylist()]
     if len({value.shape for value in decoded}) > 1:
         raise DataError(f"column {column.name!r}: the decoder returns arrays of different shapes in {what}")
@@ -160,10 +160,7 @@ class CollatedFeed:
         columns = window.flatten()
         for name, column in zip(self.columns, columns, strict=True):
             if column.null_count:
-                raise DataError(
-                    f"column {name!r} has {column.null_count} null(s) in {len(column)} rows of predict: fill or drop "
-                    f"them first, e.g. df.na.drop(subset=[{name!r}])"
-                )
+                raise DataError(nulls_in(name, column.null_count, f"{len(column)} rows", "predict"))
         order = _longest_first(columns)
         if order is not None:
             columns = [column.take(pa.array(order)) for column in columns]

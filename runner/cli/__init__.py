@@ -21,8 +21,9 @@ import spark_hvd
 from spark_hvd.runner.cli import session as cli_session
 from spark_hvd.runner.cli.horovodrun import refused_options, tuning_env, tuning_options
 from spark_hvd.runner.cli.options import check_taken, data_sets, is_elastic, listed, pairs, run_options, variables
-from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.config import HERE, RunConfig
 from spark_hvd.runner.elastic.config import ElasticConfig
+from spark_hvd.runner.launch.arguments import folded
 from spark_hvd.runner.options import options_of
 from spark_hvd.runner.outcome.errors import RankFailedError, RunError
 from spark_hvd.runner.outcome.payload import renamed
@@ -32,6 +33,8 @@ from spark_hvd.world.env import HOROVODS
 _INTERRUPTED = 130
 _FACES = {"spark_hvd.torch", "spark_hvd.tensorflow", "spark_hvd.keras", "spark_hvd.mxnet"}
 _OPTIONS = {**options_of(RunConfig), **options_of(ElasticConfig)}
+_OURS = {"env", "verbose", *HERE}
+"""Options that the command line has in its own way, or not at all."""
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -82,7 +85,6 @@ def _check_build() -> None:
 @run_options(
     RunConfig, ["num_proc", "backend", "procs_per_task", "cpus_per_proc", "gpus_per_proc", "interfaces", "ports"]
 )
-@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=3.0, help="How long to all-reduce.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_json: bool, **options: Any) -> None:
     """Examine whether a run of N ranks will work on this cluster, and if not, why not.
@@ -95,7 +97,7 @@ def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_js
         master = f"local[{num_proc or 2}]"
     _check_multiple(num_proc, options["procs_per_task"])
     with _ending_well(), cli_session.session(master, conf, "spark-hvd doctor") as spark:
-        report = examine(spark, num_proc, **options)
+        report = examine(spark, num_proc, **folded(options))
     click.echo(report.to_json() if as_json else str(report))
     sys.exit(0 if report.ok else 1)
 
@@ -103,7 +105,7 @@ def doctor(master: str | None, num_proc: int | None, conf: dict[str, str], as_js
 @main.command(context_settings={**_HELP, "allow_interspersed_args": False})
 @_master
 @_conf
-@run_options(RunConfig, [name for name in options_of(RunConfig) if name not in ("env", "verbose")])
+@run_options(RunConfig, [name for name in options_of(RunConfig) if name not in _OURS])
 @run_options(ElasticConfig, [name for name in _OPTIONS if name not in options_of(RunConfig)])
 @click.option("--gloo", "controller", flag_value="gloo", help="The same as --backend gloo.")
 @click.option("--mpi", "controller", flag_value="mpi", help="The same as --backend mpi.")
@@ -211,7 +213,7 @@ def _run_here(program: Script, py_files: list[str], given: dict[str, Any]) -> No
         raise click.UsageError("-np is missing: how many ranks? (Or --master, to use every slot of a cluster.)")
     for path in py_files:  # ranks get this process' sys.path
         sys.path.insert(0, os.path.dirname(os.path.abspath(path)) if path.endswith(".py") else os.path.abspath(path))
-    start(renamed(run_script, os.path.basename(program.name)), args=(program,), **given)
+    start(renamed(run_script, os.path.basename(program.name)), args=(program,), **folded(given))
 
 
 def _run_on_spark(
@@ -225,7 +227,7 @@ def _run_on_spark(
     name = os.path.basename(program.name)
     with cli_session.session(master, conf, f"spark-hvd run {name}") as spark:
         cli_session.ship(spark, py_files)
-        start(renamed(run_script, name), args=(program,), spark=spark, **given)
+        start(renamed(run_script, name), args=(program,), spark=spark, **folded(given))
 
 
 @contextmanager

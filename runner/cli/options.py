@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from spark_hvd.runner.config import CommonConfig, RunConfig
+from spark_hvd.runner.config import GROUPS, CommonConfig, RunConfig
 from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.options import Option, options_of
 
@@ -90,7 +90,7 @@ def check_taken(given: dict[str, Any], start: Callable[..., Any]) -> None:
     from spark_hvd.runner.elastic.run import run_elastic
     from spark_hvd.runner.launch.run import run
 
-    taken = inspect.signature(start).parameters
+    taken = _options_taken(start)
     elastic = is_elastic(given)
     if "procs_per_task" not in taken and (not elastic or given.get("procs_per_task") == 1):
         given.pop("procs_per_task", None)  # there are no Spark tasks
@@ -98,11 +98,16 @@ def check_taken(given: dict[str, Any], start: Callable[..., Any]) -> None:
         if name in taken or given[name] is None:
             continue
         option = _flags(name)[-1]
-        if name in inspect.signature(run_elastic if elastic else run).parameters:
+        if name in _options_taken(run_elastic if elastic else run):
             raise click.UsageError(f"{option} is for a Spark cluster: name one with --master.")
         if elastic:
             raise click.UsageError(f"{option} is not for elastic runs (--min-np, --max-np).")
         raise click.UsageError(f"{option} is for elastic runs, which need no restarts: leave --max-restarts out.")
+
+
+def _options_taken(start: Callable[..., Any]) -> set[str]:
+    names = set(inspect.signature(start).parameters)
+    return names.union(*(options_of(kind) for group, kind in GROUPS.items() if group in names))
 
 
 def _flags(name: str) -> tuple[str, ...]:
@@ -110,7 +115,7 @@ def _flags(name: str) -> tuple[str, ...]:
 
 
 def _form(name: str, declared: Option) -> dict[str, Any]:
-    """What click is to read."""
+    """How click reads the option: its type and its placeholder in the help."""
     if declared.choices:
         return {"type": click.Choice(declared.choices)}
     if declared.least is not None:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
+from spark_hvd.runner.launch.arguments import folded
 from spark_hvd.runner.launch.local import run_local
 from spark_hvd.runner.launch.run import run
 from spark_hvd.world.env import HOROVODS, read_patience
@@ -197,7 +198,7 @@ def _common(
     patience = start_timeout if start_timeout is not None else read_patience("SPARK_START_TIMEOUT", "START_TIMEOUT")
     interfaces = nics.split(",") if isinstance(nics, str) else [*(nics or ())]
     given = {"start_timeout": patience, "interfaces": interfaces or None, "stdout": stdout, "stderr": stderr}
-    return {"env": {**HOROVODS, **(env or {})}, "verbose": min(int(verbose), 1), **_without_none(given)}
+    return {"env": {**HOROVODS, **(env or {})}, "verbose": min(int(verbose), 1), **folded(_without_none(given))}
 
 
 def _backend(use_mpi: bool | None, use_gloo: bool | None) -> str | None:

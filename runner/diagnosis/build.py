@@ -10,12 +10,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import spark_hvd
-from spark_hvd.runner.diagnosis import facts as doctor_facts
-from spark_hvd.runner.diagnosis import probe as doctor_probe
-from spark_hvd.runner.diagnosis.facts import Package
+from spark_hvd.runner.diagnosis.facts import PROGRAM, Package, packages_of
+from spark_hvd.runner.diagnosis.probe import ask
 from spark_hvd.runner.supervise.mpi.manager import MpiMissingError, find
 
 _PACKAGES = ("torch", "lightning", "mpi4py", "pyspark", "pyarrow")
@@ -24,8 +22,8 @@ _SECONDS = 120.0
 
 def check_build() -> str:
     """The text that ``spark-hvd check-build`` prints; takes seconds, since everything is imported."""
-    probe = Path(doctor_probe.__file__).read_text()
-    return describe(doctor_facts.packages(probe, _PACKAGES, _SECONDS), java_version(), process_managers(), petastorm())
+    packages = packages_of(ask(PROGRAM, {"packages": _PACKAGES}, _SECONDS))
+    return describe(packages, java_version(), process_managers(), petastorm())
 
 
 def describe(

@@ -8,15 +8,14 @@ import time
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from spark_hvd.runner.config import RunConfig
-from spark_hvd.runner.diagnosis import facts as doctor_facts
-from spark_hvd.runner.diagnosis.allreduce import Measured, measure
-from spark_hvd.runner.diagnosis.facts import HostFacts, StoreTrial
-from spark_hvd.runner.diagnosis.gpu_checks import Assigned, check_gpus
+from spark_hvd.runner.config import Network, RunConfig
+from spark_hvd.runner.diagnosis import probe
+from spark_hvd.runner.diagnosis.facts import PROGRAM, StoreTrial
+from spark_hvd.runner.diagnosis.gpu_checks import check_gpus
 from spark_hvd.runner.diagnosis.host_checks import (
     check_clocks,
     check_packages,
@@ -24,12 +23,12 @@ from spark_hvd.runner.diagnosis.host_checks import (
     check_resources,
     check_store,
 )
-from spark_hvd.runner.diagnosis.jobs import PROBE, Gathered, Ways, gather, spark_facts, try_network
-from spark_hvd.runner.diagnosis.network_checks import check_allreduce, check_driver_ways, check_rank_ways
-from spark_hvd.runner.diagnosis.report import Finding, Level, Report
+from spark_hvd.runner.diagnosis.jobs import FACTS_SECONDS, Gathered, NetworkTrial, gather, spark_facts, try_network
+from spark_hvd.runner.diagnosis.network_checks import check_driver, check_ranks, clocks_ahead
+from spark_hvd.runner.diagnosis.report import Finding, Level, Report, error, ok
 from spark_hvd.runner.diagnosis.spark_checks import SparkFacts, check_spark
+from spark_hvd.runner.launch.arguments import launcher
 from spark_hvd.runner.launch.run import run
-from spark_hvd.runner.options import launcher
 from spark_hvd.runner.outcome.errors import ClusterError
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.profiles import Ask, TaskResources, task_resources
@@ -37,48 +36,34 @@ from spark_hvd.runner.spark.profiles import Ask, TaskResources, task_resources
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from spark_hvd.store import Store
+
 _log = logging.getLogger(__name__)
-_STORE_SECONDS = 30.0
-_IMPORT_SECONDS = 60.0
 _START_SECONDS = 90.0
+_RUN_SECONDS = 90.0
 _COLLECTIVE_SECONDS = 30.0
 _TASKS_NEED = ("spark_hvd", "zmq", "psutil", "cloudpickle")
 
 
-class StoreLike(Protocol):
-    """What has the URL and fsspec options of a store, as ``spark_hvd.estimators.Store`` does."""
-
-    @property
-    def url(self) -> str: ...  # noqa: D102
-
-    @property
-    def storage_options(self) -> Mapping[str, Any]: ...  # noqa: D102
-
-
-@launcher(
-    RunConfig,
-    store="The store of an estimator, or its URL: it is written and read on every host.",
-    seconds="How long all-reduces are timed, for the whole world and again for all pairs of hosts.",
-)
+@launcher(RunConfig, store="The store of an estimator, or its URL: it is written and read on every host.")
 def doctor(
+    config: RunConfig,
     spark: SparkSession | None = None,
     num_proc: int | None = None,
     *,
-    store: str | StoreLike | None = None,
+    store: str | Store | None = None,
     procs_per_task: int = 1,
     cpus_per_proc: int | None = None,
     gpus_per_proc: int | None = None,
     backend: str | None = None,
-    interfaces: Sequence[str] = (),
-    ports: str | None = None,
-    seconds: float = 3.0,
+    network: Network | None = None,
 ) -> Report:
     """Examine whether ``run(num_proc=num_proc)`` will work on this Spark application.
 
     Settings, slots, GPUs; Python, packages, memory and disks on the driver and every executor host; who can connect to
-    whom; the store; and how fast the ranks all-reduce. A check that breaks is a finding of its own, and none waits
-    without end: an application that is well takes about ten seconds, a sick one some minutes at most. Give the options
-    that the run will have.
+    whom; the store; and at last a run whose ranks all-reduce. A check that breaks is a finding of its own, and each has
+    a deadline: a healthy application takes about ten seconds, a broken one a few minutes at most. Give the options that
+    the run will have.
 
     Returns:
         The report: print it, or leave it as the last line of a notebook cell. ``report.ok`` is False if a run fails.
@@ -87,26 +72,20 @@ def doctor(
         ValueError, TypeError: an argument is wrong.
         ClusterError: there is no session.
     """
-    config = RunConfig.of(locals())
-    if not seconds > 0:
-        raise ValueError(f"seconds={seconds!r}: expected a number above 0")
     # A session that was stopped is a finding, too.
-    return _Examination(spark or on_spark.active_session(None), config, store, seconds).report()
+    return _Examination(spark or on_spark.active_session(None), config, store).report()
 
 
 class _Examination:
     """One examination: each step looks, and what it sees becomes findings; a step that breaks becomes one itself."""
 
-    def __init__(self, spark: SparkSession, config: RunConfig, store: str | StoreLike | None, seconds: float) -> None:
+    def __init__(self, spark: SparkSession, config: RunConfig, store: str | Store | None) -> None:
         self._spark = spark
         self._config = config
         self._ports = config.port_range
-        self._seconds = seconds
         self._store = None if store is None else _StoreTrials(store)
         self._findings: list[Finding] = []
-        self._driver: HostFacts | None = None
         self._gathered = Gathered()
-        self._ways = Ways()
 
     def report(self) -> Report:
         start = time.monotonic()
@@ -133,14 +112,12 @@ class _Examination:
         tasks = min(there, facts.asked or there)
         if self._can_run(facts):
             interfaces = self._config.interfaces
-            ways = self._step(
+            network = self._step(
                 "rank to rank", lambda: try_network(self._spark, tasks, self._ports, interfaces, resources)
             )
-            self._ways = ways or Ways()
-            self._findings += self._ways.problems
-            self._judge_network(facts, tasks)
+            self._judge_network(facts, tasks, network or NetworkTrial())
             if not any(f.check == "rank to rank" and f.level is Level.ERROR for f in self._findings):
-                self._reduce(tasks * self._config.procs_per_task)
+                self._run(tasks * self._config.procs_per_task)
 
     def _task_resources(self) -> TaskResources:
         """What each task takes; where the application cannot give that, what it gives by itself."""
@@ -148,26 +125,21 @@ class _Examination:
         ask = Ask(config.cpus_per_proc, config.gpus_per_proc, config.procs_per_task)
         try:
             return task_resources(self._spark, ask)
-        except ClusterError as error:
-            found, verb, remedy = str(error).partition(" Start it with ")
-            self._findings.append(Finding("task resources", Level.ERROR, found, f"{verb}{remedy}".strip()))
+        except ClusterError as lacking:
+            found, verb, remedy = str(lacking).partition(" Start it with ")
+            self._findings.append(error("task resources", found, f"{verb}{remedy}".strip()))
             return task_resources(self._spark, Ask(procs_per_task=config.procs_per_task))
 
     def _step(self, check: str, act: Callable[[], Any]) -> Any:
         try:
             return act()
-        except Exception as error:
+        except Exception as broken:
             _log.debug("the doctor's check of %s broke", check, exc_info=True)
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            text = str(error).strip().splitlines() or [""]
-            self._findings.append(
-                Finding(
-                    check,
-                    Level.ERROR,
-                    f"this check broke: {type(error).__name__}: {text[0][:400]}",
-                    f"A defect of the doctor, or of what it met ({last.filename}:{last.lineno}); please report it",
-                )
-            )
+            last = traceback.extract_tb(broken.__traceback__)[-1]
+            text = str(broken).strip().splitlines() or [""]
+            found = f"this check broke: {type(broken).__name__}: {text[0][:400]}"
+            where = f"({last.filename}:{last.lineno})"
+            self._findings.append(error(check, found, f"A defect of the doctor, or of what it met {where}; report it"))
             return None
 
     def _add(self, check: str, findings: Callable[[], Iterable[Finding]]) -> None:
@@ -176,15 +148,11 @@ class _Examination:
     def _look(self, facts: SparkFacts, tasks: int) -> None:
         dirs = facts.get("spark.local.dir").split(",") if facts.get("spark.local.dir") else []
         trial = None if self._store is None else self._step("store", self._store.begin)
-
-        def look_here() -> None:
-            self._driver = doctor_facts.look(PROBE, dirs, seconds=_IMPORT_SECONDS)
-
-        self._gathered = gather(self._spark, tasks, dirs, trial, look_here)
+        self._gathered = gather(self._spark, tasks, dirs, trial)
         self._findings += self._gathered.problems
 
     def _judge_hosts(self) -> None:
-        driver, hosts = self._driver, self._gathered.hosts
+        driver, hosts = self._gathered.driver, self._gathered.hosts
         if driver is None or not hosts:
             return
         self._add("Python", lambda: check_python(driver, hosts))
@@ -205,68 +173,82 @@ class _Examination:
             return False
         return True
 
-    def _judge_network(self, facts: SparkFacts, tasks: int) -> None:
-        ways, hosts, config = self._ways, self._gathered.hosts, self._config
+    def _judge_network(self, facts: SparkFacts, tasks: int, network: NetworkTrial) -> None:
+        self._findings += network.problems
+        hosts, config, found = self._gathered.hosts, self._config, network.tasks
         size = config.num_proc or tasks * config.procs_per_task
-        on_host = Counter(task.key for task in ways.tasks)
+        on_host = Counter(task.key for task in found)
         for host in hosts:
             ranks = on_host[host.key] * config.procs_per_task
             self._add("resources", partial(check_resources, host, ranks, size))
-        assigned = [Assigned(task.partition, task.key, task.name, task.gpus) for task in ways.tasks]
-        self._add("GPUs", lambda: check_gpus(facts, hosts, assigned, config.backend, config.gpus_per_proc))
-        if ways.tasks:
-            way = partial(check_driver_ways, ways.driver, ways.tasks, ways.silent, connect=facts.connect)
+        self._add("GPUs", lambda: check_gpus(facts, hosts, found, config.backend, config.gpus_per_proc))
+        if found:
+            way = partial(check_driver, network.driver, found, network.silent, connect=facts.connect)
             self._add("executor to driver", way)
-            self._add("rank to rank", lambda: check_rank_ways(ways.tasks, self._ports))
-            ahead = {t.name: t.driver.ahead for t in ways.tasks if t.driver is not None and t.driver.error is None}
-            self._add("clock", lambda: check_clocks(ahead))
+            self._add("rank to rank", lambda: check_ranks(found, self._ports))
+            self._add("clock", lambda: check_clocks(clocks_ahead(found, network.during)))
 
-    def _reduce(self, ranks: int) -> None:
-        """Time all-reduces in runs like any other; NCCL in one of its own, so that its failure takes nothing along."""
+    def _run(self, ranks: int) -> None:
+        """Let the ranks of a run like any other all-reduce; on GPUs in a second run, so that each has its own error."""
         torch = [host.packages["torch"] for host in self._gathered.hosts]
         if any(package.version is None for package in torch):
             return
         cuda = all(package.detail["devices"] and package.detail["nccl"] for package in torch)
-        transports = [self._config.backend] if self._config.backend else ["gloo", "nccl"] if cuda else ["gloo"]
-        for transport in transports:
-            self._add("all-reduce", lambda: check_allreduce(self._measured(ranks, transport)))  # noqa: B023 - called now
+        for device in ["cpu", "cuda"] if cuda else ["cpu"]:
+            self._step("all-reduce", partial(self._reduce, ranks, device))
 
-    def _measured(self, ranks: int, transport: str) -> list[Measured]:
-        config = self._config
+    def _reduce(self, ranks: int, device: str) -> None:
+        config, start = self._config, time.monotonic()
+        network = Network(
+            interfaces=config.interfaces, ports=config.ports, mpi=config.mpi, collective_timeout=_COLLECTIVE_SECONDS
+        )
+        what = f"{ranks} ranks{f' over {config.backend}' if config.backend else ''}, tensors on {device}"
         try:
-            return run(
-                measure,
-                args=(self._seconds, transport),
+            run(
+                all_reduced,
+                args=(device,),
                 num_proc=ranks,
                 spark=self._spark,
                 backend=config.backend,
                 procs_per_task=config.procs_per_task,
                 cpus_per_proc=config.cpus_per_proc,
                 gpus_per_proc=config.gpus_per_proc,
-                interfaces=config.interfaces,
-                ports=config.ports,
                 start_timeout=_START_SECONDS,
-                timeout=10 * self._seconds + 60,
-                collective_timeout=_COLLECTIVE_SECONDS,
+                timeout=_RUN_SECONDS,
                 verbose=0,
-            )[0]
-        except Exception as error:
-            first = (str(error).strip().splitlines() or [""])[0][:600]
-            self._findings.append(
-                Finding(
-                    "all-reduce",
-                    Level.ERROR,
-                    f"{ranks} ranks over {transport}: {type(error).__name__}: {first}",
-                    f"spark_hvd.run(lambda: 1, num_proc={ranks})   # shows the whole error",
-                )
+                network=network,
             )
-            return []
+            took = time.monotonic() - start
+            self._findings.append(ok("all-reduce", f"{what}: the sum is right, the run took {took:.1f} s"))
+        except Exception as failed:
+            first = (str(failed).strip().splitlines() or [""])[0][:600]
+            found = f"{what}: {type(failed).__name__}: {first}"
+            remedy = f"spark_hvd.run(lambda: 1, num_proc={ranks})   # shows the whole error"
+            self._findings.append(error("all-reduce", found, remedy))
+
+
+def all_reduced(device: str) -> None:
+    """All-reduce in the ranks of a run.
+
+    Args:
+        device: "cpu" or "cuda".
+
+    Raises:
+        RuntimeError: the sum is wrong.
+    """
+    import torch
+
+    import spark_hvd.torch as hvd
+
+    total = hvd.allreduce(torch.ones(1 << 18, device=device), op=hvd.Sum)
+    if not bool((total == hvd.size()).all()):
+        raise RuntimeError(f"rank {hvd.rank()} got {total.max().item()} where {hvd.size()} ranks sum ones")
 
 
 class _StoreTrials:
     """The store tried on the driver first, whose file every host then looks for."""
 
-    def __init__(self, store: str | StoreLike) -> None:
+    def __init__(self, store: str | Store) -> None:
         self.url = store if isinstance(store, str) else store.url
         options = {} if isinstance(store, str) else dict(store.storage_options)
         folder = f".spark_hvd-doctor-{uuid.uuid4().hex[:12]}"
@@ -278,12 +260,12 @@ class _StoreTrials:
 
     def begin(self) -> dict[str, Any] | None:
         """Try it here; returns what hosts are to do, or None if there is no use."""
-        self.driver = doctor_facts.try_store(PROBE, self._arguments("driver", None, True), _STORE_SECONDS)
+        answer = probe.ask(PROGRAM, {"store": self._arguments("driver", None, True)}, FACTS_SECONDS)
+        self.driver = StoreTrial(**answer["store"]) if "store" in answer else StoreTrial("answer", answer["error"])
         if self.driver.failed_step is not None:
             return None
         return self._arguments(socket.gethostname(), "driver", False)
 
     def clean(self) -> None:
         """Remove everything that the trials have left."""
-        if self.driver.existed is not None:
-            doctor_facts.clean_store(PROBE, {**self._place, "existed": self.driver.existed}, _STORE_SECONDS)
+        probe.ask(PROGRAM, {"clean": {**self._place, "remove_root": self.driver.existed is False}}, FACTS_SECONDS)

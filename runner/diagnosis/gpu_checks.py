@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from spark_hvd.runner.diagnosis.facts import HostFacts
+from spark_hvd.runner.diagnosis.network import TaskNetwork
 from spark_hvd.runner.diagnosis.report import Finding, Level, error, ok, warning
 from spark_hvd.runner.diagnosis.spark_checks import SparkFacts
 
@@ -16,20 +16,10 @@ _SCRIPT = "spark.executor.resource.gpu.discoveryScript"
 _CUDA_TORCH = "pip install torch --index-url https://download.pytorch.org/whl/cu126   # on every executor"
 
 
-@dataclass(frozen=True, slots=True)
-class Assigned:
-    """The GPUs that Spark gave one of several tasks that run at the same time; None where it gives none."""
-
-    partition: int
-    key: str
-    name: str
-    gpus: Sequence[str] | None
-
-
 def check_gpus(
     spark: SparkFacts,
     hosts: Sequence[HostFacts],
-    tasks: Sequence[Assigned],
+    tasks: Sequence[TaskNetwork],
     backend: str | None,
     gpus_per_proc: int | None,
 ) -> Iterator[Finding]:
@@ -38,7 +28,7 @@ def check_gpus(
     Args:
         spark: The application.
         hosts: The executors' hosts.
-        tasks: What the tasks of one barrier stage were assigned.
+        tasks: Those of one barrier stage, with the GPUs that Spark assigned.
         backend: The run's.
         gpus_per_proc: The run's; None for what the settings give a task.
     """
@@ -98,7 +88,7 @@ def _check_torch(hosts: Sequence[HostFacts], devices: dict[str, list[str]], back
 
 
 def _check_local_ranks(
-    tasks: Sequence[Assigned], devices: dict[str, list[str]], names: dict[str, str], backend: str | None
+    tasks: Sequence[TaskNetwork], devices: dict[str, list[str]], names: dict[str, str], backend: str | None
 ) -> Iterator[Finding]:
     """Spark assigns none: rank i of a host takes GPU i there, and starts again at 0."""
     ranks: defaultdict[str, int] = defaultdict(int)
@@ -119,9 +109,9 @@ def _check_local_ranks(
 
 
 def _check_assigned(
-    tasks: Sequence[Assigned], devices: dict[str, list[str]], shared_on_purpose: bool
+    tasks: Sequence[TaskNetwork], devices: dict[str, list[str]], shared_on_purpose: bool
 ) -> Iterator[Finding]:
-    holders: defaultdict[tuple[str, str], list[Assigned]] = defaultdict(list)
+    holders: defaultdict[tuple[str, str], list[TaskNetwork]] = defaultdict(list)
     for task in tasks:
         for gpu in task.gpus or ():
             holders[task.key, gpu].append(task)

@@ -169,13 +169,13 @@ def _check_room(host: HostFacts, ranks: int, here: str, size: int) -> Iterator[F
 
 
 def check_clocks(ahead: Mapping[str, float]) -> Iterator[Finding]:
-    """Whether clocks agree; ``ahead`` has the seconds by which the driver's clock is ahead of each host's."""
+    """Whether clocks agree; ``ahead`` has the seconds by which each host's is ahead of the driver's."""
     for name, offset in ahead.items():
         if abs(offset) > _CLOCK_MOST:
             yield warning(
                 "clock",
-                f"{name} is {abs(offset):.1f} s {'behind' if offset > 0 else 'ahead of'} the driver: times in logs and "
-                "timelines do not fit, and signed requests to object stores fail from 15 minutes on",
+                f"{name} is {abs(offset):.1f} s or more {'ahead of' if offset > 0 else 'behind'} the driver: times in "
+                "logs and timelines do not match, and object stores refuse signed requests from 15 minutes on",
                 f"chronyc makestep   # on {name}",
             )
 

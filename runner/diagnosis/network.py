@@ -1,19 +1,11 @@
-"""Who can connect to whom: a small server on each side, and the task that tries the ways a run needs.
-
-The server answers only those who know the token of this examination, and says nothing but what time it is.
-"""
+"""Who can connect to whom: the task that tries the connections a run needs, from the place of a rank."""
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import pickle
 import socket
-import socketserver
-import statistics
-import struct
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spark_hvd.runner.channel.address import NoAddressError, choose_address, own_addresses
-from spark_hvd.runner.diagnosis.facts import host_key
+from spark_hvd.runner.channel.link import HubAddress, Link
+from spark_hvd.runner.diagnosis.probe import host_key
 from spark_hvd.runner.outcome.rows import Packed
 from spark_hvd.runner.supervise.task import host_of, to_batches
 from spark_hvd.world.ports import PortRange, listen
@@ -31,30 +24,8 @@ if TYPE_CHECKING:
     from pyspark import BarrierTaskContext
 
 CONNECT_SECONDS = 3.0
-_PINGS = 10
-_TIME = struct.Struct("!d")
-TOKEN_BYTES = 32
-_STRANGERS = 64
-"""Connections that have not shown the token, beyond which the oldest is cut: a thread waits on each."""
 ALL_PAIRS_UP_TO = 16
 """Hosts up to which every pair is tried; beyond, each tries its neighbour and the first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ping:
-    """A connection that was tried.
-
-    Attributes:
-        error: Why it failed, or None.
-        rtt: Median seconds there and back.
-        ahead: Seconds by which the other side's clock is ahead of ours.
-        local: Our address on this connection.
-    """
-
-    error: str | None = None
-    rtt: float = 0.0
-    ahead: float = 0.0
-    local: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +33,14 @@ class NetworkPlan:
     """What every task is to try.
 
     Attributes:
-        driver: The driver's (host, port); None where it has none that executors could know.
+        hub: The driver's; None where it has none that executors could know.
         ports: Where ranks may listen; None for any port.
         interfaces: The run's ``interfaces``.
-        token: What servers and clients of this examination know.
     """
 
-    driver: tuple[str, int] | None
+    hub: HubAddress | None
     ports: PortRange | None
     interfaces: Sequence[str]
-    token: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +53,12 @@ class TaskNetwork:
         name: Its machine's own name.
         host: What Spark calls it.
         address: By which other ranks will reach it; None if it has no such address.
-        port: Where it listens; None if it cannot.
+        port: Where it listened; None if it cannot.
         bind_error: Why it has no address, or cannot listen there.
         gpus: Addresses of the GPUs that Spark assigned; None without any.
-        driver: The way to the driver.
-        peers: The ways to tasks on other hosts, by partition.
+        reaches_driver: Whether it does; None where the driver does not listen.
+        peers: Of tasks on other hosts, by partition, why it cannot connect to them; None if it can.
+        clock: Its machine's time in seconds since the epoch, while the stage ran.
     """
 
     partition: int
@@ -99,113 +69,9 @@ class TaskNetwork:
     port: int | None = None
     bind_error: str | None = None
     gpus: list[str] | None = None
-    driver: Ping | None = None
-    peers: dict[int, Ping] = field(default_factory=dict)
-
-
-class EchoServer(socketserver.ThreadingTCPServer):
-    """Answers pings of those who know the token, until it is closed.
-
-    Args:
-        host: Address to listen on.
-        ports: Where to; None for any port.
-        token: The secret of this examination.
-
-    Raises:
-        OSError: the address is not one of this machine, or no port is free.
-    """
-
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, host: str, ports: PortRange | None, token: bytes) -> None:
-        listener = listen(host, ports)
-        super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket, self.server_address = listener, listener.getsockname()
-        self.port: int = self.server_address[1]
-        self.token = token
-        self._strangers: dict[socket.socket, None] = {}
-        self._lock = threading.Lock()  # connections come in the server's thread, and end in their own
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), name="spark_hvd-echo", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop answering and free the port."""
-        self.shutdown()
-        self.server_close()
-        self._thread.join()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, of which there are not too many."""
-        with self._lock:
-            self._strangers[request] = None
-            if len(self._strangers) > _STRANGERS:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
-        super().process_request(request, client_address)
-
-    def is_known(self, request: socket.socket) -> None:
-        """This one has shown the token, or has ended."""
-        with self._lock:
-            self._strangers.pop(request, None)
-
-    def shutdown_request(self, request: Any) -> None:
-        """See base class."""
-        self.is_known(request)
-        super().shutdown_request(request)
-
-
-class _Handler(socketserver.BaseRequestHandler):
-    server: EchoServer
-
-    def handle(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self.request.settimeout(10)
-            if not hmac.compare_digest(_take(self.request, TOKEN_BYTES), self.server.token):
-                return
-            self.server.is_known(self.request)
-            while True:
-                _take(self.request, _TIME.size)
-                self.request.sendall(_TIME.pack(time.time()))
-
-
-def _take(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        if not (piece := connection.recv(count - len(data))):
-            raise ConnectionResetError("the other side closed the connection")
-        data += piece
-    return data
-
-
-def ping(host: str, port: int, token: bytes, timeout: float = CONNECT_SECONDS) -> Ping:
-    """Connect to an :class:`EchoServer` and measure the way; never raises for the network.
-
-    Args:
-        host: Name or address of the other side.
-        port: Its port.
-        token: The secret of this examination.
-        timeout: Seconds for the connection, and for each answer.
-    """
-    try:
-        with socket.create_connection((host, port), timeout) as connection:
-            connection.settimeout(timeout + CONNECT_SECONDS)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(token)
-            waits, offsets = [], []
-            for _ in range(_PINGS + 1):
-                start, before = time.perf_counter(), time.time()
-                connection.sendall(_TIME.pack(0.0))
-                (there,) = _TIME.unpack(_take(connection, _TIME.size))
-                waits.append(time.perf_counter() - start)
-                offsets.append(there - before - waits[-1] / 2)
-            # the first answer also waits for the thread that gives it
-            return Ping(None, statistics.median(waits[1:]), statistics.median(offsets[1:]), connection.getsockname()[0])
-    except OSError as error:
-        return Ping(f"{type(error).__name__}: {error.strerror or error}")
+    reaches_driver: bool | None = None
+    peers: dict[int, str | None] = field(default_factory=dict)
+    clock: float = 0.0
 
 
 def targets(index: int, count: int) -> list[int]:
@@ -225,10 +91,7 @@ def run_network_task(plan: NetworkPlan, payload: bytes) -> Iterator[pyarrow.Reco
 
 
 def _examine(plan: NetworkPlan, context: BarrierTaskContext) -> TaskNetwork:
-    """Try, from inside a barrier task, the ways that a rank in its place will need.
-
-    Takes two of Spark's barrier messages, a second each, and at most ten seconds where nobody answers.
-    """
+    """Try, from inside a barrier task, the connections that a rank in its place will need."""
     partition, gpus = context.partitionId(), context.resources().get("gpu")
     hosts = [host_of(info.address) for info in context.getTaskInfos()]
     me: dict[str, Any] = {
@@ -238,29 +101,48 @@ def _examine(plan: NetworkPlan, context: BarrierTaskContext) -> TaskNetwork:
         "host": hosts[partition],
         "gpus": None if gpus is None else list(gpus.addresses),
     }
-    server = None
-    try:
-        towards = None if plan.driver is None else plan.driver[0]
-        alone = len(set(hosts)) == 1
-        me["address"] = choose_address(me["host"], plan.interfaces, towards, alone=alone, own=own_addresses()).ip
-        server = EchoServer(me["address"], plan.ports, plan.token)
-        me["port"] = server.port
-    except NoAddressError as error:
-        me["bind_error"] = str(error)
-    except OSError as error:
-        me["bind_error"] = f"{type(error).__name__}: {error.strerror or error}"
-    try:
-        driver = None if plan.driver is None else ping(*plan.driver, plan.token)
+    with contextlib.ExitStack() as closing:
+        try:
+            towards = None if plan.hub is None else plan.hub.host
+            alone = len(set(hosts)) == 1
+            me["address"] = choose_address(me["host"], plan.interfaces, towards, alone=alone, own=own_addresses()).ip
+            # The kernel completes connections to a listener: nobody has to accept them.
+            listener = closing.enter_context(contextlib.closing(listen(me["address"], plan.ports)))
+            me["port"] = listener.getsockname()[1]
+        except NoAddressError as error:
+            me["bind_error"] = str(error)
+        except OSError as error:
+            me["bind_error"] = _text(error)
+        reaches = None if plan.hub is None else reach_hub(plan.hub, partition)
         everyone = [json.loads(card) for card in context.allGather(json.dumps(me))]
-        peers = _try_peers(plan, me, everyone)
+        peers = _try_peers(me, everyone)
         context.barrier()  # nobody stops listening before all have tried
+    return TaskNetwork(**me, reaches_driver=reaches, peers=peers, clock=time.time())
+
+
+def reach_hub(hub: HubAddress, rank: int) -> bool:
+    """Whether a task can speak to the driver's hub."""
+    link = Link(hub, rank)
+    try:
+        return link.wait_connected(CONNECT_SECONDS)
     finally:
-        if server is not None:
-            server.close()
-    return TaskNetwork(**me, driver=driver, peers=peers)
+        link.close(discard=True)
 
 
-def _try_peers(plan: NetworkPlan, me: dict[str, Any], everyone: Sequence[dict[str, Any]]) -> dict[int, Ping]:
+def reach(host: str, port: int) -> str | None:
+    """Connect to a listener, and leave; why that failed, or None."""
+    try:
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
+    except OSError as error:
+        return _text(error)
+    return None
+
+
+def _text(error: OSError) -> str:
+    return f"{type(error).__name__}: {error.strerror or error}"
+
+
+def _try_peers(me: dict[str, Any], everyone: Sequence[dict[str, Any]]) -> dict[int, str | None]:
     """Connect to one task on each host that this one is to try; only the first task of a host does."""
     first: dict[str, dict[str, Any]] = {}
     for card in everyone:
@@ -273,6 +155,6 @@ def _try_peers(plan: NetworkPlan, me: dict[str, Any], everyone: Sequence[dict[st
     # On its own host it tries the last task there: ranks of one host connect to each other as well.
     same_host = [card for card in everyone if card["key"] == me["key"] and card.get("port")]
     chosen += same_host[-1:]
-    with ThreadPoolExecutor(16, "spark_hvd-ping") as pool:
-        pings = pool.map(lambda card: ping(card["address"], card["port"], plan.token), chosen)
-        return dict(zip((card["partition"] for card in chosen), pings, strict=True))
+    with ThreadPoolExecutor(16, "spark_hvd-reach") as pool:
+        errors = pool.map(lambda card: reach(card["address"], card["port"]), chosen)
+        return dict(zip((card["partition"] for card in chosen), errors, strict=True))

@@ -1,8 +1,7 @@
-"""What the doctor found, as a table for the terminal, HTML for a notebook, or JSON."""
+"""What the doctor found, as a table or as JSON."""
 
 from __future__ import annotations
 
-import html
 import json
 import shutil
 import textwrap
@@ -13,10 +12,7 @@ from enum import Enum
 from typing import Any
 
 from spark_hvd.runner.terminal import harmless
-from spark_hvd.world.palette import GREEN, ORANGE, VERMILION
 from spark_hvd.world.words import count
-
-_COLOURS = {"OK": GREEN, "warning": ORANGE, "error": VERMILION}
 
 
 class Level(str, Enum):
@@ -49,23 +45,23 @@ class Finding:
 
 
 def ok(check: str, found: str) -> Finding:
-    """All is well."""
+    """A finding that all is well."""
     return Finding(check, Level.OK, found)
 
 
 def warning(check: str, found: str, remedy: str) -> Finding:
-    """A run would be worse than it could be."""
+    """A finding that makes a run slower or less safe than it could be."""
     return Finding(check, Level.WARNING, found, remedy)
 
 
 def error(check: str, found: str, remedy: str = "") -> Finding:
-    """A run would fail."""
+    """A finding that makes a run fail."""
     return Finding(check, Level.ERROR, found, remedy)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
-    """All findings of one examination; prints as a table, and shows as one in a notebook.
+    """All findings of one examination. Its text is a table, also as the last line of a notebook's cell.
 
     Attributes:
         subject: What was examined: the ranks asked for and the Spark master.
@@ -103,7 +99,7 @@ class Report:
         """:meth:`as_dict` as JSON text."""
         return json.dumps(self.as_dict(), indent=indent)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.table(shutil.get_terminal_size((120, 24)).columns)
 
     def table(self, width: int) -> str:
@@ -124,26 +120,6 @@ class Report:
         names = ", ".join(dict.fromkeys(finding.check for finding in self.errors))
         verdict = f"A run will not work as it is: see {names}." if names else "A run will work."
         return f"{', '.join(parts)} in {self.seconds:.1f} s. {verdict}"
-
-    def _repr_html_(self) -> str:
-        rows = "".join(_html_row(finding) for finding in self.findings)
-        return (
-            f"<div><b>spark_hvd doctor</b>: {html.escape(self.subject)}"
-            "<table><thead><tr><th>level</th><th>check</th><th>found</th><th>remedy</th></tr></thead>"
-            f"<tbody>{rows}</tbody></table>{html.escape(self._verdict())}</div>"
-        )
-
-
-def _html_row(finding: Finding) -> str:
-    level = finding.level.value
-    remedy = "<br>".join(f"<code>{html.escape(line)}</code>" for line in finding.remedy.splitlines())
-    cells = [
-        f'<td style="color:{_COLOURS[level]};font-weight:bold">{level}</td>',
-        f"<td>{html.escape(finding.check)}</td>",
-        f'<td style="text-align:left">{html.escape(finding.found)}</td>',
-        f'<td style="text-align:left">{remedy}</td>',
-    ]
-    return f"<tr>{''.join(cells)}</tr>"
 
 
 def _wrapped(text: str, first: str, rest: str, width: int) -> Sequence[str]:

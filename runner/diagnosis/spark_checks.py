@@ -71,7 +71,7 @@ class SparkFacts:
     settings: Mapping[str, str]
 
     def get(self, key: str, default: str = "") -> str:
-        """A setting."""
+        """The value of a setting, or the default if it is not set."""
         return self.settings.get(key, default)
 
 

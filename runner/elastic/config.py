@@ -9,7 +9,7 @@ from spark_hvd.runner.elastic.membership.events import Limits
 from spark_hvd.runner.options import option, reworded
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ElasticConfig(CommonConfig):
     """What ``run_elastic`` was asked for: the declaration of its options.
 

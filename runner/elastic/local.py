@@ -8,25 +8,25 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
+from spark_hvd.runner.config import Network, Reporting
 from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.elastic.hub import ElasticHub
 from spark_hvd.runner.elastic.results import elastic_results
 from spark_hvd.runner.elastic.run import attend_elastic
 from spark_hvd.runner.elastic.task import ElasticSpec, run_agent
+from spark_hvd.runner.launch.arguments import adapted, launcher
 from spark_hvd.runner.launch.attend import ThreadJob
 from spark_hvd.runner.launch.data import given
 from spark_hvd.runner.launch.local import HOST, env_here
 from spark_hvd.runner.launch.monitor import make_monitor
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.launch.stored import stored
-from spark_hvd.runner.options import launcher
 from spark_hvd.runner.outcome.payload import dump_call
 from spark_hvd.runner.supervise.processes import check_system
 from spark_hvd.runner.supervise.task import TaskSpec
 from spark_hvd.runner.tracebacks import briefly
-from spark_hvd.runner.watch.tracking import Tracker
 
 R = TypeVar("R")
 
@@ -40,6 +40,7 @@ R = TypeVar("R")
 )
 @briefly
 def run_elastic_local(
+    config: ElasticConfig,
     fn: Callable[..., R],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -57,14 +58,10 @@ def run_elastic_local(
     env: Mapping[str, str | None] | None = None,
     start_timeout: float = 600.0,
     timeout: float | None = None,
-    collective_timeout: float = 1800.0,
     verbose: int = 1,
-    progress: str = "auto",
-    price_per_hour: float | None = None,
     seed: int | None = None,
-    tracker: Tracker | None = None,
-    stdout: TextIO | None = None,
-    stderr: TextIO | None = None,
+    network: Network | None = None,
+    reporting: Reporting | None = None,
 ) -> RunResult[R]:
     """Run ``fn(*args, **kwargs)`` on ranks of this machine that may be lost; to rehearse failures, and for tests.
 
@@ -79,17 +76,17 @@ def run_elastic_local(
         RunError: as of :func:`spark_hvd.run_elastic`.
         KeyboardInterrupt: after every rank has been stopped.
     """
-    config = ElasticConfig.of(locals())
+    config = adapted(config)
     config = replace(config, env=env_here(config, config.limits.max_num_proc))
     check_system()
     sets = given(data).without_spark("run_elastic_local")
     payload = dump_call(fn, args, kwargs or {})
     with (
         stored(sets) as sources,
-        make_monitor(config, fn, num_proc, stdout, stderr, tracker) as monitor,
+        make_monitor(config, fn, num_proc) as monitor,
         ExitStack() as closing,
     ):
-        hub = ElasticHub(config.limits, HOST, None, monitor)
+        hub = ElasticHub(config.limits, HOST, None, monitor, config.port_range)
         closing.callback(hub.close)
         task = TaskSpec(config, f"spark_hvd-{uuid.uuid4().hex[:12]}", hub.address, sources=sources)
         spec = ElasticSpec(task, rejoin_timeout, restarts_tasks=False)

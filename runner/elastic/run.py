@@ -11,15 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from spark_hvd.runner.config import CommonConfig
+from spark_hvd.runner.config import CommonConfig, Network, Reporting
 from spark_hvd.runner.elastic.agent import AgentReport
 from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.elastic.hub import ElasticHub
 from spark_hvd.runner.elastic.membership.events import End, Verdict
 from spark_hvd.runner.elastic.results import elastic_results
 from spark_hvd.runner.elastic.task import ElasticSpec
+from spark_hvd.runner.launch.arguments import adapted, launcher
 from spark_hvd.runner.launch.attempt import open_hub
 from spark_hvd.runner.launch.attend import Grace, ThreadJob, attend
 from spark_hvd.runner.launch.data import given
@@ -27,7 +28,6 @@ from spark_hvd.runner.launch.early import torch_loading
 from spark_hvd.runner.launch.monitor import Monitor, make_monitor
 from spark_hvd.runner.launch.result import RunResult
 from spark_hvd.runner.launch.stored import stored
-from spark_hvd.runner.options import launcher
 from spark_hvd.runner.outcome.errors import RunTimeoutError
 from spark_hvd.runner.outcome.payload import dump_call, name_of
 from spark_hvd.runner.outcome.report import with_hang
@@ -42,7 +42,6 @@ from spark_hvd.runner.supervise.processes import check_system
 from spark_hvd.runner.supervise.task import TaskSpec
 from spark_hvd.runner.terminal import harmless
 from spark_hvd.runner.tracebacks import briefly
-from spark_hvd.runner.watch.tracking import Tracker
 from spark_hvd.world.words import count
 
 if TYPE_CHECKING:
@@ -62,6 +61,7 @@ _STOP_GRACE = Grace(10.0, 5.0)
 @launcher(ElasticConfig)
 @briefly
 def run_elastic(
+    config: ElasticConfig,
     fn: Callable[..., R],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -78,21 +78,15 @@ def run_elastic(
     host_failure_limit: int = 2,
     cooldown_range: tuple[float, float] | None = None,
     backend: str | None = None,
-    interfaces: Sequence[str] = (),
-    ports: str | None = None,
     env: Mapping[str, str | None] | None = None,
     start_timeout: float = 600.0,
     timeout: float | None = None,
-    collective_timeout: float = 1800.0,
     verbose: int = 1,
-    progress: str = "auto",
-    price_per_hour: float | None = None,
     seed: int | None = None,
     cpus_per_proc: int | None = None,
     gpus_per_proc: int | None = None,
-    tracker: Tracker | None = None,
-    stdout: TextIO | None = None,
-    stderr: TextIO | None = None,
+    network: Network | None = None,
+    reporting: Reporting | None = None,
 ) -> RunResult[R]:
     """Run ``fn(*args, **kwargs)`` on ranks that may be lost, and others may join, while it trains.
 
@@ -119,7 +113,7 @@ def run_elastic(
         HubError: the hub between ranks and driver has failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
-    config = ElasticConfig.of(locals())
+    config = adapted(config)
     sets = given(data)
     payload = dump_call(fn, args, kwargs or {})
     session = on_spark.active_session(spark)
@@ -133,7 +127,7 @@ def run_elastic(
     with (
         torch_loading(session, config.env),
         stored(sets, data_store, session) as sources,
-        make_monitor(config, fn, num_proc, stdout, stderr, tracker) as monitor,
+        make_monitor(config, fn, num_proc) as monitor,
         ExitStack() as closing,
     ):
         local = on_spark.is_local(session)

@@ -163,7 +163,7 @@ class Contact:
             unheard: Seconds since the tasks began to run, where none has been heard of.
         """
         if started and self._said and not fell_back:
-            _log.warning("ranks %s have been heard of by now, and are watched as ever", sorted(started))
+            _log.warning("ranks %s have been heard of by now, and are watched from here on", sorted(started))
             self._said = 0
         cut_off = fell_back or unheard > 3 * self.patience
         if cut_off and self._said < 2:

@@ -45,7 +45,7 @@ class ThreadJob(Generic[T]):
 
     @property
     def running(self) -> bool:
-        """Whether any is left."""
+        """Whether any task still runs."""
         return not all(ended.is_set() for ended in self._ended)
 
     def wait(self, timeout: float) -> None:

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from spark_hvd.runner.spark.input import Split
 
 KINDS = (
-    "a Spark DataFrame, a pandas DataFrame, an Arrow table, Windows over one of these, a table of deltalake or "
-    "pyiceberg, or the path of Parquet files or of such a table"
+    "a Spark DataFrame; a pandas DataFrame, a data set of Hugging Face, or what Arrow can import, as tables of Polars "
+    "or DuckDB; Windows over one of these; a table of deltalake or pyiceberg; the path of Parquet files or of such a "
+    "table; or a list of paths of Parquet files"
 )
 _TABLES = {"deltalake": "DeltaTable", "pyiceberg.table": "Table"}
+_PIECE_ROWS = 65_536
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def given(data: Mapping[str, Any] | None) -> Given:
     for name, value in data.items():
         if not isinstance(name, str) or not name:
             raise TypeError(f'data[{name!r}]: expected a name, as "train"')
-        if isinstance(value, str | os.PathLike) or _is_table(value):
+        if isinstance(value, str | os.PathLike) or _are_paths(value) or _is_table(value):
             from spark_hvd.data.source import parquet_source  # and so pyarrow, which a run without data does not need
 
             sources[name] = pickle.dumps(parquet_source(value))
@@ -108,7 +110,7 @@ def given(data: Mapping[str, Any] | None) -> Given:
             (frames if _is_frame(value.rows) else tables)[name] = _checked(name, value)
         elif (split := sys.modules.get("spark_hvd.runner.spark.input")) is not None and isinstance(value, split.Split):
             frames[name] = value
-        elif (table := _table_of(value)) is not None:
+        elif (table := _table_of(name, value)) is not None:
             tables[name] = table
             _check_names(name, table.column_names)
             check_rows(name, table.num_rows)
@@ -170,11 +172,11 @@ def _checked(name: str, windows: Windows) -> Windows:
         return windows  # types are looked at when the frame of series is made, still before anything is started
     from spark_hvd.data.series.pieces import checked
 
-    table = _table_of(windows.rows)
+    table = _table_of(name, windows.rows)
     if table is None:
         raise TypeError(
-            f"data[{name!r}] is Windows over {type(windows.rows).__qualname__}: expected a Spark DataFrame, a pandas "
-            "DataFrame or an Arrow table. For files give spark.read.parquet(path)"
+            f"data[{name!r}] is Windows over {type(windows.rows).__qualname__}: expected a Spark or pandas DataFrame, "
+            "or what Arrow can import. For files give spark.read.parquet(path)"
         )
     checked(table.schema, windows.spec)
     return windows.over(table)
@@ -193,13 +195,50 @@ def _is_table(value: Any) -> bool:
     return any(isinstance(value, getattr(sys.modules.get(name), kind, ())) for name, kind in _TABLES.items())
 
 
-def _table_of(value: Any) -> pa.Table | None:
-    pandas, arrow = sys.modules.get("pandas"), sys.modules.get("pyarrow")
-    if pandas is not None and isinstance(value, pandas.DataFrame):
-        import pyarrow as pa
+def _are_paths(value: Any) -> bool:
+    some = value if isinstance(value, list | tuple) else ()
+    return len(some) > 0 and all(isinstance(each, str | os.PathLike) for each in some)
 
-        return pa.Table.from_pandas(value, preserve_index=False).replace_schema_metadata(None)
-    return value if arrow is not None and isinstance(value, arrow.Table) else None
+
+def _table_of(name: str, value: Any) -> pa.Table | None:
+    """The rows of what holds them in memory, in the types that Spark and the readers know; None for anything else."""
+    pandas = sys.modules.get("pandas")
+    is_pandas = pandas is not None and isinstance(value, pandas.DataFrame)
+    hugging_face: Any = getattr(sys.modules.get("datasets"), "Dataset", ())  # the module may be one of the user's
+    if isinstance(value, hugging_face):
+        value = value.with_format("arrow")[:]
+    if isinstance(value, type) or not (is_pandas or hasattr(value, "__arrow_c_stream__")):
+        return None
+    import pyarrow as pa
+
+    from spark_hvd.data.readers.files import plain_schema
+
+    try:
+        table = pa.Table.from_pandas(value, preserve_index=False) if is_pandas else pa.table(value)
+    except (TypeError, pa.ArrowInvalid) as error:
+        raise TypeError(
+            f"data[{name!r}] is of type {type(value).__qualname__}, of which Arrow makes no table: {error}"
+        ) from error
+    for at, column in enumerate(table.columns):
+        if pa.types.is_dictionary(column.type):
+            table = table.set_column(at, table.column_names[at], _decoded(column))
+    # By pieces, since the text of a whole table may be more than a string array can hold.
+    pieces = pa.Table.from_batches(table.to_batches(max_chunksize=_PIECE_ROWS), table.schema)
+    return pieces.cast(plain_schema(table.schema)).replace_schema_metadata(None)
+
+
+def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The values of a column that has them in a dictionary, of which Arrow cannot look up those that are views."""
+    import pyarrow as pa
+
+    from spark_hvd.data.readers.files import plain_type
+
+    kind = plain_type(column.type.value_type)
+    values = [
+        pa.DictionaryArray.from_arrays(chunk.indices, chunk.dictionary.cast(kind)).dictionary_decode()
+        for chunk in column.chunks
+    ]
+    return pa.chunked_array(values, kind)
 
 
 def _frame_of(session: SparkSession, table: pa.Table | Windows) -> DataFrame | Windows:

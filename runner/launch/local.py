@@ -7,18 +7,18 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from spark_hvd.runner.channel.hub import Hub
 from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.channel.state import HubState
-from spark_hvd.runner.config import CommonConfig, RunConfig
+from spark_hvd.runner.config import CommonConfig, Network, Reporting, RunConfig
+from spark_hvd.runner.launch.arguments import adapted, launcher
 from spark_hvd.runner.launch.attend import Grace, ThreadJob, attend
 from spark_hvd.runner.launch.data import given
 from spark_hvd.runner.launch.monitor import Monitor, make_monitor
 from spark_hvd.runner.launch.restart import with_restarts
 from spark_hvd.runner.launch.result import RunResult
-from spark_hvd.runner.options import launcher
 from spark_hvd.runner.outcome.collect import results
 from spark_hvd.runner.outcome.errors import RunError
 from spark_hvd.runner.outcome.payload import dump_call
@@ -27,7 +27,6 @@ from spark_hvd.runner.supervise.processes import check_system, fork_server
 from spark_hvd.runner.supervise.task import TaskSpec, run_ranks
 from spark_hvd.runner.supervise.team import RefusedError, meet
 from spark_hvd.runner.tracebacks import briefly
-from spark_hvd.runner.watch.tracking import Tracker
 from spark_hvd.world.layout import WorldLayout
 
 R = TypeVar("R")
@@ -39,7 +38,6 @@ _STOP_GRACE = Grace(30.0, 10.0)
 @launcher(
     RunConfig,
     num_proc="Number of ranks.",
-    interfaces="Interface or network over which ranks talk, instead of loopback.",
     env="Changes to the environment of the ranks; None as a value unsets a variable. OMP_NUM_THREADS is each rank's "
     "share of the cores, unless it is set here or in this process.",
     start_timeout="Seconds for all ranks to be up.",
@@ -47,6 +45,7 @@ _STOP_GRACE = Grace(30.0, 10.0)
 )
 @briefly
 def run_local(
+    config: RunConfig,
     fn: Callable[..., R],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -54,20 +53,14 @@ def run_local(
     *,
     data: Mapping[str, Any] | None = None,
     backend: str | None = None,
-    mpi: str | None = None,
-    interfaces: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
     start_timeout: float = 600.0,
     timeout: float | None = None,
-    collective_timeout: float = 1800.0,
     verbose: int = 1,
-    progress: str = "auto",
-    price_per_hour: float | None = None,
     seed: int | None = None,
     max_restarts: int = 0,
-    tracker: Tracker | None = None,
-    stdout: TextIO | None = None,
-    stderr: TextIO | None = None,
+    network: Network | None = None,
+    reporting: Reporting | None = None,
 ) -> RunResult[R]:
     """Run ``fn(*args, **kwargs)`` on ``num_proc`` ranks of this machine; for debugging, tests and single machines.
 
@@ -84,7 +77,7 @@ def run_local(
         HubError: the hub between ranks and driver has failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
-    config = RunConfig.of(locals())
+    config = adapted(config)
     config = replace(config, env=env_here(config, num_proc))
     check_system()
     sets = given(data).without_spark("run_local")
@@ -92,7 +85,7 @@ def run_local(
     run_id = f"spark_hvd-{uuid.uuid4().hex[:12]}"
     with (
         sets.on_disk() as folders,
-        make_monitor(config, fn, num_proc, stdout, stderr, tracker) as monitor,
+        make_monitor(config, fn, num_proc) as monitor,
     ):
         given_data = {"sources": sets.sources, "folders": folders}
 
@@ -112,7 +105,7 @@ def _attempt(
     data: Mapping[str, Any],
 ) -> list[Any]:
     with ExitStack() as cleanup:
-        hub = Hub(HubState(num_proc, timeout=config.timeout), HOST, listener=monitor)
+        hub = Hub(HubState(num_proc, timeout=config.timeout), HOST, listener=monitor, ports=config.port_range)
         cleanup.callback(hub.close)
         spec = TaskSpec(config, run_id, hub.address, generation=generation, **data)
         job = ThreadJob(lambda task: _run_ranks(spec, payload, num_proc), 1)

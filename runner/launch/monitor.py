@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from spark_hvd.runner.channel.examination import Examination
 from spark_hvd.runner.channel.hub import HubServer, Listener
@@ -19,7 +19,7 @@ from spark_hvd.runner.watch.display.lines import Display, OutputQueue
 from spark_hvd.runner.watch.hang.verdict import HangVerdict, Kind
 from spark_hvd.runner.watch.hang.watch import Examine, HangWatch
 from spark_hvd.runner.watch.history import RunHistory
-from spark_hvd.runner.watch.tracking import Facts, Tracker, Tracking, facts_of
+from spark_hvd.runner.watch.tracking import Facts, Tracking, facts_of
 from spark_hvd.runner.watch.view import RunView
 from spark_hvd.world.vitals import Vitals
 
@@ -179,9 +179,6 @@ def make_monitor(
     config: CommonConfig,
     fn: Callable[..., Any],
     size: int,
-    stdout: TextIO | None,
-    stderr: TextIO | None,
-    tracker: Tracker | None,
 ) -> Monitor:
     """The monitor of a run.
 
@@ -189,16 +186,14 @@ def make_monitor(
         config: Says what is to be shown.
         fn: The function that runs.
         size: Ranks expected.
-        stdout: Where the ranks' stdout goes; None for this program's.
-        stderr: Where their stderr goes; None for this program's.
-        tracker: Keeps a record of it elsewhere; None for none.
 
     Raises:
-        TypeError: `tracker` is none.
+        TypeError: the tracker is none.
     """
     name = name_of(fn)
     title = f"{name} on {size} rank{'' if size == 1 else 's'}"
-    display = make_display(config.progress, config.verbose, stdout, stderr)
+    display = make_display(config.progress, config.verbose, config.stdout, config.stderr)
+    tracker = config.tracker
     facts = {} if tracker is None else facts_of(config, name, num_proc=size, **getattr(fn, "facts", {}))
     return Monitor(
         display,

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.config import Network, Reporting, RunConfig
+from spark_hvd.runner.launch.arguments import adapted, launcher
 from spark_hvd.runner.launch.attempt import Attempt
 from spark_hvd.runner.launch.data import given
 from spark_hvd.runner.launch.early import torch_loading
 from spark_hvd.runner.launch.monitor import make_monitor
 from spark_hvd.runner.launch.restart import check_least, tasks_again, with_restarts
 from spark_hvd.runner.launch.result import RunResult
-from spark_hvd.runner.options import launcher
 from spark_hvd.runner.outcome.errors import RunError
 from spark_hvd.runner.outcome.payload import dump_call, name_of
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.profiles import Ask, TaskResources, task_resources
 from spark_hvd.runner.spark.slots import wait_for_slots
 from spark_hvd.runner.tracebacks import briefly
-from spark_hvd.runner.watch.tracking import Tracker
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -31,6 +30,7 @@ R = TypeVar("R")
 @launcher(RunConfig)
 @briefly
 def run(
+    config: RunConfig,
     fn: Callable[..., R],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -39,25 +39,18 @@ def run(
     data: Mapping[str, Any] | None = None,
     spark: SparkSession | None = None,
     backend: str | None = None,
-    mpi: str | None = None,
     procs_per_task: int = 1,
-    interfaces: Sequence[str] = (),
-    ports: str | None = None,
     env: Mapping[str, str | None] | None = None,
     start_timeout: float = 600.0,
     timeout: float | None = None,
-    collective_timeout: float = 1800.0,
     verbose: int = 1,
-    progress: str = "auto",
-    price_per_hour: float | None = None,
     seed: int | None = None,
     cpus_per_proc: int | None = None,
     gpus_per_proc: int | None = None,
     max_restarts: int = 0,
     min_num_proc: int | None = None,
-    tracker: Tracker | None = None,
-    stdout: TextIO | None = None,
-    stderr: TextIO | None = None,
+    network: Network | None = None,
+    reporting: Reporting | None = None,
 ) -> RunResult[R]:
     """Run ``fn(*args, **kwargs)`` on ``num_proc`` ranks of the Spark cluster, all at the same time.
 
@@ -83,7 +76,7 @@ def run(
         HubError: the hub between ranks and driver has failed.
         KeyboardInterrupt: after every rank has been stopped.
     """
-    config = RunConfig.of(locals())
+    config = adapted(config)
     sets = given(data)
     payload = dump_call(fn, args, kwargs or {})
     session = on_spark.active_session(spark)
@@ -93,7 +86,7 @@ def run(
     name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
     with (
         torch_loading(session, config.env),
-        make_monitor(config, fn, tasks * config.procs_per_task, stdout, stderr, tracker) as monitor,
+        make_monitor(config, fn, tasks * config.procs_per_task) as monitor,
     ):
         attempt = Attempt(session, config, payload, name, run_id, resources, monitor, sets.in_spark(session))
 

@@ -113,7 +113,7 @@ def timeout_report(
 
 
 def _of_the_others(first: Failed, others: Sequence[Failed], finished: Sequence[int]) -> tuple[str, str]:
-    """What caused an echo, and what to do, where what became of the other ranks tells; else both empty."""
+    """The cause of an echo and the remedy, if the fate of the other ranks shows them; else two empty texts."""
     if not first.echo:
         return "", ""
     vanished = _VANISHED.search(first.error)

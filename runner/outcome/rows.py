@@ -17,7 +17,7 @@ _HANDED_OVER = -2
 
 
 class FailureKind(str, Enum):
-    """Why a rank has no value."""
+    """The reason why a rank has no value."""
 
     EXCEPTION = "exception"  # fn raised
     EXIT = "exit"  # the process left before fn returned
@@ -82,7 +82,7 @@ class Packed:
 
     @classmethod
     def failed(cls, failure: Failed) -> Packed:
-        """Pack a failure."""
+        """Pack a failure into a row."""
         return cls(failure.rank, False, pickle.dumps(failure))
 
     @classmethod

@@ -27,7 +27,7 @@ from spark_hvd.runner.rank.gpus import GpuError
 from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.own_gpu import settle, take
 from spark_hvd.runner.rank.process import RandomState, SetupFailure, call, end_process, unpickle_call
-from spark_hvd.runner.rank.reporting import Reporting
+from spark_hvd.runner.rank.reporting import VitalsSender
 from spark_hvd.transport.registry import ConnectionRegistry
 from spark_hvd.transport.torch_private import TCPStore
 from spark_hvd.world import launcher as elastic_launcher
@@ -89,7 +89,7 @@ class ElasticRank(ElasticLauncher):
         self._listener.start()
         for signum in NOTICES:
             signal.signal(signum, self._notice)
-        reporting = Reporting(lambda vitals: self._send("vitals", vitals=vitals))
+        reporting = VitalsSender(lambda vitals: self._send("vitals", vitals=vitals))
         reporting.start()
         try:
             return call(fn, args, kwargs)

@@ -26,8 +26,8 @@ _MOST_A_SECOND = 400
 """Records of all ranks: with many of them, each tells less often in those seconds too."""
 
 
-class Reporting:
-    """Runs from :meth:`start` to :meth:`stop`.
+class VitalsSender:
+    """Sends the record of this rank regularly, from :meth:`start` to :meth:`stop`.
 
     Args:
         send: Sends a record, as plain data; called by the thread.

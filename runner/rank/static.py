@@ -16,7 +16,7 @@ from spark_hvd.runner.rank.order import RankOrder
 from spark_hvd.runner.rank.own_gpu import settle
 from spark_hvd.runner.rank.preflight import SECONDS, UnreachableError, check_hosts, connect
 from spark_hvd.runner.rank.process import RandomState, SetupFailure, call, unpickle_call
-from spark_hvd.runner.rank.reporting import Reporting
+from spark_hvd.runner.rank.reporting import VitalsSender
 from spark_hvd.runner.rank.same_mpi import MpiMismatchError, check_same_mpi
 from spark_hvd.transport.torch_private import TCPStore
 from spark_hvd.world.layout import Endpoint, RankInfo, World
@@ -43,7 +43,7 @@ class StaticRank:
         fn, args, kwargs = unpickle_call(payload, RandomState(self._order.seed, self._order.stream))
         if not self._join():
             sys.exit(1)  # the supervisor closed: another rank has failed before we could meet
-        reporting = Reporting(lambda vitals: send_frame(self._control, {"type": "vitals", "vitals": vitals}))
+        reporting = VitalsSender(lambda vitals: send_frame(self._control, {"type": "vitals", "vitals": vitals}))
         if self._order.watched:
             reporting.start()
         try:

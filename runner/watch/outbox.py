@@ -1,4 +1,4 @@
-"""What is on its way to MLflow's server: a thread of its own sends it, so that nobody else waits for the server."""
+"""Sends values to MLflow's server in a thread of its own, so that nothing else waits for the server."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Outbox:
         params: dict[str, str] | None = None,
         tags: dict[str, str] | None = None,
     ) -> None:
-        """Take something along; the oldest values are dropped where too many wait."""
+        """Queue values to be sent; the oldest are dropped when too many wait."""
         with self._lock:
             self._values += values or []
             del self._values[:-_MOST_WAITING]
@@ -117,5 +117,5 @@ def _batches(values: list[Value], params: Mapping[str, str], tags: Mapping[str, 
 
 
 def _allowed(name: str) -> str:
-    """A name that MLflow takes."""
+    """The name with characters that MLflow accepts."""
     return _NOT_ALLOWED.sub("_", name)[:250]

@@ -129,11 +129,11 @@ class Recent:
 
     @property
     def last(self) -> Vitals:
-        """The newest record."""
+        """The newest record of the rank."""
         return self._records[-1]
 
     def take(self, record: Vitals) -> None:
-        """Note the next one."""
+        """Take the next record of the rank."""
         if record.total_steps > (self._marks[-1].total_steps if self._marks else 0):
             self._marks.append(record)
             self._paced = len(self._marks) > 1

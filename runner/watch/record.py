@@ -31,7 +31,7 @@ class RankRecord:
 
     @property
     def last(self) -> Vitals:
-        """The newest record."""
+        """The newest record of the rank."""
         return self.recent.last
 
     @property
@@ -42,7 +42,7 @@ class RankRecord:
 
     @property
     def steps(self) -> int:
-        """Done in this world."""
+        """Steps that the rank has done in this world."""
         return self.last.total_steps - self.last.steps_before
 
     @property
@@ -51,7 +51,7 @@ class RankRecord:
         return rates(grown(self.start, self.end))
 
     def take(self, record: Vitals, now: float) -> None:
-        """Note the next one."""
+        """Take the next record of the rank."""
         before = self.last
         if record.total_steps and not self.start.total_steps:
             self.start = self.end = record

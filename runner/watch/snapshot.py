@@ -150,7 +150,7 @@ class RunSnapshot:
         return replace(self, remaining=None, rows=rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """The snapshot as plain data."""
         return asdict(self)
 
 

@@ -94,7 +94,7 @@ class RunView:
         self._verdict = verdict
 
     def snapshot(self, now: float) -> RunSnapshot:
-        """What there is to see now."""
+        """The state of the run now, as plain values."""
         slowest = slowest_of({rank: process.recent.done() for rank, process in self._judged(now)}, self._counted)
         shown = tuple(
             self._ranks[rank].row(rank, now, slowest) if rank in self._ranks else RankRow(rank)
@@ -201,7 +201,7 @@ class RunView:
         return Cost(seconds, self._size, rank_seconds, gpus * rank_seconds, divided, talked, self._price_per_hour)
 
     def _steps(self) -> int:
-        """Steps done in this world."""
+        """Steps that the rank has done in this world."""
         return max((process.steps for process in self._ranks.values()), default=0)
 
     def _judged(self, now: float) -> Iterable[tuple[int, RankRecord]]:

@@ -59,7 +59,7 @@ def single_result(work: Work) -> torch.Tensor:
 
 
 class Execution:
-    """A batch under way.
+    """A batch in flight.
 
     Args:
         steps: Starts the collectives; yields each handle that must be done before it goes on.

@@ -43,7 +43,7 @@ class Owner(Protocol):
 
 
 class NamedHandle(Generic[T]):
-    """A collective under way, as the ``_async`` functions return it."""
+    """A collective in flight, as the ``_async`` functions return it."""
 
     __slots__ = (
         "_baton",
@@ -79,7 +79,7 @@ class NamedHandle(Generic[T]):
         self.since = 0.0
         """When it was called, on the monotonic clock."""
         self.slot: Slot | None = None
-        """Where it is under way in memory."""
+        """The shared memory that it is in."""
         self._queue = owner
         self._result = result
         self._done = False

@@ -85,7 +85,7 @@ def op_of(request: Request) -> ReduceOp:
 
 
 def bytes_of(request: Request) -> int:
-    """Bytes of all tensors."""
+    """The number of bytes of all tensors together."""
     return sum(
         math.prod(shape) * _DTYPES[dtype].itemsize for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
     )
@@ -135,18 +135,18 @@ class AllJoined(NamedTuple):
 
 
 class Gone(NamedTuple):
-    """A rank is no longer there, so nothing that is not under way yet can run any more."""
+    """A rank has gone, so nothing that has not started yet can run."""
 
     rank: int
     text: str
     left: bool
-    """Whether it took its leave."""
+    """Whether it said that it would leave."""
     done: int | None = None
-    """If it took its leave, of how many batches it has done its part; later ones would wait for it in vain."""
+    """If it left: how many batches it took part in. Later ones would wait for it for ever."""
 
 
 class Tune(NamedTuple):
-    """New values from here on."""
+    """Settings that hold for all decisions after this one."""
 
     fusion_threshold: int
     horovod: bool = False
@@ -175,7 +175,7 @@ _TYPES = {kind.__name__: kind for kind in (Learn, RunKnown, Recall, Run, Fail, A
 
 
 def encode(decisions: Sequence[Decision]) -> bytes:
-    """The decisions as JSON."""
+    """Encode decisions as JSON."""
     return json.dumps([_encoded(decision) for decision in decisions], separators=(",", ":")).encode()
 
 

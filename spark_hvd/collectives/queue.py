@@ -71,7 +71,7 @@ class NegotiatedQueue(Owner, RoundsOwner[NamedHandle[Any]], Source):
         """Calls of which the coordinator need not know."""
         self._failure = QueueFailure()
         self.peer_lost = False
-        """Whether a rank has vanished, so that what is under way will hardly end well."""
+        """Whether a rank has vanished, so that what is in flight will probably fail."""
         self.left_unfinished = False
         """Whether a rank has left without its part of collectives that were begun here, perhaps on the device."""
         # The engine's thread only.
@@ -305,7 +305,7 @@ class NegotiatedQueue(Owner, RoundsOwner[NamedHandle[Any]], Source):
         self._link.peer_lost(self)
 
     def aborted(self, text: str) -> None:
-        """The world is over, and nothing that is under way will end well."""
+        """The world has ended: nothing in flight can succeed any more."""
         self.gone(text)
         self.peer_lost = True
         self.abandon()
@@ -318,12 +318,12 @@ class NegotiatedQueue(Owner, RoundsOwner[NamedHandle[Any]], Source):
         self.aborted(text)
 
     def abandon(self, done: int = 0) -> None:
-        """Give up also what has started, the first `done` batches aside: it waits for a rank that is gone."""
+        """Fail what has started too, after the first `done` batches: it waits for a rank that is gone."""
         for handle in self._runs.abandon(done):
             handle.complete(error=self._failure.of(handle.label))
 
     def give_up(self) -> None:
-        """The moment is over in which what is under way could still succeed."""
+        """Stop waiting for what is in flight: after this moment it can no longer succeed."""
         if self.peer_lost:
             self.abandon()
             self.abort()

@@ -2,7 +2,7 @@
 
 Every rank copies its elements into a buffer of its own, sums its share of all ranks' buffers, and copies the result
 out: three passes over memory instead of two ways through the loopback interface. Barriers of the queue's communicator
-stand between the passes, so a rank that is gone is noticed as ever.
+stand between the passes, so a rank that has gone is noticed.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Tracing:
     # ---- what happens to collectives ------------------------------------------------------------------------------
 
     def called(self, handle: NamedHandle[Any]) -> None:
-        """A collective was called."""
+        """Record that a collective was called."""
         self._called[handle.name] = time.monotonic_ns()
 
     def ready(self, rank: int, names: Sequence[str]) -> None:
@@ -91,7 +91,7 @@ class Tracing:
             self.recorder.span(_row(handle.name), MEMCPY_OUT_FUSION_BUFFER, started_ns, time.monotonic_ns())
 
     def cycle(self) -> None:
-        """The engine has woken up."""
+        """Record that the engine woke up."""
         if self.recorder is not None and self.recorder.mark_cycles:
             self.recorder.instant("cycles", CYCLE_START, time.monotonic_ns())
 

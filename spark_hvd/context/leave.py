@@ -21,11 +21,11 @@ _LAST_SECONDS = 1.0
 _log = logging.getLogger("spark_hvd")
 
 at_end: list[Callable[[], None]] = []
-"""Each finishes something that a program leaves under way when it ends, and raises what failed; none needs a world."""
+"""Each finishes something that a program leaves unfinished when it ends, and raises what failed; none needs a world."""
 
 
 def finish() -> None:
-    """Finish what the program has left under way; whoever calls its function calls this when that has ended.
+    """Finish what the program left unfinished; the caller of its function calls this when that has returned.
 
     Raises:
         Exception: The first failure.
@@ -37,7 +37,7 @@ def finish() -> None:
 def shutdown() -> None:
     """Leave the world; does nothing outside one. init() may follow, if it follows on every rank.
 
-    What is still under way fails, here and on the other ranks. A default process group that the user
+    Collectives in flight fail, here and on the other ranks. A default process group that the user
     initialised stays. Called when the interpreter exits. Checkpoints that are being written are finished first.
 
     Raises:

@@ -69,7 +69,7 @@ def register_all(process_sets: Sequence[ProcessSet] | str) -> None:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Give up a process set; every rank of the world must, in the same order. What is under way in it fails.
+    """Give up a process set; every rank of the world must, in the same order. Collectives in flight in it fail.
 
     Returns:
         False for the global process set and for one that is not registered: nothing happens then.

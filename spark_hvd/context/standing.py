@@ -43,7 +43,7 @@ class StandIn(Protocol):
 
     @property
     def in_flight(self) -> bool:
-        """Whether some of this rank's own are under way."""
+        """Whether collectives of this rank are in flight."""
         ...
 
     def stand_in(self, *, counts: bool) -> bool:

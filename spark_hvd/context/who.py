@@ -11,6 +11,27 @@ from spark_hvd.context import standing
 from spark_hvd.context.standing import current, in_world, place
 from spark_hvd.transport.distributed import MPI_BACKEND
 
+__all__ = [
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "generation",
+    "gloo_built",
+    "gloo_enabled",
+    "is_homogeneous",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "size",
+]
+
 
 def rank() -> int:
     """My rank, 0 to size() - 1. All functions here raise NotInitializedError before init()."""

@@ -93,7 +93,8 @@ class DatasetShard:
         Args:
             batch_size: Rows in a batch of one rank.
             shuffle: Another order in each epoch, drawn from ``seed`` and the epoch's number; the number of ranks does
-                not change it. Up to 4 ranks that read files take the same global batches where ranks times
+                not change it. Otherwise files of up to 64 MiB come in their order, larger ones from several places at
+                once, each in its order. Up to 4 ranks that read files take the same global batches where ranks times
                 ``batch_size`` is the same.
             seed: Of the order; the same on all ranks.
             columns: Names of the columns to read; None for all.

@@ -17,7 +17,7 @@ from spark_hvd.data.readers.files import arrow_filesystem, check_columns, plain_
 from spark_hvd.data.readers.forms import BatchT, Form
 from spark_hvd.data.readers.reader import Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Sharding
-from spark_hvd.data.tables import files_of_table
+from spark_hvd.data.tables import files_of_paths, files_of_table
 from spark_hvd.store import Store
 
 
@@ -130,8 +130,9 @@ def parquet_source(given: Any) -> ParquetSource:
     """The Parquet files that make up what is given, as they are now.
 
     Args:
-        given: The path or URL of a file, of a directory of files with one schema, of a Delta or an Iceberg table; or a
-            ``deltalake.DeltaTable``, of the version that it is at, or a ``pyiceberg.table.Table``.
+        given: The path or URL of a file, of a directory of files with one schema, of a Delta or an Iceberg table; a
+            list of paths of files or directories; or a ``deltalake.DeltaTable``, of the version that it is at, or a
+            ``pyiceberg.table.Table``.
 
     Raises:
         DataError: there are none, they differ, have no rows, or are not what the table means.
@@ -140,6 +141,6 @@ def parquet_source(given: Any) -> ParquetSource:
     if isinstance(given, str | os.PathLike):
         store = Store.create(given)
         return ParquetSource(dataset_of(store, store.url), store)
-    files = files_of_table(given)
+    files = files_of_paths(given) if isinstance(given, list | tuple) else files_of_table(given)
     store = Store.create(files.url)
     return ParquetSource(dataset_in(store, files), store)

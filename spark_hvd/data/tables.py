@@ -7,6 +7,7 @@ columns that are in no file are, or refused by name: deletion vectors, delete fi
 from __future__ import annotations
 
 import contextlib
+import os
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from spark_hvd.data.readers.dataset import listed
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.store import Store
 from spark_hvd.store.errors import explaining
-from spark_hvd.store.paths import complete, join
+from spark_hvd.store.paths import complete, join, protocol_of
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _FRAME = "or give the DataFrame that Spark reads from the table"
@@ -68,6 +69,28 @@ def files_of(store: Store, path: str) -> TableFiles:
             f"itself, pyiceberg.catalog.load_catalog(...).load_table(...), one of the .metadata.json files, {_FRAME}"
         )
     return _of_directory(store, path)
+
+
+def files_of_paths(paths: Sequence[str | os.PathLike[str]]) -> TableFiles:
+    """The Parquet files of several paths or URLs, each of a file or a directory, in one file system.
+
+    Raises:
+        DataError: as :func:`files_of`; or a path is a table's, has columns in the names of directories, or is in
+            another file system; or a file is there twice.
+    """
+    urls = [complete("data", path) for path in paths]
+    sizes: dict[str, int] = {}
+    for url in urls:
+        if protocol_of(url) != protocol_of(urls[0]):
+            raise DataError(f"{url} is not in the file system of {urls[0]}: expected one for all paths of a list")
+        found = files_of(Store.create(url), url)
+        if found.version or found.partitions is not None:
+            what = "a table" if found.version else "partitioned by the names of its directories"
+            raise DataError(f"{url} is {what}: expected files, or directories of files, in a list. Next: give it alone")
+        if twice := sizes.keys() & found.sizes.keys():
+            raise DataError(f"{min(twice)} is in the list of paths more than once: expected each file once")
+        sizes |= found.sizes
+    return TableFiles(url=urls[0] if len(urls) == 1 else f"{urls[0]} and {len(urls) - 1} more", sizes=sizes)
 
 
 def files_of_table(table: Any) -> TableFiles:

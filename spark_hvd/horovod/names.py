@@ -41,7 +41,7 @@ _RUN = _at(_LAUNCHERS, run="run_here")
 _UTIL = "check_extension extension_available gpu_available env split_list is_iterable is_version_greater_equal_than"
 _BUILT = "mpi_built gloo_built nccl_built ddl_built ccl_built cuda_built rocm_built"
 _STORES = _at("spark_hvd.store", "Store") | dict.fromkeys(
-    ("LocalStore", "FilesystemStore", "HDFSStore", "DBFSLocalStore"), "spark_hvd.store:Store.create"
+    ("LocalStore", "FilesystemStore", "HDFSStore", "DBFSLocalStore"), "spark_hvd.horovod.stores:FilesystemStore"
 )
 _BACKENDS = _at("spark_hvd.estimators.fit.backend", "Backend", "LocalBackend") | _at(
     "spark_hvd.horovod.util", SparkBackend="spark_backend"
@@ -108,6 +108,7 @@ TABLE: Mapping[str, Served] = {
     ),
     "horovod.spark.common.util": Served(
         names=_at("spark_hvd.horovod.util", "to_list", "host_hash")
+        | _at("spark_hvd.horovod.stores", "prepare_data")
         | _at(f"{_ESTIMATORS}.data.reuse", clear_training_cache="clear_materialized_data")
     ),
 }

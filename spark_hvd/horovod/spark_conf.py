@@ -25,3 +25,15 @@ SPARK_CONF_REUSE_FAILED_EXECUTOR_IN_APP = (f"{_APPLICATION}.maxFailedTasksPerExe
 SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR_IN_APP = (f"{_APPLICATION}.maxFailedTasksPerExecutor", "1")
 SPARK_CONF_REUSE_FAILING_NODE_IN_APP = (f"{_APPLICATION}.maxFailedExecutorsPerNode", _MOST)
 SPARK_CONF_DONT_REUSE_FAILING_NODE_IN_APP = (f"{_APPLICATION}.maxFailedExecutorsPerNode", "1")
+
+SPARK_CONF_DEFAULT_VALUES = {
+    "spark.task.maxFailures": "4",
+    "spark.excludeOnFailure.enabled": "false",
+    f"{_STAGE}.maxFailedTasksPerExecutor": "2",
+    f"{_STAGE}.maxFailedExecutorsPerNode": "2",
+    f"{_TASK}.maxTaskAttemptsPerExecutor": "1",
+    f"{_TASK}.maxTaskAttemptsPerNode": "2",
+    f"{_APPLICATION}.maxFailedTasksPerExecutor": "2",
+    f"{_APPLICATION}.maxFailedExecutorsPerNode": "2",
+}
+"""What Spark does with a setting that is not given."""

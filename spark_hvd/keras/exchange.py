@@ -131,7 +131,7 @@ class TensorFlowReducer:
         return reduced(self._gradients, places, gradients, for_the_step=True)
 
     def stepped(self) -> None:
-        """The graph says so itself."""
+        """See base class; here the graph counts its steps itself."""
 
 
 def _check_not_compiled() -> None:

@@ -245,7 +245,7 @@ def grouped_reducescatter(
 
 
 def _made(tensors: Sequence[Any], function: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]) -> list[Any]:
-    """New arrays out of arrays."""
+    """Apply a function of torch tensors to arrays, and return its results as new arrays."""
     require_arrays(tensors)
     if not tensors:
         return []

@@ -123,6 +123,16 @@ class Store:
         """Whether it is a folder of a file system that this host has mounted."""
         return protocol_of(self.url) == "file"
 
+    @property
+    def plain(self) -> Store:
+        """The store as ranks get it; another one where a subclass has paths of its own."""
+        return self
+
+    @property
+    def prepared(self) -> tuple[str | None, str | None]:
+        """Paths of Parquet to train and to validate on that lies here already."""
+        return self.train_path, self.val_path
+
     # -- layout
 
     def join(self, *parts: str) -> str:

@@ -8,33 +8,10 @@ from __future__ import annotations
 from spark_hvd import checkpoint
 from spark_hvd.collectives.compression import Compression, Compressor
 from spark_hvd.collectives.handle import NamedHandle
-from spark_hvd.collectives.objects import allgather_object, broadcast_object
-from spark_hvd.collectives.process_set import ProcessSet, global_process_set
-from spark_hvd.context.init import init, start_timeline, stop_timeline
-from spark_hvd.context.leave import shutdown
-from spark_hvd.context.progress import Progress, progress
-from spark_hvd.context.register import add_process_set, remove_process_set
-from spark_hvd.context.standing import is_initialized
-from spark_hvd.context.who import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    generation,
-    gloo_built,
-    gloo_enabled,
-    is_homogeneous,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    size,
-)
+from spark_hvd.context import face, who
+from spark_hvd.context.face import *  # noqa: F403 - all of them, by their __all__
+from spark_hvd.context.progress import Progress
+from spark_hvd.context.who import *  # noqa: F403
 from spark_hvd.data.handed import get_dataset_shard
 from spark_hvd.torch import elastic
 from spark_hvd.torch.embedding.look_up import LookUp, look_up, look_up_async
@@ -77,7 +54,6 @@ from spark_hvd.torch.reduce import (
 from spark_hvd.torch.sparse import sparse_allreduce_async
 from spark_hvd.torch.sync import broadcast_optimizer_state, broadcast_parameters
 from spark_hvd.torch.sync_batch_norm import SyncBatchNorm
-from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.world.config import Config
 from spark_hvd.world.errors import (
     CollectiveError,
@@ -88,19 +64,10 @@ from spark_hvd.world.errors import (
     StalledError,
 )
 
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
-Min = ReduceOp.MIN
-Max = ReduceOp.MAX
-Product = ReduceOp.PRODUCT
-Adasum = ReduceOp.ADASUM
-
 HorovodInternalError = CollectiveError
 """Horovod's name for it."""
 
 __all__ = [
-    "Adasum",
-    "Average",
     "CollectiveError",
     "Compression",
     "Compressor",
@@ -112,26 +79,19 @@ __all__ = [
     "Int8Compressor",
     "LocalSGD",
     "LookUp",
-    "Max",
-    "Min",
     "MismatchError",
     "NamedHandle",
     "NotInitializedError",
     "OuterOptimizer",
     "PlanMismatchError",
-    "ProcessSet",
-    "Product",
     "Progress",
     "RowWiseAdagrad",
     "ShardedEmbedding",
     "StalledError",
-    "Sum",
     "SyncBatchNorm",
     "TopKCompressor",
-    "add_process_set",
     "allgather",
     "allgather_async",
-    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -143,21 +103,11 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
-    "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "ccl_built",
     "checkpoint",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "elastic",
-    "generation",
     "get_dataset_shard",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -166,32 +116,17 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
     "load_whole_state_dict",
-    "local_rank",
-    "local_size",
     "look_up",
     "look_up_async",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
     "prepare",
-    "progress",
-    "rank",
     "reducescatter",
     "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
     "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
     "synchronize",
     "whole_state_dict",
 ]
+__all__ += face.__all__
+__all__ += who.__all__

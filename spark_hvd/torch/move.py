@@ -46,7 +46,7 @@ def allgather(
         NotInitializedError: Before init().
         ValueError: The process set is not this rank's.
         MismatchError: dtypes, or dimensions after the first, differ. Raised on every rank; the world goes on.
-        DuplicateNameError: This rank has the name under way already.
+        DuplicateNameError: A call of this rank by that name has not ended.
         StalledError: Some ranks did not call it within the stall timeout.
         CollectiveError: A peer or the network failed.
     """

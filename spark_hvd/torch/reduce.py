@@ -58,7 +58,7 @@ def allreduce(
         TypeError: The dtype has no such reduction.
         ValueError: `op` and `average` are both given, or the process set is not this rank's.
         MismatchError: Ranks call different things by this name. Raised on every rank; the world goes on.
-        DuplicateNameError: This rank has the name under way already.
+        DuplicateNameError: A call of this rank by that name has not ended.
         StalledError: Some ranks did not call it within the stall timeout.
         CollectiveError: A peer or the network failed.
     """
@@ -81,14 +81,7 @@ def allreduce_async(
 
     No gradient flows through an asynchronous call. See :func:`allreduce`.
     """
-    if average is None:
-        given = ReduceOp.AVERAGE if op is None else op, prescale_factor, postscale_factor
-        handle = repeat_allreduce(tensor, name, given, process_set, single_result, in_place=False)
-        if handle is not None:
-            return handle
-    reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
-    require_tensor(tensor)
-    return start_allreduce([tensor], name, reducing, process_set, single_result, in_place=False)
+    return _start(tensor, average, name, op, prescale_factor, postscale_factor, process_set, in_place=False)
 
 
 def allreduce_(
@@ -101,14 +94,9 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce a tensor over all ranks in place, and return it. No gradient flows through it. See :func:`allreduce`."""
-    if average is None:
-        given = ReduceOp.AVERAGE if op is None else op, prescale_factor, postscale_factor
-        handle = repeat_allreduce(tensor, name, given, process_set, single_result, in_place=True, urgent=True)
-        if handle is not None:
-            return handle.wait()
-    reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
-    require_tensor(tensor)
-    return start_allreduce([tensor], name, reducing, process_set, single_result, in_place=True, urgent=True).wait()
+    return _start(
+        tensor, average, name, op, prescale_factor, postscale_factor, process_set, in_place=True, urgent=True
+    ).wait()
 
 
 @numbered
@@ -122,14 +110,29 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> NamedHandle[torch.Tensor]:
     """Start to reduce a tensor in place; it is not to be touched before the handle's wait(). See :func:`allreduce`."""
-    if average is None:
-        given = ReduceOp.AVERAGE if op is None else op, prescale_factor, postscale_factor
-        handle = repeat_allreduce(tensor, name, given, process_set, single_result, in_place=True)
+    return _start(tensor, average, name, op, prescale_factor, postscale_factor, process_set, in_place=True)
+
+
+def _start(
+    tensor: torch.Tensor,
+    average: bool | None,
+    name: str | None,
+    op: ReduceOp | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    *,
+    in_place: bool,
+    urgent: bool = False,
+) -> NamedHandle[torch.Tensor]:
+    if average is None:  # a call like the one before by this name is checked already
+        given = ReduceOp.AVERAGE if op is None else op, prescale, postscale
+        handle = repeat_allreduce(tensor, name, given, process_set, single_result, in_place=in_place, urgent=urgent)
         if handle is not None:
             return handle
-    reducing = Reducing(chosen_op(op, average), prescale_factor, postscale_factor)
+    reducing = Reducing(chosen_op(op, average, 4), prescale, postscale)
     require_tensor(tensor)
-    return start_allreduce([tensor], name, reducing, process_set, single_result, in_place=True)
+    return start_allreduce([tensor], name, reducing, process_set, single_result, in_place=in_place, urgent=urgent)
 
 
 def grouped_allreduce(
@@ -262,8 +265,8 @@ def grouped_reducescatter_async(
     return start_reducescatter(tensors, name, reducing, process_set, all_results) if tensors else NamedHandle.ended([])
 
 
-def chosen_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """The reduction that Horovod's two arguments ask for.
+def chosen_op(op: ReduceOp | None, average: bool | None, stacklevel: int = 3) -> ReduceOp:
+    """The reduction that Horovod's two arguments ask for; a warning is for the caller so many frames up.
 
     Raises:
         ValueError: both are given, or `op` is no reduction.
@@ -271,7 +274,7 @@ def chosen_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     if average is not None:
         if op is not None:
             raise ValueError(f"op={op} and average={average} are both given; pass op alone.")
-        warnings.warn("average= is deprecated; pass op=Average or op=Sum.", DeprecationWarning, stacklevel=3)
+        warnings.warn("average= is deprecated; pass op=Average or op=Sum.", DeprecationWarning, stacklevel=stacklevel)
         return ReduceOp.AVERAGE if average else ReduceOp.SUM
     if op is None:
         return ReduceOp.AVERAGE

@@ -25,7 +25,7 @@ class ReduceOp(Enum):
 
 @runtime_checkable
 class Handle(Protocol[T_co]):
-    """A collective under way."""
+    """A collective in flight."""
 
     __slots__ = ()
 

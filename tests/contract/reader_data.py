@@ -68,7 +68,10 @@ def local(folder: Path) -> Store:
     return Store.create(folder)
 
 
-KINDS = ["arrow", *(["petastorm"] if importlib.util.find_spec("petastorm") else [])]
+KINDS = [
+    "arrow",
+    *([pytest.param("petastorm", marks=pytest.mark.slow)] if importlib.util.find_spec("petastorm") else []),
+]
 every = pytest.mark.parametrize("kind", KINDS)
 arrow = pytest.mark.parametrize("kind", ["arrow"])
 """For what the other readers do differently, or not at all."""

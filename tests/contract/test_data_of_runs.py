@@ -30,7 +30,30 @@ def read(name: str) -> tuple[str, list[dict[str, Any]]]:
     return source.folder, [row for table in rows.tables(pieces, None) for row in table.to_pylist()]
 
 
-@pytest.mark.parametrize("value", [TABLE, TABLE.to_pandas()], ids=["arrow", "pandas"])
+class Exported:
+    """A table of another library: all that is known of it is how Arrow imports it, with types of its own."""
+
+    def __init__(self, *columns: pa.ChunkedArray | pa.Array) -> None:
+        self._table = pa.table([TABLE.column("id"), *columns], ["id", "name"])
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        return self._table.__arrow_c_stream__(requested_schema)
+
+
+NAMES = TABLE.column("name")
+VIEWS = NAMES.combine_chunks().cast(pa.string_view())
+EXPORTED = [
+    Exported(VIEWS),
+    Exported(NAMES.cast(pa.large_string()).dictionary_encode()),
+    Exported(pa.DictionaryArray.from_arrays(pa.array(range(500), pa.uint32()), VIEWS)),
+]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [TABLE, TABLE.to_pandas(), *EXPORTED, TABLE.to_reader(100)],
+    ids=["arrow", "pandas", "views", "dictionary", "dictionary of views", "a stream"],
+)
 def test_ranks_share_the_rows_of_a_table(value: Any) -> None:
     (folder, some), (same, others) = run_local(read, ("train",), num_proc=2, data={"train": value})
     assert sorted(some + others, key=lambda row: row["id"]) == TABLE.to_pylist()
@@ -50,6 +73,40 @@ def test_paths_go_to_the_ranks(launch: Any, tmp_path: Path) -> None:
         pq.write_table(TABLE.slice(0, rows), tmp_path / f"{name}.parquet")
     paths = {"train": str(tmp_path / "train.parquet"), "val": tmp_path / "val.parquet"}
     assert launch(fn, num_proc=2, data=paths) == [[500, 100]] * 2
+
+
+def test_a_list_of_paths_is_one_data_set(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    paths = [tmp_path / "first.parquet", folder, tmp_path / "unused.parquet"]
+    for path, start in zip((paths[0], folder / "second.parquet", paths[2]), (0, 100, 200), strict=True):
+        pq.write_table(TABLE.slice(start, 100), path)
+
+    def fn() -> list[int]:
+        import spark_hvd.torch as hvd
+
+        hvd.init()
+        shard = hvd.get_dataset_shard("train")
+        return [row for batch in shard.arrow_batches(30) for row in batch.column("id").to_pylist()]
+
+    some, others = run_local(fn, num_proc=2, data={"train": paths[:2]})
+    assert sorted(some + others) == list(range(200))
+    (tmp_path / "parts" / "day=1").mkdir(parents=True)
+    pq.write_table(TABLE, tmp_path / "parts" / "day=1" / "a.parquet")
+    for bad, said in (
+        ([paths[0], paths[0]], "first.parquet is in the list of paths more than once"),
+        ([paths[0], tmp_path / "parts"], "parts is partitioned by the names of its directories"),
+        ([paths[0], "memory://x"], "memory://x is not in the file system of"),
+    ):
+        with pytest.raises(DataError, match=said):
+            run_local(fn, num_proc=2, data={"train": bad})
+    with pytest.raises(TypeError, match="is of type list: expected a Spark DataFrame"):
+        run_local(fn, num_proc=2, data={"train": []})
+
+
+def test_what_arrow_makes_no_table_of_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"data\['train'\] is of type ChunkedArray, of which Arrow makes no table"):
+        run_local(read, ("train",), num_proc=2, data={"train": NAMES})
 
 
 def test_tables_go_to_the_ranks_at_one_version(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from spark_hvd.runner import (
     run_elastic_local,
     run_local,
 )
+from spark_hvd.runner.config import Reporting
 from spark_hvd.testing import FaultPlan
 from spark_hvd.world.errors import NotInitializedError
 from tests.conftest import wait_until
@@ -203,7 +204,7 @@ def test_output_is_labelled_with_the_rank_of_the_time(capfd: pytest.CaptureFixtu
         print("to stderr", file=sys.stderr, flush=True)
 
     out, err = io.StringIO(), io.StringIO()
-    run_elastic_local(fn, stdout=out, stderr=err)
+    run_elastic_local(fn, reporting=Reporting(stdout=out, stderr=err))
     lines = out.getvalue().splitlines()
     assert sorted(lines) == sorted(
         ["[0] prepares as 0", "[1] prepares as 1", "[1] prepares as 1", "[0] ends as 0", "[1] ends as 1"]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.runner import run_elastic_local
+from spark_hvd.runner import Network, run_elastic_local
 from spark_hvd.testing import FaultPlan
 from tests.elastic_jobs import SAMPLES, Job, checked, train
 from tests.ranks import left_in
@@ -95,7 +95,7 @@ def test_a_rank_that_lives_through_many_worlds_keeps_nothing_of_them(tmp_path: P
         return counts
 
     faults = FaultPlan.random(0, worlds, ["partition"], size=2, min_step=2, max_step=2)
-    for counts in run_elastic_local(fn, [faults], verbose=0, timeout=110, collective_timeout=20):
+    for counts in run_elastic_local(fn, [faults], verbose=0, timeout=110, network=Network(collective_timeout=20)):
         assert len(counts) == worlds + 1
         for kind in zip(*counts, strict=True):
             assert kind[-1] <= kind[0] + 2, kind

@@ -21,6 +21,7 @@ import pytest
 import spark_hvd
 import spark_hvd.torch as hvd
 from spark_hvd.runner.config import PRELOAD, RunConfig
+from spark_hvd.runner.launch.arguments import adapted
 from spark_hvd.runner.supervise.processes import (
     ForkServer,
     ForkServerError,
@@ -136,14 +137,14 @@ def test_tensorflow_is_imported_before_where_the_driver_trains_with_it(monkeypat
     for name in ("tensorflow", "keras", "spark_hvd.tensorflow"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "tensorflow", sys)
-    assert RunConfig.of({"num_proc": 2}).env == {}
+    assert adapted(RunConfig(num_proc=2)).env == {}
     backend = "torch"
     keras = SimpleNamespace(config=SimpleNamespace(backend=lambda: backend))
     monkeypatch.setitem(sys.modules, "keras", keras)
-    assert RunConfig.of({"num_proc": 2}).env == {}
+    assert adapted(RunConfig(num_proc=2)).env == {}
     backend = "tensorflow"
-    assert RunConfig.of({"env": {"A": "b"}}).env == {PRELOAD: "tensorflow", "A": "b"}
-    assert RunConfig.of({"env": {PRELOAD: None}}).env == {PRELOAD: None}
+    assert adapted(RunConfig(env={"A": "b"})).env == {PRELOAD: "tensorflow", "A": "b"}
+    assert adapted(RunConfig(env={PRELOAD: None})).env == {PRELOAD: None}
 
 
 def hold(count: int) -> list[int]:

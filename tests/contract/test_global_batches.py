@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 
 from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.columns import numpy_batch
+from spark_hvd.data.readers import dataset
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import TableForm
-from spark_hvd.data.readers.sharding import Position
+from spark_hvd.data.readers.sharding import Position, lane_order, rows_of
 from spark_hvd.data.source import Asked, ParquetSource, parquet_source
 from spark_hvd.store import Store
 from tests.contract.reader_data import every, numbered, opened, write
@@ -49,17 +51,28 @@ def batches_of(ranks: list[Feed[Any]], most: int = 10**6) -> list[list[int]]:
 
 @pytest.mark.parametrize("window_rows", [None, 70])
 @pytest.mark.parametrize(("rows", "group_rows"), [(480, 13), (500, 400), (493, 100), (2400, 10), (96, 1)])
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("order", ["shuffled", "in order", "in order, large"])
 def test_any_number_of_ranks(
-    tmp_path: Path, rows: int, group_rows: int, shuffle: bool, window_rows: int | None
+    tmp_path: Path, rows: int, group_rows: int, order: str, window_rows: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if order == "in order, large":
+        monkeypatch.setattr(dataset, "SMALL_BYTES", 0)
     of = source(tmp_path / "data", rows, group_rows)
-    asked = Asked(columns=("row",), shuffle=shuffle, seed=3, window_rows=window_rows)
+    asked = Asked(columns=("row",), shuffle=order == "shuffled", seed=3, window_rows=window_rows)
     for epoch in (0, 1):
         one, *others = (batches_of(feeds(of, size, asked, Position(epoch))) for size in (1, 2, 3, 4))
-        assert sorted(itertools.chain(*one)) == list(range(rows))
-        assert (list(itertools.chain(*one)) == list(range(rows))) is not shuffle
+        seen = list(itertools.chain(*one))
+        assert sorted(seen) == list(range(rows))
         assert all(other == one for other in others)
+        lanes = of.dataset.lanes(asked.shuffle)
+        assert order != "in order" or lanes == 1
+        if not asked.shuffle:
+            lane_of = np.searchsorted(
+                np.cumsum([rows_of(rows, each, lanes) for each in lane_order(lanes)]), seen, "right"
+            )
+            for lane in range(lanes):
+                assert np.all(np.diff(np.array(seen)[lane_of == lane]) > 0), "each lane in the order of the files"
+            assert lanes > 1 or seen == list(range(rows))
 
 
 @pytest.mark.parametrize("form", [TableForm, lambda: ColumnForm(numpy_batch, None, np.concatenate)])
@@ -94,9 +107,9 @@ def test_ranks_that_change_within_an_epoch(tmp_path: Path) -> None:
 @every
 def test_a_reader_of_estimators_where_ranks_change(kind: str, tmp_path: Path) -> None:
     store = Store.create(tmp_path)
-    meta = write(store, numbered(400), 3, 11)
-    for window_rows in (None, 60):
-        options: dict[str, Any] = {"shuffle": True, "seed": 2, "window_rows": window_rows}
+    meta = replace(write(store, numbered(400), 3, 11), bytes=1)
+    for shuffle, window_rows in itertools.product((True, False), (None, 60)):
+        options: dict[str, Any] = {"shuffle": shuffle, "seed": 2, "window_rows": window_rows}
         readers = {
             size: [opened(kind, meta, store, FULL // size, rank=rank, size=size, **options) for rank in range(size)]
             for size in (1, 2, 3, 4)

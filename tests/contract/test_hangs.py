@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.runner import RankFailedError, RunTimeoutError, run_local
+from spark_hvd.runner import Network, RankFailedError, RunTimeoutError, run_local
 from spark_hvd.runner.watch.hang.verdict import Kind
 
 _LOG = logging.getLogger("spark_hvd.runner.launch.monitor")
@@ -146,7 +146,7 @@ def test_a_collective_that_times_out_says_who_hung(caplog: pytest.LogCaptureFixt
             optimizer.step()
 
     with caplog.at_level(logging.INFO), pytest.raises(RankFailedError) as caught:
-        _run(train, 2, collective_timeout=LONG)
+        _run(train, 2, network=Network(collective_timeout=LONG))
     hang = caught.value.hang
     assert hang is not None, str(caught.value)
     assert hang.ranks == (1,)

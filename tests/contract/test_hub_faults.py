@@ -23,6 +23,7 @@ from spark_hvd.runner import HubError, run, run_elastic, run_elastic_local, run_
 from spark_hvd.runner.channel.hub import Hub, HubServer
 from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.channel.state import HubState
+from spark_hvd.runner.config import Reporting
 from spark_hvd.runner.elastic.hub import ElasticState
 from spark_hvd.runner.elastic.membership.events import Limits
 from tests.conftest import wait_until
@@ -83,7 +84,7 @@ def fails(launch: Launcher, inject: Callable[[], None], match: str) -> None:
     thread = threading.Thread(target=later)
     thread.start()
     with pytest.raises(HubError, match=match):
-        launch(fn, num_proc=2, stdout=out, timeout=100)
+        launch(fn, num_proc=2, reporting=Reporting(stdout=out), timeout=100)
     thread.join()
 
 

@@ -16,7 +16,7 @@ import cloudpickle
 import psutil
 import pytest
 
-from spark_hvd.runner import RankFailedError, run_local
+from spark_hvd.runner import Network, RankFailedError, run_local
 from spark_hvd.runner.outcome.rows import FailureKind
 from spark_hvd.runner.supervise.mpi.shim import FOLDER
 from tests.conftest import wait_until
@@ -89,7 +89,7 @@ def test_functions_see_the_world_that_mpi_sees() -> None:
 
 @needs_open_mpi
 def test_open_mpi() -> None:
-    check_worlds(run_local(world, num_proc=3, backend="mpi", mpi="openmpi"), "Open MPI")
+    check_worlds(run_local(world, num_proc=3, backend="mpi", network=Network(mpi="openmpi")), "Open MPI")
 
 
 def listening() -> set[str]:
@@ -182,7 +182,7 @@ def test_a_process_manager_that_is_killed_ends_the_run(name: str, text: str) -> 
 def test_a_manager_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RankFailedError, match=r"orted is neither .* apt-get install openmpi-bin") as caught:
-        run_local(world, num_proc=2, backend="mpi", mpi="openmpi")
+        run_local(world, num_proc=2, backend="mpi", network=Network(mpi="openmpi"))
     assert caught.value.first.kind is FailureKind.SETUP
 
 

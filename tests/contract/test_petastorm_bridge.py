@@ -37,7 +37,7 @@ from petastorm.predicates import in_intersection, in_lambda, in_negate  # noqa: 
 from petastorm.pytorch import BatchedDataLoader, DataLoader, InMemBatchedDataLoader  # noqa: E402
 from petastorm.unischema import UnischemaField  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
 ROWS, GROUP = 400, 10
 

@@ -36,7 +36,7 @@ from tests.contract.reader_data import Share, local, numbered, shared, write
 if importlib.util.find_spec("petastorm") is None:
     pytest.skip("needs petastorm", allow_module_level=True)
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 s3 = stores.s3
 

@@ -40,7 +40,10 @@ from petastorm.predicates import in_set  # noqa: E402
 from petastorm.pytorch import DataLoader  # noqa: E402
 from petastorm.unischema import Unischema, UnischemaField, dict_to_spark_row  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
 
 ROWS = 30
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -21,6 +22,7 @@ import spark_hvd.torch as hvd
 from spark_hvd.collectives.process_set import queue_of
 from spark_hvd.collectives.underway import rounds
 from spark_hvd.collectives.underway.slots import LARGEST
+from tests.conftest import wait_until
 from tests.ranks import Ranks, ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -307,17 +309,20 @@ def test_a_rank_that_goes_while_others_wait_in_memory(end: str) -> None:
     assert all(said in outcomes[rank][1] and "rank 1" in outcomes[rank][1] for rank in (0, 2))
 
 
-def test_a_rank_that_never_calls_is_named_with_what_it_called_last() -> None:
+def test_a_rank_that_never_calls_is_named_with_what_it_called_last(tmp_path: Path) -> None:
     def fn() -> str:
-        hvd.init(stall_warning=None, stall_timeout=1.0)
-        for _ in range(2):
+        for turn in range(2):
+            hvd.init(stall_warning=None, stall_timeout=60.0)
             learn("wanted", "other")
             hvd.barrier()
             hvd.allreduce(torch.ones(1), name="other")
+            hvd.init(stall_warning=None, stall_timeout=1.0)
+            late = tmp_path / f"{turn}"
             if hvd.rank() == 0:
                 handle = hvd.allreduce_async(torch.ones(1), name="wanted")  # nobody waits: it is late all the same
-            time.sleep(2.5)
-            assert hvd.rank() or handle.poll()
+                wait_until(handle.poll, 60)
+                late.touch()
+            wait_until(late.exists, 60)
             with pytest.raises(hvd.StalledError) as caught:
                 handle.wait() if hvd.rank() == 0 else hvd.allreduce(torch.ones(1), name="wanted")
         return str(caught.value)

@@ -35,7 +35,7 @@ HARM = re.compile(r"\x1b(?!\[[0-9;:]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u2
 
 PROGRAM = rf"""
 import sys, traceback
-from spark_hvd.runner import run_local
+from spark_hvd.runner import Reporting, run_local
 from spark_hvd.runner.watch.display.choose import make_display
 from spark_hvd.runner.watch.view import RunView
 from spark_hvd.runner.outcome.errors import RankFailedError
@@ -64,7 +64,7 @@ def fail():
     raise ValueError("bad value: " + NASTY)
 
 try:
-    run_local(fail, num_proc=1, progress="plain")
+    run_local(fail, num_proc=1, reporting=Reporting(progress="plain"))
 except RankFailedError as error:
     print(error)
     print("raw:", error.first.error.count("\x1b") > 10)

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import cloudpickle
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from spark_hvd.transport import waits
 from spark_hvd.world.errors import CollectiveError
+from tests.conftest import wait_until
 from tests.ranks import Ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -26,8 +28,8 @@ def ranks() -> Iterator[Ranks]:
     ranks.close()
 
 
-def one_comes_late() -> str:
-    """Rank 0 waits for an all-reduce that rank 1 enters only after rank 0's world was declared over."""
+def one_comes_late(given_up: Path) -> str:
+    """Rank 0 waits for an all-reduce that rank 1 enters only after rank 0 has given it up."""
     over: list[str] = []
     said, error = torch.zeros(1), ""
     if dist.get_rank() == 0:
@@ -41,8 +43,9 @@ def one_comes_late() -> str:
         waits.stand_by(None)
         assert not work.is_completed()
         assert any(thread.name == "spark_hvd-farewell" for thread in threading.enumerate())
+        given_up.touch()
     else:
-        time.sleep(3.0)
+        wait_until(given_up.exists, 60)
         dist.all_reduce(said)
     if dist.get_rank() == 0:
         work.wait()  # what was given up goes on, and its group is still whole
@@ -66,8 +69,8 @@ def all_come(rounds: int) -> list[float]:
     return sums
 
 
-def test_the_end_of_a_world_frees_who_waits(ranks: Ranks) -> None:
-    assert ranks.run(one_comes_late) == ["rank 1 has gone", ""]
+def test_the_end_of_a_world_frees_who_waits(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(one_comes_late, tmp_path / "given up") == ["rank 1 has gone", ""]
 
 
 def test_slow_ranks_are_waited_for(ranks: Ranks) -> None:

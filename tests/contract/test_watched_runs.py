@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.runner import RankFailedError, run_elastic_local, run_local
+from spark_hvd.runner import RankFailedError, Reporting, run_elastic_local, run_local
 from spark_hvd.runner.watch.hang.watch import HangWatch
 from spark_hvd.runner.watch.history import RunHistory
 from spark_hvd.runner.watch.view import RunView
@@ -46,7 +46,7 @@ def loop(steps: int, pause: float) -> int:
 
 def test_a_run_tells_how_it_went() -> None:
     stream = io.StringIO()
-    result = run_local(loop, [30, 0.1], progress="json", stdout=stream)
+    result = run_local(loop, [30, 0.1], reporting=Reporting(progress="json", stdout=stream))
     assert result == [0, 1]
     summary = result.summary
     assert summary is not None

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_hvd.runner.diagnosis.facts import packages
-from spark_hvd.runner.diagnosis.jobs import PROBE
+from spark_hvd.runner.diagnosis.facts import PROGRAM
+from spark_hvd.runner.diagnosis.probe import ask
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -58,7 +58,7 @@ def test_the_doctors_probe_imports_none_of_it(shared: Path, tmp_path: Path, monk
     monkeypatch.chdir(shared)
     (tmp_path / "own.py").write_text("__version__ = '7'")
     monkeypatch.setattr(sys, "path", [*sys.path, ".."])
-    assert packages(PROBE, ("own",), 20.0)["own"].version == "7"
+    assert ask(PROGRAM, {"packages": ["own"]}, 60.0)["packages"]["own"]["version"] == "7"
     assert not (tmp_path / "planted").exists()
 
 

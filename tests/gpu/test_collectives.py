@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import spark_hvd.torch as hvd
 from spark_hvd import run_local
-from spark_hvd.runner import RankFailedError
+from spark_hvd.runner import RankFailedError, Reporting
 from spark_hvd.torch.sync_batch_norm import SyncBatchNorm
 from tests.gpu.conftest import ONE_DEVICE
 
@@ -80,7 +80,7 @@ def everything(device: str) -> None:
 @pytest.mark.parametrize("backend", SHARING)
 def test_two_ranks_on_one_device(device: str, backend: str | None) -> None:
     errors = io.StringIO()
-    run_local(everything, (device,), num_proc=2, backend=backend, env=ONE_DEVICE, stderr=errors)
+    run_local(everything, (device,), num_proc=2, backend=backend, env=ONE_DEVICE, reporting=Reporting(stderr=errors))
     shared = "ranks 0 and 1 share a GPU" in errors.getvalue()
     assert shared == (device == "cuda" and backend is None), errors.getvalue()
 

@@ -1,4 +1,4 @@
-"""The doctor on two hosts: both are looked at, each pair is timed, and a blocked way is named."""
+"""The doctor on two hosts: both are looked at, and a blocked way is named."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def broken(two_hosts: Cluster) -> Iterator[Cluster]:
 
 
 def test_two_hosts_that_are_well(two_hosts: Cluster, tmp_path: Path) -> None:
-    report = doctor(two_hosts.session, 4, store=str(tmp_path), seconds=0.5)
+    report = doctor(two_hosts.session, 4, store=str(tmp_path))
     print(report)
     assert report.ok, str(report)
     names = [host.name for host in two_hosts.net.hosts]
@@ -30,15 +30,13 @@ def test_two_hosts_that_are_well(two_hosts: Cluster, tmp_path: Path) -> None:
     rooms = [finding.found for finding in found if finding.check in ("resources", "cores", "memory", "/dev/shm")]
     assert all(any(name in room for room in rooms) for name in names)
     assert "4 connections between 2 hosts on any port" in of("rank to rank", found).found
-    assert of("all-reduce", found).found.startswith("4 ranks: ")
-    pair = of("all-reduce of pairs", found).found
-    assert all(name in pair for name in names)
+    assert of("all-reduce", found).found.startswith("4 ranks, ")
 
 
 def test_a_blocked_way_between_hosts_is_named(broken: Cluster) -> None:
     first, second = broken.net.hosts
     broken.net.block(first, second.address)
-    report = doctor(broken.session, 4, seconds=0.5)
+    report = doctor(broken.session, 4)
     print(report)
     blocked = [finding for finding in report.errors if finding.check == "rank to rank"]
     assert {finding.level for finding in blocked} == {Level.ERROR}

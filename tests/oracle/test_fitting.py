@@ -113,8 +113,9 @@ def test_torch(made: Made, warm: Warm, case: FitCase) -> None:
     assert [row["loss"] for row in fitted.getHistory()] == pytest.approx(losses, rel=1e-4)
 
 
-def test_one_rank_takes_the_same_steps(made: Made, warm: Warm) -> None:
-    case = FitCase(121, 4, 8, 2, True, True, False, False, "MSELoss", "mean", 1, 0.0)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_one_rank_takes_the_same_steps(made: Made, warm: Warm, shuffle: bool) -> None:
+    case = FitCase(121, 4, 8, 2, True, shuffle, False, False, "MSELoss", "mean", 1, 0.0)
     frame, seen, models = made.frame(case), [], []
     for ranks in (2, 1):
         folder, one = made.folder(), replace(case, batch_size=16 // ranks)

@@ -16,9 +16,11 @@ from torch import nn
 
 from tests.oracle.cases import Case, cases
 from tests.oracle.training import Training
-from tests.ranks import Ranks
+from tests.ranks import SECONDS, Ranks
 
 NIGHT = int(os.environ.get("SPARK_HVD_NIGHT", "0"))
+PATIENCE = 10 * SECONDS if NIGHT else SECONDS
+"""Seconds that a case may take: whole nights are run beside other work."""
 RENEWED_AFTER = 500
 """Cases: groups of processes are never given back."""
 
@@ -34,7 +36,7 @@ class Worlds:
         """What each rank has come to; after a failure the next case gets new ranks."""
         size = case.ranks
         if size not in self._worlds:
-            self._worlds[size], self._counts[size] = Ranks(size), 0
+            self._worlds[size], self._counts[size] = Ranks(size, timeout=PATIENCE), 0
         self._counts[size] += 1
         outcomes = self._worlds[size].outcomes(train, case)
         if self._counts[size] >= RENEWED_AFTER or not all(ok for ok, _ in outcomes):

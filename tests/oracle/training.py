@@ -213,6 +213,8 @@ class Training:
         elif action == "load_state_dict":
             for each in self.optimizers:
                 each.load_state_dict(copy.deepcopy(each.state_dict()))
+        elif action == "grads swapped":  # for its rows' gradient no parameter gets one that is everybody's
+            _do_to_grads(action, self._graded())
         else:
             _do_to_grads(action, [param for param in model.parameters() if param.grad is not None])
 

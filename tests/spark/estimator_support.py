@@ -107,8 +107,9 @@ def reference(
         maker.zero_grad()
         for step in range(steps):
             for rank in range(ranks):
-                start = rank * each + step * batch
-                rows_now = slice(start, min(start + batch, (rank + 1) * each))
+                count = min(batch, each - step * batch)
+                start = step * batch * ranks + rank * count
+                rows_now = slice(start, start + count)
                 summed = min(passes, steps - step // passes * passes)
                 (loss_of(model, rows_now) / ranks / summed).backward()
             if (step + 1) % passes == 0 or step + 1 == steps:

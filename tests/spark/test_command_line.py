@@ -160,7 +160,7 @@ def test_under_spark_submit(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_doctor_as_json_and_an_unreachable_master(tmp_path: Path) -> None:
-    arguments = ["doctor", "-np", "3", "--master", "local[2]", *CONF, "--seconds", "0.2"]
+    arguments = ["doctor", "-np", "3", "--master", "local[2]", *CONF]
     code, out, _ = finish([*PROGRAM, *arguments, "--json"], tmp_path)
     report = json.loads(out)
     assert (code, report["ok"]) == (1, False)

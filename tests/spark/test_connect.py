@@ -18,7 +18,16 @@ import torch
 
 import spark_hvd.torch as hvd
 from spark_hvd.estimators import TorchModel
-from spark_hvd.runner import ClusterError, Level, RankFailedError, StartTimeoutError, doctor, run, run_elastic
+from spark_hvd.runner import (
+    ClusterError,
+    Level,
+    RankFailedError,
+    Reporting,
+    StartTimeoutError,
+    doctor,
+    run,
+    run_elastic,
+)
 from spark_hvd.runner.launch import attempt as attempt_module
 from tests.conftest import ranks_alive, wait_until
 from tests.daemons import connect_server
@@ -85,7 +94,7 @@ def test_output_and_reports_come_while_ranks_run(connect: SparkSession, tmp_path
         if "[0] waiting" in text and "[1] waiting" in text:
             (tmp_path / "seen").touch()
 
-    result = run(train, num_proc=2, spark=connect, stdout=Stream(touch), timeout=60)
+    result = run(train, num_proc=2, spark=connect, reporting=Reporting(stdout=Stream(touch)), timeout=60)
     assert result == [0, 1]
     assert result.summary.metrics["loss"] == 1.0
 
@@ -117,7 +126,7 @@ def test_an_interrupt_stops_the_ranks(connect: SparkSession, tmp_path: Path) -> 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(wait_for, (tmp_path / "never",), num_proc=2, spark=connect, stdout=Stream(interrupt))
+        run(wait_for, (tmp_path / "never",), num_proc=2, spark=connect, reporting=Reporting(stdout=Stream(interrupt)))
     assert not ranks_alive()
     assert run(hvd.rank, num_proc=2, spark=connect, verbose=0) == [0, 1]
 
@@ -222,7 +231,7 @@ def test_an_estimator_fits_and_its_model_transforms_and_is_saved(
 
 
 def test_the_doctor(connect: SparkSession) -> None:
-    report = doctor(connect, num_proc=2, seconds=0.2)
+    report = doctor(connect, num_proc=2)
     assert report.ok
     assert "all tasks reach 127.0.0.1:" in of("executor to driver", report.findings).found
     assert of("executor to driver", report.findings).level is Level.OK

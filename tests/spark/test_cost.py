@@ -29,7 +29,7 @@ def train(steps: int) -> None:
 
 
 def test_the_line_at_the_end(spark: SparkSession, capsys: pytest.CaptureFixture[str]) -> None:
-    result = spark_hvd.run(train, [60], num_proc=2, price_per_hour=3.6, progress="plain")
+    result = spark_hvd.run(train, [60], num_proc=2, reporting=spark_hvd.Reporting(price_per_hour=3.6, progress="plain"))
     assert result.summary is not None
     cost = result.summary.cost
     assert cost is not None
@@ -42,7 +42,7 @@ def test_the_line_at_the_end(spark: SparkSession, capsys: pytest.CaptureFixture[
     assert cost.divided is not None
     assert cost.divided >= 0.9 * 60 * 0.04  # rank 1's
     with pytest.raises(ValueError, match=r"price_per_hour=-1: expected a number above 0, or None for no price"):
-        spark_hvd.run(train, [1], num_proc=2, price_per_hour=-1)
+        spark_hvd.run(train, [1], num_proc=2, reporting=spark_hvd.Reporting(price_per_hour=-1))
 
 
 def test_without_steps_it_says_what_was_spent(spark: SparkSession) -> None:

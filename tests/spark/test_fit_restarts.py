@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 import spark_hvd.torch as hvd
+from spark_hvd.checkpoint import background
 from spark_hvd.context.standing import current, is_initialized
 from spark_hvd.estimators import Callback, CheckpointError, LightningEstimator, LocalBackend, Store, TrainState
 from spark_hvd.runner import RankFailedError
@@ -43,9 +43,11 @@ class Killed(Callback):
         self.step = step
 
     def on_batch_end(self, state: TrainState) -> None:
-        if (state.rank, state.epoch, state.step, hvd.generation()) == (1, 1, self.step, 0):
-            time.sleep(1.0)  # rank 0 writes the checkpoint of the first epoch in the background
-            os.kill(os.getpid(), signal.SIGKILL)
+        if (state.epoch, state.step, hvd.generation()) == (1, self.step, 0):
+            background.ended()  # rank 0 has written the last checkpoint
+            hvd.barrier()
+            if state.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Writes(nn.Module):

@@ -123,6 +123,39 @@ def test_the_history_has_the_means_of_epochs(df: DataFrame) -> None:
     np.testing.assert_allclose([row["loss"], row["mae"]], [np.mean(errors**2), np.mean(np.abs(errors))], 1e-4)
 
 
+@pytest.mark.parametrize("weights", [None, "weight"])
+def test_metrics_are_those_of_all_rows(spark: SparkSession, weights: str | None) -> None:
+    """Also those that are no means over rows, where ranks differ in rows and in weights: as in one process."""
+    features, _, late = numbers(501)
+    held = np.arange(501) % 4 == 0
+    weight = np.arange(501) % 3 if weights else None
+    fitted = estimator(
+        net(activation="sigmoid"),
+        optimizer=keras.optimizers.SGD(0.0),
+        loss="binary_crossentropy",
+        metrics=["mae", keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="p"),
+                 keras.metrics.RootMeanSquaredError(name="rmse")],
+        label_cols=["late"],
+        sample_weight_col=weights,
+        validation="held",
+        epochs=1,
+    ).fit(frame(spark, 501))  # fmt: skip
+    (row,) = fitted.getHistory()
+    model = fitted.getModel()
+    measured = [keras.metrics.MeanAbsoluteError(name="mae"), keras.metrics.AUC(name="auc"),
+                keras.metrics.Precision(name="p"), keras.metrics.RootMeanSquaredError(name="rmse")]  # fmt: skip
+    model.compile(loss="binary_crossentropy", **{"weighted_metrics" if weights else "metrics": measured})
+    for prefix, taken in (("", ~held), ("val_", held)):
+        share = None if weight is None else weight[taken]
+        wanted = model.evaluate(features[taken], late[taken], 501, 0, share, return_dict=True)
+        assert {name: row[prefix + name] for name in wanted} == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_loss_that_is_no_mean_over_rows_is_refused(df: DataFrame) -> None:
+    with pytest.raises(ModelError, match="reduction='sum', and several ranks"):
+        estimator(net(), loss=keras.losses.MeanSquaredError(reduction="sum")).fit(df)
+
+
 ON_TENSORFLOW = """
 import sys
 import numpy as np

@@ -18,7 +18,7 @@ from torch import nn
 
 from spark_hvd import run_local
 from spark_hvd.estimators import DataError, KerasModel, LocalBackend, Store, TorchModel
-from spark_hvd.runner import MlflowTracker, RankFailedError, RunResult
+from spark_hvd.runner import MlflowTracker, RankFailedError, Reporting, RunResult
 from tests.spark.estimator_support import estimator, frame
 
 if TYPE_CHECKING:
@@ -79,12 +79,12 @@ def fail() -> None:
 
 def test_a_run_and_one_that_fails() -> None:
     tracker = MlflowTracker("e", "first")
-    result = run_local(train, (0.5,), num_proc=2, tracker=tracker, verbose=0)
+    result = run_local(train, (0.5,), num_proc=2, reporting=Reporting(tracker=tracker), verbose=0)
     assert isinstance(result, RunResult)
     assert result == [0, 1]
     assert result.summary is not None
     with pytest.raises(RankFailedError):
-        run_local(fail, num_proc=2, tracker=tracker, verbose=0)
+        run_local(fail, num_proc=2, reporting=Reporting(tracker=tracker), verbose=0)
     failed, done = runs()
     assert (done.info.status, failed.info.status) == ("FINISHED", "FAILED")
     assert done.data.metrics["loss"] == 0.5
@@ -107,7 +107,14 @@ def log_on_rank_0(run_id: str) -> None:
 def test_what_rank_0_logs_itself_goes_into_the_same_run(mlruns: str) -> None:
     with mlflow.start_run() as parent:
         env = {"MLFLOW_TRACKING_URI": mlruns}
-        run_local(log_on_rank_0, (parent.info.run_id,), num_proc=2, env=env, tracker=MlflowTracker(), verbose=0)
+        run_local(
+            log_on_rank_0,
+            (parent.info.run_id,),
+            num_proc=2,
+            env=env,
+            reporting=Reporting(tracker=MlflowTracker()),
+            verbose=0,
+        )
     (only,) = runs()
     assert only.data.metrics["mine"] == 7
     assert only.data.params["spark_hvd.num_proc"] == "2"
@@ -142,7 +149,7 @@ def test_autologging_of_an_estimator_makes_one_run(
     """Two warnings are MLflow's: that our model is not in its list, and that a long value was cut."""
     autolog()
     deep = nn.Sequential(nn.Linear(3, 1), *(nn.Sequential(nn.Linear(1, 1), nn.ReLU()) for _ in range(300)))
-    backend = LocalBackend(2, tracker=MlflowTracker())
+    backend = LocalBackend(2, reporting=Reporting(tracker=MlflowTracker()))
     store = Store.create(tmp_path / "store")
     model = estimator(deep, epochs=1, num_proc=None, backend=backend, store=store).fit(df)
     (only,) = runs()
@@ -175,9 +182,9 @@ def only_rank_0() -> None:
 
 def test_logging_on_every_rank_makes_a_run_each_and_on_rank_0_one(mlruns: str) -> None:
     env = {"MLFLOW_TRACKING_URI": mlruns}
-    run_local(log_as_alone, num_proc=2, env=env, stdout=io.StringIO(), stderr=io.StringIO())
+    run_local(log_as_alone, num_proc=2, env=env, reporting=Reporting(stdout=io.StringIO(), stderr=io.StringIO()))
     assert len(runs()) == 2  # the trap, as documented
-    run_local(only_rank_0, num_proc=2, env=env, stdout=io.StringIO(), stderr=io.StringIO())
+    run_local(only_rank_0, num_proc=2, env=env, reporting=Reporting(stdout=io.StringIO(), stderr=io.StringIO()))
     assert len(runs()) == 3
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import pytest
 
-from spark_hvd.runner import ExecutorLostError, run
+from spark_hvd.runner import ExecutorLostError, Network, run
 from tests.conftest import wait_until
 from tests.contract.test_mpi_runs import check_worlds, managers, world
 from tests.spark.test_cluster import executors
@@ -31,7 +31,10 @@ def test_a_rank_in_each_task(spark: SparkSession) -> None:
 
 @pytest.mark.slow
 def test_several_ranks_in_each_task(spark: SparkSession) -> None:
-    check_worlds(run(world, num_proc=4, spark=spark, backend="mpi", procs_per_task=2, ports="23000-23200"), "MPICH")
+    check_worlds(
+        run(world, num_proc=4, spark=spark, backend="mpi", procs_per_task=2, network=Network(ports="23000-23200")),
+        "MPICH",
+    )
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import cloudpickle
 import psutil
 import pytest
 
-from spark_hvd.runner import RankFailedError, run
+from spark_hvd.runner import Network, RankFailedError, run
 from spark_hvd.runner.outcome.rows import FailureKind
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def test_interfaces_and_ports(spark: SparkSession) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:  # one that nobody else takes meanwhile
         low = min(taken.getsockname()[1], 65_500)
         ports = f"{low}-{low + 30}"
-        found = run(place, num_proc=2, spark=spark, interfaces=["127.0.0.0/8"], ports=ports)
+        found = run(place, num_proc=2, spark=spark, network=Network(interfaces=["127.0.0.0/8"], ports=ports))
     assert {each["gloo"] for each in found} == {"lo"}
     assert {each["nccl"] for each in found} == {"=lo"}
     host, port = found[0]["store"]
@@ -98,5 +98,5 @@ def test_bad_arguments_start_nothing(spark: SparkSession, options: dict[str, Any
 
 def test_an_interface_that_no_host_has(spark: SparkSession) -> None:
     with pytest.raises(RankFailedError, match=r"interfaces=\['ib7'\]: host .* it has lo \(127\.0\.0\.1\)") as caught:
-        run(place, num_proc=2, spark=spark, interfaces=["ib7"])
+        run(place, num_proc=2, spark=spark, network=Network(interfaces=["ib7"]))
     assert caught.value.first.kind is FailureKind.SETUP

@@ -23,6 +23,7 @@ from spark_hvd.estimators import (
     SparkBackend,
     Store,
     TensorBoard,
+    TorchEstimator,
     TrainState,
 )
 from spark_hvd.runner import RankFailedError
@@ -264,6 +265,11 @@ def test_steps_that_are_not_finite_can_be_left_out(df: DataFrame) -> None:
     assert all(row["skipped_steps"] >= 1 for row in history)
     assert all(torch.isfinite(param).all() for param in fitted.getModel().parameters())
     assert history[1]["val_loss"] < history[0]["val_loss"]
+
+
+def test_without_a_tracker_no_optimizer_is_made_to_be_told_of(df: DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchEstimator, "_optimizer_facts", lambda *_: pytest.fail("nobody asks for them"))
+    assert len(estimator(epochs=1).fit(df).getHistory()) == 1
 
 
 def test_an_unwritable_store_fails_before_ranks_start(df: DataFrame, tmp_path: Path) -> None:

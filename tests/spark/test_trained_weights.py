@@ -70,6 +70,7 @@ def mse(fitted: Any) -> float:
     return float(np.mean((fitted.getModel().predict(features, verbose=0)[:, 0] - value) ** 2))
 
 
+@pytest.mark.slow
 def test_keras_restores_the_best_weights(df: DataFrame) -> None:
     rates = keras.callbacks.LearningRateScheduler(lambda epoch: 0.05 if epoch < 2 else 5.0)
     best = keras.callbacks.EarlyStopping("loss", patience=2, restore_best_weights=True)
@@ -105,6 +106,7 @@ class Tests:
         self.model.set_weights(self.kept)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_keras_finalizes_averages_of_a_fit_that_was_stopped_within_an_epoch(df: DataFrame) -> None:
     """As Keras does at the end of each fit, and not before an epoch is validated."""
     stops = type("Stops", (StopsInTheSecondBatch, keras.callbacks.Callback), {})()

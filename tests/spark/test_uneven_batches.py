@@ -73,8 +73,17 @@ def test_a_step_is_that_of_all_rows(spark: SparkSession, nine: DataFrame, rows: 
         partial(functional.cross_entropy, weight=torch.tensor([0.1, 3.0])),
         partial(functional.cross_entropy, ignore_index=1),
         partial(partial(functional.cross_entropy, reduction="sum"), label_smoothing=0.1),
+        lambda output, label: functional.cross_entropy(output, label.long(), reduction="sum"),
     ],
-    ids=["classes weigh", "labels are left out", "a sum", "classes of a function", "left out by one", "a sum of one"],
+    ids=[
+        "classes weigh",
+        "labels are left out",
+        "a sum",
+        "classes of a function",
+        "left out by one",
+        "a sum of one",
+        "a sum that does not tell",
+    ],
 )
 def test_a_loss_divides_by_what_all_ranks_have(nine: DataFrame, loss: Loss) -> None:
     label = torch.from_numpy(numbers(9)[2]).long()

@@ -17,6 +17,7 @@ from spark_hvd import __version__
 from spark_hvd.runner import RankFailedError
 from spark_hvd.runner.cli import exit_code_of, main
 from spark_hvd.runner.cli.horovodrun import REFUSED, TUNING
+from spark_hvd.runner.config import HERE, Network
 from spark_hvd.runner.diagnosis.build import describe
 from spark_hvd.runner.diagnosis.facts import Package
 from spark_hvd.runner.elastic import local as elastic_local
@@ -96,7 +97,8 @@ def test_options_reach_the_run(calls: list[dict[str, Any]], script: str) -> None
     assert done.exit_code == 0, done.output
     del calls[0]["args"]
     assert calls[0] == {
-        "num_proc": 4, "backend": "mpi", "mpi": "mpich", "interfaces": ["eth0", "10.0.0.0/8"], "start_timeout": 30.0,
+        "num_proc": 4, "backend": "mpi", "start_timeout": 30.0,
+        "network": Network(mpi="mpich", interfaces=["eth0", "10.0.0.0/8"]),
         "max_restarts": 3, "env": {}, "verbose": 0, "data": {"train": "a=b", "val": "s3://b/c"},
     }  # fmt: skip
 
@@ -117,7 +119,11 @@ def test_every_option_of_an_elastic_run_reaches_it(calls: list[dict[str, Any]], 
 
 def test_every_option_has_its_place_on_the_command_line() -> None:
     assert isinstance(main, click.Group)
-    assert {each.name for each in main.commands["run"].params} >= options_of(ElasticConfig).keys() - {"env", "verbose"}
+    assert {each.name for each in main.commands["run"].params} >= options_of(ElasticConfig).keys() - {
+        "env",
+        "verbose",
+        *HERE,
+    }
 
 
 HOROVODRUN = """
@@ -188,8 +194,10 @@ def test_options_without_a_place_here_say_why(names: tuple[str, ...], script: st
         (["run", "-np", "0", "SCRIPT"], "0 is not in the range"),
         (["run", "-np", "2", "--gpus-per-proc", "1", "SCRIPT"], "--gpus-per-proc is for a Spark cluster"),
         (["run", "-np", "2", "--max-restarts", "1", "--min-num-proc", "1", "SCRIPT"], "--min-num-proc is for a Spark"),
-        (["run", "-np", "2", "--max-np", "3", "--mpi-library", "mpich", "SCRIPT"], "--mpi-library is not for elastic"),
-        (["run", "-np", "2", "--max-np", "3", "--ports", "1-2", "SCRIPT"], "--ports is for a Spark cluster"),
+        (
+            ["run", "-np", "2", "--max-np", "3", "--cpus-per-proc", "1", "SCRIPT"],
+            "--cpus-per-proc is for a Spark cluster",
+        ),
         (["run", "-np", "2", "--max-np", "3", "--max-restarts", "1", "SCRIPT"], "--max-num-proc is for elastic runs"),
         (["run", "-np", "2", "--env", "NONE_SUCH", "SCRIPT"], "'NONE_SUCH': expected NAME=VALUE, or the name of a"),
         (["run", "-np", "2", "--data", "/tmp/x", "SCRIPT"], "'/tmp/x': expected NAME=PATH, such as train=s3://"),

@@ -17,7 +17,7 @@ def test_slow_tasks_are_not_yet_heard_of_and_then_are(caplog: pytest.LogCaptureF
     assert caplog.messages[0].startswith("no rank has been heard of yet, 21 s after Spark has started their tasks")
     assert not contact.without_us({0, 1}, False, 0.0)
     assert not contact.without_us({0, 1}, False, 0.0)
-    assert caplog.messages[1:] == ["ranks [0, 1] have been heard of by now, and are watched as ever"]
+    assert caplog.messages[1:] == ["ranks [0, 1] have been heard of by now, and are watched from here on"]
 
 
 def test_silence_that_lasts_is_a_cut_off_network(caplog: pytest.LogCaptureFixture) -> None:

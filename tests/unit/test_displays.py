@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from spark_hvd.runner.config import CHOICES, RunConfig
+from spark_hvd.runner.launch.arguments import adapted
 from spark_hvd.runner.watch.display.choose import make_display
-from spark_hvd.runner.watch.display.json_lines import JsonDisplay
 from spark_hvd.runner.watch.display.lines import LineWriter
 from spark_hvd.runner.watch.display.notebook import page
-from spark_hvd.runner.watch.display.plain import PlainDisplay
+from spark_hvd.runner.watch.display.plain import JsonDisplay, PlainDisplay
 from spark_hvd.runner.watch.display.text import table
 from spark_hvd.runner.watch.view import RunView
 from spark_hvd.world.vitals import Vitals
@@ -116,7 +116,7 @@ def test_a_wrong_name_is_an_error_that_names_the_choices() -> None:
     with pytest.raises(ValueError, match=r"progress='tabel': expected one of 'auto', 'table', .*'off'"):
         RunConfig(progress="tabel")
     with pytest.raises(ValueError, match="does not run in a notebook"):
-        RunConfig(progress="notebook")
+        adapted(RunConfig(progress="notebook"))
 
 
 @pytest.mark.parametrize("progress", ["auto", "table", "plain", "json", "off"])

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+import spark_hvd
 import spark_hvd.torch as hvd
 from spark_hvd.transport.communicator import ReduceOp
 
@@ -100,6 +101,7 @@ def test_each_link_leads_somewhere(site: Site) -> None:
     assert wrong == set()
 
 
+@pytest.mark.slow
 def test_the_checker_sees_what_is_wrong(site: Site) -> None:
     assert site.misses("index.html", "run.html#arguments") is None
     assert site.misses("api/torch.html", "../run.html") is None
@@ -108,11 +110,13 @@ def test_the_checker_sees_what_is_wrong(site: Site) -> None:
     assert site.misses("index.html", "http://example.com/") == "not https"
 
 
+@pytest.mark.slow
 def test_nothing_comes_from_another_server(site: Site) -> None:
     foreign = {load for page in site.pages.values() for load in page.loads if urlsplit(load).netloc}
     assert foreign == set()
 
 
+@pytest.mark.slow
 def test_the_search_works_in_a_folder(site: Site) -> None:
     for name, page in site.pages.items():
         assert any(load.endswith("/iframe-worker.js") or load == "iframe-worker.js" for load in page.loads), name
@@ -122,6 +126,7 @@ def test_the_search_works_in_a_folder(site: Site) -> None:
     assert "repository/examples" not in index
 
 
+@pytest.mark.slow
 def test_long_signatures_fold(site: Site) -> None:
     page = (site.folder / "api" / "spark_hvd.html").read_text()
     short = 1  # warm_up's
@@ -129,11 +134,13 @@ def test_long_signatures_fold(site: Site) -> None:
     assert "On GitHub" not in page
 
 
+@pytest.mark.slow
 def test_no_two_pages_have_one_title(site: Site) -> None:
     titles = [re.search("<title>(.*?)</title>", (site.folder / name).read_text())[1] for name in site.pages]  # type: ignore[index]
     assert len(set(titles)) == len(titles)
 
 
+@pytest.mark.slow
 def test_each_page_is_in_the_navigation(site: Site) -> None:
     linked = {urlsplit(link).path for link in site.pages["index.html"].links}
     pages = {str(page.relative_to(ROOT / "docs").with_suffix(".html")) for page in PAGES} - {"index.html"}
@@ -165,7 +172,7 @@ def test_lists_and_tables_begin_after_a_blank_line(page: Path) -> None:
         ("spark_hvd.checkpoint", set()),
         ("spark_hvd.data", set()),
         ("spark_hvd.estimators", set()),
-        ("spark_hvd.runner", {"run", "run_local", "run_elastic", "run_elastic_local", "warm_up", "doctor"}),
+        ("spark_hvd.runner", {*spark_hvd.__all__}),
     ],
 )  # fmt: skip
 def test_each_public_name_is_described(module: str, elsewhere: set[str]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from spark_hvd.runner.diagnosis.gpu_checks import Assigned, check_gpus
+from spark_hvd.runner.diagnosis.gpu_checks import check_gpus
 from spark_hvd.runner.diagnosis.report import Finding, Level
-from tests.doctor_cases import application, host, levels, of, with_gpus
+from tests.doctor_cases import application, host, levels, of, task, with_gpus
 
 BOTH = {"spark.executor.resource.gpu.amount": "2", "spark.task.resource.gpu.amount": "1"}
 
@@ -18,7 +18,7 @@ def found(
     each: int | None = None,
 ) -> list[Finding]:
     place = with_gpus(host("a"), devices) if devices else host("a")
-    tasks = [Assigned(number, "key-a", "a", gpus) for number, gpus in enumerate(assigned)]
+    tasks = [task(number, gpus=gpus) for number, gpus in enumerate(assigned)]
     return list(check_gpus(application(settings=settings or {}), [place], tasks, backend, each))
 
 

@@ -207,7 +207,7 @@ def test_the_timeout_also_holds_for_values(monkeypatch: pytest.MonkeyPatch) -> N
 
     job: Any = Job()
     config = RunConfig(num_proc=1, timeout=0.2, verbose=0)
-    with make_monitor(config, print, 1, None, None, None) as monitor:
+    with make_monitor(config, print, 1) as monitor:
         hub = ElasticHub(LIMITS, "127.0.0.1", None, monitor)
         monkeypatch.setattr(hub._state.membership, "verdict", Verdict(End.DONE, ranks=(0,)))
         try:

@@ -125,8 +125,8 @@ def test_elastic_arguments(name: str) -> None:
 
 RUN_ELASTIC = ["fn", "args", "kwargs", "num_proc", "min_num_proc", "max_num_proc"]
 FURTHER = {
-    *("start_timeout", "elastic_timeout", "reset_limit", "env", "stdout", "stderr", "verbose"),
-    *("interfaces", "timeout", "collective_timeout", "backend", "cooldown_range"),
+    *("start_timeout", "elastic_timeout", "reset_limit", "env", "verbose"),
+    *("timeout", "backend", "cooldown_range"),
 }
 
 

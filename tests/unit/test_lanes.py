@@ -148,7 +148,7 @@ def order(line: EpochLine, share: Any) -> Rows:
 def test_ranks_read_every_row_once(
     groups: list[int], window: int, size: int, seed: int, epoch: int, shuffle: bool, chunk: int
 ) -> None:
-    lanes = lanes_of(groups) if shuffle else 1
+    lanes = lanes_of(groups)
     line = EpochLine(groups, lanes, window, shuffle=shuffle, seed=seed, epoch=epoch, drawn=epoch, chunk=chunk)
     rows = sum(groups)
     if rows < size:

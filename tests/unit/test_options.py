@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ from typing import Any
 import pytest
 
 import spark_hvd
-from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.config import GROUPS, RunConfig
 from spark_hvd.runner.elastic.config import ElasticConfig
+from spark_hvd.runner.launch.arguments import folded
 from spark_hvd.runner.options import Option, options_of
 
 DECLARED = {
@@ -22,16 +25,17 @@ DECLARED = {
     "run_elastic_local": ElasticConfig,
     "doctor": RunConfig,
 }
-NOT_OPTIONS = {"fn", "args", "kwargs", "data", "data_store", "spark", "tracker", "stdout", "stderr", "store", "seconds"}
+NO_OPTIONS = {"fn", "args", "kwargs", "data", "data_store", "spark", "store", *GROUPS}
+IN_GROUPS = {option for kind in GROUPS.values() for option in options_of(kind)}
 
 
 @pytest.mark.parametrize("name", DECLARED)
 def test_a_signature_has_the_types_and_defaults_of_the_declaration(name: str) -> None:
     declared = {each.name: each for each in fields(DECLARED[name])}
     parameters = inspect.signature(getattr(spark_hvd, name)).parameters
-    assert parameters.keys() - declared.keys() <= NOT_OPTIONS
+    assert parameters.keys() - declared.keys() <= NO_OPTIONS
     if name in ("run", "run_elastic"):
-        assert declared.keys() <= parameters.keys()
+        assert declared.keys() == (parameters.keys() - NO_OPTIONS) | IN_GROUPS
     for option in parameters.keys() & declared.keys():
         if option == "env":  # None is no changes
             continue
@@ -58,12 +62,44 @@ def test_an_unknown_option_is_named_with_the_closest(name: str, wrong: str, clos
 
 
 def test_an_option_unlike_any_is_named_with_all() -> None:
-    with pytest.raises(TypeError, match=r"'xyzzy'\. Expected one of num_proc, data, backend, mpi, "):
+    with pytest.raises(TypeError, match=r"'xyzzy'\. Expected one of num_proc, data, backend, env, "):
         spark_hvd.run_local(len, xyzzy=1)  # type: ignore[call-arg]
 
 
-def test_a_config_of_arguments_takes_what_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spark_hvd.runner.config, "uses_tensorflow", lambda: False)  # other tests of this process may
+@pytest.mark.parametrize("name", sorted(set(DECLARED) - {"doctor"}))
+def test_options_of_a_group_are_arguments_with_a_warning(name: str) -> None:
+    with (
+        pytest.warns(
+            DeprecationWarning, match=rf"{name}\(ports=\.\.\.\) is .* network=spark_hvd.Network\(ports="
+        ) as warned,
+        pytest.raises(ValueError, match="ports='high'"),
+    ):
+        getattr(spark_hvd, name)(len, ports="high")
+    assert warned[0].filename == __file__, "it names the line that is to be changed"
+
+
+def test_a_group_of_another_type_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"network='eth1': expected a spark_hvd\.Network"):
+        spark_hvd.run_local(len, network="eth1")  # type: ignore[arg-type]
+
+
+def test_a_config_travels_without_what_belongs_to_this_program() -> None:
+    config = RunConfig.of({"num_proc": 2, "reporting": spark_hvd.Reporting(stdout=sys.stdout, progress="plain")})
+    there = pickle.loads(pickle.dumps(config))
+    assert there == RunConfig(num_proc=2, progress="plain")
+    assert config.stdout is sys.stdout
+
+
+def test_the_groups_tell_of_every_option() -> None:
+    for kind in GROUPS.values():
+        assert re.findall(r"^    (\w+): \S", kind.__doc__ or "", re.MULTILINE) == list(options_of(kind))
+
+
+def test_a_config_of_arguments_takes_what_it_declares() -> None:
+    assert RunConfig.of({"network": spark_hvd.Network(ports="1-2"), "num_proc": 3}) == RunConfig(
+        num_proc=3, ports="1-2"
+    )
+    assert folded({"num_proc": 3, "ports": "1-2"}) == {"num_proc": 3, "network": spark_hvd.Network(ports="1-2")}
     assert RunConfig.of({"num_proc": 3, "fn": len, "env": None}) == RunConfig(num_proc=3)
     assert ElasticConfig.of({"num_proc": 2, "min_num_proc": 1}).limits.min_num_proc == 1
 

@@ -10,7 +10,7 @@ import os, platform, signal, socket
 del signal.SIGPWR, os.sched_getaffinity, os.memfd_create, os.pipe2, socket.SO_PEERCRED
 platform.system = lambda: "Darwin"
 import spark_hvd
-from spark_hvd.runner.diagnosis.facts import _cores
+from spark_hvd.runner.diagnosis.probe import _cores
 """
 
 

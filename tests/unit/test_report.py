@@ -1,4 +1,4 @@
-"""The report as text, HTML and JSON."""
+"""The report as text and JSON."""
 
 from __future__ import annotations
 
@@ -34,14 +34,6 @@ def test_ok_means_no_errors() -> None:
     assert str(Report("x", (FINE, ODD), 0)).endswith("A run will work.")
     report = Report("x", (FINE, BAD, ODD), 0)
     assert (report.ok, report.errors, report.warnings) == (False, [BAD], [ODD])
-
-
-def test_html_is_escaped() -> None:
-    html = Report("<b>", (BAD,), 0)._repr_html_()
-    assert "<b>spark_hvd doctor</b>: &lt;b&gt;" in html
-    assert "disk &lt;1&gt;" in html
-    assert "no space &amp; no hope" in html
-    assert "<code>--conf a=b</code><br><code>rm -r /x" in html
 
 
 def test_json() -> None:

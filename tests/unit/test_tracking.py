@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 
 from spark_hvd import run_elastic_local, run_local
-from spark_hvd.runner import MlflowTracker, RankFailedError
+from spark_hvd.runner import MlflowTracker, RankFailedError, Reporting
 from spark_hvd.runner.watch.summary import Summary
 from spark_hvd.runner.watch.tracking import Tracking
 from spark_hvd.world.vitals import Vitals
@@ -67,7 +67,7 @@ def fail() -> None:
 @pytest.mark.slow
 def test_a_run() -> None:
     tracker = Recorder()
-    result = run_local(train, num_proc=2, tracker=tracker, verbose=0)
+    result = run_local(train, num_proc=2, reporting=Reporting(tracker=tracker), verbose=0)
     assert tracker.facts["function"] == "train"
     assert tracker.facts["num_proc"] == 2
     assert {"torch", "pyspark", "python", "spark_hvd", "backend"} <= tracker.facts.keys()
@@ -79,7 +79,7 @@ def test_a_run() -> None:
 
 def test_an_elastic_run() -> None:
     tracker = Recorder()
-    result = run_elastic_local(train, num_proc=2, tracker=tracker, verbose=0)
+    result = run_elastic_local(train, num_proc=2, reporting=Reporting(tracker=tracker), verbose=0)
     assert tracker.facts["num_proc"] == 2
     assert tracker.ends == [(None, result.summary)]
 
@@ -87,13 +87,13 @@ def test_an_elastic_run() -> None:
 def test_a_run_that_fails() -> None:
     tracker = Recorder()
     with pytest.raises(RankFailedError) as failed:
-        run_local(fail, num_proc=1, tracker=tracker, verbose=0)
+        run_local(fail, num_proc=1, reporting=Reporting(tracker=tracker), verbose=0)
     assert tracker.ends == [(failed.value, None)]
 
 
 def test_one_that_cannot_start_ends_the_run_before_it_begins() -> None:
     with pytest.raises(ConnectionError, match="no server"):
-        run_local(train, num_proc=1, tracker=Broken())
+        run_local(train, num_proc=1, reporting=Reporting(tracker=Broken()))
 
 
 def test_one_that_fails_later_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -111,4 +111,4 @@ def test_one_that_fails_later_is_one_warning(caplog: pytest.LogCaptureFixture) -
 @pytest.mark.parametrize("tracker", [MlflowTracker, 7])
 def test_no_tracker(tracker: Any) -> None:
     with pytest.raises(TypeError, match=r"^tracker=.*expected an object"):
-        run_local(train, num_proc=1, tracker=tracker)
+        run_local(train, num_proc=1, reporting=Reporting(tracker=tracker))

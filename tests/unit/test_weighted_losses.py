@@ -15,6 +15,7 @@ from torch.nn import functional
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.measure import ColumnFindings
 from spark_hvd.estimators.torch.objective import Objective
+from spark_hvd.estimators.torch.weighted import LossReduction, reduction_seen
 from spark_hvd.estimators.training.inputs import weights_of
 
 ROWS, CLASSES = 12, 4
@@ -105,6 +106,45 @@ def without_reduction(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor
 def test_a_loss_that_cannot_be_weighed_is_refused(loss: Callable[..., Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         both(loss, SCORES, TARGETS, torch.ones(ROWS))
+
+
+class SumInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MSELoss(reduction="sum")
+
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return self.inner(output, label)  # type: ignore[no-any-return]
+
+
+def with_any_options(output: torch.Tensor, label: torch.Tensor, **options: Any) -> torch.Tensor:
+    return functional.mse_loss(output, label, reduction="sum", **options)
+
+
+@pytest.mark.parametrize(
+    ("loss", "label", "kind"),
+    [
+        (lambda output, label: functional.mse_loss(output, label, reduction="sum"), TARGETS, "sum"),
+        (nn.MSELoss(reduction="sum").forward, TARGETS, "sum"),
+        (partial(nn.MSELoss(reduction="sum")), TARGETS, "sum"),
+        (SumInside(), TARGETS, "sum"),
+        (with_any_options, TARGETS, "sum"),
+        (without_reduction, TARGETS, "mean"),
+        (nn.MSELoss().forward, TARGETS, "mean"),
+        (lambda output, label: functional.cross_entropy(output, label), INSIDE, "mean"),
+        (lambda output, label: functional.cross_entropy(output, label, BY_CLASS), INSIDE, None),
+        (lambda output, label: functional.cross_entropy(output, label), NUMBERS, None),
+        (lambda output, label: (output - label).square().mean().sqrt(), TARGETS, None),
+        (lambda output, label: (output - label).sum() * 0, TARGETS, None),
+        (lambda output, label: (output.reshape(ROWS, -1) - label).mean(), TARGETS, None),
+    ],
+)
+def test_what_a_loss_that_does_not_tell_does_with_its_rows(loss: Any, label: torch.Tensor, kind: str | None) -> None:
+    assert not LossReduction.of(loss).is_torchs
+    assert reduction_seen(loss, SCORES, label) == kind
+    if kind is not None:
+        one = slice(0, 1)
+        assert reduction_seen(loss, SCORES[one], label[one]) == kind, "of one row"
 
 
 @pytest.mark.parametrize("odd", [-0.5, float("nan"), float("inf"), -float("inf")])

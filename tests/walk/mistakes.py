@@ -198,9 +198,11 @@ model.transform(spark.range(3).select(F.array(F.lit(1.0)).alias("x"))).collect()
     "another backend": Mistake("run(print, backend='gluu')", "backend='gluu'", "backend", "'gloo'"),
     "a negative time": Mistake("run(print, timeout=-1)", "timeout=-1", "timeout", "above 0"),
     "a variable that is no text": Mistake("run(print, env={'A': 1})", "env['A']=1", "env", "expected text"),
-    "ports that are none": Mistake("run(print, ports='many')", "many", "ports", "30000-30100"),
+    "ports that are none": Mistake(
+        "run(print, network=spark_hvd.Network(ports='many'))", "many", "ports", "30000-30100"
+    ),
     "an interface that is not there": Mistake(
-        "run(print, interfaces=['eth99'])", "eth99", "interface", "Give names or networks"
+        "run(print, network=spark_hvd.Network(interfaces=['eth99']))", "eth99", "interface", "Give names or networks"
     ),
     "enough ranks without restarts": Mistake(
         "run(print, min_num_proc=1)", "min_num_proc=1", "max_restarts=0", "give max_restarts"

@@ -9,12 +9,10 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
-from spark_hvd.runner.config import in_notebook
 from spark_hvd.runner.terminal import is_terminal
-from spark_hvd.runner.watch.display.json_lines import JsonDisplay
 from spark_hvd.runner.watch.display.lines import Display, LineWriter
 from spark_hvd.runner.watch.display.notebook import NotebookDisplay
-from spark_hvd.runner.watch.display.plain import LinesDisplay, PlainDisplay
+from spark_hvd.runner.watch.display.plain import JsonDisplay, LinesDisplay, PlainDisplay
 from spark_hvd.runner.watch.summary import Summary
 from spark_hvd.runner.watch.view import RunView
 
@@ -133,6 +131,13 @@ class _Guarded(Display):
                 _log.warning("what ranks print cannot be shown any more (%s); the run goes on", error)
             else:
                 _log.warning("the run cannot be shown any more (%s); it goes on", error, exc_info=True)
+
+
+def in_notebook() -> bool:
+    """Whether this program runs in a notebook's kernel."""
+    interactive = sys.modules.get("IPython")  # a notebook's kernel has imported it
+    shell = None if interactive is None else interactive.get_ipython()
+    return getattr(shell, "kernel", None) is not None
 
 
 def _automatic() -> str:

@@ -45,7 +45,7 @@ class NotebookDisplay(Display):
         self._writer.write(rank, stream, text)
 
     def show(self, view: RunView, now: float) -> None:
-        """Draw, twice a second."""
+        """Draw the table, at most twice a second."""
         self._latest = view, now
         if now < self._next:
             return

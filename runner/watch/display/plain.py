@@ -1,6 +1,12 @@
-"""A run as plain lines, for logs and pipes: what ranks print, and now and then a line on how far they are."""
+"""A run as lines, for logs and pipes: plain ones, or JSON for programs."""
 
 from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
 
 from spark_hvd.runner.watch import words
 from spark_hvd.runner.watch.display.lines import Display, LineWriter
@@ -8,8 +14,6 @@ from spark_hvd.runner.watch.snapshot import RunSnapshot
 from spark_hvd.runner.watch.summary import Summary
 from spark_hvd.runner.watch.view import RunView
 from spark_hvd.world.words import count
-
-INTERVAL = 30.0
 
 
 class LinesDisplay(Display):
@@ -33,10 +37,31 @@ class LinesDisplay(Display):
         """See base class."""
 
 
-class PlainDisplay(LinesDisplay):
-    """Writes how far the ranks are, besides what they print.
+class Interval:
+    """Says when it is time for the next of what comes regularly; the first comes one interval after the first call.
 
-    A run that ends before the first interval is over, and tells of no steps, shows only what its ranks print.
+    Args:
+        seconds: Between two of them.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._next: float | None = None
+
+    def over(self, now: float) -> bool:
+        """Whether it is time; then the next interval begins."""
+        if self._next is None:
+            self._next = now + self._seconds
+        if now < self._next:
+            return False
+        self._next = max(self._next + self._seconds, now + self._seconds / 2)
+        return True
+
+
+class PlainDisplay(LinesDisplay):
+    """Writes what ranks print, and now and then a line on how far they are.
+
+    A run that ends before the first interval is over, and reports no steps, shows only what its ranks print.
 
     Args:
         writer: Where ranks' lines go.
@@ -44,27 +69,56 @@ class PlainDisplay(LinesDisplay):
         interval: Seconds between two of them.
     """
 
-    def __init__(self, writer: LineWriter, notes: LineWriter, interval: float = INTERVAL) -> None:
+    def __init__(self, writer: LineWriter, notes: LineWriter, interval: float = 30.0) -> None:
         super().__init__(writer)
-        self._notes = notes
-        self._interval = interval
-        self._next: float | None = None
-        self._ended = False
+        self._notes, self._interval, self._ended = notes, Interval(interval), False
 
     def show(self, view: RunView, now: float) -> None:
         """Write a line if it is time."""
-        if self._next is None:
-            self._next = now + self._interval
-        if now >= self._next:
-            self._next = max(self._next + self._interval, now + self._interval / 2)
-            if text := compact(view.snapshot(now)):
-                self._notes.write(-1, "err", text)
+        if self._interval.over(now) and (text := compact(view.snapshot(now))):
+            self._notes.write(-1, "err", text)
 
     def end(self, summary: Summary | None) -> None:
         """Write the summary of a run that has something to tell."""
         if not self._ended and summary is not None and summary.worth_showing:
             self._notes.write(-1, "err", str(summary))
         self._ended = True
+
+
+class JsonDisplay(Display):
+    """Writes an object a line with an ``event``: "output" for a line of a rank, "progress", and "summary" at the end.
+
+    Args:
+        stream: Where they go.
+        interval: Seconds between two of "progress".
+        clock: Seconds since 1970, for the ``time`` of each event.
+    """
+
+    def __init__(self, stream: TextIO, interval: float = 1.0, clock: Callable[[], float] = time.time) -> None:
+        self._stream, self._clock = stream, clock
+        self._interval, self._ended = Interval(interval), False
+
+    def lines(self, rank: int, stream: str, text: str) -> None:
+        """Write one event for each line."""
+        self._write(*({"event": "output", "rank": rank, "stream": stream, "text": line} for line in text.split("\n")))
+
+    def show(self, view: RunView, now: float) -> None:
+        """Write the state if it is time."""
+        if self._interval.over(now):
+            self._write({"event": "progress", **view.snapshot(now).as_dict()})
+
+    def end(self, summary: Summary | None) -> None:
+        """Write the summary as the last event."""
+        if not self._ended and summary is not None:
+            self._write({"event": "summary", **summary.as_dict()})
+        self._ended = True
+
+    def _write(self, *events: dict[str, Any]) -> None:
+        now = round(self._clock(), 3)
+        for event in events:
+            line = {"event": event.pop("event"), "time": now, **_plain(event)}
+            self._stream.write(json.dumps(line, allow_nan=False) + "\n")
+        self._stream.flush()
 
 
 def compact(snapshot: RunSnapshot) -> str:
@@ -96,3 +150,14 @@ def compact(snapshot: RunSnapshot) -> str:
     if again := words.again(snapshot.restarts, snapshot.changes):
         parts.append(f"{again}, now {count(snapshot.size, 'rank')}")
     return ", ".join(parts)
+
+
+def _plain(value: Any) -> Any:
+    """The value without what JSON has no word for (nan, inf), and without digits that mean nothing."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value

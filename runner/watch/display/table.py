@@ -58,7 +58,7 @@ class TableDisplay(Display):
         self._console.print(Text.from_ansi(marked) if "\x1b" in marked else Text(marked))
 
     def show(self, view: RunView, now: float) -> None:
-        """Draw."""
+        """Draw the table, at most five times a second."""
         self._latest = view, now
         if now < self._next:
             return

@@ -50,7 +50,7 @@ class TableColumn:
 
     @property
     def width(self) -> int:
-        """Of its longest cell."""
+        """The number of characters of its longest cell."""
         return max(map(len, (self.heading, *self.cells, self.whole)))
 
 

@@ -16,7 +16,7 @@ _CULPRITS = 3
 
 
 class Kind(str, Enum):
-    """How bad it is."""
+    """How serious a verdict is."""
 
     HANG = "hang"  # nothing that the run waits for is being done
     STRAGGLER = "straggler"  # it is being done, slowly
@@ -47,7 +47,7 @@ class HangVerdict:
 
     @property
     def headline(self) -> str:
-        """The first line."""
+        """The first line of the verdict."""
         return self.text.partition("\n")[0]
 
 

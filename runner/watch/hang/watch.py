@@ -69,7 +69,7 @@ class _Patience:
 
 @dataclass(frozen=True, slots=True)
 class _ActiveVerdict:
-    """The verdict that holds."""
+    """The verdict that holds at present."""
 
     verdict: HangVerdict
     since: float
@@ -83,7 +83,7 @@ class _ActiveVerdict:
 
 @dataclass(slots=True)
 class _Inspection:
-    """An examination under way."""
+    """An examination that has not ended."""
 
     since: float
     waits: frozenset[Hashable]

@@ -1,4 +1,4 @@
-"""Where calls by name are while they are under way: yet to be told, in memory that ranks of a host share, or in vain.
+"""Calls by name in flight: not yet sent, in memory that ranks of a host share, or failed.
 
 May import transport and world; nothing else of the collectives. Doors: rounds, slots, outgoing, failure.
 """

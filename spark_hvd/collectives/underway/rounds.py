@@ -32,7 +32,7 @@ class MemoryWork(Protocol):
 
 
 class MemoryCall(Protocol):
-    """The handle of a call."""
+    """What rounds need of the handle of a call."""
 
     slot: Slot | None
     since: float
@@ -45,11 +45,11 @@ class MemoryCall(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the call has ended."""
         ...
 
     def complete(self, *, error: Exception | None = None) -> None:
-        """It has ended."""
+        """End the call, with an error or with its results in place."""
         ...
 
 

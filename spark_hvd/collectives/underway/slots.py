@@ -67,25 +67,25 @@ class SlotUse(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether a slot suits it."""
+        """Whether a slot can serve such a call."""
         plain = self.prescale == 1.0 and self.postscale == 1.0
         return self.dtype in _DTYPES and (plain or not is_integer(self.dtype)) and 0 < self.nbytes <= LARGEST
 
 
 class RoundState(enum.Enum):
-    """Of a round."""
+    """What a rank that waits in a slot sees of its round."""
 
     WAITS = 0
     COMPLETE = 1
     WITHDRAWN = 2
-    """It ends by way of the coordinator."""
+    """The call goes to the coordinator instead."""
 
 
 class Slot:
-    """Of one name, as one rank sees it.
+    """The place of one name in the shared memory, as one rank sees it.
 
     Args:
-        use: What for.
+        use: The kind of call that it serves.
         word: Its place among the words.
         start: Its place among the bytes of either turn.
         room: Bytes of data.
@@ -100,16 +100,16 @@ class Slot:
         self.room = room
         self.series = 0
         self.round = 0
-        """The last to which this rank has come."""
+        """The last round that this rank entered."""
         self.closed = True
-        """Whether this rank comes to no round until a new series begins."""
+        """Whether this rank enters no round until a new series begins."""
         self.handle: object = None
-        """Of the call that is under way on this rank; None if none is."""
+        """The handle of the call in flight on this rank; None if there is none."""
         self.copies: list[list[torch.Tensor]]
         """For either turn every rank's, in rank order."""
 
     def begin(self) -> None:
-        """A new series of rounds."""
+        """Begin a new series of rounds."""
         self.series += 1
         self.round = self.series << 32
         self.closed = False

@@ -14,7 +14,7 @@ import pyarrow as pa
 from spark_hvd.data.readers.files import Parts, RowGroups, where
 from spark_hvd.data.readers.forms import BatchT, Form, RowsT, Window
 from spark_hvd.data.readers.reader import Reader, ReaderSpec
-from spark_hvd.data.readers.sharding import Share, Turns, lanes_of, overlaps
+from spark_hvd.data.readers.sharding import Share, Turns, overlaps
 from spark_hvd.data.readers.values import columns_read
 from spark_hvd.data.readers.windows import WINDOW_BYTES, EpochLine, Piece, Round, runs_of, windows_of
 
@@ -63,7 +63,7 @@ class ArrowReader(Reader[BatchT], Generic[RowsT, BatchT]):
             if spec.shuffle or isinstance(share, Turns):
                 line = EpochLine(
                     groups,
-                    lanes_of(groups) if spec.shuffle else 1,
+                    spec.dataset.lanes(spec.shuffle),
                     spec.window_rows or self._window_rows(0),
                     shuffle=spec.shuffle,
                     seed=spec.seed,

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-SMALL_BYTES = 16 << 20
-"""Files in all of which every rank may look for its rows, so that global batches are the same in the files' order."""
+SMALL_BYTES = 64 << 20
+"""Files that up to four ranks read whole, each of them, where rows come in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class DatasetMeta:
         url: The directory of the files; names the data set in messages.
         columns: In the order of the files, those of ``partitions`` behind them.
         row_groups: All of them, in the order of file names and row group numbers. None is empty.
-        bytes: Compressed size of the files.
+        bytes: Compressed size of the files; 0 where it is not known.
         unischema: Whether the data set carries a Petastorm Unischema, so that only Petastorm can decode it.
         version: Which version of which table it is, for messages; "" for files that are no table's.
         partitions: Columns that are in no file, each with one value for a file: a row for each of :attr:`files`.
@@ -92,9 +92,14 @@ class DatasetMeta:
         return sum(group.rows for group in self.row_groups)
 
     def sharding(self, batch_size: int, drop_last: bool = False, *, shuffle: bool) -> Sharding:
-        """How ranks share the rows of an epoch: by the same global batches, unless large files come in their order."""
-        lanes = lanes_of([group.rows for group in self.row_groups]) if shuffle else int(0 < self.bytes <= SMALL_BYTES)
-        return Sharding(self.rows, batch_size, drop_last, lanes)
+        """How ranks share the rows of an epoch: by the same global batches."""
+        return Sharding(self.rows, batch_size, drop_last, self.lanes(shuffle))
+
+    def lanes(self, shuffle: bool) -> int:
+        """How many lanes a global batch takes rows from; 1 for the order of the files, in which all ranks read all."""
+        if not shuffle and self.bytes <= SMALL_BYTES:
+            return int(self.bytes > 0)
+        return lanes_of([group.rows for group in self.row_groups])
 
     def column(self, name: str) -> Column:
         """The column called ``name``.

@@ -16,6 +16,15 @@ def without_nulls(name: str, *, inside: bool = False) -> str:
     return f"fill or drop them first, e.g. df.na.drop(subset=[{name!r}])"
 
 
+def nulls_in(
+    column: str, nulls: int, of: str, where: str = "", *, first: int | None = None, inside: bool = False
+) -> str:
+    """The text of the error that a column has nulls, so many ``of`` some rows, the ``first`` in the row so numbered."""
+    at = "" if first is None else f", the first in row {first}"
+    remedy = without_nulls(column, inside=inside)
+    return f"column {column!r}{where and f' in {where}'} has {nulls} null(s) in {of}{at}: {remedy}"
+
+
 def without_nan(name: str, spark_type: str) -> str:
     """What to do about values that are NaN or infinite in a column of this type of Spark's; for messages.
 

@@ -41,11 +41,14 @@ def plain_schema(schema: pa.Schema) -> pa.Schema:
 
     Files of one table have different ones, and Arrow's functions do not take them all.
     """
-    return pa.schema([field.with_type(_plain(field.type)) for field in schema])
+    return pa.schema([field.with_type(plain_type(field.type)) for field in schema])
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """A column's type as :func:`plain_schema` has it."""
     types = pa.types
+    if types.is_dictionary(kind):
+        return plain_type(kind.value_type)
     if types.is_string_view(kind) or types.is_large_string(kind):
         return pa.string()
     if types.is_binary_view(kind) or types.is_large_binary(kind):
@@ -60,7 +63,7 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _plain_field(field: pa.Field) -> pa.Field:
-    return field.with_type(_plain(field.type))
+    return field.with_type(plain_type(field.type))
 
 
 KEPT_OPEN = 16

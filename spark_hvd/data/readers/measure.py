@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from spark_hvd.data.readers.dataset import Column
-from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.errors import DataError, nulls_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +126,9 @@ class ColumnFindings:
             DataError: there were nulls, and how many; or there are weights that cannot be used.
         """
         for name, count in self.nulls.items():
-            raise DataError(
-                f"column {name!r} has {count} null(s) in {self.rows} rows: fill them or drop these rows before fit, "
-                f"for example df.na.drop(subset=[{name!r}])"
-            )
+            raise DataError(nulls_in(name, count, f"{self.rows} rows"))
         for name, count in self.inner_nulls.items():
-            raise DataError(
-                f"column {name!r} has {count} null(s) inside its lists: fill them or drop these rows before fit"
-            )
+            raise DataError(nulls_in(name, count, f"the lists of {self.rows} rows", inside=True))
         if weights is None:
             return
         if self.odd_weights[0]:

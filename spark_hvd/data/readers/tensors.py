@@ -13,7 +13,7 @@ import torch
 import torch.utils.dlpack
 
 from spark_hvd.data.readers.dataset import Column
-from spark_hvd.data.readers.errors import DataError, without_nulls
+from spark_hvd.data.readers.errors import DataError, nulls_in
 
 _Where = tuple[Column, str]
 
@@ -173,10 +173,9 @@ def _flatten(array: pa.Array, at: _Where) -> tuple[pa.Array, tuple[int, ...]]:
 def _check_nulls(array: pa.Array, rows: int, at: _Where) -> None:
     if array.null_count:
         inside = len(array) != rows
-        raise DataError(
-            f"{_at(*at)} has {array.null_count} null(s) in {len(array)} {'values' if inside else 'rows'}: "
-            f"{without_nulls(at[0].name, inside=inside)}"
-        )
+        of = f"{len(array)} {'values' if inside else 'rows'}"
+        first = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False))) * rows // len(array)
+        raise DataError(nulls_in(at[0].name, array.null_count, of, at[1], first=first, inside=inside))
 
 
 def _one_length(array: pa.Array, rows: int, depth: int, at: _Where) -> int:

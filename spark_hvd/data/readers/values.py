@@ -12,7 +12,7 @@ import torch
 
 from spark_hvd.data.readers.batches import Blocks, Layout
 from spark_hvd.data.readers.dataset import Column, listed
-from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.errors import DataError, nulls_in
 from spark_hvd.data.readers.reader import ReaderSpec
 from spark_hvd.data.readers.tensors import to_tensor
 
@@ -87,7 +87,7 @@ class Values:
             plain = column.dtype != "object" and not (array.null_count and column.name in self._nullable)
             return to_tensor(array, column, where) if plain else array.to_pandas()
         if array.null_count:
-            raise DataError(f"column {column.name!r} in {where} has {array.null_count} null(s): drop them before fit")
+            raise DataError(nulls_in(column.name, array.null_count, f"{len(array)} rows", where))
         decoded = []
         for row, value in enumerate(array.to_pylist()):
             try:

@@ -99,8 +99,8 @@ def even_rows(rows: int, most: int) -> int:
 class EpochLine:
     """The rows of an epoch in the order of its line, cut into windows.
 
-    Every other lane has its row groups in reverse, so that two neighbours come to the row group at their border at the
-    same time: it is read once for both.
+    Shuffled, every other lane has its row groups in reverse, so that two neighbours come to the row group at their
+    border at the same time: it is read once for both.
 
     Args:
         groups: Rows of each row group.
@@ -140,9 +140,9 @@ class EpochLine:
             _cut(pieces, [(stop - length, stop)]) for stop, length in zip(accumulate(lengths), lengths, strict=True)
         ]
         for number, (lane, length) in enumerate(zip(lanes_of_line, lengths, strict=True)):
-            if number + 1 < lanes:
+            if shuffle and number + 1 < lanes:
                 _swap(lane, lanes_of_line[number + 1])
-            line += reversed(lane) if number % 2 else lane
+            line += reversed(lane) if shuffle and number % 2 else lane
             at += length
             cuts += [*range(at, at - length, -self.height)][::-1]
         if chunk := min(chunk, self.height):

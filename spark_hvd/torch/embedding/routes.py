@@ -57,7 +57,7 @@ def strides(rows: Sequence[int], size: int) -> list[int]:
 
 
 def plan(ids: Sequence[torch.Tensor], rows: Sequence[int], size: int) -> Route:
-    """Find out what to ask whom for.
+    """Plan which rows to request from which rank.
 
     Args:
         ids: Of each table, int64, of any shape; valid.

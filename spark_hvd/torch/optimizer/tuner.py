@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,113 +34,65 @@ _log = logging.getLogger("spark_hvd")
 
 GLOO_THREADS = (1, 2, 3, 4)
 """What is tried."""
-
-
-@dataclass(frozen=True)
-class Knob:
-    """One setting to tune.
-
-    Attributes:
-        name: Key of the setting.
-        low: Smallest value to try.
-        high: Largest value to try.
-        log: Whether ratios matter and not differences, as with sizes.
-        integer: Whether values are whole numbers.
-    """
-
-    name: str
-    low: float
-    high: float
-    log: bool = False
-    integer: bool = False
-
-    def value(self, position: float) -> float:
-        """The setting at a position in [0, 1] of the range."""
-        width = self.high - self.low
-        value: float = self.low * (self.high / self.low) ** position if self.log else self.low + width * position
-        value = min(max(value, self.low), self.high)  # a power is rounded
-        return round(value) if self.integer else value
-
-    def within(self, value: float) -> float:
-        """The value itself, or a ValueError if it is none of this knob's."""
-        if not self.low <= value <= self.high or (self.integer and value != int(value)):
-            kind = "a whole number" if self.integer else "a number"
-            raise ValueError(f"{self.name}={value}: expected {kind} from {self.low} to {self.high}.")
-        return value
-
-    def position(self, value: float) -> float:
-        """Where a setting lies in the range: 0 to 1."""
-        if self.log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
-        return (value - self.low) / (self.high - self.low)
-
-    def moved(self, value: float, distance: float) -> float:
-        """The setting that lies some part of the range away, or at its end; a whole number moves by at least one."""
-        found = self.value(self.position(value) + distance)
-        if self.integer and found == value:
-            found = min(max(value + int(math.copysign(1, distance)), self.low), self.high)
-        return found
-
+_BUCKET_CAPS_MB = tuple(2.0**power for power in range(-1, 8))
+_FUSION_THRESHOLDS_MB = tuple(2.0**power for power in range(9))
 
 Point = tuple[float, ...]
-"""Values of the knobs that are tuned, in their order."""
-
-FIRST_STEP, LAST_STEP = 1 / 4, 1 / 32
-"""How far the search moves a knob, as a part of its range: at first, and at last."""
+"""A value of every setting, in their order."""
 
 
 class Autotuner:
     """Tries settings, one sample of training each, and keeps the fastest. One rank has it and tells the others.
 
     The first samples are thrown away: start-up is not what training is like. Each further one is a trial. The search
-    moves one knob at a time, up and then down, and stays where the score is higher. When no move helps, it halves the
-    step. At the end the two best settings run once more, since the best of many noisy scores may be luck; the better
-    one stays.
+    moves one setting at a time, up and then down its candidates, and stays where the score is higher. When no move
+    helps, it halves the distance. At the end the two best run once more, since the best of many noisy scores may be
+    luck; the better one stays.
 
     Args:
-        knobs: What is tuned.
-        start: The values to begin with, of every knob that is not fixed.
+        candidates: What is tried for each setting, in ascending order. A setting with one candidate keeps it; if none
+            has more, `done` is true at once.
+        start: The values to begin with, of every setting; one that is no candidate becomes one.
         warmup_samples: Samples to throw away.
         samples: Trials, before the two best are checked.
-        log_path: A CSV file with a line a sample: its number, the value of every knob, the score, and "warmup", "trial"
-            or "final" for the check of the two best. An existing file is overwritten.
-        fixed: Knobs that keep this value, in their range or not. If none is left to tune, `done` is true at once.
+        log_path: A CSV file with a line a sample: its number, the value of every setting, the score, and "warmup",
+            "trial" or "final" for the check of the two best. An existing file is overwritten.
 
     Raises:
-        ValueError: A value to start with is none of its knob's.
         OSError: `log_path` cannot be written.
     """
 
     def __init__(
         self,
-        knobs: Sequence[Knob],
+        candidates: Mapping[str, Sequence[float]],
         start: Mapping[str, float],
         *,
         warmup_samples: int = 3,
         samples: int = 20,
         log_path: str | PathLike[str] | None = None,
-        fixed: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        self._knobs = tuple(knobs)
-        self._fixed = dict(fixed)
-        self._free = [knob for knob in knobs if knob.name not in fixed]
+        self._candidates = {
+            name: sorted({*values, start[name]}) if len(values) > 1 else list(values)
+            for name, values in candidates.items()
+        }
+        self._point: Point = tuple(
+            start[name] if len(values) > 1 else values[0] for name, values in self._candidates.items()
+        )
         self._warmup, self._trials = warmup_samples, samples
-        self._point: Point = tuple(knob.within(start[knob.name]) for knob in self._free)
         self._scores: dict[Point, list[float]] = {}
         self._proposals = self._search()
         self._finalists: list[Point] = []
         self._unchecked: list[Point] = []
         self._recorded = 0
-        self._done = not self._free
+        self._done = all(len(values) == 1 for values in self._candidates.values())
         self._log = None if log_path is None else Path(log_path)
         if self._log is not None:
-            _create(self._log, ["sample", *(knob.name for knob in knobs), "score", "phase"])
+            _create(self._log, ["sample", *self._candidates, "score", "phase"])
 
     @property
     def current(self) -> dict[str, float]:
-        """The values in force, of all knobs in their order."""
-        values = self._fixed | dict(zip((knob.name for knob in self._free), self._point, strict=True))
-        return {knob.name: values[knob.name] for knob in self._knobs}
+        """The values in force, of all settings in their order."""
+        return dict(zip(self._candidates, self._point, strict=True))
 
     @property
     def done(self) -> bool:
@@ -155,7 +106,7 @@ class Autotuner:
             score: Bytes per second, or any other rate: only ratios count.
 
         Returns:
-            The values of all knobs if they change now, else None.
+            The values of all settings if they change now, else None.
 
         Raises:
             ValueError: `score` is not a finite number above zero.
@@ -164,7 +115,7 @@ class Autotuner:
             raise ValueError(f"score={score}: expected bytes per second, a finite number above zero.")
         if self._done:
             return None
-        before = self.current
+        before = self._point
         self._recorded += 1
         trial = self._recorded - self._warmup
         if trial <= 0:
@@ -176,7 +127,7 @@ class Autotuner:
             self._point = next(self._proposals)
         else:
             self._settle()
-        return self.current if self.current != before else None
+        return self.current if self._point != before else None
 
     def _settle(self) -> None:
         if not self._finalists:
@@ -193,12 +144,13 @@ class Autotuner:
 
     def _search(self) -> Iterator[Point]:
         """Yield what to try next, without end; a point's score is known before the next is asked for."""
-        step = FIRST_STEP
-        while step >= LAST_STEP:
+        distance = max(map(len, self._candidates.values())) // 4 or 1
+        while distance:
             began = best = self._best()
-            for place, knob in enumerate(self._free):
-                for distance in (step, -step):
-                    point = (*best[:place], knob.moved(best[place], distance), *best[place + 1 :])
+            for place, values in enumerate(self._candidates.values()):
+                for step in (distance, -distance):
+                    index = min(max(values.index(best[place]) + step, 0), len(values) - 1)
+                    point = (*best[:place], values[index], *best[place + 1 :])
                     if point in self._scores:
                         continue
                     yield point
@@ -206,7 +158,7 @@ class Autotuner:
                         best = point
                         break
             if best == began:
-                step /= 2
+                distance //= 2
         while True:  # a score may have been luck
             yield self._best()
 
@@ -217,7 +169,7 @@ class Autotuner:
         if self._log is None:
             return
         try:
-            _append(self._log, [self._recorded, *self.current.values(), score, phase])
+            _append(self._log, [self._recorded, *self._point, score, phase])
         except OSError as error:
             warnings.warn(f"the autotune log {self._log} ends here: {error}", stacklevel=3)
             self._log = None  # training goes on
@@ -269,29 +221,24 @@ class StepTuner:
         cap, cap_is_fixed = bucket_cap_mb
         start = {
             "bucket_cap_mb": cap,
-            "fusion_threshold_mb": max(1.0, config.fusion_threshold / MEGABYTE),
-            "shared_memory": float(in_memory),
-            "gloo_threads": 2.0,  # torch's own choice
+            "fusion_threshold_mb": config.fusion_threshold / MEGABYTE,
+            "shared_memory": int(in_memory),
+            "gloo_threads": 2,  # torch's own choice
         }
-        fixed = {"bucket_cap_mb": cap} if cap_is_fixed else {}
-        if not in_memory:
-            fixed["shared_memory"] = 0.0
-        if not groups.by_threads:
-            fixed["gloo_threads"] = start["gloo_threads"]
+        candidates: dict[str, Sequence[float]] = {
+            "bucket_cap_mb": [cap] if cap_is_fixed else _BUCKET_CAPS_MB,
+            "fusion_threshold_mb": _FUSION_THRESHOLDS_MB,
+            "shared_memory": (0, 1) if in_memory else [0],
+            "gloo_threads": GLOO_THREADS if groups.by_threads else [2],
+        }
         self._tuner: Autotuner | None = None
         if dist.get_rank(groups.own) == 0:
             self._tuner = Autotuner(
-                [
-                    Knob("bucket_cap_mb", 0.5, 128.0, log=True),
-                    Knob("fusion_threshold_mb", 1.0, 256.0, log=True),
-                    Knob("shared_memory", 0.0, 1.0, integer=True),
-                    Knob("gloo_threads", GLOO_THREADS[0], GLOO_THREADS[-1], log=True, integer=True),
-                ],
+                candidates,
                 start,
                 warmup_samples=config.autotune_warmup_samples,
                 samples=config.autotune_max_samples,
                 log_path=config.autotune_log,
-                fixed=fixed,
             )
 
     def pause(self) -> None:

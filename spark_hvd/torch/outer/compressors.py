@@ -1,16 +1,23 @@
-"""Compressors whose results cannot be added up on the way: each rank gathers what all ranks have sent, and decodes it.
+"""The mean over the ranks of a flat tensor, and compressors for it whose results cannot be added up on the way.
 
-What is lost is kept by the rank that lost it and added to what it sends next: error feedback, as in Seide et al.,
-"1-Bit Stochastic Gradient Descent" (Interspeech 2014).
+With one of those, each rank gathers what all ranks have sent, and decodes it. What is lost is kept by the rank that
+lost it and added to what it sends next: error feedback, as in Seide et al., "1-Bit Stochastic Gradient Descent"
+(Interspeech 2014).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.nn.functional import pad
+
+from spark_hvd.collectives.compression import Compression
+from spark_hvd.collectives.execution import single_result
+from spark_hvd.collectives.process_set import ProcessSet
+from spark_hvd.collectives.start import Reducing, start_allgather, start_allreduce
+from spark_hvd.transport.communicator import ReduceOp
 
 _LEVELS = 127
 _MOST = 2**31
@@ -115,3 +122,51 @@ class TopKCompressor:
         """See RowCompressor."""
         half = len(row) // 2
         out.index_add_(0, row[half:].view(torch.int32), row[:half].view(torch.float32).to(out.dtype))
+
+
+class Averaging:
+    """The mean over the ranks of one flat tensor, started when this is made.
+
+    Args:
+        values: One-dimensional; it is overwritten.
+        name: By which the ranks match it.
+        compression: A RowCompressor, or one with `compress` and `decompress`.
+        process_set: Whose ranks take part.
+
+    Attributes:
+        lost: What compression has lost of `values`; None where nobody is to keep it.
+    """
+
+    lost: torch.Tensor | None = None
+
+    def __init__(
+        self, values: torch.Tensor, name: str, compression: Any = Compression.none, *, process_set: ProcessSet
+    ) -> None:
+        self._compression = compression
+        self._values = values
+        if isinstance(compression, RowCompressor):
+            row = compression.encode(values)
+            sent = torch.zeros_like(values)
+            compression.decode(row, sent)
+            self.lost = values.sub_(sent)
+            self._handle = start_allgather([row[None]], name, process_set, single_result)
+        else:
+            wire, self._context = compression.compress(values)
+            reducing = Reducing(ReduceOp.AVERAGE)
+            self._handle = start_allreduce([wire], name, reducing, process_set, single_result, in_place=True)
+        self._handle.poll()  # the coordinator is to hear of it now, not when somebody waits
+
+    def wait(self) -> torch.Tensor:
+        """The mean over the ranks that have taken part: all but those that have joined.
+
+        Raises:
+            MismatchError, StalledError, CollectiveError: See NamedHandle.wait.
+        """
+        result = self._handle.wait()
+        if not isinstance(self._compression, RowCompressor):
+            mean: torch.Tensor = self._compression.decompress(result, self._context)
+            return mean
+        total = torch.zeros_like(self._values)
+        for row in result:
+            self._compression.decode(row, total)
+        return total.div_(len(result))

@@ -17,14 +17,14 @@ from spark_hvd.torch.optimizer.adasum import AdasumOptimizer
 from spark_hvd.torch.optimizer.arguments import check_kind
 from spark_hvd.torch.optimizer.distributed import ReducedOptimizer
 from spark_hvd.torch.outer.compressors import RowCompressor
-from spark_hvd.torch.outer.rounds import OuterSettings, Rounds
+from spark_hvd.torch.outer.loop import OuterLoop, OuterSettings
 from spark_hvd.world import launcher as elastic_launcher
 
 Model = torch.nn.Module | Iterable[torch.nn.Parameter]
 
 _KEY = "outer"
 """Under which a state dict has what torch's optimizers do not know."""
-_live: weakref.WeakSet[Rounds] = weakref.WeakSet()
+_live: weakref.WeakSet[OuterLoop] = weakref.WeakSet()
 """Those of this process."""
 
 
@@ -33,27 +33,27 @@ class OuterOptimizer(torch.optim.Optimizer):
 
     __module__ = "spark_hvd.torch"
 
-    _rounds: Rounds
+    _loop: OuterLoop
 
     @property
     def local_steps(self) -> int:
         """Steps of this rank since the last exchange that was applied; 0 where all ranks have the same parameters."""
-        return self._rounds.steps
+        return self._loop.steps
 
     @property
     def rounds(self) -> int:
         """How many exchanges were applied; equal on all ranks that have not joined."""
-        return self._rounds.count
+        return self._loop.count
 
     @property
     def outer_optimizer(self) -> torch.optim.Optimizer | None:
         """DiLoCo's outer optimizer, for its learning rate; None with LocalSGD."""
-        return self._rounds.outer
+        return self._loop.outer
 
     def synchronize(self) -> None:
         """Make the parameters equal on all ranks; collective, to be called before they are evaluated or saved.
 
-        An exchange under way is ended, then what ranks have trained since is exchanged at once. Does nothing where
+        It finishes an exchange in flight, then exchanges what ranks have trained since. Does nothing where
         all are equal. Ranks may come with different numbers of steps in their last round, and each counts the same. If
         some had more rounds than others, those with fewer must have called hvd.join(), and so must then the others:
         the ranks that came furthest decide, the others take over their parameters.
@@ -64,7 +64,7 @@ class OuterOptimizer(torch.optim.Optimizer):
             StalledError: A rank is in an exchange that this one has not come to, and had not joined.
             CollectiveError: A peer or the network failed.
         """
-        self._rounds.synchronize()
+        self._loop.synchronize()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not possible any more.
@@ -72,7 +72,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: Always.
         """
-        if hasattr(self, "_rounds"):
+        if hasattr(self, "_loop"):
             raise RuntimeError(
                 "add_param_group() after hvd.LocalSGD or hvd.DiLoCo: the exchanges have places for the parameters "
                 "that were there. Add groups to the optimizer before it is given to them."
@@ -85,7 +85,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         With what the exchanges need under ``"outer"``: the parameters of the last one, the outer optimizer, and what
         compression has lost. Call :meth:`synchronize` before, and one rank's serves all.
         """
-        return {**super().state_dict(), _KEY: self._rounds.state_dict()}
+        return {**super().state_dict(), _KEY: self._loop.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See torch.optim.Optimizer.load_state_dict; the model's state is to be loaded, too. On every rank.
@@ -99,7 +99,7 @@ class OuterOptimizer(torch.optim.Optimizer):
                 "optimizer without hvd.LocalSGD or hvd.DiLoCo. Load it before the optimizer is given to them."
             )
         super().load_state_dict({key: value for key, value in state_dict.items() if key != _KEY})
-        self._rounds.load_state_dict(state_dict[_KEY])
+        self._loop.load_state_dict(state_dict[_KEY])
 
 
 def LocalSGD(
@@ -127,8 +127,8 @@ def LocalSGD(
         sync_every: Steps of a round.
         compression: Of what travels, which is how far the parameters have come since the last exchange:
             `Compression.none`, `.fp16`, `.bf16`, an `Int8Compressor` or a `TopKCompressor`.
-        overlap: Steps that each rank goes on alone while an exchange is under way; what it trains meanwhile stays, and
-            goes into the next one. 0: wait for it.
+        overlap: Steps that each rank continues alone while an exchange is in flight; what it trains meanwhile is kept,
+            and goes into the next one. 0: wait for it.
         average_buffers: Average the floating-point buffers of a module along, such as those of batch norm.
         process_set: The ranks to average over; on other ranks the optimizer stays a local one. Elastic ranks, outside
             their worlds, have none but all.
@@ -235,18 +235,18 @@ def _take_over(
     if average_buffers and isinstance(model, torch.nn.Module):
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     settings = OuterSettings(kind, f"{kind}.{ordinal('outer')}", sync_every, overlap, compression, process_set)
-    rounds = Rounds(settings, [names[id(param)] for param in params], params, buffers, outer)
+    loop = OuterLoop(settings, [names[id(param)] for param in params], params, buffers, outer)
     if outer is not None:
-        _retarget(outer, {id(param): anchor for param, anchor in zip(params, rounds.anchors, strict=True)})
-    _live.add(rounds)
+        _retarget(outer, {id(param): anchor for param, anchor in zip(params, loop.anchors, strict=True)})
+    _live.add(loop)
     base = type(optimizer)
     namespace = {"__doc__": base.__doc__, "__module__": base.__module__, "__qualname__": base.__qualname__}
     # A class swap, and hooks, for the reasons that DistributedOptimizer has them.
     optimizer.__class__ = type(base.__name__, (OuterOptimizer, base), namespace)
     assert isinstance(optimizer, OuterOptimizer)
-    optimizer._rounds = rounds
-    optimizer.register_step_pre_hook(lambda own, args, kwargs: rounds.before_step())
-    optimizer.register_step_post_hook(lambda own, args, kwargs: rounds.after_step())
+    optimizer._loop = loop
+    optimizer.register_step_pre_hook(lambda own, args, kwargs: loop.before_step())
+    optimizer.register_step_post_hook(lambda own, args, kwargs: loop.after_step())
     return optimizer
 
 
@@ -309,8 +309,8 @@ def _retarget(outer: torch.optim.Optimizer, anchors: dict[int, torch.nn.Paramete
 
 
 def _leave_world() -> None:
-    for rounds in list(_live):
-        rounds.leave_world()
+    for loop in list(_live):
+        loop.leave_world()
 
 
 register_world_hook(WorldHook(lambda: None, _leave_world))

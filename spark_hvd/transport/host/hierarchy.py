@@ -237,11 +237,11 @@ class Hierarchy:
         return [(buffers[self.pipes.place], HierarchicalSum(buffers, self)) for buffers in gathered]
 
     def begin(self, started: HierarchicalSum) -> None:
-        """A sum has begun."""
+        """Put a sum that has begun in line."""
         self._line.append(started)
 
     def under_way(self, started: HierarchicalSum) -> bool:
-        """Whether a sum has begun and is not handed round."""
+        """Whether a sum has begun and its slice is not copied to the host's ranks yet."""
         return started in self._line
 
     def poll(self) -> None:
@@ -264,7 +264,7 @@ class Hierarchy:
                 return
 
     def finish(self, last: HierarchicalSum) -> None:
-        """Wait until my slices of all sums up to this one are handed round."""
+        """Wait until my slices of all sums up to this one are copied to the host's ranks."""
         self.advance(last)
         while last in self._line:
             self._line.popleft().spread()

@@ -27,7 +27,7 @@ from spark_hvd.transport.waits import why_broken
 
 _READ = 4096
 _LOOK_SECONDS = 1.0
-"""How often who sleeps looks by himself."""
+"""Seconds after which a sleeping rank looks by itself."""
 
 
 class SyncPoint(enum.IntEnum):
@@ -175,7 +175,7 @@ class Pipes(Forkable):
     def _lacking(self, point: SyncPoint, times: int) -> int | None:
         """The place of the only other rank that has not come yet, _NOBODY, or None: there are several.
 
-        Who waits is woken by the last that he waits for. Were he woken by each, n ranks would write n² bytes.
+        A waiting rank is woken by the last rank that it waits for. Were it woken by each, n ranks would write n² bytes.
         """
         lacking = _NOBODY
         for place, board, _ in self._others:

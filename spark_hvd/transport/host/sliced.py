@@ -77,7 +77,7 @@ class SlicedStaging(Forkable):
 
     @property
     def connections(self) -> Connections:
-        """Those between the hosts."""
+        """The connections between the hosts."""
         return self._hierarchy.levels.connections
 
     def allreduce(self, ins: torch.Tensor, outs: torch.Tensor, prepare: Change, finish: Change) -> Handle[None]:

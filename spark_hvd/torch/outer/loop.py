@@ -1,4 +1,4 @@
-"""Rounds of local training: when they end, what travels then, and what all ranks have in common since."""
+"""The outer loop of LocalSGD and DiLoCo: when ranks exchange, what they exchange, and what all have in common since."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from spark_hvd.collectives.start import start_broadcast
 from spark_hvd.context.standing import current, in_world
 from spark_hvd.torch.optimizer.arguments import fingerprints, spec_of
 from spark_hvd.torch.optimizer.plan import require_same
-from spark_hvd.torch.outer.average import Averaging
-from spark_hvd.torch.outer.compressors import RowCompressor
-from spark_hvd.torch.outer.flat import FlatTensors
+from spark_hvd.torch.outer.compressors import Averaging, RowCompressor
 from spark_hvd.world.errors import MismatchError
 
 
 @dataclass(frozen=True, slots=True)
 class OuterSettings:
-    """What the user has chosen."""
+    """The options of LocalSGD or DiLoCo."""
 
     kind: str
     """``LocalSGD`` or ``DiLoCo``."""
@@ -37,7 +35,7 @@ class OuterSettings:
 
 @dataclass(slots=True)
 class _OuterExchange:
-    """An exchange under way."""
+    """An exchange in flight."""
 
     steps: int
     """How many local steps are in it."""
@@ -48,8 +46,8 @@ class _OuterExchange:
     buffers: list[Averaging]
 
 
-class Rounds:
-    """Trains alone, and comes together.
+class OuterLoop:
+    """Counts the local steps of one optimizer, and exchanges what they came to with the other ranks.
 
     Args:
         settings: See there.
@@ -251,16 +249,16 @@ class Rounds:
     # ---- state --------------------------------------------------------------------------------------------------
 
     def forget_exchange(self) -> None:
-        """Drop the exchange under way; what went into it goes into the next."""
+        """Drop the exchange in flight; what went into it goes into the next."""
         self._exchange = None
 
     def leave_world(self) -> None:
-        """The world is over."""
+        """Prepare for another world: the exchange in flight is dropped, and ranks are compared again."""
         self.forget_exchange()
         self._checked = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What a training goes on from. An exchange under way is no part of it: its steps are sent again."""
+        """What training resumes from. An exchange in flight is not included: its steps are sent again."""
         return {
             "anchors": list(self._flats),
             "lost": list(self._lost),
@@ -303,3 +301,48 @@ def _name_of(compression: Any) -> str:
     if isinstance(compression, RowCompressor):
         return repr(compression)
     return compression.__name__ if isinstance(compression, type) else type(compression).__name__
+
+
+class FlatTensors:
+    """Many tensors as few flat ones, as they are exchanged: one for each device and precision, float32 or float64.
+
+    Args:
+        tensors: Floating-point ones. They are looked at each time, not kept in the flat ones.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = list(tensors)
+        kinds = [(tensor.device, _wide(tensor.dtype)) for tensor in self.tensors]
+        self._kinds = list(dict.fromkeys(kinds))
+        self._sizes = [0] * len(self._kinds)
+        self._places: list[tuple[int, int]] = []
+        for tensor, kind in zip(self.tensors, kinds, strict=True):
+            number = self._kinds.index(kind)
+            self._places.append((number, self._sizes[number]))
+            self._sizes[number] += tensor.numel()
+
+    def read(self) -> list[torch.Tensor]:
+        """New flat tensors with the values that the tensors have now."""
+        flats = [
+            torch.empty(size, dtype=dtype, device=device)
+            for size, (device, dtype) in zip(self._sizes, self._kinds, strict=True)
+        ]
+        for view, tensor in zip(self.views(flats), self.tensors, strict=True):
+            view.copy_(tensor.detach())
+        return flats
+
+    def write(self, flats: Sequence[torch.Tensor]) -> None:
+        """Give the tensors the values of flat ones."""
+        for view, tensor in zip(self.views(flats), self.tensors, strict=True):
+            tensor.detach().copy_(view)
+
+    def views(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The parts of flat tensors, in the order and the shapes of the tensors."""
+        return [
+            flats[number][start : start + tensor.numel()].view(tensor.shape)
+            for tensor, (number, start) in zip(self.tensors, self._places, strict=True)
+        ]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

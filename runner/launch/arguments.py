@@ -1,0 +1,118 @@
+"""The arguments of functions that start ranks: what they mean, and the config that they come to in this program."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from spark_hvd.runner.config import GROUPS, PRELOAD, CommonConfig
+from spark_hvd.runner.options import Option, meanings, options_of
+from spark_hvd.runner.watch.display.choose import in_notebook
+from spark_hvd.world.env import carried_dialect
+from spark_hvd.world.words import nearest
+
+C = TypeVar("C", bound=CommonConfig)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_NO_OPTIONS = {
+    "fn": "The training function.",
+    "args": "Positional arguments of fn.",
+    "kwargs": "Keyword arguments of fn.",
+    "data": 'Data sets by name, as ``{"train": df, "val": "s3://bucket/val"}``: Spark or pandas DataFrames, Arrow '
+    "tables, and paths of files. In fn, each rank reads its share of the rows.",
+    "data_store": "Where rows of DataFrames and tables are written for the ranks, and deleted after the run: a path or "
+    "URL that all hosts reach, or a Store; None for a temporary folder, if the ranks are on this machine.",
+    "spark": "The session; None for the active one.",
+    "network": "How ranks reach each other and this program, as a :class:`spark_hvd.Network`: interfaces, ports, MPI, "
+    "the time limit of collectives.",
+    "reporting": "What is shown and kept of the run, as a :class:`spark_hvd.Reporting`: progress, tracker, streams.",
+}
+"""Arguments that no config holds by these names."""
+
+
+def launcher(config: type[C], **texts: str) -> Callable[[Callable[Concatenate[C, P], R]], Callable[P, R]]:
+    """Make a function that starts ranks of one whose first argument is the config that the other arguments come to.
+
+    The signature stays written out, for those who read it without running it (editors, mypy); the docstring gets what
+    each argument means. A name that is no argument is refused with the closest that is one. Options of a Network or a
+    Reporting are taken as arguments of their own too, with a DeprecationWarning.
+
+    Args:
+        config: The class.
+        texts: What options mean here, where that differs.
+    """
+
+    def complete(function: Callable[Concatenate[C, P], R]) -> Callable[P, R]:
+        own = inspect.signature(function)
+        signature = own.replace(parameters=list(own.parameters.values())[1:])
+        names = list(signature.parameters)
+        moved = {option: group for group, kind in GROUPS.items() if group in names for option in options_of(kind)}
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name in moved and name not in names:
+                    group = moved[name]
+                    warnings.warn(
+                        f"{function.__name__}({name}=...) is deprecated: give "
+                        f"{group}=spark_hvd.{GROUPS[group].__name__}({name}=...)",
+                        DeprecationWarning,
+                        stacklevel=2,
+                    )
+                elif name not in names:
+                    named = [each for each in names if each not in ("fn", "args", "kwargs")]
+                    hint = nearest(name, [*named, *moved], 0.4) or f" Expected one of {', '.join(named)}."
+                    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}.{hint}")
+            old = {name: kwargs.pop(name) for name in moved if name in kwargs}
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}() {error}") from None
+            bound.apply_defaults()
+            return function(config.of({**bound.arguments, **old}), *args, **kwargs)
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        if function.__doc__ is not None:  # there is none under python -OO
+            told: dict[str, Option | str] = {**_NO_OPTIONS, **options_of(config), **texts}
+            head, returns, rest = inspect.cleandoc(function.__doc__).partition("Returns:\n")
+            call.__doc__ = f"{head}Args:\n{meanings({name: told[name] for name in names})}\n\n{returns}{rest}"
+        return call
+
+    return complete
+
+
+def folded(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options one by one as arguments of a function that starts ranks: some of them are those of a Network, say."""
+    rest = dict(options)
+    for group, kind in GROUPS.items():
+        if parts := {name: rest.pop(name) for name in options_of(kind) if name in rest}:
+            rest[group] = kind(**parts)
+    return rest
+
+
+def adapted(config: C) -> C:
+    """The config with what this program adds: its dialect, and TensorFlow for ranks to import where it trains with it.
+
+    Raises:
+        ValueError: it is to be shown in a notebook, and this program runs in none.
+    """
+    if config.progress == "notebook" and not in_notebook():
+        raise ValueError(
+            "progress='notebook': this program does not run in a notebook; 'auto' is a table where it does."
+        )
+    tensorflow = {PRELOAD: "tensorflow"} if uses_tensorflow() else {}
+    return replace(config, env={**tensorflow, **carried_dialect(), **config.env})
+
+
+def uses_tensorflow() -> bool:
+    """Whether this program trains with TensorFlow, as far as its imports tell: others import it without any need."""
+    if "spark_hvd.tensorflow" in sys.modules:
+        return True
+    keras = sys.modules.get("keras") if "tensorflow" in sys.modules else None
+    return keras is not None and bool(keras.config.backend() == "tensorflow")
