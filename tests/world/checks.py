@@ -147,6 +147,9 @@ class Checks:
 
     def _result(self, values: list[Any]) -> None:
         assert values
+        if not self._world.plan.elastic:
+            assert values == [None] * len(values)
+            return
         assert min(self._printed, self._vitals) >= len(values), "what ranks tell is not shown"
         assert all(value == values[0] for value in values), "values differ between ranks"
         seen = [tuple(map(int, each.split(":"))) for each in values[0][2].split()]  # epoch and row

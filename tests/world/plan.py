@@ -49,6 +49,7 @@ class Plan:
         names: Most named collectives that get a number.
         sealed: Whether a collective of each step has seals, by which it is another one each time.
         grain: Seconds of which all times are multiples; 0 for none.
+        elastic: Whether fn has an elastic function.
         faults: In order.
     """
 
@@ -70,6 +71,7 @@ class Plan:
     names: int = 1024
     sealed: bool = True
     grain: float = 0.0
+    elastic: bool = True
     faults: tuple[Fault, ...] = field(default=())
 
     def without(self, number: int) -> Plan:
@@ -138,5 +140,6 @@ def plan_of(seed: int | str) -> Plan:
         sealed=chance.random() < 0.5,
         again=int(chance.random() < 0.1),
         grain=chance.choice([0.0, 0.0, 0.0, 0.25]),
+        elastic=chance.random() > 0.03,
         faults=tuple(sorted(faults, key=lambda fault: fault.at)),
     )

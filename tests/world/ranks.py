@@ -191,7 +191,7 @@ class RankProcess:
         if self.world.hosts[self.host].bad:
             raise Exit(1)
         try:
-            value = None if self.returns else self._train()
+            value = self._train() if self.world.plan.elastic and not self.returns else None
         except Early:
             self.say({"type": "outcome", "ok": True}, pickle.dumps(None))
         except AssertionError:
