@@ -345,7 +345,7 @@ def test_keys_are_hashed_as_spark_does(spark: SparkSession) -> None:
 @pytest.mark.parametrize(
     ("value", "error", "text"),
     [
-        (5, TypeError, r"data\['train'\] is of type int: expected a Spark DataFrame, a pandas"),
+        (5, TypeError, r"data\['train'\] is of type int: expected a Spark DataFrame; a pandas"),
         (pa.table({"__id": [1]}), ValueError, "has a column '__id'"),
         (pa.table({"__Source": [1]}), ValueError, "has a column '__Source'"),
         (pa.table({}), ValueError, "has no columns"),

@@ -295,7 +295,7 @@ def test_nulls(spark: SparkSession) -> None:
         [("a", 1.0, [1.0]), (None, None, [2.0, 3.0])], "text string, x double, v array<float>"
     )
     text = said(spark_hvd.predict(frame, ByBytes(), columns="text", collate=padded, outputs={"width": "int"}))
-    assert re.search(r"column 'text' has (1 null\(s\) in|nulls: fill or drop)", text)
+    assert re.search(r"column 'text'( in predict)? has (1 null\(s\) in|nulls: fill or drop)", text)
     assert re.search(r"column 'x'( in predict)? has (1 null\(s\) in|nulls: fill or drop)",
                      said(spark_hvd.predict(frame, lambda: abs, columns="x", outputs="float")))  # fmt: skip
     text = said(spark_hvd.predict(frame.coalesce(1), lambda: abs, columns="v", outputs="float"))
