@@ -133,7 +133,7 @@ class KerasEstimator(_OfKeras, SparkEstimator[KerasModel]):
         import keras
 
         wrong = {"sum", "mean_with_sample_weight"} if spec.sample_weight_col else {"sum"}
-        for loss in keras.tree.flatten(plan.settings["loss"]):
+        for loss in keras.tree.flatten(self.value_of("loss")):
             if (reduction := getattr(loss, "reduction", None)) in wrong and plan.backend.num_processes() > 1:
                 raise ModelError(
                     f"{loss.name} has reduction={reduction!r}, and several ranks give the mean over the rows of all: "
