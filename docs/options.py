@@ -23,6 +23,6 @@ class MadeDocstrings(griffe.Extension):
             del func.parameters["config"]
 
     def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
-        """Called for each class."""
+        """Complete a class once it and its docstring were read."""
         if cls.docstring is not None and any(str(each.value) == "described" for each in cls.decorators):
             cls.docstring.value = inspect.getdoc(getattr(spark_hvd, cls.name)) or ""

@@ -67,27 +67,27 @@ class FilesystemStore(Store):
         return _numbered(self._test_path, idx)
 
     def get_runs_path(self) -> str:
-        """Directory of the runs."""
+        """Return the directory that holds all runs."""
         return self.runs_path or self.join("runs")
 
     def get_run_path(self, run_id: str) -> str:
-        """Directory of a run."""
+        """Return the directory of a run."""
         return self.plain.run_path(run_id)
 
     def get_checkpoint_path(self, run_id: str) -> str:
-        """File of a run's checkpoint."""
+        """Return the path of a run's checkpoint file."""
         return self.plain.checkpoint_path(run_id)
 
     def get_logs_path(self, run_id: str) -> str:
-        """Directory of a run's logs."""
+        """Return the directory of a run's logs."""
         return self.plain.logs_path(run_id)
 
     def read(self, path: str) -> bytes:
-        """What is in a file."""
+        """Return the content of a file, as bytes."""
         return self.read_bytes(path)
 
     def write_text(self, path: str, text: str) -> None:
-        """Write a file."""
+        """Write text to a file, in UTF-8."""
         self.write_bytes(path, text.encode())
 
 
