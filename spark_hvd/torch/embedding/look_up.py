@@ -57,7 +57,7 @@ def look_up_async(tables: Sequence[ShardedEmbedding], ids: Sequence[torch.Tensor
 
 
 class LookUp:
-    """A look-up in flight."""
+    """A look-up that has begun; ``wait()`` gives its rows."""
 
     __module__: str = "spark_hvd.torch"
 
