@@ -87,6 +87,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
+def pytest_collection_finish() -> None:
+    """A process that has imported spark_hvd.horovod has Horovod's dialect, and so have the ranks of its runs."""
+    if "spark_hvd.horovod" in sys.modules:
+        raise pytest.UsageError("A test module imports spark_hvd.horovod when it is collected: import it in the tests.")
+
+
+@pytest.fixture(autouse=True)
+def _own_dialect() -> Iterator[None]:
+    """The tests after one that imports spark_hvd.horovod have our own dialect again."""
+    yield
+    if "spark_hvd.horovod" in sys.modules:
+        for name in [name for name in sys.modules if f"{name}.".startswith(("horovod.", "spark_hvd.horovod."))]:
+            del sys.modules[name]
+        sys.meta_path[:] = [each for each in sys.meta_path if type(each).__module__ != "spark_hvd.horovod.finder"]
+        os.environ.pop("SPARK_HVD_DIALECT", None)
+
+
 def start_session(master: str, **settings: str) -> SparkSession:
     """A session on ``master``; ends the one that is active, since an application has one master."""
     import pyspark

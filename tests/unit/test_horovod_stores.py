@@ -7,17 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from spark_hvd.horovod import spark_conf
-from spark_hvd.horovod.stores import FilesystemStore
 from spark_hvd.store import Store
 
 
-class Elsewhere(FilesystemStore):
-    def get_runs_path(self) -> str:
-        return self.join("elsewhere")
-
-
 def test_paths_are_those_of_horovod(tmp_path: Path) -> None:
+    from spark_hvd.horovod.stores import FilesystemStore
+
     store = FilesystemStore(str(tmp_path), save_runs=True)
     assert store.get_train_data_path() == f"{tmp_path}/intermediate_train_data"
     assert store.get_val_data_path(3) == f"{tmp_path}/intermediate_val_data.3"
@@ -29,6 +24,8 @@ def test_paths_are_those_of_horovod(tmp_path: Path) -> None:
 
 
 def test_data_count_where_they_are(tmp_path: Path) -> None:
+    from spark_hvd.horovod.stores import FilesystemStore
+
     store = FilesystemStore(str(tmp_path))
     assert store.prepared == (None, None)
     (tmp_path / "mine").mkdir()
@@ -41,6 +38,12 @@ def test_data_count_where_they_are(tmp_path: Path) -> None:
 
 
 def test_a_subclass_says_where_runs_are(tmp_path: Path) -> None:
+    from spark_hvd.horovod.stores import FilesystemStore
+
+    class Elsewhere(FilesystemStore):
+        def get_runs_path(self) -> str:
+            return self.join("elsewhere")
+
     plain = Elsewhere(str(tmp_path)).plain
     assert type(plain) is Store
     assert plain.run_path("a") == f"{tmp_path}/elsewhere/a"
@@ -48,5 +51,7 @@ def test_a_subclass_says_where_runs_are(tmp_path: Path) -> None:
 
 
 def test_each_setting_of_spark_has_a_default() -> None:
+    from spark_hvd.horovod import spark_conf
+
     pairs = [value for value in vars(spark_conf).values() if isinstance(value, tuple)]
     assert {name for name, _ in pairs} == spark_conf.SPARK_CONF_DEFAULT_VALUES.keys()
