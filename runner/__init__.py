@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     )
     from spark_hvd.runner.outcome.payload import UnpicklableError
     from spark_hvd.runner.watch.mlflow import MlflowTracker
-    from spark_hvd.runner.watch.tracking import Tracker
+    from spark_hvd.runner.watch.tracking import StopRun, Tracker
 
 __all__ = [
     "ClusterError",
@@ -60,6 +60,7 @@ __all__ = [
     "SetupError",
     "StartTimeoutError",
     "StateLostError",
+    "StopRun",
     "TooFewRanksError",
     "Tracker",
     "UnpicklableError",
@@ -75,7 +76,6 @@ __all__ = [
 _HOME = {
     "MlflowTracker": "watch.mlflow",
     "RunResult": "launch.result",
-    "Tracker": "watch.tracking",
     "UnpicklableError": "outcome.payload",
     "WarmUp": "launch.warm",
     "doctor": "diagnosis.examine",
@@ -85,6 +85,7 @@ _HOME = {
     "run_local": "launch.local",
     "warm_up": "launch.warm",
     **dict.fromkeys(("Network", "Reporting"), "config"),
+    **dict.fromkeys(("StopRun", "Tracker"), "watch.tracking"),
     **dict.fromkeys(("Finding", "Level", "Report"), "diagnosis.report"),
 }
 

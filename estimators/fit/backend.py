@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from spark_hvd.runner import run, run_elastic, run_elastic_local, run_local
@@ -14,7 +14,7 @@ from spark_hvd.runner.launch.arguments import adapted
 from spark_hvd.runner.launch.early import torch_loading
 from spark_hvd.runner.launch.run import tasks_of
 from spark_hvd.runner.spark.profiles import Ask, task_resources
-from spark_hvd.runner.spark.session import active_session
+from spark_hvd.runner.spark.session import active_session, is_connect
 from spark_hvd.runner.spark.slots import wait_for_slots
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _turn = threading.Lock()
-"""One training at a time: two barrier stages that together need more slots than there are would wait for each other's,
-and with fewer each would slow the other down. A CrossValidator with parallelism above 1 fits from several threads."""
+"""One training at a time where nobody counts slots: on this machine, with Spark Connect, and of ranks that come and go,
+which take every slot they find. A CrossValidator with parallelism above 1 fits from several threads."""
 
 
 class Backend(Protocol):
@@ -105,11 +105,19 @@ class SparkBackend(Backend):
         kwargs: Mapping[str, Any] | None = None,
         data: Mapping[str, Any] | None = None,
     ) -> list[R]:
-        """See base class. Waits for other trainings that this process has under way; ``data`` is that of the run."""
+        """See base class. Waits for other runs of this process where slots do not do for both.
+
+        Args:
+            fn: See base class.
+            args: See base class.
+            kwargs: See base class.
+            data: That of the run.
+        """
         options = {"spark": self._spark, "data": data, **self._options}
-        with _turn:
-            if self.max_num_proc is None:
+        if self.max_num_proc is None:  # runs share the slots, where these can be counted
+            with _turn if is_connect(active_session(self._spark)) else nullcontext():
                 return run(fn, args, kwargs, self._num_proc, **options)
+        with _turn:
             return run_elastic(fn, args, kwargs, self.num_processes(), max_num_proc=self.max_num_proc, **options)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from spark_hvd.runner.channel.hub import HubServer
 from spark_hvd.runner.launch.monitor import Monitor
 from spark_hvd.runner.outcome.errors import RunError, StartTimeoutError, check_hub
+from spark_hvd.runner.stopping import check_stop
 
 if TYPE_CHECKING:
     from spark_hvd.runner.spark.job import TaskJob
@@ -98,6 +99,7 @@ def attend(
     try:
         while job.running:
             job.wait(_LOOK_EVERY)
+            check_stop()
             monitor.flush()
             if hub is not None:
                 check_hub(hub.failure)

@@ -14,6 +14,7 @@ from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.profiles import TaskResources
 from spark_hvd.runner.spark.reach import unanswered
 from spark_hvd.runner.spark.slots import task_slots
+from spark_hvd.runner.stopping import check_stop
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -105,6 +106,7 @@ def tasks_again(session: SparkSession, config: RunConfig, resources: TaskResourc
             return wanted
         if on_spark.is_local(session) or time.monotonic() > deadline:
             break
+        check_stop()
         time.sleep(0.2)
     if there >= least:
         ranks = min(there, wanted) * each

@@ -14,11 +14,12 @@ from spark_hvd.runner.launch.early import torch_loading
 from spark_hvd.runner.launch.monitor import make_monitor
 from spark_hvd.runner.launch.restart import check_least, tasks_again, with_restarts
 from spark_hvd.runner.launch.result import RunResult
+from spark_hvd.runner.launch.turns import turns
 from spark_hvd.runner.outcome.errors import RunError
 from spark_hvd.runner.outcome.payload import dump_call, name_of
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.profiles import Ask, TaskResources, task_resources
-from spark_hvd.runner.spark.slots import wait_for_slots
+from spark_hvd.runner.spark.slots import task_slots, wait_for_slots
 from spark_hvd.runner.tracebacks import briefly
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def run(
     check_least(config, tasks)
     name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
     with (
+        turns.taking(tasks, task_slots(session, resources)),
         torch_loading(session, config.env),
         make_monitor(config, fn, tasks * config.procs_per_task) as monitor,
     ):

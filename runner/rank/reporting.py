@@ -63,6 +63,8 @@ class VitalsSender:
         try:
             while True:
                 last = self._stopped.is_set()
+                if last:
+                    activity.end_loop(last=True)
                 vitals = observe()
                 if vitals is not None and not last:
                     self._tell(vitals)

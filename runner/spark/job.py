@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from spark_hvd.runner.outcome.report import Where
 from spark_hvd.runner.outcome.rows import SCHEMA, Row
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
     from pyspark.sql import DataFrame, SparkSession
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 
@@ -40,7 +42,7 @@ class TaskAttempt:
     leaving: bool
 
 
-def _inheriting(spark: SparkSession, target: Callable[[], None]) -> Callable[[], None]:
+def inheriting(spark: SparkSession, target: Callable[P, R]) -> Callable[P, R]:
     """`target` for another thread, in which the caller's local properties hold, such as its scheduler pool.
 
     Takes a Spark Connect session as well. Spark 4 carries the caller's tags along, if it is told the session; 3.5 takes
@@ -50,9 +52,20 @@ def _inheriting(spark: SparkSession, target: Callable[[], None]) -> Callable[[],
     from pyspark import inheritable_thread_target
 
     if int(pyspark.__version__.partition(".")[0]) >= 4:
-        wrapped: Callable[[], None] = inheritable_thread_target(spark)(target)
+        wrapped: Callable[P, R] = inheritable_thread_target(spark)(target)
         return wrapped
-    return target if is_connect(spark) else inheritable_thread_target(target)
+    return target if is_connect(spark) else cast("Callable[P, R]", inheritable_thread_target(target))
+
+
+def cancel_jobs(spark: SparkSession, tag: str) -> None:
+    """Ask Spark to kill the tasks of all jobs with a tag; returns at once."""
+    try:
+        if is_connect(spark):
+            spark.interruptTag(tag)
+        else:
+            spark.sparkContext.cancelJobsWithTag(tag)
+    except Exception as error:
+        _log.warning("could not cancel the Spark job of this run: %s", error)
 
 
 class TaskJob:
@@ -101,7 +114,7 @@ class TaskJob:
         self.error: Exception | None = None
         self._begun: int | None = None
         """Tasks that have started, as far as a Spark Connect server has reported."""
-        target = _inheriting(spark, self._run)
+        target = inheriting(spark, self._run)
         # Not the thread's own join(): a Ctrl-C in it makes Python 3.10 to 3.12 take a thread that runs for one that has
         # ended (bpo-45274).
         self._ended = threading.Event()
@@ -119,13 +132,7 @@ class TaskJob:
 
     def cancel(self) -> None:
         """Ask Spark to kill the tasks; returns at once."""
-        try:
-            if is_connect(self._spark):
-                self._spark.interruptTag(self._tag)
-            else:
-                self._spark.sparkContext.cancelJobsWithTag(self._tag)
-        except Exception as error:
-            _log.warning("could not cancel the Spark job of this run: %s", error)
+        cancel_jobs(self._spark, self._tag)
 
     @property
     def placed(self) -> bool | None:

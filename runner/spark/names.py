@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spark_hvd.runner.spark.private import CALL_SITE, CALL_STACK, keeping_call_site
 from spark_hvd.runner.spark.session import is_connect
@@ -31,6 +31,25 @@ def job_group(spark: SparkSession, group: str) -> Iterator[None]:
     """
     with _properties(spark, {} if _property(spark, _GROUP) else {_GROUP: group}):
         yield
+
+
+@contextmanager
+def jobs_tagged(spark: SparkSession, tag: str, description: str) -> Iterator[None]:
+    """Tag all jobs that this thread starts, so that they can be cancelled, and say what they are for.
+
+    Args:
+        spark: The session.
+        tag: See :func:`spark_hvd.runner.spark.job.cancel_jobs`.
+        description: Goes before those of ours. With Spark Connect there is none.
+    """
+    tagged: Any = spark if is_connect(spark) else spark.sparkContext
+    add, remove = (tagged.addTag, tagged.removeTag) if tagged is spark else (tagged.addJobTag, tagged.removeJobTag)
+    add(tag)
+    try:
+        with _properties(spark, {} if tagged is spark else {_DESCRIPTION: description}):
+            yield
+    finally:
+        remove(tag)
 
 
 @contextmanager

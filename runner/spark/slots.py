@@ -9,6 +9,7 @@ from spark_hvd.runner.outcome.errors import ClusterError, NotEnoughSlotsError
 from spark_hvd.runner.spark import private as spark_private
 from spark_hvd.runner.spark.profiles import TaskResources
 from spark_hvd.runner.spark.session import conf, is_connect, is_local
+from spark_hvd.runner.stopping import check_stop
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -62,6 +63,7 @@ def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: flo
         patience = _patience(spark, num_proc or 1, start_timeout, resources)
         if time.monotonic() - started >= patience:
             raise NotEnoughSlotsError(_too_few(spark, num_proc or 1, there, resources))
+        check_stop()
         time.sleep(0.1)
 
 

@@ -12,7 +12,7 @@ from spark_hvd.runner.watch.cost import Cost
 from spark_hvd.runner.watch.outbox import Outbox, Value
 from spark_hvd.runner.watch.rates import goes_on, grown, rates
 from spark_hvd.runner.watch.summary import Share, Summary
-from spark_hvd.runner.watch.tracking import Facts, Tracker, without_password
+from spark_hvd.runner.watch.tracking import Facts, StopRun, Tracker, without_password
 
 if TYPE_CHECKING:
     from spark_hvd.world.vitals import Vitals
@@ -103,7 +103,8 @@ class MlflowTracker(Tracker):
         outbox, self._outbox = self._outbox, None
         if outbox is None:
             return
-        status = "FINISHED" if error is None else "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+        killed = isinstance(error, KeyboardInterrupt | StopRun)
+        status = "FINISHED" if error is None else "KILLED" if killed else "FAILED"
         now = time.time()
         values = [value for vitals in self._newest.values() for value in self._system(vitals, now)]
         values += [(f"summary/{name}", value, int(1000 * now), self._steps) for name, value in _numbers(summary)]

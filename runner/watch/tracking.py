@@ -20,6 +20,12 @@ _log = logging.getLogger(__name__)
 Facts = Mapping[str, str | int | float]
 
 
+class StopRun(Exception):  # noqa: N818 - no error: a tracker wants it, as a trial that is not worth its time
+    """Raised by a tracker's ``take``, also one of a class below this: the run ends its ranks, and raises it."""
+
+    __module__ = "spark_hvd.runner"
+
+
 class Tracker(Protocol):
     """Takes note of one run after the other. Always called by the thread that called ``run``."""
 
@@ -38,6 +44,9 @@ class Tracker(Protocol):
 
         Args:
             vitals: What it told.
+
+        Raises:
+            StopRun: to end the run.
         """
         ...
 
@@ -52,7 +61,7 @@ class Tracker(Protocol):
 
 
 class Tracking:
-    """A tracker that cannot disturb a run once it has begun; or none.
+    """A tracker that cannot disturb a run once it has begun, but may end it; or none.
 
     Args:
         tracker: None for none.
@@ -78,10 +87,12 @@ class Tracking:
             self._tracker.start(facts)
 
     def take(self, vitals: Vitals) -> None:
-        """See Tracker; the first error is logged."""
+        """See Tracker; the first error that is no StopRun is logged."""
         if self._tracker is not None:
             try:
                 self._tracker.take(vitals)
+            except StopRun:
+                raise
             except Exception as error:
                 self._note(error)
 

@@ -49,6 +49,7 @@ class Progress(Generic[T]):
         self._samples_each = samples
         self._metrics: dict[str, Metric] = {}
         self.done = initial
+        activity.end_loop(epoch)
         before = activity.progress
         # Totals go on from loop to loop, so that whoever watches can take differences.
         self._totals = _Totals(activity.optimizer_steps) if before is None else before.close()

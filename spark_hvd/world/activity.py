@@ -70,6 +70,10 @@ class Activity:
         self.progress: Loop | None = None
         """The loop that runs, or ran last."""
         self._epochs: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=_EPOCHS)
+        self._told_by_fit = False
+        self._epoch: int | None = None
+        self._values: dict[str, float] = {}
+        """The last ones of those loops of that epoch that have ended."""
         self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waiting: list[tuple[str, float, tuple[int, ...] | None]] = []
 
@@ -83,8 +87,29 @@ class Activity:
         self.steps_before = self.total_steps
 
     def add_epoch(self, means: Mapping[str, float]) -> None:
-        """An epoch of a fit is done, with these means."""
+        """An epoch of a fit is done, with these means; the values of its loops, which are of batches, are not told."""
+        self._told_by_fit = True
         self._epochs.append((time.monotonic(), means))
+
+    def end_loop(self, epoch: int | None = None, *, last: bool = False) -> None:
+        """The newest loop of ``hvd.progress`` is over: its last values are those of its epoch, if that is over too.
+
+        Args:
+            epoch: Of the loop that follows. One that tells none belongs to the epoch before it.
+            last: Whether none follows.
+        """
+        if self.progress is None or self._told_by_fit or not self.watched:
+            return
+        facts = self.progress.facts(time.monotonic())
+        if facts["epoch"] is not None:
+            self._epoch = facts["epoch"]
+        stage = "" if facts["stage"] in ("", "train") else f"{facts['stage']}/"
+        self._values |= {f"{stage}{name}": value for name, value in facts["metrics"].items()}
+        if self._epoch is None or not (last or (epoch is not None and epoch != self._epoch)):
+            return
+        if last or (epoch is not None and epoch > self._epoch):  # else it was left, and is to be done again
+            self._epochs.append((time.monotonic(), {**self._values, "epoch": self._epoch + 1}))
+        self._values = {}
 
     def epochs_done(self, now: float) -> list[Mapping[str, float]]:
         """Those of the last seconds: whoever is told once a second hears of each, and of none for ever."""

@@ -49,8 +49,9 @@ class Vitals:
         comm_seconds: Spent waiting for communication.
         fetching: Whether the rank is waiting for a batch now, and since when, in seconds; None if it is not.
         metrics: The last values given to `hvd.progress`, by name.
-        epochs_done: Of an estimator's fit, on rank 0: the means of the epochs of the last seconds, each with "epoch",
-            its number from 1.
+        epochs_done: Of the epochs of the last seconds, each with "epoch", its number from 1: of an estimator's fit the
+            means, on rank 0; else the last values given to the epoch's `hvd.progress` loops, those of a stage that is
+            not "train" as "validation/loss".
         cpu_seconds: Processor time of the process, all of its threads.
         memory_bytes: Resident memory of the process.
         gpu_memory_bytes: Reserved by torch on the rank's GPUs; None without one.

@@ -242,4 +242,4 @@ def test_connect_takes_artifacts() -> None:
 def test_on_connect_before_spark_4_threads_inherit_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     session: Any = Connect()
     monkeypatch.setattr("pyspark.__version__", "3.5.9")
-    assert spark_job._inheriting(session, test_parameters) is test_parameters
+    assert spark_job.inheriting(session, test_parameters) is test_parameters

@@ -242,3 +242,41 @@ def test_the_means_of_an_epoch_are_not_those_of_its_validation(monkeypatch: pyte
     assert (found["stage"], found["metrics"]) == ("train", {"loss": 0.5, "val_loss": 0.25})
     list(progress(range(3), epoch=1))
     assert facts(activity.progress)["total_steps"] == 3 + 2 + 3
+
+
+def test_the_last_values_of_an_epoch_are_told_once_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Activity()
+    mine.watched = True
+    monkeypatch.setattr("spark_hvd.context.progress.activity", mine)
+
+    def epoch(number: int, loss: float, accuracy: float) -> None:
+        for _ in (bar := progress([0], epoch=number)):
+            bar.report(loss=torch.tensor(loss))
+        for _ in (bar := progress([0], stage="validation")):  # of the same epoch, as it tells none
+            bar.report(accuracy=lambda: accuracy)
+
+    def told() -> list[Any]:
+        return list(mine.epochs_done(time.monotonic()))
+
+    epoch(0, 4.0, 0.25)
+    assert told() == []
+    epoch(1, 2.0, 0.5)
+    first = {"epoch": 1, "loss": 4.0, "validation/accuracy": 0.25}
+    assert told() == [first]
+    epoch(1, 1.0, 0.75)  # again, as after a loss
+    epoch(0, 8.0, 0.0)  # and from further back: what was left is no epoch that is over
+    assert told() == [first]
+    mine.end_loop(last=True)
+    assert told() == [first, {"epoch": 1, "loss": 8.0, "validation/accuracy": 0.0}]
+    mine.add_epoch({"epoch": 1, "loss": 3.0})  # a fit tells means itself
+    epoch(1, 2.0, 0.5)
+    mine.end_loop(last=True)
+    assert len(told()) == 3
+
+
+def test_nobody_is_told_of_epochs_where_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Activity()
+    monkeypatch.setattr("spark_hvd.context.progress.activity", mine)
+    for number in range(2):
+        progress(3, epoch=number, loss=lambda: pytest.fail("it is not asked for"))
+    assert mine.epochs_done(time.monotonic()) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from contextlib import ExitStack
 from typing import TextIO, cast
 
@@ -23,6 +24,8 @@ _MOST_ROWS = 16
 _OTHER_LINES = 5
 """Lines of the terminal that are not left to ranks: headings, the sum, and one for what is printed."""
 _INTERVAL = 0.2
+_drawing = threading.Lock()
+"""Two tables would draw over each other: of runs side by side, one at a time has its table shown."""
 
 
 class TableDisplay(Display):
@@ -64,6 +67,9 @@ class TableDisplay(Display):
             return
         self._next = now + _INTERVAL
         if not self._live.is_started:
+            if not _drawing.acquire(blocking=False):
+                return
+            self._closing.callback(_drawing.release)
             self._live.start()
             self._closing.callback(self._live.stop)
             self._take_log_handlers()

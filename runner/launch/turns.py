@@ -1,0 +1,66 @@
+"""Runs of one program share the slots of its Spark application: one that finds too few free waits for others to end.
+
+Spark makes such a run wait too, but by then its ``start_timeout`` counts, and its processes are there already.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+
+from spark_hvd.runner.stopping import check_stop
+
+_log = logging.getLogger(__name__)
+_LOOK_EVERY = 0.1
+
+
+class Turns:
+    """Who has which share of the slots. Whoever came first is served first, so that a large run is not passed over."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._free = Fraction(1)
+        self._line: list[object] = []
+
+    @contextmanager
+    def taking(self, tasks: int, slots: int | None) -> Iterator[None]:
+        """Have slots for this run alone; waits for them.
+
+        Args:
+            tasks: How many the run takes.
+            slots: How many there would be for tasks of its kind, were no other run there: kinds differ in cores and
+                GPUs, so shares are compared. None where they cannot be counted; then there is no wait.
+
+        Raises:
+            KeyboardInterrupt: see :mod:`spark_hvd.runner.stopping`.
+        """
+        share = Fraction(0) if slots is None else min(Fraction(1), Fraction(tasks, max(slots, 1)))
+        me = object()
+        with self._changed:
+            self._line.append(me)
+            try:
+                if not self._may(me, share):
+                    _log.info("waits for %d of %s slots, which other runs of this program hold", tasks, slots)
+                while not self._may(me, share):
+                    self._changed.wait(_LOOK_EVERY)
+                    check_stop()
+                self._free -= share
+            finally:
+                self._line.remove(me)
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += share
+                self._changed.notify_all()
+
+    def _may(self, me: object, share: Fraction) -> bool:
+        return share == 0 or (self._line[0] is me and share <= self._free)
+
+
+turns = Turns()
+"""Those of this program, which has one Spark application at a time."""

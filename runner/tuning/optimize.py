@@ -1,0 +1,179 @@
+"""``optimize``: an Optuna study whose trials are runs, several side by side, that end together."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import optuna
+
+from spark_hvd.runner.outcome.errors import ClusterError
+from spark_hvd.runner.spark.job import cancel_jobs, inheriting
+from spark_hvd.runner.spark.names import jobs_tagged
+from spark_hvd.runner.spark.session import active_session
+from spark_hvd.runner.stopping import check_stop, stopped_by
+from spark_hvd.runner.tuning.mlflow import Parent
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+Value = float | Sequence[float]
+_CANCEL_EVERY = 0.5
+
+
+class TrialFailedError(RuntimeError):
+    """An objective has failed; says with what, in a line. The error itself is its cause."""
+
+    __module__ = "spark_hvd.tuning"
+
+
+def optimize(
+    study: optuna.Study,
+    objective: Callable[[optuna.Trial], Value],
+    n_trials: int | None = None,
+    *,
+    parallel: int = 1,
+    catch: tuple[type[Exception], ...] = (Exception,),
+    spark: SparkSession | None = None,
+    **options: Any,
+) -> None:
+    """Run trials of an Optuna study, each a run or a fit on its share of the cluster; as ``study.optimize``.
+
+    ``objective(trial)`` is called in this program, and calls ``spark_hvd.run`` or the ``fit`` of an estimator as usual;
+    each trial may take another ``num_proc``. Where slots do not do for all, trials wait for those of others. A
+    :class:`TrialTracker` in the run's ``reporting``, or as the estimator's ``tracker``, prunes from inside.
+
+    Where a run of MLflow is active, each trial is a nested run of it, active in the objective, with the trial's
+    parameters, value and state.
+
+    Args:
+        study: Of Optuna.
+        objective: Gives the value (or values) of a trial. Called by threads of their own, which have this thread's
+            local properties of Spark.
+        n_trials: How many; None for no end but that of ``timeout``.
+        parallel: How many at once.
+        catch: Errors of the objective after which the study goes on. Such a trial has the state FAIL, and the first
+            line of the error as its user attribute "error". Others end the study.
+        spark: The session; None for the active one, if there is one.
+        options: Further ones of ``study.optimize``: timeout, callbacks, show_progress_bar, gc_after_trial.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        TrialFailedError: every trial has failed.
+        KeyboardInterrupt: after the ranks of every trial have been stopped; these trials have the state FAIL.
+    """
+    if not isinstance(parallel, int) or parallel < 1:
+        raise ValueError(f"parallel={parallel!r}: expected a number of trials from 1")
+    if "n_jobs" in options:
+        raise TypeError(f"n_jobs={options['n_jobs']!r}: expected parallel={options['n_jobs']!r}")
+    trials = _Trials(objective, catch, _session(spark), parallel)
+    errors: list[BaseException] = []
+    ended = threading.Event()
+
+    def work() -> None:
+        try:
+            study.optimize(trials, n_trials, n_jobs=parallel, catch=(TrialFailedError,), **options)
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            ended.set()
+
+    # Optuna, when interrupted, waits until all trials have ended by themselves; here they are told to.
+    threading.Thread(target=work, name="spark_hvd-tuning", daemon=True).start()
+    try:
+        ended.wait()
+    except BaseException:
+        trials.stop(ended)
+        raise
+    if errors:
+        raise errors[0]
+    trials.check()
+
+
+class _Trials:
+    """The objective as Optuna's threads call it.
+
+    Args:
+        objective: The user's.
+        catch: Errors after which the study goes on.
+        session: None where trials have no Spark.
+        parallel: Calls at once.
+    """
+
+    def __init__(
+        self,
+        objective: Callable[[optuna.Trial], Value],
+        catch: tuple[type[Exception], ...],
+        session: SparkSession | None,
+        parallel: int,
+    ) -> None:
+        self._objective, self._catch, self._session = objective, catch, session
+        self._tag = f"spark_hvd-tuning-{uuid.uuid4().hex[:12]}"
+        self._parent = Parent()
+        self._signal = threading.Event()
+        self._last_failure: TrialFailedError | None = None
+        self._succeeded = False
+        # Each has Spark's local properties of its own: threads that share them would write into each other's.
+        self._calls: queue.SimpleQueue[Callable[[optuna.Trial], Value]] = queue.SimpleQueue()
+        for _ in range(parallel):
+            self._calls.put(self._run if session is None else inheriting(session, self._run))
+
+    def __call__(self, trial: optuna.Trial) -> Value:
+        call = self._calls.get()
+        try:
+            return call(trial)
+        finally:
+            self._calls.put(call)
+
+    def _run(self, trial: optuna.Trial) -> Value:
+        name = f"trial {trial.number}"
+        tagged = nullcontext() if self._session is None else jobs_tagged(self._session, self._tag, name)
+        with self._noted(trial), stopped_by(self._signal), tagged, self._parent.child(trial) as log:
+            check_stop()
+            value = self._objective(trial)
+            log(value)
+        return value
+
+    @contextmanager
+    def _noted(self, trial: optuna.Trial) -> Iterator[None]:
+        try:
+            yield
+        except optuna.TrialPruned:
+            self._succeeded = True
+            raise
+        except Exception as error:
+            if self._signal.is_set():  # its jobs were cancelled
+                raise KeyboardInterrupt from error
+            line = f"{type(error).__name__}: {error}".splitlines()[0]
+            trial.set_user_attr("error", line)
+            if not isinstance(error, self._catch):
+                raise
+            failed = self._last_failure = TrialFailedError(line)
+            raise failed from error
+        self._succeeded = True
+
+    def stop(self, ended: threading.Event) -> None:
+        """End all trials, and wait for that."""
+        self._signal.set()
+        while not ended.wait(_CANCEL_EVERY):
+            if self._session is not None:
+                cancel_jobs(self._session, self._tag)
+
+    def check(self) -> None:
+        """Raise a TrialFailedError if there were trials, and all have failed."""
+        if self._last_failure is not None and not self._succeeded:
+            last = self._last_failure
+            raise TrialFailedError(f"every trial has failed, the last with {last}") from last.__cause__
+
+
+def _session(spark: SparkSession | None) -> SparkSession | None:
+    try:
+        return active_session(spark)
+    except (ClusterError, ImportError):
+        if spark is not None:
+            raise
+        return None  # run_local needs none
