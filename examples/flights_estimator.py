@@ -60,6 +60,17 @@ def lateness_in_keras(sizes: list[int], numbers: int) -> Any:
     return keras.Model([codes, rest], layers.Dense(1, "sigmoid")(layers.Dense(64, "relu")(hidden)))
 
 
+def codes_and_numbers() -> list[Any]:
+    """Stages that append the columns `codes` and `numbers`; the first one knows the categories."""
+    return [
+        StringIndexer(inputCols=CATEGORIES, outputCols=CODES, handleInvalid="keep"),
+        Imputer(inputCols=NUMBERS, outputCols=FILLED),
+        VectorAssembler(inputCols=FILLED, outputCol="raw_numbers"),
+        StandardScaler(inputCol="raw_numbers", outputCol="numbers", withMean=True),
+        VectorAssembler(inputCols=CODES, outputCol="codes"),
+    ]
+
+
 def keras_estimator(sizes: list[int], arguments: argparse.Namespace) -> KerasEstimator:
     """An estimator of that, trained as the other one is."""
     model = lateness_in_keras(sizes, len(NUMBERS))
@@ -101,11 +112,7 @@ def main() -> None:
 
     prepare = Pipeline(
         stages=[
-            StringIndexer(inputCols=CATEGORIES, outputCols=CODES, handleInvalid="keep"),
-            Imputer(inputCols=NUMBERS, outputCols=FILLED),
-            VectorAssembler(inputCols=FILLED, outputCol="raw_numbers"),
-            StandardScaler(inputCol="raw_numbers", outputCol="numbers", withMean=True),
-            VectorAssembler(inputCols=CODES, outputCol="codes"),
+            *codes_and_numbers(),
             OneHotEncoder(inputCols=CODES, outputCols=[f"{name}_hot" for name in CATEGORIES]),
             VectorAssembler(inputCols=[f"{name}_hot" for name in CATEGORIES] + ["numbers"], outputCol="hot"),
             VectorAssembler(inputCols=["codes", "numbers"], outputCol="trees"),
