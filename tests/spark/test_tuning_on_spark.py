@@ -1,0 +1,77 @@
+"""Fits and trials of one driver on local[2]: side by side where slots do for them, one after the other where not."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import pytest
+from pyspark.ml.evaluation import RegressionEvaluator
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+
+from spark_hvd import run
+from spark_hvd.estimators import Callback
+from tests.conftest import wait_until
+from tests.spark.estimator_support import estimator, frame
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+optuna: Any = pytest.importorskip("optuna")
+
+from spark_hvd.tuning import optimize  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def meet(place: Path) -> None:
+    """Wait until another has come to this place, now or before: who comes first needs one at the same time."""
+    (place / uuid.uuid4().hex).touch()
+    wait_until(lambda: len(list(place.iterdir())) > 1, 120)
+
+
+class Meeting(Callback):
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def on_train_begin(self, state: Any) -> None:
+        meet(self.place)
+
+
+@pytest.mark.slow
+def test_cross_validation_fits_side_by_side(spark: SparkSession, tmp_path: Path) -> None:
+    made = estimator(num_proc=1, epochs=1, callbacks=[Meeting(tmp_path)])
+    validator = CrossValidator(
+        estimator=made,
+        estimatorParamMaps=ParamGridBuilder().addGrid(made.batch_size, [8, 16]).build(),
+        evaluator=RegressionEvaluator(labelCol="value"),
+        numFolds=2,
+        parallelism=2,
+        seed=1,
+    )
+    validator.fit(frame(spark))
+    assert len(list(tmp_path.iterdir())) == 5  # two folds of two, and the best again
+
+
+@pytest.mark.slow
+def test_trials_share_the_slots_and_wait_for_more(spark: SparkSession, tmp_path: Path) -> None:
+    def objective(trial: Any) -> float:
+        ranks = trial.suggest_int("ranks", 1, 2)
+        values = run(meet if ranks == 1 else len, (tmp_path if ranks == 1 else "ab",), num_proc=ranks, verbose=0)
+        assert spark.sparkContext.getLocalProperty("spark.job.description") == f"trial {trial.number}"
+        return float(len(values))
+
+    study = optuna.create_study()
+    for ranks in (1, 1, 2):
+        study.enqueue_trial({"ranks": ranks})
+    optimize(study, objective, 3, parallel=3, spark=spark)
+    assert sorted((trial.state.name, trial.value) for trial in study.trials) == [
+        ("COMPLETE", 1.0),
+        ("COMPLETE", 1.0),
+        ("COMPLETE", 2.0),
+    ]
+    assert spark.sparkContext.getLocalProperty("spark.job.description") is None
