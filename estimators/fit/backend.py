@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from spark_hvd.runner import run, run_elastic, run_elastic_local, run_local
@@ -114,10 +114,11 @@ class SparkBackend(Backend):
             data: That of the run.
         """
         options = {"spark": self._spark, "data": data, **self._options}
-        if self.max_num_proc is None:  # runs share the slots, where these can be counted
-            with _turn if is_connect(active_session(self._spark)) else nullcontext():
-                return run(fn, args, kwargs, self._num_proc, **options)
+        if self.max_num_proc is None and not is_connect(active_session(self._spark)):  # runs share the slots
+            return run(fn, args, kwargs, self._num_proc, **options)
         with _turn:
+            if self.max_num_proc is None:
+                return run(fn, args, kwargs, self._num_proc, **options)
             return run_elastic(fn, args, kwargs, self.num_processes(), max_num_proc=self.max_num_proc, **options)
 
 

@@ -6,7 +6,7 @@ import queue
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -130,8 +130,9 @@ class _Trials:
             self._calls.put(call)
 
     def _run(self, trial: optuna.Trial) -> Value:
-        name = f"trial {trial.number}"
-        tagged = nullcontext() if self._session is None else jobs_tagged(self._session, self._tag, name)
+        tagged: AbstractContextManager[None] = nullcontext()
+        if self._session is not None:
+            tagged = jobs_tagged(self._session, self._tag, f"trial {trial.number}")
         with self._noted(trial), stopped_by(self._signal), tagged, self._parent.child(trial) as log:
             check_stop()
             value = self._objective(trial)

@@ -42,7 +42,7 @@ def train(how: str, begun: Path) -> float:
     return 1.0
 
 
-class AtOnce(optuna.pruners.BasePruner):  # type: ignore[misc]
+class AtOnce(optuna.pruners.BasePruner):
     """Prunes trials that say so."""
 
     def prune(self, study: Any, trial: Any) -> bool:

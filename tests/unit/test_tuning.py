@@ -22,7 +22,7 @@ optuna: Any = pytest.importorskip("optuna")
 from spark_hvd.tuning import TrialFailedError, TrialTracker, optimize  # noqa: E402
 
 
-class Below(optuna.pruners.BasePruner):  # type: ignore[misc]
+class Below(optuna.pruners.BasePruner):
     """Prunes what has got below zero."""
 
     def prune(self, study: Any, trial: Any) -> bool:
