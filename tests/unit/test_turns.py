@@ -1,7 +1,8 @@
-"""Runs of one program share its slots: who waits for whom, and in which order."""
+"""Runs of one program share its slots, and the terminal: who waits for whom, and in which order."""
 
 from __future__ import annotations
 
+import io
 import threading
 from contextlib import suppress
 
@@ -9,6 +10,9 @@ import pytest
 
 from spark_hvd.runner.launch.turns import Turns
 from spark_hvd.runner.stopping import stopped_by
+from spark_hvd.runner.watch.display.lines import LineWriter
+from spark_hvd.runner.watch.display.table import TableDisplay
+from spark_hvd.runner.watch.view import RunView
 from tests.conftest import wait_until
 
 
@@ -60,3 +64,17 @@ def test_a_run_that_fails_gives_its_slots_back() -> None:
     with suppress(ValueError), turns.taking(4, 4):
         raise ValueError
     assert turns._free == 1
+
+
+def test_one_table_is_drawn_at_a_time() -> None:
+    terminals = [io.StringIO(), io.StringIO()]
+    first, second = (TableDisplay(each, LineWriter(None, None), frozenset()) for each in terminals)
+    for now in (0.0, 1.0):
+        first.show(RunView("the first", 1, 0.0), now)
+        second.show(RunView("the second", 1, 0.0), now)
+    assert "the second" not in terminals[1].getvalue()
+    first.end(None)
+    assert "the first" in terminals[0].getvalue()
+    second.show(RunView("the second", 1, 0.0), 2.0)
+    second.end(None)
+    assert "the second" in terminals[1].getvalue()
