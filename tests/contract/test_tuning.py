@@ -1,94 +1,60 @@
-"""Trials of an Optuna study as runs on this machine: pruned, hanging, dying, interrupted."""
+"""Autotuning changes how gradients are reduced, at the same step on all ranks, and never what comes out."""
 
 from __future__ import annotations
 
-import os
-import signal
+import csv
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
+import torch
 
-from spark_hvd import Reporting, run_local
-from tests.conftest import wait_until
+import spark_hvd.torch as hvd
+from spark_hvd.context.standing import current
+from tests.ranks import ranks
 
-optuna: Any = pytest.importorskip("optuna")
-
-from spark_hvd.tuning import TrialTracker, optimize  # noqa: E402
-
-pytestmark = pytest.mark.usefixtures("no_leaks")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def train(how: str, begun: Path) -> float:
-    """Three epochs on two ranks. Rank 1 may stay in the second one for ever, while rank 0 waits for it, or may die."""
-    import torch
-
-    import spark_hvd.torch as hvd
-
-    for epoch in range(3):
-        bar = hvd.progress(1, epoch=epoch, epochs=3)
-        if hvd.rank() == 1 and epoch == 1 and how != "well":
-            begun.touch()
-            if how == "dies":
-                os._exit(3)
-            time.sleep(1000)
-        hvd.allreduce(torch.ones(1), name="x")
-        bar.step(loss=5.0 - epoch)
-    return 1.0
-
-
-class AtOnce(optuna.pruners.BasePruner):
-    """Prunes trials that say so."""
-
-    def prune(self, study: Any, trial: Any) -> bool:
-        return bool(trial.params["how"] == "is pruned")
+def train(steps: int, **options: Any) -> tuple[list[float], set[int], bool]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 512), torch.nn.Linear(512, 4))
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), **options)
+    torch.manual_seed(1 + hvd.rank())
+    caps = set()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+        hvd.allreduce(torch.ones(3), name="metric")
+        caps.add(optimizer._reducer._plan._cap_bytes)
+    return (
+        [float(param.detach().double().sum()) for param in model.parameters()],
+        caps,
+        optimizer._reducer.tuner is None,
+    )
 
 
 @pytest.mark.slow
-def test_trials_that_hang_die_and_are_pruned_within_an_epoch(tmp_path: Path) -> None:
-    ways = ["well", "dies", "is pruned", "hangs"]
+def test_training_goes_on_unchanged(tmp_path: Path) -> None:
+    def fn(log: str) -> Any:
+        plain = train(60)
+        settings = {"autotune_warmup_samples": 1, "autotune_steps_per_sample": 2, "autotune_max_samples": 10}
+        hvd.init(autotune=True, autotune_log=log if hvd.rank() == 0 else None, **settings)
+        tuned = train(60)
+        fixed = train(60, bucket_cap_mb=0.5)
+        return plain, tuned, fixed, current().queue.planner.threshold
 
-    def objective(trial: Any) -> float:
-        how = trial.suggest_categorical("how", ways)
-        reporting = Reporting(tracker=TrialTracker(trial, "loss"))
-        timeout = 5 if how == "hangs" else 600
-        begun = tmp_path / str(trial.number)
-        return run_local(train, (how, begun), num_proc=2, verbose=0, timeout=timeout, reporting=reporting)[0]
-
-    study = optuna.create_study(pruner=AtOnce())
-    for how in ways:
-        study.enqueue_trial({"how": how})
-    optimize(study, objective, 4, parallel=2)
-    assert {trial.params["how"]: trial.state.name for trial in study.trials} == {
-        "well": "COMPLETE",
-        "dies": "FAIL",
-        "is pruned": "PRUNED",
-        "hangs": "FAIL",
-    }
-    told = {trial.params["how"]: trial for trial in study.trials}
-    assert told["well"].intermediate_values == {1: 5.0, 2: 4.0, 3: 3.0}
-    assert told["is pruned"].intermediate_values == {1: 5.0}
-    assert told["dies"].user_attrs["error"].startswith("RankFailedError: ")
-    assert told["hangs"].user_attrs["error"].startswith("RunTimeoutError: ")
-
-
-def test_ctrl_c_stops_the_ranks_of_all_trials(tmp_path: Path) -> None:
-    def objective(trial: Any) -> float:
-        return run_local(train, ("hangs", tmp_path / str(trial.number)), num_proc=2, verbose=0)[0]
-
-    def interrupt() -> None:
-        wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 120)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    other = threading.Thread(target=interrupt)
-    other.start()
-    study = optuna.create_study()
-    with pytest.raises(KeyboardInterrupt):
-        optimize(study, objective, 10, parallel=2)
-    other.join()
-    assert [trial.state.name for trial in study.trials] == ["FAIL", "FAIL"]
+    log = tmp_path / "autotune.csv"
+    with ranks(2) as world:
+        (plain, tuned, fixed, threshold), other = world.run(fn, str(log))
+    assert (plain, tuned, fixed, threshold) == other
+    assert tuned[0] == pytest.approx(plain[0], rel=1e-5)  # summed in another order
+    assert len(tuned[1]) > 1, "no other size of buckets was tried"
+    assert tuned[2], "it never ended"
+    assert len(fixed[1]) == 1, "a size that the user gave is not changed"
+    rows = list(csv.DictReader(log.open()))
+    assert {row["phase"] for row in rows} == {"warmup", "trial", "final"}
+    assert {row["bucket_cap_mb"] for row in rows} == {"0.5"}  # the log of the last one
