@@ -17,13 +17,13 @@ import cloudpickle
 import psutil
 import pytest
 
+from tests.jvm import SHORT_LIVED
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 LOCAL = "local[2]"
 LOCAL_CLUSTER = "local-cluster[2,1,1024]"
-SHORT_LIVED = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-"""For a JVM that lives for minutes: most of its time is its compiler's otherwise. Halves what it uses."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("KERAS_BACKEND", "torch")
@@ -31,6 +31,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
 os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # here, since multiprocessing's fork server keeps its first environment
 os.environ["PYSPARK_PYTHON"] = sys.executable
+os.environ["SPARK_SUBMIT_OPTS"] = SHORT_LIVED  # of the JVM of every Spark program that a test starts
 
 
 def not_activated() -> dict[str, str]:

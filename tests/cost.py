@@ -1,7 +1,7 @@
 """Where the tests' time goes: ``python -m tests.cost [--slow] [arguments of pytest]`` runs them and prints a table.
 
-CPU is that of the process which runs a test and of all below it: ranks, JVMs and executors as well. What one of them does
-after the test is the next test's. A test with little CPU waits for deadlines or for a core.
+CPU is that of the process which runs a test and of all below it, ranks, JVMs and executors included. What one of these
+does after the test is the next test's. A test with little CPU waits for deadlines or for a core.
 """
 
 from __future__ import annotations

@@ -24,9 +24,10 @@ import pyspark
 
 from spark_hvd.runner.spark.profiles import Ask, task_resources
 from spark_hvd.runner.spark.slots import task_slots
-from tests.conftest import SHORT_LIVED, start_session
+from tests.conftest import start_session
 from tests.daemons import command_line, end, listens
 from tests.elastic_jobs import Line, read
+from tests.jvm import SHORT_LIVED
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
