@@ -179,7 +179,7 @@ def test_killed_ranks_that_are_replaced_cost_nothing_but_time(df: DataFrame, tmp
     assert plain(again.getHistory()) == plain(whole.getHistory())
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_ranks_come_and_go_at_any_moment(df: DataFrame, tmp_path: Path) -> None:
     backend = LocalBackend(2, min_num_proc=1, max_num_proc=3, host_failure_limit=9, verbose=0)
     settings = {**COUNTING, "backend": backend, "store": Store.create(tmp_path)}
@@ -188,7 +188,7 @@ def test_ranks_come_and_go_at_any_moment(df: DataFrame, tmp_path: Path) -> None:
     assert fitted.getHistory().restarts >= 4
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_all_ranks_are_lost_at_once(df: DataFrame, tmp_path: Path) -> None:
     settings = {**COUNTING, "store": Store.create(tmp_path), "run_id": "lost", "epochs": 3}
     backend = LocalBackend(2, max_num_proc=2, verbose=0)
@@ -294,7 +294,7 @@ class Ends(L.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_lightning_goes_on_between_epochs(df: DataFrame, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "backend": LocalBackend(2, max_num_proc=2, verbose=0),

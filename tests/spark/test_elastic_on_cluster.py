@@ -29,6 +29,7 @@ def returns_much() -> bytes:
     return bytes(300_000_000) if hvd.rank() == 0 else b""
 
 
+@pytest.mark.night
 def test_a_value_too_large_for_the_heap_comes_all_the_same(cluster: SparkSession) -> None:
     values = run_elastic(returns_much, num_proc=2, spark=cluster, verbose=0)
     assert [len(value) for value in values] == [300_000_000, 0]

@@ -55,7 +55,7 @@ def test_a_loop_of_tensorflow() -> None:
     assert float(accuracy[1]) > 0.93
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(180)
 def test_elastic_digits() -> None:
     done = run_program("elastic_digits.py")
@@ -132,7 +132,7 @@ def test_ratings() -> None:
     assert "Of the tables each rank held 50% at most" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("name", "arguments", "printed"),

@@ -108,7 +108,7 @@ def test_each_row_of_the_epoch_is_used_once(df: DataFrame, tmp_path: Path) -> No
     assert len(before[1]) == epoch + 5
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_an_epoch_that_was_cut_off_goes_on_with_fewer_ranks(df: DataFrame, tmp_path: Path) -> None:
     store, data, seen = Store.create(tmp_path / "store"), tmp_path / "data", tmp_path / "seen"
     seen.mkdir()
@@ -150,7 +150,7 @@ def test_what_changes_the_order_of_rows_is_refused_within_an_epoch(df: DataFrame
     assert len(estimator(**settings, random_seed=None).fit(df).getHistory()) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_restarts_of_a_backend_of_its_own(df: DataFrame, tmp_path: Path) -> None:
     backend = LocalBackend(2, verbose=0, max_restarts=1)
     settings: dict[str, Any] = {"num_proc": None, "backend": backend, "store": Store.create(tmp_path)}
@@ -189,7 +189,7 @@ def killed_in_lightning() -> L.Callback:
     return Kills()
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("batches", [None, 5], ids=["whole passes", "left early"])
 def test_lightning_goes_on_from_its_last_epoch(df: DataFrame, tmp_path: Path, batches: int | None) -> None:
