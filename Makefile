@@ -24,6 +24,8 @@ SLOW := slow and not gpu and not night
 # Demo and tests stay on this machine's loopback interface; two ranks on two cores get one thread each.
 export SPARK_LOCAL_IP ?= 127.0.0.1
 export OMP_NUM_THREADS ?= 1
+# Tests start hundreds of processes: without compiled files each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test night gpu test-slow slow-alone slow-together matrix lint docs format bench setup java clean
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -75,6 +76,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return ByPlace(config, log)
+
+
+_ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file is not imported if its marks leave nothing of it: some import TensorFlow, which takes as long as tests."""
+    if not re.fullmatch(r"test_\w+\.py", collection_path.name):
+        return None
+    marks, text = config.option.markexpr, collection_path.read_text()
+    nothing = ("not slow" in marks and _ALL_SLOW.search(text)) or (marks.startswith("slow") and "mark.slow" not in text)
+    return True if nothing else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
