@@ -101,7 +101,6 @@ def test_more_tasks_than_slots_wait_and_are_let_go(cluster: SparkSession) -> Non
     assert [result.size for result in results] == [2, 2]
 
 
-@pytest.mark.timeout(240)
 def test_executors_come_as_ranks_want_them() -> None:
     settings = {
         "spark.dynamicAllocation.enabled": "true",

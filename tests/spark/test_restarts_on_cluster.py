@@ -23,7 +23,7 @@ from tests.spark.test_cluster import executors
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(sys.modules[train_steps.__module__])
 OPTIONS: dict[str, Any] = {"num_proc": 2, "verbose": 0}
