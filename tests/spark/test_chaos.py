@@ -18,7 +18,7 @@ from tests.daemons import command_line
 from tests.elastic_jobs import Job, checked, read, train
 from tests.spark.elastic_cluster import ElasticCluster, Progress, directed, elastic_cluster
 
-pytestmark = [pytest.mark.night, pytest.mark.timeout(600), pytest.mark.usefixtures("no_leaks")]
+pytestmark = [pytest.mark.night, pytest.mark.timeout(1800), pytest.mark.usefixtures("no_leaks")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ROOT = Path(__file__).parents[2]
@@ -67,13 +67,13 @@ def test_ranks_go_on_when_what_supports_them_is_killed(
     def script(progress: Progress) -> None:
         generation = 0
         for _ in range(times):
-            steady = progress.wait(lambda line, least=generation: line.size == 2 and line.generation >= least, 120)  # type: ignore[misc]
-            progress.wait(lambda line, step=steady.step: line.step >= step + 5 and line.size == 2, 120)  # type: ignore[misc]
+            steady = progress.wait(lambda line, least=generation: line.size == 2 and line.generation >= least, 300)  # type: ignore[misc]
+            progress.wait(lambda line, step=steady.step: line.step >= step + 5 and line.size == 2, 300)  # type: ignore[misc]
             which(hosts).kill()
             generation = read(progress.log)[-1].generation + 1
-            progress.wait(lambda line, least=generation: line.size == 2 and line.generation >= least, 120)  # type: ignore[misc]
+            progress.wait(lambda line, least=generation: line.size == 2 and line.generation >= least, 300)  # type: ignore[misc]
 
-    options = {"min_num_proc": 1, "host_failure_limit": 9, "timeout": 400, "verbose": 0}
+    options = {"min_num_proc": 1, "host_failure_limit": 9, "timeout": 1200, "verbose": 0}
     with directed(progress, script):
         results = run_elastic(train, [job], num_proc=2, spark=hosts.session, **options)
     first = checked(results)
@@ -104,7 +104,7 @@ def test_a_driver_that_is_killed_while_ranks_train_leaves_nothing(tmp_path: Path
     """
     (tmp_path / "program.py").write_text(textwrap.dedent(program))
     with subprocess.Popen([sys.executable, str(tmp_path / "program.py")], cwd=ROOT) as driver:
-        progress.wait(lambda line: line.size == 2 and line.step >= 5, 120)
+        progress.wait(lambda line: line.size == 2 and line.step >= 5, 300)
         started = psutil.Process(driver.pid).children(recursive=True)
         assert [each for each in started if "supervise.forkserver" in command_line(each)]
         driver.kill()
