@@ -164,7 +164,7 @@ def elastic_cluster(folder: Path, **settings: str) -> Iterator[ElasticCluster]:
         options = ["--host", _DRIVER, "--port", str(port), "--webui-port", "0"]
         master = cluster._start("master.Master", "master", *options)
         undo.callback(end, master)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not listens(_DRIVER, port):
             assert time.monotonic() < deadline, (folder / "master.log").read_text()
             time.sleep(0.1)
