@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 # What the demo runs is installed; and the tools and tests, too.
 DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
+# The classes of Spark, laid out for the many JVMs that tests start: see tests/jvm.py.
+CLASSES := build/spark.jsa
 
 # Most of the tests' time is waiting, so more processes than cores run them; tests/conftest.py says which stay together.
 # Some of the slow ones run alone: they make hosts out of network namespaces.
@@ -22,6 +24,8 @@ SLOW := slow and not gpu and not night
 # Demo and tests stay on this machine's loopback interface; two ranks on two cores get one thread each.
 export SPARK_LOCAL_IP ?= 127.0.0.1
 export OMP_NUM_THREADS ?= 1
+# Tests start hundreds of processes: without compiled files each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test night gpu test-slow slow-alone slow-together matrix lint docs format bench setup java clean
 
@@ -29,23 +33,23 @@ demo: $(DEMO) java
 	$(BIN)/python examples/flights.py
 	$(BIN)/python examples/flights_estimator.py --rows 100000 --epochs 5
 
-test: setup java
+test: setup java $(CLASSES)
 	$(BIN)/python -m pytest -m "not slow and not gpu and not night" $(PARALLEL) $(PYTEST_ARGS)
 
 test-slow: slow-alone slow-together
 
-slow-alone: setup java
+slow-alone: setup java $(CLASSES)
 	$(BIN)/python -m pytest -m "$(SLOW)" $(ALONE) $(PYTEST_ARGS)
 
 # Long searches, and what CI covers at a smaller size.
-night: setup java
+night: setup java $(CLASSES)
 	SPARK_HVD_NIGHT=20000 $(BIN)/python -m pytest -m "not gpu" --timeout 3600 $(PYTEST_ARGS)
 
 # On a machine with GPUs, whose torch is built for CUDA: half an hour, and a table of what has passed.
 gpu: setup
 	$(BIN)/python -m tests.gpu
 
-slow-together: setup java
+slow-together: setup java $(CLASSES)
 	$(BIN)/python -m pytest -m "$(SLOW)" $(PARALLEL) $(ALONE:%=--ignore=%) $(PYTEST_ARGS)
 
 # Rows by name: make matrix ROWS="lowest py3.12"; .ci/run gives MATRIX_ARGS=--smoke
@@ -82,6 +86,10 @@ $(DEMO) $(READY): pyproject.toml constraints.txt
 
 java:
 	@.ci/java
+
+$(CLASSES): $(READY) | java
+	@mkdir -p build
+	@$(BIN)/python -m tests.jvm >build/classes.log 2>&1 || { cat build/classes.log; exit 1; }
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -19,6 +19,8 @@ MPIS = ("mpich", "openmpi")
 CHOICES = ("auto", "table", "notebook", "plain", "json", "off")
 PRELOAD = "SPARK_HVD_PRELOAD"
 """The variable that names modules, with commas, which the process that ranks are forked from imports before."""
+IMPORTS = "SPARK_HVD_IMPORTS"
+"""The same for modules that compute nothing when they are imported: other runs may be forked from that process too."""
 
 
 @described

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -17,13 +18,13 @@ import cloudpickle
 import psutil
 import pytest
 
+from tests.jvm import SHORT_LIVED
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 LOCAL = "local[2]"
 LOCAL_CLUSTER = "local-cluster[2,1,1024]"
-SHORT_LIVED = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-"""For a JVM that lives for minutes: most of its time is its compiler's otherwise. Halves what it uses."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("KERAS_BACKEND", "torch")
@@ -31,6 +32,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
 os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # here, since multiprocessing's fork server keeps its first environment
 os.environ["PYSPARK_PYTHON"] = sys.executable
+os.environ["SPARK_SUBMIT_OPTS"] = SHORT_LIVED  # of the JVM of every Spark program that a test starts
 
 
 def not_activated() -> dict[str, str]:
@@ -74,6 +76,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return ByPlace(config, log)
+
+
+_ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file is not imported if its marks leave nothing of it: some import TensorFlow, which takes as long as tests."""
+    if not re.fullmatch(r"test_\w+\.py", collection_path.name):
+        return None
+    marks, text = config.option.markexpr, collection_path.read_text()
+    nothing = ("not slow" in marks and _ALL_SLOW.search(text)) or (marks.startswith("slow") and "mark.slow" not in text)
+    return True if nothing else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

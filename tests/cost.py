@@ -1,17 +1,19 @@
 """Where the tests' time goes: ``python -m tests.cost [--slow] [arguments of pytest]`` runs them and prints a table.
 
-CPU is that of the process which runs a test and of the children it has waited for; ranks forked from a server, JVMs and
-executors are not in it. The rest of the time a test waits: for them, for imports, for deadlines, or for a core.
+CPU is that of the process which runs a test and of all below it, ranks, JVMs and executors included. What one of these
+does after the test is the next test's. A test with little CPU waits for deadlines or for a core.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections import Counter
 from collections.abc import Generator
 from typing import Any
 
+import psutil
 import pytest
 
 LINES = 10
@@ -22,17 +24,23 @@ _cpu_before = 0.0
 
 
 def _cpu_now() -> float:
-    return sum(os.times()[:4])
+    used = sum(os.times()[:4])
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            used += sum(child.cpu_times()[:4])
+    return used
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    """Tell the process that prints the table what the phase has used; runs where the test runs."""
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Tell the process that prints the table what the test has used; runs where the test runs."""
     global _cpu_before
     report = yield
-    now = _cpu_now()
-    report.cpu = now - _cpu_before
-    _cpu_before = now
+    report.cpu = 0.0
+    if call.when == "teardown":
+        now = _cpu_now()
+        report.cpu = max(0.0, now - _cpu_before)  # what a process that nobody waited for has used is lost
+        _cpu_before = now
     return report
 
 
@@ -53,7 +61,7 @@ def table(seconds: Counter[str], cpu: Counter[str], lines: int = LINES) -> list[
 
     Args:
         seconds: Wall time by name of test, its setup and teardown included.
-        cpu: CPU seconds by name of test.
+        cpu: CPU seconds by name of test, those of the processes below included.
         lines: How many of each.
     """
     by_file: Counter[str] = Counter()
@@ -62,18 +70,18 @@ def table(seconds: Counter[str], cpu: Counter[str], lines: int = LINES) -> list[
         file = test.partition("::")[0]
         by_file[file] += seconds[test]
         cpu_by_file[file] += cpu[test]
-    head = f"{'seconds':>8} {'CPU':>7} {'waiting':>8}"
+    head = f"{'CPU':>8} {'seconds':>8}"
 
-    def rows(wall: Counter[str], used: Counter[str]) -> list[str]:
-        return [f"{s:8.1f} {used[name]:7.1f} {s - used[name]:8.1f}  {name}" for name, s in wall.most_common(lines)]
+    def rows(used: Counter[str], wall: Counter[str]) -> list[str]:
+        return [f"{cpu:8.1f} {wall[name]:8.1f}  {name}" for name, cpu in used.most_common(lines)]
 
     total, used = sum(seconds.values()), sum(cpu.values())
     return [
         f"{head}  file",
-        *rows(by_file, cpu_by_file),
+        *rows(cpu_by_file, by_file),
         f"{head}  test",
-        *rows(seconds, cpu),
-        f"{total:8.1f} {used:7.1f} {total - used:8.1f}  all {len(seconds)} tests",
+        *rows(cpu, seconds),
+        f"{used:8.1f} {total:8.1f}  all {len(seconds)} tests",
     ]
 
 

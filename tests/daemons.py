@@ -13,7 +13,8 @@ from typing import Any
 
 import psutil
 
-from tests.conftest import LOCAL_CLUSTER, SHORT_LIVED, wait_until
+from tests.conftest import LOCAL_CLUSTER, wait_until
+from tests.jvm import SHORT_LIVED
 
 
 def listens(address: str, port: int) -> bool:

@@ -53,6 +53,7 @@ class Process:
     update: bool = False
     commits: int = -1
     step: int = 0
+    function: int = 1
 
 
 @dataclass
@@ -64,6 +65,8 @@ class Model:
     now: float = 0.0
     apart: bool = False
     """Whether processes do not reach each other."""
+    functions: int = 1
+    """How many elastic functions fn has."""
     membership: Membership = field(init=False)
     agents: dict[int, tuple[str, int]] = field(default_factory=dict)
     processes: dict[int, Process] = field(default_factory=dict)
@@ -245,8 +248,11 @@ class Model:
                 process = self.processes[number]
                 if process.state == "finishing":
                     assert process.generation == generation
-                    process.state = "returned"
-                    self.tell(Ended(number))
+                    if process.function == self.functions:
+                        process.state = "returned"
+                        self.tell(Ended(number))
+                    else:
+                        process.state, process.step, process.function = "broken", 0, process.function + 1
             case EndAgent(agent, again):
                 if again:
                     self.agents.pop(agent, None)
@@ -267,9 +273,9 @@ class Model:
 TWO = Limits(num_proc=2, min_num_proc=1, max_num_proc=2)
 
 
-def trained(limits: Limits = TWO, steps: int = 1000) -> Model:
+def trained(limits: Limits = TWO, steps: int = 1000, functions: int = 1) -> Model:
     """A model whose num_proc ranks train."""
-    model = Model(limits, steps)
+    model = Model(limits, steps, functions=functions)
     for agent in range(limits.num_proc):
         model.up(agent)
     model.run(2.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.reader import Batch
@@ -14,7 +14,6 @@ from spark_hvd.estimators.params.tables import TORCH
 from spark_hvd.estimators.torch.estimator import TorchEstimator
 from spark_hvd.estimators.torch.trial import try_batch
 from spark_hvd.estimators.training.spec import TrainSpec
-from spark_hvd.runner.config import PRELOAD
 
 
 class CollatedEstimator(TorchEstimator):
@@ -28,11 +27,13 @@ class CollatedEstimator(TorchEstimator):
         Parameter("collate", None, c.function, "Makes a batch of a RecordBatch and `training`."),
     )
 
-    def _derived(self, settings: Settings) -> dict[str, Any]:
-        # Ranks are forked from a process that has the model's code imported, which takes seconds for Transformers.
+    def _imports(self, settings: Settings) -> list[str]:
+        # Those of the model's code as well, which take seconds for Transformers.
         code = {type(module).__module__ for module in settings["model"].modules()}
-        slow = sorted(name for name in code if name.partition(".")[0] in ("transformers", "peft"))
-        return {"env": {PRELOAD: ",".join(slow)}} if slow else {}
+        return [
+            *super()._imports(settings),
+            *sorted(n for n in code if n.partition(".")[0] in ("transformers", "peft")),
+        ]
 
     def _try(self, plan: FitPlan, spec: TrainSpec, batch: Batch) -> TrainSpec:
         if not len(batch[spec.labels[0].column.name]):

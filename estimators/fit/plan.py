@@ -74,7 +74,7 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
         min_num_proc=settings["min_num_proc"],
         reporting=Reporting(progress=settings["progress"], tracker=settings["tracker"]),
         seed=settings["random_seed"],
-        env=settings.get("env"),
+        env=settings["env"],
         **({} if settings["max_num_proc"] else {"max_restarts": settings["max_restarts"]}),
     )
     elastic = max_num_proc_of(backend) is not None

@@ -62,6 +62,9 @@ class LightningEstimator(SparkEstimator[LightningModel]):
     _gone = GONE
     _framework = LightningFramework()
 
+    def _imports(self, settings: Settings) -> list[str]:
+        return [*super()._imports(settings), package_of(settings["model"]).__name__, type(self._framework).__module__]
+
     def _check(self, settings: Settings) -> None:
         module = settings["model"]
         pl = package_of(module)

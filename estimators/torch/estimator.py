@@ -41,6 +41,9 @@ class TorchEstimator(SparkEstimator[TorchModel]):
         "lambda params: torch.optim.SGD(params, lr=0.1)",
     }
 
+    def _imports(self, settings: Settings) -> list[str]:
+        return [*super()._imports(settings), type(self._framework).__module__]
+
     def _check(self, settings: Settings) -> None:
         losses = [name for name in ("loss", "loss_constructors") if settings[name]]
         if len(losses) == 2:

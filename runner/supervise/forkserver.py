@@ -9,7 +9,8 @@ Run as ``python -m spark_hvd.runner.supervise.forkserver FOLDER FD ANCHOR LINGER
 FOLDER, or the only connection there will be. On a connection, each request arrives as a length with five file
 descriptors, then a JSON object. When a connection closes, the ranks that were asked for on it are killed with their
 process groups: so no rank outlives its supervisor, however that one died. The server ends when process ANCHOR has, or
-when nobody has been connected for LINGER seconds. SPARK_HVD_PRELOAD names modules to be imported besides torch.
+when nobody has been connected for LINGER seconds. SPARK_HVD_PRELOAD names modules to be imported besides torch, and
+SPARK_HVD_IMPORTS in the environment of a rank those that are imported before it is forked.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import psutil
 
 from spark_hvd.runner.channel.frames import REQUEST_LENGTH, recv_exactly
 from spark_hvd.runner.channel.private_sockets import BACKLOG, SocketFolder, is_ours
-from spark_hvd.runner.config import PRELOAD
+from spark_hvd.runner.config import IMPORTS, PRELOAD
 from spark_hvd.scratch import local_directory, sweep, temporary_directory
 
 _PR_SET_PDEATHSIG = 1
@@ -116,6 +117,7 @@ class _ServerLoop:
             self._drop(connection)
             return
         *rank_fds, status_fd = fds
+        _import_ahead(request["env"].get(IMPORTS, ""))
         server_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -187,9 +189,7 @@ def _preload() -> None:
         without_lookups()
     with contextlib.suppress(Exception):
         import pandas  # noqa: F401  Arrow imports it when it makes its first array, so ranks that are given rows would
-    for name in filter(None, os.environ.get(PRELOAD, "").split(",")):
-        with contextlib.suppress(Exception):  # the same: a rank that imports it says what is wrong
-            importlib.import_module(name)
+    _import_each(os.environ.get(PRELOAD, ""))
     # In a forked process TensorFlow's first operation waits for threads that are not there, and CUDA raises errors.
     done = "ran operations of TensorFlow" if has_computed() else "started CUDA" if has_started_cuda() else ""
     if done and PRELOAD in os.environ:
@@ -198,6 +198,19 @@ def _preload() -> None:
         os.execv(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]])
     gc.enable()
     gc.freeze()  # keeps the collector from touching, and so copying, the pages shared with children
+
+
+def _import_each(names: str) -> None:
+    for name in filter(None, names.split(",")):
+        with contextlib.suppress(Exception):  # a rank that imports it says what is wrong
+            importlib.import_module(name)
+
+
+def _import_ahead(names: str) -> None:
+    """Import what this rank and those after it will: once, where each of them would."""
+    if not {*filter(None, names.split(","))} <= sys.modules.keys():
+        _import_each(names)
+        gc.freeze()
 
 
 def has_computed() -> bool:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
 from spark_hvd.context import who
+from spark_hvd.context.standing import is_initialized
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.feed import Feed
 from spark_hvd.data.readers.forms import Form
@@ -39,7 +40,7 @@ class ShardLoader(Generic[T_co]):
         sharding: How they are shared.
         asked: What is read.
         form: Makes the form that rows are read into.
-        collate: Makes what is given out of a batch of that form.
+        collate: Makes what is given out of a batch of that form; None: the batch itself.
         row_weights: Adds the weights of a batch's rows to it: given the batch, its rows, and the weight of each; see
             :class:`~spark_hvd.data.readers.feed.Feed`.
     """
@@ -53,7 +54,7 @@ class ShardLoader(Generic[T_co]):
         sharding: Sharding,
         asked: Asked,
         form: Callable[[], Form[Any, Any]],
-        collate: Callable[[Any], T_co] = lambda batch: batch,
+        collate: Callable[[Any], T_co] | None = None,
         row_weights: Callable[[Any, int, float], None] | None = None,
     ) -> None:
         self._name, self._source, self._sharding, self._asked = name, source, sharding, asked
@@ -63,6 +64,12 @@ class ShardLoader(Generic[T_co]):
         self._loop: weakref.ref[_Epoch[T_co]] | None = None
         self._reader: Reader[Any] | None = None
         self._process = 0
+        self._place: tuple[int, int] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process that is no rank, as a spawned worker of a DataLoader: it reads what this rank would."""
+        rest = {"_now": None, "_loop": None, "_reader": None, "_place": self._rank_and_size()}
+        return self.__dict__ | rest
 
     @property
     def epoch(self) -> int:
@@ -77,7 +84,7 @@ class ShardLoader(Generic[T_co]):
 
     def __len__(self) -> int:
         """Batches of a whole epoch, the same on all ranks."""
-        return len(self._sharding.batches(Position(self._next.epoch), who.rank(), who.size()))
+        return len(self._sharding.batches(Position(self._next.epoch), *self._rank_and_size()))
 
     def __iter__(self) -> Iterator[T_co]:
         """The batches of an epoch; from where the loaded state was, the first time.
@@ -85,7 +92,7 @@ class ShardLoader(Generic[T_co]):
         Raises:
             DataError: values that do not fit, a file that vanished or changed, fewer rows than ranks.
         """
-        rank, size = who.rank(), who.size()
+        rank, size = self._rank_and_size()
         if not self._sharding.batches(Position(), rank, size):
             raise DataError(too_few(self._name, self._source.rows, size))
         start = self._next
@@ -136,6 +143,9 @@ class ShardLoader(Generic[T_co]):
         if reader is not None:
             reader.close()
 
+    def _rank_and_size(self) -> tuple[int, int]:
+        return (who.rank(), who.size()) if self._place is None or is_initialized() else self._place
+
     @property
     def _position(self) -> Position:
         return self._next if self._now is None else self._now.position
@@ -155,7 +165,7 @@ class _Epoch(Iterator[T_co]):
     def __init__(
         self,
         feed: Feed[Any],
-        collate: Callable[[Any], T_co],
+        collate: Callable[[Any], T_co] | None,
         row_weights: Callable[[Any, int, float], None] | None,
         number: int,
         left: int,
@@ -179,7 +189,8 @@ class _Epoch(Iterator[T_co]):
             self._left -= 1
             if self._row_weights is not None:
                 self._row_weights(batch, self._feed.rows, self._feed.weight)
-        return self._collate(batch)
+        made: T_co = batch if self._collate is None else self._collate(batch)
+        return made
 
 
 def too_few(name: str, rows: int, size: int) -> str:

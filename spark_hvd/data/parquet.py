@@ -159,12 +159,29 @@ def _fields(table: TableFiles, footers: Sequence[_Footer], wanted: Sequence[str]
         having = next((footer for footer in footers if name in footer.schema.names), first)
         if wanted is None or name in wanted:
             for footer in footers:
-                if name in footer.schema.names or name not in older.names:
+                if name not in older.names or not _is_older(footer, name, table.columns[name]):
                     _check_column(table, name, having, footer)
         there = having.schema if name in having.schema.names else older
         if name in there.names:
             fields.append(there.field(name))
     return fields
+
+
+def _is_older(footer: _Footer, name: str, expected: int | None) -> bool:
+    """Whether a file was written before its table had a column: it has neither its name nor its ID.
+
+    Of a file without IDs, which an Iceberg table took in, nobody here knows whether it has the column by another name.
+    """
+    if expected is None or name in footer.schema.names:
+        return name not in footer.schema.names
+    numbers = {_id(field) for field in footer.schema}
+    return bool(numbers - {None}) and expected not in numbers
+
+
+def _id(field: pa.Field) -> int | None:
+    """A column's ID, which Iceberg's writers give it."""
+    number = (field.metadata or {}).get(b"PARQUET:field_id")
+    return None if number is None else int(number)
 
 
 def _check_column(table: TableFiles, name: str, first: _Footer, footer: _Footer) -> None:
@@ -176,12 +193,13 @@ def _check_column(table: TableFiles, name: str, first: _Footer, footer: _Footer)
     at = footer.schema.get_field_index(name)
     expected = (table.columns or {})[name]
     # Files that were there before the table was, which it took in, have no IDs.
-    number = None if at < 0 else (footer.schema.field(at).metadata or {}).get(b"PARQUET:field_id")
-    if at < 0 or (expected is not None and number is not None and int(number) != expected):
+    number = None if at < 0 else _id(footer.schema.field(at))
+    if at < 0 or (expected is not None and number is not None and number != expected):
         raise DataError(
-            f"{footer.file} has no column {name!r}, which {table.version} has: it was added or renamed after the file "
-            "was written. Next: rewrite the files of the table, leave the column out of a DataFrame and give that, or "
-            "give the table as the DataFrame that Spark reads"
+            f"{footer.file} has no column {name!r}, which {table.version} has: after the file was written it was "
+            "renamed, or added with a default, or in place of another of its name. Next: rewrite the files of the "
+            "table, leave the column out of a DataFrame and give that, or give the table as the DataFrame that Spark "
+            "reads"
         )
     if footer.schema.field(at).type != first.schema.field(name).type:
         raise DataError(_difference(first, footer, [name]))

@@ -183,6 +183,7 @@ class Spool:
     """
 
     def __init__(self, folder: str, brought: str | None = None) -> None:
+        self._brought = brought
         self.folder = Path(folder)
         folders = [self.folder] if brought is None else [self.folder, Path(brought)]
         found = [np.load(each / _COUNTS) for each in folders]
@@ -197,6 +198,9 @@ class Spool:
         row_bytes = sum(file.stat().st_size for file in self._files) // max(1, int(self.counts.sum()))
         self.window_rows = max(1, WINDOW_BYTES // max(1, row_bytes))
         self._mapped = [_mapped(str(file)) for file in self._files]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Spool, (str(self.folder), self._brought)  # another process maps the files itself
 
     @property
     def held(self) -> range:

@@ -189,8 +189,15 @@ def _of_iceberg(table: Any) -> TableFiles:
             if str(getattr(file.file_format, "value", file.file_format)).lower() != "parquet":
                 raise DataError(f"{version} has {file.file_path}, which is no Parquet. Next: rewrite it, {_FRAME}")
             sizes[complete("table", file.file_path)] = file.file_size_in_bytes
-        columns = {field.name: field.field_id for field in scan.projection().fields}
-    return TableFiles(url=url, sizes=dict(sorted(sizes.items())), version=version, columns=columns)
+        schema = scan.projection()
+        fields = dict(zip(schema.fields, schema.as_arrow(), strict=True))
+    return TableFiles(
+        url=url,
+        sizes=dict(sorted(sizes.items())),
+        version=version,
+        columns={field.name: field.field_id for field in fields},
+        optional=pa.schema([fields[each] for each in fields if each.optional and each.initial_default is None]),
+    )
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -56,9 +56,7 @@ class Commit:
             own: Whether its tensors are to be new ones, where they were; else they are the buffers themselves, on the
                 CPU, only to be copied from.
         """
-        for _, event in self.events:
-            event.synchronize()
-        self.events.clear()
+        self.wait()
         made: dict[int, torch.Tensor] = {}
 
         def tensor_of(ref: TensorRef) -> torch.Tensor:
@@ -69,6 +67,12 @@ class Commit:
             return made[ref.number]
 
         return unflatten(copy.deepcopy(self.skeletons[name]), tensor_of)
+
+    def wait(self) -> None:
+        """Wait until what was copied from GPUs is here."""
+        for _, event in self.events:
+            event.synchronize()
+        self.events.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +179,18 @@ class Snapshots:
         """
         self.wait_copied()
         return self._last
+
+    def copied(self) -> Snapshots:
+        """Others with the same last commit, in memory of its own. They pickle where what was committed does.
+
+        Raises:
+            RuntimeError: The copy under way failed; said once.
+        """
+        made, last = Snapshots(), self.last()
+        if last is not None:
+            last.wait()
+            made._last = replace(last, buffers=[buffer.clone() for buffer in last.buffers])
+        return made
 
     def _may_copy_later(self, number: int, tensor: torch.Tensor) -> bool:
         # Without a commit to fall back on, the first one is made at once.

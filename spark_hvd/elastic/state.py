@@ -137,6 +137,8 @@ class ObjectState(State):
         **kwargs: Values by name. They become attributes, which may be assigned to; other attributes are not state.
             Values are deep-copied, and pickled in :meth:`sync`; tensors in dicts, lists and tuples are not pickled but
             sent as they are. After a restore or a sync an attribute may be another object than before.
+
+    A copy or a pickle has commits and callbacks of its own.
     """
 
     def __init__(self, bcast_object: Any = None, get_rank: Any = None, **kwargs: Any) -> None:
@@ -147,6 +149,13 @@ class ObjectState(State):
             if name.startswith("_") or hasattr(type(self), name) or name == "commits":
                 raise ValueError(f"{name!r} is a name of {type(self).__name__}'s own; call this part of it otherwise.")
             setattr(self, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle has: the values, and commits of its own, of which the last is this one's."""
+        return self.__dict__ | {
+            "_reset_callbacks": list(self._reset_callbacks),
+            "_snapshots": self._snapshots.copied(),
+        }
 
     def save(self) -> None:
         """Keep a copy of the state, in memory that is allocated once, or twice.

@@ -52,6 +52,15 @@ class TorchState(ObjectState):
         self._handlers, self._watched = {}, {}
         super().__init__(model=model, optimizer=optimizer, **kwargs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """See base class."""
+        return super().__getstate__() | {"_handlers": dict(self._handlers), "_watched": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Have the optimizers of a copy wait for its commits: torch copies no hooks."""
+        self.__dict__.update(state)
+        self._watch()
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_names", ()):
             self._assign(name, value)

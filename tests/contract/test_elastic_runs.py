@@ -183,5 +183,7 @@ def test_a_second_elastic_function_in_the_same_fn() -> None:
 
     assert run_elastic_local(fn, [FaultPlan()], reset_limit=0) == [[8, 8], [8, 8]]
     assert run_elastic_local(fn, [FaultPlan().kill(rank=1, step=2)], timeout=60) == [[8, 8], [8, 8]]
+    kill = FaultPlan().kill(rank=1, step=102, generation=1)
+    assert run_elastic_local(fn, [kill], min_num_proc=1, timeout=60) == [[8, 6]]
     with pytest.raises(RankFailedError, match="rank 1 is in elastic function number 1 of fn, and rank 0 in number 2"):
-        run_elastic_local(fn, [FaultPlan().kill(rank=1, step=102, generation=1)], timeout=60)
+        run_elastic_local(fn, [kill], timeout=60)

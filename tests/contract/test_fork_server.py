@@ -20,7 +20,7 @@ import pytest
 
 import spark_hvd
 import spark_hvd.torch as hvd
-from spark_hvd.runner.config import PRELOAD, RunConfig
+from spark_hvd.runner.config import IMPORTS, PRELOAD, RunConfig
 from spark_hvd.runner.launch.arguments import adapted
 from spark_hvd.runner.supervise.processes import (
     ForkServer,
@@ -105,13 +105,14 @@ def test_runs_whose_libraries_load_alike_share_a_server() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["", "raise OSError('broken')"], indirect=True)
-def test_modules_are_imported_before_ranks_are_forked(module: str) -> None:
+@pytest.mark.parametrize("variable", [PRELOAD, IMPORTS])
+def test_modules_are_imported_before_ranks_are_forked(module: str, variable: str) -> None:
     ran = spark_hvd.run_local
     if "OSError" in Path(sys.path[0], f"{module}.py").read_text():
         with pytest.raises(spark_hvd.runner.RankFailedError, match="broken"):  # type: ignore[attr-defined]
-            ran(facts, (module,), num_proc=1, env={PRELOAD: module})
+            ran(facts, (module,), num_proc=1, env={variable: module})
         return
-    one, two = ran(facts, (module,), num_proc=2, env={PRELOAD: f"no_such_module,{module}"})
+    one, two = ran(facts, (module,), num_proc=2, env={variable: f"no_such_module,{module}"})
     assert one["imported"] == two["imported"] == one["server"]
 
 

@@ -266,7 +266,7 @@ with open("/dev/null"):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_run_under_attack_ends_right() -> None:
     """Descriptors of the driver are few; strangers hold more connections than that, and say all sorts of things."""
     driver = subprocess.Popen(

@@ -76,7 +76,7 @@ open(f"{os.environ['FOLDER']}/{everyone.rank}", "w").write(str(seen))  # lines o
 """
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_worlds_out_of_communicators(tmp_path: Path) -> None:
     code, output, _ = run(WORLDS, 4, tmp_path)
     assert code == 0, output
@@ -221,7 +221,7 @@ print("LARGE", flush=True)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_more_than_two_gigabytes(tmp_path: Path) -> None:
     code, output, _ = run(LARGE, 2, tmp_path)
     assert code == 0, output

@@ -15,7 +15,7 @@ from tests.ranks import ranks
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.parametrize("worlds", [30, pytest.param(100, marks=pytest.mark.slow)])
 def test_many_worlds_leave_nothing(worlds: int) -> None:
     def fn() -> tuple[Any, Any]:

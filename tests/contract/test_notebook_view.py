@@ -29,7 +29,6 @@ display.end(view.summary(41.0))
 """
 
 
-@pytest.mark.timeout(60)
 def test_one_table_in_the_cell_and_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))

@@ -308,7 +308,7 @@ def test_a_module_that_ranks_lack_is_named(launch: Launcher) -> None:
     assert "--py-files" in str(error)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_values_of_200_mb(launch: Launcher) -> None:
     first, second = launch(lambda: bytes([hvd().rank()]) * 200_000_000, num_proc=2)
     assert (len(first), first[:1], len(second), second[-1:]) == (200_000_000, b"\0", 200_000_000, b"\1")

@@ -205,6 +205,10 @@ def test_data_loaders(shard: DatasetShard) -> None:
     loader = shard.torch_batches(10)
     assert rows_of(DataLoader(loader, batch_size=None)) == list(range(ROWS))
     assert rows_of(DataLoader(loader, batch_size=None, num_workers=2)) == list(range(ROWS))
+    next(iter(loader))  # there is an epoch, and its reader has threads
+    loader.set_epoch(0)
+    spawned = DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    assert rows_of(spawned) == list(range(ROWS))
 
 
 def test_the_state_goes_on_where_it_was_taken(shard: DatasetShard) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,6 +93,9 @@ def test_what_is_left_of_units_comes_in_their_order(spool: Spool) -> None:
 def test_every_row_is_counted_once(spool: Spool) -> None:
     assert spool.counts.tolist() == np.bincount(np.arange(ROWS) * 7 % UNITS, minlength=UNITS).tolist()
     assert spool.schema == SCHEMA
+    again = pickle.dumps(spool)  # for a process that is spawned: it maps the files, and gets no rows
+    assert len(again) < 1000
+    assert pickle.loads(again).counts.tolist() == spool.counts.tolist()
 
 
 @pytest.mark.parametrize("limits", [{}, {"chunk_rows": 100}, {"chunk_rows": 100, "plain_bytes": 10_000}])

@@ -239,7 +239,7 @@ def test_loaders() -> None:
         [*Broken()]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_the_small_wheel_is_built_and_installed(tmp_path: Path) -> None:
     folder = shutil.copytree(WHEEL, tmp_path / "source")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]

@@ -15,8 +15,9 @@ import pyspark
 
 from spark_hvd.runner.spark.profiles import Ask, task_resources
 from spark_hvd.runner.spark.slots import task_slots
-from tests.conftest import SHORT_LIVED, start_session, wait_until
+from tests.conftest import start_session, wait_until
 from tests.daemons import command_line, end, listens
+from tests.jvm import SHORT_LIVED
 from tests.multihost.hosts import Host, Hosts, environment
 
 if TYPE_CHECKING:

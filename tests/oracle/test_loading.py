@@ -29,7 +29,7 @@ TOGETHER = 8
 """Data sets of a run."""
 
 
-@pytest.mark.timeout(36_000 if NIGHT else 200)
+@pytest.mark.timeout(36_000 if NIGHT else 300)
 @settings(
     max_examples=-(-NIGHT // 10 // TOGETHER) or 2,
     derandomize=not NIGHT,

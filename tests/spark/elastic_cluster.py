@@ -24,9 +24,10 @@ import pyspark
 
 from spark_hvd.runner.spark.profiles import Ask, task_resources
 from spark_hvd.runner.spark.slots import task_slots
-from tests.conftest import SHORT_LIVED, start_session
+from tests.conftest import start_session
 from tests.daemons import command_line, end, listens
 from tests.elastic_jobs import Line, read
+from tests.jvm import SHORT_LIVED
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -163,7 +164,7 @@ def elastic_cluster(folder: Path, **settings: str) -> Iterator[ElasticCluster]:
         options = ["--host", _DRIVER, "--port", str(port), "--webui-port", "0"]
         master = cluster._start("master.Master", "master", *options)
         undo.callback(end, master)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not listens(_DRIVER, port):
             assert time.monotonic() < deadline, (folder / "master.log").read_text()
             time.sleep(0.1)

@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 from spark_hvd.runner import run_elastic
-from tests.conftest import wait_until
+from tests.conftest import fork_servers, wait_until
 from tests.daemons import command_line
 from tests.elastic_jobs import Job, checked, read, train
 from tests.spark.elastic_cluster import ElasticCluster, Progress, directed, elastic_cluster
 
-pytestmark = [pytest.mark.night, pytest.mark.timeout(600), pytest.mark.usefixtures("no_leaks")]
+pytestmark = [pytest.mark.night, pytest.mark.timeout(1800), pytest.mark.usefixtures("no_leaks")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ROOT = Path(__file__).parents[2]
@@ -31,13 +31,10 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ElasticCluster]:
         yield cluster
 
 
-def below(process: psutil.Process, word: str) -> psutil.Process:
-    """The first process below another with a word in its command line."""
-    return next(each for each in process.children(recursive=True) if word in command_line(each))
-
-
 def fork_server(hosts: ElasticCluster) -> psutil.Process:
-    return below(hosts.executor(HOST), "supervise.forkserver")
+    """That of the executor, which is in its command line; its parent may have been killed."""
+    anchor = str(hosts.executor(HOST).pid)
+    return next(each for each in fork_servers() if anchor in command_line(each).split())
 
 
 def python_daemon(hosts: ElasticCluster) -> psutil.Process:
@@ -45,7 +42,7 @@ def python_daemon(hosts: ElasticCluster) -> psutil.Process:
 
 
 def python_worker(hosts: ElasticCluster) -> psutil.Process:
-    return python_daemon(hosts).children()[0]
+    return next(each for each in python_daemon(hosts).children() if command_line(each))  # the last may be a zombie yet
 
 
 def executor(hosts: ElasticCluster) -> psutil.Process:
@@ -67,27 +64,27 @@ def test_ranks_go_on_when_what_supports_them_is_killed(
     def script(progress: Progress) -> None:
         generation = 0
         for _ in range(times):
-            steady = progress.wait(lambda line, least=generation: line.size == 2 and line.generation >= least, 120)  # type: ignore[misc]
-            progress.wait(lambda line, step=steady.step: line.step >= step + 5 and line.size == 2, 120)  # type: ignore[misc]
-            which(hosts).kill()
+            steady = progress.wait(lambda line, least=generation: line.size == 2 and line.generation >= least, 300)  # type: ignore[misc]
+            progress.wait(lambda line, step=steady.step: line.step >= step + 5 and line.size == 2, 300)  # type: ignore[misc]
             generation = read(progress.log)[-1].generation + 1
-            progress.wait(lambda line, least=generation: line.size == 2 and line.generation >= least, 120)  # type: ignore[misc]
+            which(hosts).kill()
+            progress.wait(lambda line, least=generation: line.size == 2 and line.generation >= least, 300)  # type: ignore[misc]
 
-    options = {"min_num_proc": 1, "host_failure_limit": 9, "timeout": 400, "verbose": 0}
+    options = {"min_num_proc": 1, "host_failure_limit": 9, "timeout": 1200, "verbose": 0}
     with directed(progress, script):
         results = run_elastic(train, [job], num_proc=2, spark=hosts.session, **options)
     first = checked(results)
     assert first.generation >= times
-    wait_until(lambda: not ranks_of(hosts), 30)
+    ranks = {line.process for line in read(progress.log)}
+    wait_until(lambda: not any(map(lives, ranks)), 60)
 
 
-def ranks_of(hosts: ElasticCluster) -> list[psutil.Process]:
-    """The processes of ranks that are left on the hosts: children of fork servers."""
-    found = []
-    for worker in hosts.workers.values():
-        processes = psutil.Process(worker.pid).children(recursive=True)
-        found += [each for each in processes if "supervise.forkserver" in command_line(each.parent() or each)]
-    return found
+def lives(pid: int) -> bool:
+    """Whether there is such a process, and not only what its parent has yet to ask for."""
+    try:
+        return command_line(psutil.Process(pid)) != ""
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_driver_that_is_killed_while_ranks_train_leaves_nothing(tmp_path: Path) -> None:
@@ -104,8 +101,10 @@ def test_a_driver_that_is_killed_while_ranks_train_leaves_nothing(tmp_path: Path
     """
     (tmp_path / "program.py").write_text(textwrap.dedent(program))
     with subprocess.Popen([sys.executable, str(tmp_path / "program.py")], cwd=ROOT) as driver:
-        progress.wait(lambda line: line.size == 2 and line.step >= 5, 120)
-        started = psutil.Process(driver.pid).children(recursive=True)
-        assert [each for each in started if "supervise.forkserver" in command_line(each)]
-        driver.kill()
-    wait_until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in started), 60)
+        try:
+            progress.wait(lambda line: line.size == 2 and line.step >= 5, 300)
+            started = psutil.Process(driver.pid).children(recursive=True)
+            assert [each for each in started if "supervise.forkserver" in command_line(each)]
+        finally:
+            driver.kill()
+    wait_until(lambda: not any(map(command_line, started)), 300)

@@ -92,7 +92,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("elastic", [[], ["--min-np", "1"]])
-@pytest.mark.slow
+@pytest.mark.night
 def test_data_of_a_path(tmp_path: Path, elastic: list[str]) -> None:
     pq.write_table(pa.table({"row": range(10)}), tmp_path / "rows.parquet")
     (tmp_path / "read.py").write_text(
@@ -123,7 +123,7 @@ def test_a_script_that_is_well_or_raises_or_is_killed(folder: Path) -> None:
     assert finish([*PROGRAM, "run", "-np", "2", "killed.py"], folder)[0] == 137
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_module_and_sigterm(folder: Path) -> None:
     code, out, err = finish([*PROGRAM, "run", "-np", "1", "-m", "train", "ok"], folder)
     assert (code, out) == (0, "[0] __main__ ['ok'] beside 1.0\n"), err
@@ -135,7 +135,7 @@ def test_a_module_and_sigterm(folder: Path) -> None:
     assert process.returncode == 143
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_script_on_spark_with_files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     with zipfile.ZipFile(elsewhere / "lib.zip", "w") as archive:
@@ -158,7 +158,7 @@ def test_under_spark_submit(folder: Path) -> None:
     assert "[0] __main__ ['exit'] beside 2.0" in out
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_the_doctor_as_json_and_an_unreachable_master(tmp_path: Path) -> None:
     arguments = ["doctor", "-np", "3", "--master", "local[2]", *CONF]
     code, out, _ = finish([*PROGRAM, *arguments, "--json"], tmp_path)
@@ -172,7 +172,7 @@ def test_the_doctor_as_json_and_an_unreachable_master(tmp_path: Path) -> None:
     assert "Traceback" not in err.rpartition("spark-hvd: ")[2]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_check_build(tmp_path: Path) -> None:
     code, out, _ = finish([*PROGRAM, "--check-build"], tmp_path)
     assert code == 0

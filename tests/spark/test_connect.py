@@ -38,7 +38,7 @@ from tests.spark.test_driver import cut_off
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_leaks")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(estimator_support)
 
@@ -83,6 +83,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.night
 def test_output_and_reports_come_while_ranks_run(connect: SparkSession, tmp_path: Path) -> None:
     def train() -> int:
         (progress := hvd.progress([1])).report(loss=1.0)
@@ -164,6 +165,7 @@ def test_a_client_that_executors_cannot_reach_says_so_and_can_be_interrupted(
         logging.getLogger("spark_hvd").removeHandler(handler)
 
 
+@pytest.mark.night
 def test_a_lost_executor_is_survived(connect: SparkSession) -> None:
     def train() -> tuple[int, int]:
         if hvd.generation() == 0 and hvd.rank() == 1:
@@ -188,6 +190,7 @@ def test_rows_of_a_frame_come_to_the_ranks(connect: SparkSession) -> None:
     assert min(len(some), len(others)) > 400
 
 
+@pytest.mark.night
 def test_an_elastic_run_goes_on_without_an_executor_and_then_with_another(connect: SparkSession) -> None:
     def train() -> tuple[int, int]:
         state = hvd.elastic.ObjectState(step=0)
@@ -230,6 +233,7 @@ def test_an_estimator_fits_and_its_model_transforms_and_is_saved(
     assert list(predictions) == list(again)
 
 
+@pytest.mark.night
 def test_the_doctor(connect: SparkSession) -> None:
     report = doctor(connect, num_proc=2)
     assert report.ok

@@ -77,7 +77,7 @@ def test_wrong_arguments_are_refused(spark: SparkSession) -> None:
         doctor(spark, 2, network=spark_hvd.Network(ports="high"))
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_two_executors(cluster: SparkSession, tmp_path: Path) -> None:
     report = doctor(cluster, store=str(tmp_path), backend="mpi")
     assert report.ok, str(report)
@@ -87,7 +87,7 @@ def test_two_executors(cluster: SparkSession, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_executors_with_another_torch_and_one_gpu_for_two(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(
         "from types import SimpleNamespace as S\n"
@@ -125,7 +125,7 @@ def test_executors_with_another_torch_and_one_gpu_for_two(tmp_path: Path) -> Non
     assert "this check broke" in report.findings[0].found
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_dynamic_allocation() -> None:
     session = start_session(LOCAL_CLUSTER, **{"spark.dynamicAllocation.enabled": "true"})
     try:

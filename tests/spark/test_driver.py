@@ -138,7 +138,7 @@ def blocking_python(tmp_path: Path, module: str, error: str) -> str:
     return str(python)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_spark_hvd_missing_on_an_executor(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = blocking_python(tmp_path, "spark_hvd", """ModuleNotFoundError("No module named 'spark_hvd'")""")
     monkeypatch.setattr(spark.sparkContext, "pythonExec", python)
@@ -216,7 +216,7 @@ def test_executors_that_cannot_reach_the_driver_meet_without_it(
         run(fail, num_proc=2, spark=spark)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_one_executor_that_cannot_reach_the_driver_makes_all_meet_without_it(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

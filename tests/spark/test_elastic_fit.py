@@ -33,7 +33,7 @@ from tests.spark.test_fit_restarts import network, plain, straight_line
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,6 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.mark.slow
 def test_killed_ranks_that_are_replaced_cost_nothing_but_time(df: DataFrame, tmp_path: Path) -> None:
     draw = random.Random(20)
     deaths = {(number, draw.randrange(2)): draw.randrange(6 * number + 1, 6 * number + 7) for number in range(3)}
@@ -179,7 +178,7 @@ def test_killed_ranks_that_are_replaced_cost_nothing_but_time(df: DataFrame, tmp
     assert plain(again.getHistory()) == plain(whole.getHistory())
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_ranks_come_and_go_at_any_moment(df: DataFrame, tmp_path: Path) -> None:
     backend = LocalBackend(2, min_num_proc=1, max_num_proc=3, host_failure_limit=9, verbose=0)
     settings = {**COUNTING, "backend": backend, "store": Store.create(tmp_path)}
@@ -188,7 +187,7 @@ def test_ranks_come_and_go_at_any_moment(df: DataFrame, tmp_path: Path) -> None:
     assert fitted.getHistory().restarts >= 4
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_all_ranks_are_lost_at_once(df: DataFrame, tmp_path: Path) -> None:
     settings = {**COUNTING, "store": Store.create(tmp_path), "run_id": "lost", "epochs": 3}
     backend = LocalBackend(2, max_num_proc=2, verbose=0)
@@ -199,7 +198,6 @@ def test_all_ranks_are_lost_at_once(df: DataFrame, tmp_path: Path) -> None:
     assert len(fitted.getHistory()) == 3
 
 
-@pytest.mark.slow
 def test_all_ranks_are_lost_at_once_after_a_checkpoint(df: DataFrame, tmp_path: Path) -> None:
     settings = {**COUNTING, "store": Store.create(tmp_path), "epochs": 3, "checkpoint_every": 2}
     callbacks = [AllDieOnce(tmp_path / "struck")]
@@ -218,7 +216,6 @@ class Raises(Callback):
             raise KeyError("no such thing")
 
 
-@pytest.mark.slow
 def test_an_error_that_comes_again_ends_the_fit(df: DataFrame, tmp_path: Path) -> None:
     settings = {**COUNTING, "store": Store.create(tmp_path), "backend": LocalBackend(2, max_num_proc=2, verbose=0)}
     with pytest.raises(RankFailedError, match="no such thing"):
@@ -241,7 +238,6 @@ def test_parameters(df: DataFrame) -> None:
         LightningEstimator(commit_every=2)
 
 
-@pytest.mark.slow
 def test_keras_goes_on_within_an_epoch(df: DataFrame, tmp_path: Path) -> None:
     keras = pytest.importorskip("keras")
 
@@ -294,7 +290,7 @@ class Ends(L.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_lightning_goes_on_between_epochs(df: DataFrame, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "backend": LocalBackend(2, max_num_proc=2, verbose=0),

@@ -29,6 +29,7 @@ def returns_much() -> bytes:
     return bytes(300_000_000) if hvd.rank() == 0 else b""
 
 
+@pytest.mark.night
 def test_a_value_too_large_for_the_heap_comes_all_the_same(cluster: SparkSession) -> None:
     values = run_elastic(returns_much, num_proc=2, spark=cluster, verbose=0)
     assert [len(value) for value in values] == [300_000_000, 0]
@@ -100,7 +101,6 @@ def test_more_tasks_than_slots_wait_and_are_let_go(cluster: SparkSession) -> Non
     assert [result.size for result in results] == [2, 2]
 
 
-@pytest.mark.timeout(240)
 def test_executors_come_as_ranks_want_them() -> None:
     settings = {
         "spark.dynamicAllocation.enabled": "true",

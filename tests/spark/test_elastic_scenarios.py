@@ -71,6 +71,7 @@ def direct(
 # ---- nothing happens, or nothing that matters -----------------------------------------------------------------------
 
 
+@pytest.mark.night
 def test_ranks_on_two_hosts_train_undisturbed(hosts: ElasticCluster) -> None:
     hosts.provide(h2=1, h3=2)
     results = run_elastic(train, [Job(epochs=3)], num_proc=3, reset_limit=0, spark=hosts.session, timeout=120)
@@ -102,6 +103,7 @@ def test_hosts_that_are_not_needed_come_and_go(hosts: ElasticCluster, progress: 
 # ---- ranks fail -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.night
 def test_a_rank_that_fails_is_replaced_on_its_host(hosts: ElasticCluster) -> None:
     hosts.provide(h2=1, h3=1)
     faults = FaultPlan().kill(rank=0, step=4)
@@ -113,6 +115,7 @@ def test_a_rank_that_fails_is_replaced_on_its_host(hosts: ElasticCluster) -> Non
 # ---- hosts come and go ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.night
 def test_a_world_shrinks_with_the_cluster(hosts: ElasticCluster, progress: Progress) -> None:
     """One host is lost, which is a failure; one is decommissioned, which is none."""
     hosts.provide(h2=1, h3=1, h4=1)
@@ -129,6 +132,7 @@ def test_a_world_shrinks_with_the_cluster(hosts: ElasticCluster, progress: Progr
     assert [result.host for result in results] == [H4]
 
 
+@pytest.mark.night
 def test_hosts_are_exchanged_one_by_one_until_none_of_the_first_is_left(
     hosts: ElasticCluster, progress: Progress
 ) -> None:
@@ -145,6 +149,7 @@ def test_hosts_are_exchanged_one_by_one_until_none_of_the_first_is_left(
     assert {result.host for result in results} == {H4, H5}
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("others_come", [False, True])
 def test_all_hosts_are_lost(hosts: ElasticCluster, progress: Progress, others_come: bool) -> None:
     hosts.provide(h2=1, h3=1)
@@ -165,6 +170,7 @@ def test_all_hosts_are_lost(hosts: ElasticCluster, progress: Progress, others_co
 # ---- executors ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.night
 def test_an_executor_that_is_killed_is_left_behind_at_once(hosts: ElasticCluster, progress: Progress) -> None:
     hosts.provide(h2=1, h3=1)
 

@@ -39,7 +39,7 @@ def _tests_travel_by_value() -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("_tests_travel_by_value")
 def test_without_a_store_the_trained_model_comes_back_by_itself(cluster: SparkSession, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_after_a_lost_executor_the_run_goes_on(cluster: SparkSession, tmp_path: 
     same(fitted.getModel(), reference(mse, epochs=4))
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("_tests_travel_by_value")
 def test_a_fit_goes_on_with_fewer_ranks_where_the_cluster_has_shrunk(cluster: SparkSession, tmp_path: Path) -> None:

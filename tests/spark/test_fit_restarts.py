@@ -23,7 +23,7 @@ from tests.spark.estimator_support import ROWS, Watched, estimator, frame, means
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,6 @@ def plain(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in ("seconds", "rows_per_second", "restarts")} for row in history]
 
 
-@pytest.mark.slow
 def test_a_killed_rank_costs_nothing_but_time(df: DataFrame) -> None:
     settings: dict[str, Any] = {
         "optimizer": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
@@ -95,7 +94,6 @@ def test_a_killed_rank_costs_nothing_but_time(df: DataFrame) -> None:
     assert (whole.getHistory().restarts, again.getHistory().restarts) == (0, 1)
 
 
-@pytest.mark.slow
 def test_each_row_of_the_epoch_is_used_once(df: DataFrame, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"label_cols": ["row"], "loss": Writes(tmp_path), "shuffle": True, "epochs": 2}
     made = estimator(**settings, max_restarts=1, checkpoint_every=2, callbacks=[Killed(5)])
@@ -108,7 +106,7 @@ def test_each_row_of_the_epoch_is_used_once(df: DataFrame, tmp_path: Path) -> No
     assert len(before[1]) == epoch + 5
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_an_epoch_that_was_cut_off_goes_on_with_fewer_ranks(df: DataFrame, tmp_path: Path) -> None:
     store, data, seen = Store.create(tmp_path / "store"), tmp_path / "data", tmp_path / "seen"
     seen.mkdir()
@@ -138,7 +136,6 @@ def test_an_epoch_that_was_cut_off_goes_on_with_fewer_ranks(df: DataFrame, tmp_p
     assert [row["lr"] for row in fitted.getHistory()] == pytest.approx([0.1, 0.05, 0.05]), "rates go with the ranks"
 
 
-@pytest.mark.slow
 def test_what_changes_the_order_of_rows_is_refused_within_an_epoch(df: DataFrame, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"store": Store.create(tmp_path), "run_id": "cut", "epochs": 2, "checkpoint_every": 2}
     with pytest.raises(RankFailedError, match="SIGKILL"):
@@ -150,7 +147,7 @@ def test_what_changes_the_order_of_rows_is_refused_within_an_epoch(df: DataFrame
     assert len(estimator(**settings, random_seed=None).fit(df).getHistory()) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_restarts_of_a_backend_of_its_own(df: DataFrame, tmp_path: Path) -> None:
     backend = LocalBackend(2, verbose=0, max_restarts=1)
     settings: dict[str, Any] = {"num_proc": None, "backend": backend, "store": Store.create(tmp_path)}
@@ -189,7 +186,7 @@ def killed_in_lightning() -> L.Callback:
     return Kills()
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("batches", [None, 5], ids=["whole passes", "left early"])
 def test_lightning_goes_on_from_its_last_epoch(df: DataFrame, tmp_path: Path, batches: int | None) -> None:

@@ -257,6 +257,7 @@ def test_an_epoch_that_was_cut_off_goes_on_to_the_same_end(df: DataFrame) -> Non
     assert list(map(means, whole.getHistory())) == list(map(means, again.getHistory()))
 
 
+@pytest.mark.night
 def test_an_epoch_that_was_cut_off_goes_on_with_fewer_ranks(df: DataFrame, tmp_path: Path) -> None:
     """The model does not change, so that the means of the epoch are those of all rows if each was used once."""
     df.repartition(4).write.parquet(str(tmp_path / "data"))

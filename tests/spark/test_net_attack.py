@@ -145,7 +145,6 @@ def attack(tmp_path: Path) -> Iterator[Attack]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("where", ["here", "on Spark"])
 def test_a_run_under_attack(where: str, attack: Attack, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     arguments: dict[str, Any] = {"args": (str(tmp_path),), "num_proc": 3, "timeout": 120.0}

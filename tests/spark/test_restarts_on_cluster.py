@@ -23,7 +23,7 @@ from tests.spark.test_cluster import executors
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(sys.modules[train_steps.__module__])
 OPTIONS: dict[str, Any] = {"num_proc": 2, "verbose": 0}
@@ -83,7 +83,7 @@ def test_a_lost_executor_is_survived_to_the_bit(
     assert record.message.startswith("restart 1 of 3: Spark lost the executor of rank 1 on ")
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.usefixtures("_all_executors")
 def test_it_goes_on_with_fewer_ranks_if_they_are_enough(
     cluster: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -104,7 +104,7 @@ def test_it_goes_on_with_fewer_ranks_if_they_are_enough(
     assert isinstance(caught.value.__cause__, ExecutorLostError)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.usefixtures("_all_executors")
 def test_the_limit_and_what_is_not_restarted(cluster: SparkSession, tmp_path: Path) -> None:
     with pytest.raises(ExecutorLostError, match=r"This was after 1 restart \(max_restarts=1\)"):
@@ -122,7 +122,7 @@ def test_the_limit_and_what_is_not_restarted(cluster: SparkSession, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("_all_executors")
-@pytest.mark.slow
+@pytest.mark.night
 def test_rows_come_again_after_an_executor_was_lost(cluster: SparkSession) -> None:
     def rows() -> list[int]:
         from spark_hvd.data.handed import source_of

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,6 +86,48 @@ def test_a_step_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(values(net, optimizer), before)
     assert (state.note, state.commits) == (["a", "b"], 1)
     assert all(param.grad is None for param in net.parameters())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+def test_a_step_of_a_copied_state_waits_too(copied: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    net, optimizer, state = make(note=["a"])
+    other = copied(state)
+    gate = Gate(monkeypatch)
+    step(other.model, other.optimizer)
+    before = values(other.model, other.optimizer)
+    other.save()
+    assert gate.begun.wait(20)
+    forward(other.model)
+    threading.Timer(0.2, gate.open.set).start()
+    other.optimizer.step()
+    assert gate.open.is_set()
+    other.restore()
+    assert_same(values(other.model, other.optimizer), before)
+    assert (other.commits, state.commits) == (1, 0)
+    wanted = values(net, optimizer)
+    step(net, optimizer)
+    state.restore()
+    assert_same(values(net, optimizer), wanted)
+
+
+def test_copies_of_a_state_have_commits_and_callbacks_of_their_own() -> None:
+    net, _, state = make(numbers=torch.zeros(2))
+    other = copy.copy(state)
+    other.numbers = torch.ones(2)
+    other.restore()
+    assert other.numbers.tolist() == [0, 0]
+    other.model = torch.nn.Linear(1, 1)
+    other.register_reset_callbacks([lambda: pytest.fail("of the other")])
+    for number in range(1, 3):
+        other.numbers = torch.full((2,), number)
+        other.save()
+    state.restore()
+    state.on_reset()
+    assert state.model is net
+    assert (state.numbers.tolist(), state.commits, other.commits) == ([0, 0], 0, 2)
+    state.save()
+    state.restore()
+    assert state.model is net
 
 
 def test_restore_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,3 +203,43 @@ def test_a_task_that_spark_starts_anew_ends_its_former_attempt() -> None:
     model.run(2.0)
     assert model.size == 2
     assert model.of_rank(0).agent == 1
+
+
+def in_the_second_function(least: int) -> Model:
+    model = trained(Limits(num_proc=2, min_num_proc=least, max_num_proc=3), steps=40, functions=2)
+    model.run(4.0)
+    assert {process.function for process in model.alive()} == {2}
+    assert model.size == 2
+    return model
+
+
+def test_a_new_rank_is_kept_out_of_a_later_elastic_function() -> None:
+    model = in_the_second_function(1)
+    model.up(2)
+    model.run(1.0)
+    assert (model.size, model.membership.policy.resets) == (2, 0)
+    assert sum("a new rank (number 2) on host host2 takes no part" in note for note in model.notes) == 1
+    model.fail(0)
+    model.run(1.0)
+    assert model.size == 1, "the rank that is left does not wait for those that take no part"
+    assert sum("takes no part" in note for note in model.notes) == 1
+    model.run(4.0)
+    verdict = model.membership.verdict
+    assert verdict is not None
+    assert (verdict.end, verdict.ranks) == (End.DONE, (1,))
+
+
+def test_a_new_rank_that_must_be_in_a_later_elastic_function_meets_the_others() -> None:
+    model = in_the_second_function(2)
+    model.fail(0)
+    model.run(1.0)
+    assert {model.of_rank(0).function, model.of_rank(1).function} == {1, 2}, "their states say that they do not fit"
+
+
+def test_all_ranks_of_a_later_elastic_function_leave_together() -> None:
+    model = in_the_second_function(1)
+    model.up(2)
+    model.leave(0)
+    model.leave(1)
+    model.run(1.0)
+    assert [model.of_rank(rank).agent for rank in range(model.size)] == [0, 1], "there is nobody to hand over to"

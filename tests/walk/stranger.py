@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import SHORT_LIVED, not_activated
+from tests.conftest import not_activated
+from tests.jvm import SHORT_LIVED
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {

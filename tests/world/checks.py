@@ -161,7 +161,9 @@ class Checks:
             most = 0 if len(self._worlds) == 1 else max(map(len, self._worlds.values())) - 1
             assert len(missing) <= most, f"epoch {epoch}: rows {sorted(missing)} are missing"
         quiet = all(fault.kind == "new host" for fault in plan.faults)
-        if quiet and self._world.seconds > max(plan.starts) + _LONG_ENOUGH:
+        apart = any("takes no part" in text for text in self._world.noted)
+        assert plan.again or not apart
+        if quiet and not apart and self._world.seconds > max(plan.starts) + _LONG_ENOUGH:
             assert len(values) == plan.limits.max_num_proc, "a rank that has come late takes no part"
 
     def _failures(self, resets: int) -> None:
@@ -184,6 +186,8 @@ class Checks:
         assert "the hub of this run failed" not in text, text
         if _NEWCOMER in text:  # new ranks begin with the first
             assert plan.again
+            assert plan.limits.min_num_proc > 1
+            assert self._harmful or _NOTICES.intersection(kinds), "the others would have gone on without them"
             return
         if isinstance(error, RunTimeoutError):
             # A rank that hangs alone is nobody's to notice; others come to know when their collectives take too long.

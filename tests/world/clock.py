@@ -125,14 +125,13 @@ class Strand:
 
     def go(self) -> None:
         """Let the code run until it waits again, or ends."""
-        with acting(self.owner):
-            global _current
-            before, _current = _current, self
-            try:
-                self._greenlet.parent = getcurrent()
-                self._greenlet.switch()
-            finally:
-                _current = before
+        global _current, _me
+        before, _current, _me = (_current, _me), self, self.owner
+        try:
+            self._greenlet.parent = getcurrent()
+            self._greenlet.switch()
+        finally:
+            _current, _me = before
 
     def _run(self) -> None:
         try:

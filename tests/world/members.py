@@ -25,7 +25,7 @@ class Members(Kept):
         self.resets = self.futile = 0
         self.commits = -1
         self._out: list[Told] = []
-        self._begun = False
+        self._begun = self._some_behind = False
         self._first_look: float | None = None
         self._enough_since: float | None = None
         self._short_since: float | None = None
@@ -142,6 +142,8 @@ class Members(Kept):
             self.workers[event.worker].state = "finished"
             if all(member.state == "finished" for member in self._members()):
                 world.finished = True
+                for member in self._members():
+                    member.later = True
                 self._out += [ev.Finish(*to, world.number) for to in self._addresses()]
 
     def _ended(self, event: ev.Ended, now: float) -> None:
@@ -320,6 +322,9 @@ class Members(Kept):
         few = last is None and len(candidates) < limits.num_proc
         if few and any(worker.state == "preparing" for worker in self.workers):
             return
+        if any(map(self._in_later_function, candidates)):
+            fit = [worker for worker in candidates if not self._is_behind(worker)]
+            candidates = fit if len(fit) >= limits.min_num_proc else candidates
         if len(candidates) < limits.min_num_proc:
             self._too_few(now)
             return
@@ -372,8 +377,15 @@ class Members(Kept):
             return
         if world.joined != set(world.members) or any(member.state != "member" for member in members):
             return
+        waiting = [worker for worker in self._by_seniority(self.workers) if worker.state == "waiting"]
+        if any(map(self._in_later_function, members)):
+            behind = [worker for worker in waiting if self._is_behind(worker)]
+            waiting = [worker for worker in waiting if worker not in behind]
+            if behind and not self._some_behind:
+                self._some_behind = True
+                self._out.append(f"{self._name(behind[0])} takes no part")
         stay = sum(not self._leaves(member) for member in members)
-        more = any(worker.state == "waiting" and not self._leaves(worker) for worker in self.workers)
+        more = not all(map(self._leaves, waiting))
         if (more and stay < self.limits.max_num_proc) or (stay < len(members) and (stay or more)):
             world.updating = True
             self._out += [ev.Update(*to, world.number) for to in self._addresses()]

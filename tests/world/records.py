@@ -34,6 +34,7 @@ class Worker:
     commits: int = -1
     failed: bool = False
     raised: bool = False
+    later: bool = False
 
 
 @dataclass
@@ -90,6 +91,13 @@ class Kept:
 
     def _leaves(self, worker: Worker) -> bool:
         return worker.agent in self.agents and self.agents[worker.agent].leaving
+
+    def _in_later_function(self, worker: Worker) -> bool:
+        return self._alive(worker) and worker.later
+
+    def _is_behind(self, worker: Worker) -> bool:
+        """Whether a worker has yet to be in a world, and so begins with the first elastic function."""
+        return not worker.later and worker.rank is None
 
     def _by_seniority(self, workers: list[Worker]) -> list[Worker]:
         """Those with the state, then others; each in the order of their ranks, then as they came."""

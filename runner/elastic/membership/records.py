@@ -49,6 +49,7 @@ class Worker:
         commits: Behind its state; -1 while it has none.
         loss: How it was lost.
         raised: Whether it was lost by an exception of fn.
+        functions: Elastic functions that have returned on it and on the others of its world.
     """
 
     number: int
@@ -60,6 +61,7 @@ class Worker:
     commits: int = -1
     loss: Loss | None = None
     raised: bool = False
+    functions: int = 0
 
     @property
     def alive(self) -> bool:

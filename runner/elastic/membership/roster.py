@@ -113,10 +113,24 @@ class Roster:
         members = [self.workers[number] for number in generation.members]
         if any(worker.stage is not Stage.MEMBER for worker in members):
             return False
-        waiting = any(not self.leaves(worker) for worker in self.waiting())
+        behind = self.behind(generation)
+        waiting = any(not self.leaves(worker) and worker not in behind for worker in self.waiting())
         stay = sum(not self.leaves(worker) for worker in members)
         grows, shrinks = waiting and stay < most, stay < len(members) and (stay > 0 or waiting)
         return grows or shrinks
+
+    def behind(self, generation: GenerationRecord) -> list[Worker]:
+        """New workers that wait in fn's first elastic function, where members of a generation are in a later one."""
+        members = map(self.workers.__getitem__, generation.members)
+        if not any(worker.alive and worker.functions for worker in members):
+            return []
+        return [worker for worker in self.waiting() if worker.rank is None]
+
+    def fellows(self, workers: list[Worker], last: GenerationRecord | None, least: int) -> list[Worker]:
+        """Those that can train together after the last generation; all if these are fewer than `least`."""
+        behind = [] if last is None else self.behind(last)
+        fellows = [worker for worker in workers if worker not in behind]
+        return fellows if len(fellows) >= least else workers  # the sync of their states then says what is wrong
 
     def leaves(self, worker: Worker) -> bool:
         """Whether a worker's executor is to go."""

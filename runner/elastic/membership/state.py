@@ -48,7 +48,7 @@ class Membership:
         self.verdict: ev.Verdict | None = None
         self._out: list[ev.Decision] = []
         self._start_policy = StartPolicy(limits)
-        self._begun = False
+        self._begun = self._some_behind = False
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Decision]:
         """Take one event. Those of workers and generations that are history change nothing."""
@@ -154,8 +154,7 @@ class Membership:
             self._out.append(ev.StartWorker(agent.number, worker.number, place, agent.slot))
 
     def _entered(self, event: ev.Entered, now: float) -> None:
-        worker = self._alive(event.worker)
-        if worker is None:
+        if (worker := self._alive(event.worker)) is None:
             return
         generation = self.generation
         if generation is not None and worker.number in generation.members and not generation.finished:
@@ -164,8 +163,7 @@ class Membership:
         self._end_if_returned_early()
 
     def _ready(self, event: ev.Ready, now: float) -> None:
-        generation = self._member_of(event.worker, event.generation)
-        if generation is None:
+        if (generation := self._member_of(event.worker, event.generation)) is None:
             return
         generation.ready.add(event.worker)
         generation.store = event.store or generation.store
@@ -174,8 +172,7 @@ class Membership:
                 self._out.append(ev.Go(agent, number, generation.number, generation.store))
 
     def _joined(self, event: ev.Joined, now: float) -> None:
-        generation = self._member_of(event.worker, event.generation)
-        if generation is None:
+        if (generation := self._member_of(event.worker, event.generation)) is None:
             return
         generation.joined.add(event.worker)
         if generation.trains:
@@ -193,8 +190,7 @@ class Membership:
             self._close(generation, "a change of members", now, failed=False)
 
     def _committed(self, event: ev.Committed, now: float) -> None:
-        worker = self._alive(event.worker)
-        if worker is None:
+        if (worker := self._alive(event.worker)) is None:
             return
         before, worker.commits = worker.commits, event.commits
         self.policy.committed(event.commits)
@@ -205,13 +201,13 @@ class Membership:
                 self.roster.count_commit(self.roster.workers[number])
 
     def _finished(self, event: ev.Finished, now: float) -> None:
-        generation = self._member_of(event.worker, event.generation)
-        if generation is None:
+        if (generation := self._member_of(event.worker, event.generation)) is None:
             return
         self.roster.workers[event.worker].stage = Stage.FINISHED
         if all(self.roster.workers[number].stage is Stage.FINISHED for number in generation.members):
             generation.finished = True
             for agent, number in self.roster.addresses(generation.members):
+                self.roster.workers[number].functions += 1
                 self._out.append(ev.Finish(agent, number, generation.number))
 
     def _ended(self, event: ev.Ended, now: float) -> None:
@@ -321,7 +317,7 @@ class Membership:
             return
         if last is not None and last.finished and not any(worker.number in last.members for worker in waiting):
             return  # no member wants another: the run is about to end
-        candidates = self._stayers(waiting)
+        candidates = self.roster.fellows(self._stayers(waiting), last, self.limits.min_num_proc)
         if last is None and len(candidates) < self.limits.num_proc and self.roster.preparing():
             return
         if len(candidates) < self.limits.min_num_proc:
@@ -361,6 +357,9 @@ class Membership:
         generation = self.generation
         if self.verdict is not None or generation is None or not generation.trains or generation.updating:
             return
+        if (behind := self.roster.behind(generation)) and not self._some_behind:
+            self._some_behind = True
+            self._note(texts.behind(self.roster.name(behind[0])))
         if self.roster.to_change(generation, self.limits.max_num_proc):
             generation.updating = True
             for agent, number in self.roster.addresses(generation.members):

@@ -83,6 +83,14 @@ def returned_early(name: str) -> str:
     )
 
 
+def behind(name: str) -> str:
+    """A new rank cannot catch up with the others."""
+    return (
+        f"{name} takes no part: the others are in a later elastic function of fn, and a rank that starts anew begins "
+        "with the first. Train in one elastic function, with what was done in its state, so that new ranks can join"
+    )
+
+
 def value_lost(name: str, why: str) -> str:
     """A rank's value cannot reach the driver any more."""
     return f"{name} had returned from fn, but its value is lost: {why}"

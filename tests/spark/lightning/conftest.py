@@ -11,16 +11,19 @@ import pytest
 import torch
 
 from spark_hvd.estimators import LightningEstimator, Store
-from tests.spark.lightning.support import Warm
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+    from tests.spark.lightning.support import Warm
 
 ROWS = 401
 
 
 @pytest.fixture(scope="package")
 def warm() -> Iterator[Warm]:
+    from tests.spark.lightning.support import Warm  # and Lightning, which other tests do without
+
     backend = Warm()
     yield backend
     backend.close()

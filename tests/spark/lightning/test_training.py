@@ -38,6 +38,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.night
 def test_learns_in_spark_tasks(df: DataFrame, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from pyspark.ml.evaluation import RegressionEvaluator
 
