@@ -105,7 +105,7 @@ class SparkBackend(Backend):
         kwargs: Mapping[str, Any] | None = None,
         data: Mapping[str, Any] | None = None,
     ) -> list[R]:
-        """See base class. Waits for other runs of this process where slots do not do for both.
+        """See base class. Waits for other runs of this process where there are too few slots for both.
 
         Args:
             fn: See base class.

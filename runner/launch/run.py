@@ -14,7 +14,7 @@ from spark_hvd.runner.launch.early import torch_loading
 from spark_hvd.runner.launch.monitor import make_monitor
 from spark_hvd.runner.launch.restart import check_least, tasks_again, with_restarts
 from spark_hvd.runner.launch.result import RunResult
-from spark_hvd.runner.launch.turns import turns
+from spark_hvd.runner.launch.shares import slot_shares
 from spark_hvd.runner.outcome.errors import RunError
 from spark_hvd.runner.outcome.payload import dump_call, name_of
 from spark_hvd.runner.spark import session as on_spark
@@ -86,7 +86,7 @@ def run(
     check_least(config, tasks)
     name, run_id = name_of(fn), f"spark_hvd-{uuid.uuid4().hex[:12]}"
     with (
-        turns.taking(tasks, task_slots(session, resources)),
+        slot_shares.held(tasks, task_slots(session, resources)),
         torch_loading(session, config.env),
         make_monitor(config, fn, tasks * config.procs_per_task) as monitor,
     ):

@@ -44,7 +44,7 @@ def optimize(
     """Run trials of an Optuna study, each a run or a fit on its share of the cluster; as ``study.optimize``.
 
     ``objective(trial)`` is called in this program, and calls ``spark_hvd.run`` or the ``fit`` of an estimator as usual;
-    each trial may take another ``num_proc``. Where slots do not do for all, trials wait for those of others. A
+    each trial may take another ``num_proc``. Where there are too few slots for all, trials wait for each other. A
     :class:`TrialTracker` in the run's ``reporting``, or as the estimator's ``tracker``, prunes from inside.
 
     Where a run of MLflow is active, each trial is a nested run of it, active in the objective, with the trial's
@@ -54,10 +54,10 @@ def optimize(
         study: Of Optuna.
         objective: Gives the value (or values) of a trial. Called by threads of their own, which have this thread's
             local properties of Spark.
-        n_trials: How many; None for no end but that of ``timeout``.
+        n_trials: How many; None: until ``timeout``.
         parallel: How many at once.
-        catch: Errors of the objective after which the study goes on. Such a trial has the state FAIL, and the first
-            line of the error as its user attribute "error". Others end the study.
+        catch: Errors of the objective that do not end the study. Such a trial has the state FAIL, and the first
+            line of the error as its user attribute "error".
         spark: The session; None for the active one, if there is one.
         options: Further ones of ``study.optimize``: timeout, callbacks, show_progress_bar, gc_after_trial.
 

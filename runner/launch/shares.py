@@ -17,17 +17,17 @@ _log = logging.getLogger(__name__)
 _LOOK_EVERY = 0.1
 
 
-class Turns:
-    """Who has which share of the slots. Whoever came first is served first, so that a large run is not passed over."""
+class SlotShares:
+    """Which run has which share of the slots. Who asks first is served first, so that a large run is not passed over."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._free = Fraction(1)
-        self._line: list[object] = []
+        self._queue: list[object] = []
 
     @contextmanager
-    def taking(self, tasks: int, slots: int | None) -> Iterator[None]:
-        """Have slots for this run alone; waits for them.
+    def held(self, tasks: int, slots: int | None) -> Iterator[None]:
+        """Hold slots for this run; waits until they are free.
 
         Args:
             tasks: How many the run takes.
@@ -40,7 +40,7 @@ class Turns:
         share = Fraction(0) if slots is None else min(Fraction(1), Fraction(tasks, max(slots, 1)))
         me = object()
         with self._changed:
-            self._line.append(me)
+            self._queue.append(me)
             try:
                 if not self._may(me, share):
                     _log.info("waits for %d of %s slots, which other runs of this program hold", tasks, slots)
@@ -49,7 +49,7 @@ class Turns:
                     check_stop()
                 self._free -= share
             finally:
-                self._line.remove(me)
+                self._queue.remove(me)
                 self._changed.notify_all()
         try:
             yield
@@ -59,8 +59,8 @@ class Turns:
                 self._changed.notify_all()
 
     def _may(self, me: object, share: Fraction) -> bool:
-        return share == 0 or (self._line[0] is me and share <= self._free)
+        return share == 0 or (self._queue[0] is me and share <= self._free)
 
 
-turns = Turns()
+slot_shares = SlotShares()
 """Those of this program, which has one Spark application at a time."""
