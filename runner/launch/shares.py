@@ -18,7 +18,7 @@ _LOOK_EVERY = 0.1
 
 
 class SlotShares:
-    """Which run has which share of the slots. Who asks first is served first, so that a large run is not passed over."""
+    """Which run has which share of the slots. Who asks first is served first: no large run is passed over."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

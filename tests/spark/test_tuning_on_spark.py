@@ -24,7 +24,6 @@ optuna: Any = pytest.importorskip("optuna")
 
 from spark_hvd.tuning import optimize  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
@@ -58,6 +57,7 @@ def test_cross_validation_fits_side_by_side(spark: SparkSession, tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_leaks")
 def test_trials_share_the_slots_and_wait_for_more(spark: SparkSession, tmp_path: Path) -> None:
     def objective(trial: Any) -> float:
         ranks = trial.suggest_int("ranks", 1, 2)
