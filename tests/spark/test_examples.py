@@ -125,6 +125,15 @@ def test_ratings() -> None:
 
 
 @pytest.mark.night
+def test_flights_tuning() -> None:
+    pytest.importorskip("optuna")
+    arguments = ["--trials", "3", "--rows", "4000", "--epochs", "1"]
+    printed = run_program("flights_tuning.py", *arguments).stdout
+    assert re.search(r"^3 trials in \d+ s: 3 complete, 0 pruned, 0 failed\.$", printed, re.M)
+    assert len(re.findall(r"^the (?:default|best trial) +0\.\d{4} +0\.\d{3}$", printed, re.M)) == 2
+
+
+@pytest.mark.night
 @pytest.mark.parametrize(
     ("name", "arguments", "printed"),
     [
