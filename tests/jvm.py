@@ -27,7 +27,6 @@ def _each(batches: Iterator[Any]) -> Iterator[Any]:
 def make_archive() -> None:
     """Run what most tests have Spark do, in a JVM that writes down at its end what it has loaded."""
     os.environ["PYSPARK_PYTHON"] = sys.executable
-    ARCHIVE.parent.mkdir(exist_ok=True)
     new = ARCHIVE.with_suffix(".new")
     from pyspark.sql import SparkSession
 
