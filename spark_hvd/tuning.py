@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
             return getattr(importlib.import_module(f"spark_hvd.runner.tuning.{_HOMES[name]}"), name)
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] == "optuna":
-                raise ImportError("spark_hvd.tuning needs Optuna: pip install 'spark_hvd[tuning]'") from error
+                raise ImportError("spark_hvd.tuning needs Optuna: pip install optuna") from error
             raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -3,6 +3,7 @@
     python tests/matrix.py                        # what needs no other torch than the pinned one, of this Python
     python tests/matrix.py lowest py3.12          # rows by name; those with PyPI's torch for CUDA take gigabytes
     python tests/matrix.py --smoke spark35        # the smoke alone
+    python tests/matrix.py --build spark35        # what that needs, and no test
 
 Each row is a virtual environment below build/matrix, which pip fills from the package index; it is kept, and made anew
 when its packages change. Closes with a table as docs/versions.md has it, and fails if a row has failed.
@@ -250,6 +251,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(known)}; default: {', '.join(DEFAULT)}")
     parser.add_argument("--smoke", action="store_true", help="leave the suites out")
+    parser.add_argument("--build", action="store_true", help="leave the smoke out, too: install what it needs")
     parser.add_argument("--jobs", type=int, default=2, help="rows at the same time")
     options = parser.parse_args()
     if unknown := set(options.rows) - set(known):
@@ -257,6 +259,9 @@ def main() -> int:
     FOLDER.mkdir(parents=True, exist_ok=True)
     chosen = [known[name] for name in options.rows or DEFAULT]
     with ThreadPoolExecutor(options.jobs) as pool:
+        if options.build:
+            list(pool.map(lambda row: build(row, row.extras), chosen))
+            return 0
         cells = list(pool.map(lambda row: run(row, options.smoke), chosen))
     print(table(cells, options.smoke))
     bad = [line[0] for line in cells if any("failed" in cell or "not installed" in cell for cell in line)]
