@@ -238,6 +238,7 @@ def test_parameters(df: DataFrame) -> None:
         LightningEstimator(commit_every=2)
 
 
+@pytest.mark.night
 def test_keras_goes_on_within_an_epoch(df: DataFrame, tmp_path: Path) -> None:
     keras = pytest.importorskip("keras")
 

@@ -63,7 +63,7 @@ def binary(**changed: object) -> TorchEstimator:
     return estimator(linear(), label_cols=["label"], loss=nn.BCEWithLogitsLoss(), batch_size=40, **changed)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_cross_validator_with_threads(df: DataFrame) -> None:
     made = binary()
     rates = [lambda params: torch.optim.SGD(params, lr=1e-6), lambda params: torch.optim.SGD(params, lr=0.5)]

@@ -94,6 +94,7 @@ def test_a_killed_rank_costs_nothing_but_time(df: DataFrame) -> None:
     assert (whole.getHistory().restarts, again.getHistory().restarts) == (0, 1)
 
 
+@pytest.mark.night
 def test_each_row_of_the_epoch_is_used_once(df: DataFrame, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"label_cols": ["row"], "loss": Writes(tmp_path), "shuffle": True, "epochs": 2}
     made = estimator(**settings, max_restarts=1, checkpoint_every=2, callbacks=[Killed(5)])

@@ -71,7 +71,7 @@ def test_gpus_that_this_machine_lacks(spark: SparkSession) -> None:
 # ---- local-cluster ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_amounts_other_than_the_applications(tmp_path: Path) -> None:
     with session_on("local-cluster[2,2,1024]", **fake_gpus(tmp_path)) as session:
         ranks = run(seen, spark=session, gpus_per_proc=1)
@@ -191,7 +191,7 @@ def end(daemons: list[subprocess.Popen[bytes]]) -> None:
         daemon.wait(20)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_gpus_of_a_standalone_cluster(standalone: str) -> None:
     settings: dict[str, Any] = {"spark.executor.resource.gpu.amount": "2", "spark.executor.memory": "512m"}
     with session_on(standalone, **settings) as session:
