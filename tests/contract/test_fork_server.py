@@ -105,15 +105,23 @@ def test_runs_whose_libraries_load_alike_share_a_server() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["", "raise OSError('broken')"], indirect=True)
-@pytest.mark.parametrize("variable", [PRELOAD, IMPORTS])
-def test_modules_are_imported_before_ranks_are_forked(module: str, variable: str) -> None:
+def test_modules_are_imported_before_ranks_are_forked(module: str) -> None:
     ran = spark_hvd.run_local
     if "OSError" in Path(sys.path[0], f"{module}.py").read_text():
         with pytest.raises(spark_hvd.runner.RankFailedError, match="broken"):  # type: ignore[attr-defined]
-            ran(facts, (module,), num_proc=1, env={variable: module})
+            ran(facts, (module,), num_proc=1, env={PRELOAD: module})
         return
-    one, two = ran(facts, (module,), num_proc=2, env={variable: f"no_such_module,{module}"})
+    one, two = ran(facts, (module,), num_proc=2, env={PRELOAD: f"no_such_module,{module}"})
     assert one["imported"] == two["imported"] == one["server"]
+
+
+def test_a_server_that_is_there_imports_what_a_run_names() -> None:
+    def has() -> tuple[int, bool]:
+        return os.getppid(), "wsgiref" in sys.modules
+
+    [(before, there)] = spark_hvd.run_local(has, num_proc=1)
+    assert not there
+    assert spark_hvd.run_local(has, num_proc=2, env={IMPORTS: "no_such_module,wsgiref"}) == [(before, True)] * 2
 
 
 @pytest.mark.slow

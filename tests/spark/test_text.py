@@ -175,7 +175,7 @@ def test_nulls_are_counted_before_ranks_start(texts: DataFrame, column: str) -> 
 
 
 def test_a_null_that_comes_later_is_named_with_its_column(trained: TextClassificationModel, texts: DataFrame) -> None:
-    with pytest.raises(Exception, match=r"column 'text' has 3 null\(s\) in"):
+    with pytest.raises(Exception, match=r"column 'text' in predict has 3 null\(s\) in"):
         trained.transform(with_nulls(texts, "text").coalesce(1)).collect()
 
 
