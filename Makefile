@@ -81,7 +81,7 @@ $(READY): EXTRA := dev
 $(DEMO) $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "Creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing spark_hvd[$(EXTRA)] into $(VENV) (minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[$(EXTRA)]' -c constraints.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRA)]' -c constraints.txt
 	@touch $(DEMO) $@
 
 java:

@@ -148,7 +148,7 @@ def build(row: Row, extras: str | None) -> None:
     subprocess.run([interpreter(row.python), "-m", "venv", str(row.folder)], check=True)
     if TORCH in row.pins and row.python == HERE:
         _link_torch(row)
-    install = [row.executable, "-m", "pip", "install", "-qq", "--no-compile"]  # most files are never imported
+    install = [row.executable, "-m", "pip", "install", "-qq"]
     if extras is None:
         subprocess.run([*install, *row.pins, *TOOLS], cwd=ROOT, check=True)
         ours = ["--no-deps", "-e", "."]
