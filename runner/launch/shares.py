@@ -24,6 +24,8 @@ class SlotShares:
         self._changed = threading.Condition()
         self._free = Fraction(1)
         self._queue: list[object] = []
+        self._threads: list[int] = []
+        """Of the runs that hold slots."""
 
     @contextmanager
     def held(self, tasks: int, slots: int | None) -> Iterator[None]:
@@ -38,8 +40,10 @@ class SlotShares:
             KeyboardInterrupt: see :mod:`spark_hvd.runner.stopping`.
         """
         share = Fraction(0) if slots is None else min(Fraction(1), Fraction(tasks, max(slots, 1)))
-        me = object()
+        me, thread = object(), threading.get_ident()
         with self._changed:
+            if thread in self._threads:  # within a run, as from its tracker: the wait for that one would never end
+                share = Fraction(0)
             self._queue.append(me)
             try:
                 if not self._may(me, share):
@@ -48,6 +52,7 @@ class SlotShares:
                     self._changed.wait(_LOOK_EVERY)
                     check_stop()
                 self._free -= share
+                self._threads.append(thread)
             finally:
                 self._queue.remove(me)
                 self._changed.notify_all()
@@ -56,6 +61,7 @@ class SlotShares:
         finally:
             with self._changed:
                 self._free += share
+                self._threads.remove(thread)
                 self._changed.notify_all()
 
     def _may(self, me: object, share: Fraction) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -30,11 +31,32 @@ def later(shares: SlotShares, tasks: int, order: list[int]) -> threading.Thread:
     return thread
 
 
+@contextmanager
+def held_elsewhere(shares: SlotShares, tasks: int, slots: int | None) -> Iterator[None]:
+    """The slots of a run in another thread."""
+    holds, over = threading.Event(), threading.Event()
+
+    def go() -> None:
+        with shares.held(tasks, slots):
+            holds.set()
+            over.wait()
+
+    thread = threading.Thread(target=go)
+    thread.start()
+    try:
+        assert holds.wait(60)
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def test_runs_go_side_by_side_while_there_are_slots_for_all() -> None:
     shares = SlotShares()
-    with shares.held(2, 4), shares.held(1, 4), shares.held(1, 4):
+    with held_elsewhere(shares, 2, 4), held_elsewhere(shares, 1, 4), held_elsewhere(shares, 1, 4):
         assert shares._free == 0
-    with shares.held(1, 3), shares.held(2, 3), shares.held(5, None):  # thirds, exactly; and what nobody can count
+    # Thirds, exactly; and what nobody can count.
+    with held_elsewhere(shares, 1, 3), held_elsewhere(shares, 2, 3), held_elsewhere(shares, 5, None):
         assert shares._free == 0
     assert shares._free == 1
 
@@ -52,11 +74,21 @@ def test_a_large_run_is_not_passed_over() -> None:
 def test_a_run_that_is_told_to_stop_leaves_the_queue() -> None:
     shares, signal = SlotShares(), threading.Event()
     signal.set()
-    with shares.held(4, 4):
+    with held_elsewhere(shares, 4, 4):
         with pytest.raises(KeyboardInterrupt), stopped_by(signal), shares.held(1, 4):
             pytest.fail("there is no room")
         assert shares._queue == []
     assert shares._free == 1
+
+
+def test_a_run_within_another_does_not_wait_for_it() -> None:
+    shares = SlotShares()
+    with shares.held(4, 4):
+        with shares.held(1, 4):
+            assert shares._free == 0
+        with held_elsewhere(shares, 5, None):
+            assert shares._free == 0
+    assert (shares._free, shares._threads) == (1, [])
 
 
 def test_a_run_that_fails_gives_its_slots_back() -> None:
