@@ -12,7 +12,7 @@ import torch
 from spark_hvd.transport.communicator import ReduceOp
 
 AUTO = ".noname."
-"""Part of every made-up name; such names never come back."""
+"""Part of every made-up name."""
 
 
 class Request(NamedTuple):

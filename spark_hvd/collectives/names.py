@@ -9,21 +9,31 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.messages import AUTO, Entry, Request, dtype_of, op_of
-from spark_hvd.collectives.underway.slots import Slot, SlotUse
-from spark_hvd.transport.communicator import ReduceOp
+from spark_hvd.collectives.underway.slots import Slot
+from spark_hvd.collectives.underway.use import LARGEST, LARGEST_UNNAMED, SlotUse
+
+ALLGATHER, BARRIER, BROADCAST = "allgather", "barrier", "broadcast"
+
+
+How = tuple[object, ...]
+"""See :func:`how_of`."""
+
+RING = 60
+"""Calls of a kind without a name that have names of their own; the next ones have these names again, so that what comes
+back is known. Of a loop with 2, 3, 4, 5, 6, 10 or 12 such calls, each gets the same names in every turn."""
 
 
 class KnownCall:
     """A name with a number, and how this rank called it."""
 
-    __slots__ = ("bit", "device", "dtype", "reducing", "request", "shape", "slot", "title")
+    __slots__ = ("bit", "device", "dtype", "how", "request", "shape", "slot", "title")
 
     def __init__(self, handle: NamedHandle[Any], bit: int, slot: Slot | None) -> None:
         request, tensors = handle.request, handle.work.tensors
@@ -32,26 +42,47 @@ class KnownCall:
         self.slot = slot
         self.title = repr(handle.name)
         # For the calls that come most often, so that they need not be described again to be recognised.
-        self.reducing: tuple[object, ...] | None = None
-        if request.kind == "allreduce" and len(tensors) == 1:
-            self.reducing = (op_of(request), request.prescale, request.postscale)
+        self.how = how_of(request) if len(tensors) == (request.kind != BARRIER) and request.seal is None else None
+        if tensors:
             self.dtype, self.shape, self.device = tensors[0].dtype, tensors[0].shape, tensors[0].device
+
+
+def how_of(request: Request) -> How | None:
+    """What a request says besides its one tensor; None for kinds that are always described in full."""
+    if request.kind == "allreduce":
+        return op_of(request), request.prescale, request.postscale
+    if request.kind == BROADCAST:
+        return BROADCAST, request.root
+    return (request.kind,) if request.kind in (ALLGATHER, BARRIER) else None
 
 
 _log = logging.getLogger("spark_hvd")
 _told = False
 
 
-def slot_use(entry: Entry) -> SlotUse | None:
-    """What to do in memory for a name that stands for this entry; None if it is nothing for memory."""
+def slot_use(entry: Entry, ranks: Sequence[int]) -> SlotUse | None:
+    """What to do in memory for a name that stands for this entry; None if it is nothing for memory.
+
+    Args:
+        entry: Of one tensor, or of none.
+        ranks: Of the process set, in the world.
+    """
     request = entry.request
-    if request.kind != "allreduce" or request.device != "cpu" or len(request.shapes) != 1:
-        return None
-    op = op_of(request)
-    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+    if request.kind == BARRIER:
+        return SlotUse(entry.name, (0,), torch.uint8, BARRIER, None)
+    if request.device != "cpu" or len(request.shapes) != 1 or entry.seals is not None:
         return None
     shape, dtype = tuple(request.shapes[0]), dtype_of(request.dtypes[0])
-    return SlotUse(entry.name, shape, dtype, op is ReduceOp.AVERAGE, request.prescale, request.postscale)
+    if request.kind == "allreduce":
+        use = SlotUse(entry.name, shape, dtype, "allreduce", op_of(request), request.prescale, request.postscale)
+    elif request.kind == BROADCAST:
+        assert request.root is not None
+        use = SlotUse(entry.name, shape, dtype, BROADCAST, None, root=ranks.index(request.root))
+    elif request.kind == ALLGATHER and entry.table is not None and all(rows == entry.table[0] for rows in entry.table):
+        use = SlotUse(entry.name, shape, dtype, ALLGATHER, None)
+    else:
+        return None
+    return use if use.fits(LARGEST_UNNAMED if AUTO in entry.name else LARGEST) else None
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -73,14 +104,20 @@ class KnownCalls:
         known = self._calls.get(name)
         return known.bit if known is not None and known.request == request else 0
 
-    def as_before(self, name: str, tensor: torch.Tensor, reducing: tuple[object, ...]) -> KnownCall | None:
-        """An allreduce that is called in just the way that its number stands for."""
+    def as_before(self, name: str, tensor: torch.Tensor | None, how: How) -> KnownCall | None:
+        """The call that a number stands for, if this one is made in just the same way.
+
+        Args:
+            name: Of the call.
+            tensor: Of the call; None for a barrier.
+            how: See :func:`how_of`.
+        """
         known = self._calls.get(name)
-        if (
-            known is None
-            or type(tensor) not in _PLAIN
+        if known is None or known.how != how:
+            return None
+        if tensor is not None and (
+            type(tensor) not in _PLAIN
             or tensor.layout is not torch.strided
-            or known.reducing != reducing
             or known.dtype is not tensor.dtype
             or known.shape != tensor.shape
             or known.device != tensor.device
@@ -90,22 +127,25 @@ class KnownCalls:
 
 
 class Unnamed:
-    """The names of one process set."""
+    """The made-up names of one process set, :data:`RING` of each kind in turns."""
 
     def __init__(self) -> None:
         self._counters: dict[str, int] = {}
         self._last: dict[str, tuple[int, str]] = {}
-        self._joins = 0
 
-    def name(self, kind: str, under_way: Mapping[str, NamedHandle[Any]]) -> str:
+    def next(self, kind: str) -> str:
+        """The name that :meth:`take` is about to take."""
+        return f"{kind}{AUTO}{self._counters.get(kind, 0) % RING + 1}"
+
+    def take(self, kind: str, under_way: Mapping[str, NamedHandle[Any]]) -> str:
         """The next name of a kind.
 
         Args:
             kind: Of collective.
             under_way: The handles of this rank, by name, those that have just ended perhaps among them.
         """
-        number = self._counters[kind] = self._counters.get(kind, 0) + 1
-        name = f"{kind}{AUTO}{number}" + (f".{self._joins}" if self._joins else "")
+        name = self.next(kind)
+        self._counters[kind] = self._counters.get(kind, 0) + 1
         thread = threading.get_ident()
         before, last = self._last.get(kind, (thread, ""))
         self._last[kind] = thread, name
@@ -117,7 +157,6 @@ class Unnamed:
     def joined(self) -> None:
         """Begin to count anew after all ranks have joined: they have come to different numbers by now."""
         self._counters.clear()
-        self._joins += 1
 
 
 def _tell(kind: str) -> None:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from spark_hvd.collectives.fusion import Batch
 from spark_hvd.collectives.messages import bytes_of
-from spark_hvd.collectives.underway.slots import KINDS, LARGEST, Slots, may_serve
+from spark_hvd.collectives.underway.slots import KINDS, Slots, may_serve
+from spark_hvd.collectives.underway.use import LARGEST
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.exchange import exchange
 from spark_hvd.transport.host.arena import SharedArena

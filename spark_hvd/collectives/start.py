@@ -11,6 +11,7 @@ import torch
 from spark_hvd.collectives.execution import Work, all_results
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.messages import Request, dtype_text
+from spark_hvd.collectives.names import ALLGATHER, BARRIER, BROADCAST
 from spark_hvd.collectives.process_set import ProcessSet, queue_of
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.dtypes import check_op
@@ -61,9 +62,8 @@ def repeat_allreduce(
     Returns:
         None if it is another call.
     """
-    if type(name) is not str:
-        return None
-    return queue_of(process_set).again(name, tensor, reducing, result, in_place=in_place, urgent=urgent)
+    queue = queue_of(process_set)
+    return queue.again("allreduce", name, tensor, reducing, result, in_place=in_place, urgent=urgent)
 
 
 def start_allreduce(
@@ -92,8 +92,8 @@ def start_allreduce(
         ValueError: The process set is not this rank's, or the tensors are on several devices.
     """
     queue = queue_of(process_set)
-    if name is not None and len(tensors) == 1:
-        handle = queue.again(name, tensors[0], reducing, result, in_place=in_place, urgent=urgent)
+    if len(tensors) == 1:
+        handle = queue.again("allreduce", name, tensors[0], reducing, result, in_place=in_place, urgent=urgent)
         if handle is not None:
             return handle
     reducing.check(tensors)
@@ -111,8 +111,13 @@ def start_allgather(
     seal: str | None = None,
 ) -> NamedHandle[T]:
     """Concatenate tensors over all ranks of a process set; see :func:`start_allreduce`."""
-    request = _request("allgather", tensors)._replace(seal=seal)
-    return queue_of(process_set).submit(name, request, Work(tensors, False, []), result, urgent=urgent)
+    queue = queue_of(process_set)
+    if len(tensors) == 1 and seal is None:
+        handle = queue.again(ALLGATHER, name, tensors[0], (ALLGATHER,), result, in_place=False, urgent=urgent)
+        if handle is not None:
+            return handle
+    request = _request(ALLGATHER, tensors)._replace(seal=seal)
+    return queue.submit(name, request, Work(tensors, False, []), result, urgent=urgent)
 
 
 def start_broadcast(
@@ -127,8 +132,14 @@ def start_broadcast(
 ) -> NamedHandle[T]:
     """Give all ranks of a process set the tensors of one; `root_rank` counts in the world."""
     process_set.require_root(root_rank)
-    request = _request("broadcast", tensors)._replace(root=int(root_rank))
-    return queue_of(process_set).submit(name, request, Work(tensors, in_place, []), result, urgent=urgent)
+    queue = queue_of(process_set)
+    if len(tensors) == 1:
+        how = BROADCAST, int(root_rank)
+        handle = queue.again(BROADCAST, name, tensors[0], how, result, in_place=in_place, urgent=urgent)
+        if handle is not None:
+            return handle
+    request = _request(BROADCAST, tensors)._replace(root=int(root_rank))
+    return queue.submit(name, request, Work(tensors, in_place, []), result, urgent=urgent)
 
 
 def start_sealing(seal: str | None, root_rank: int, name: str | None, process_set: ProcessSet) -> NamedHandle[str]:
@@ -182,9 +193,9 @@ def start_reducescatter(
 
 def start_barrier(name: str | None, process_set: ProcessSet) -> NamedHandle[None]:
     """End when all ranks of a process set have called it."""
-    return queue_of(process_set).submit(
-        name, Request("barrier", [], [], ""), Work([], True, []), lambda _: None, urgent=True
-    )
+    queue = queue_of(process_set)
+    handle = queue.again(BARRIER, name, None, (BARRIER,), _none, in_place=True, urgent=True)
+    return handle or queue.submit(name, Request(BARRIER, [], [], ""), Work([], True, []), _none, urgent=True)
 
 
 def compressed_allreduce(
@@ -223,6 +234,10 @@ def require_tensors(tensors: object) -> None:
         raise TypeError(f"expected a list of tensors, got {type(tensors).__name__}.")
     for tensor in tensors:
         require_tensor(tensor)
+
+
+def _none(work: Work) -> None:
+    """The result of a barrier."""
 
 
 def _with_splits(work: Work) -> tuple[torch.Tensor, torch.Tensor]:

@@ -158,5 +158,4 @@ class Tracing:
 
 def _row(name: str) -> str:
     kind, auto, number = name.partition(AUTO)
-    number = number.partition(".")[0]
     return f"{kind}{AUTO}{int(number) % _AUTO_ROWS}" if auto and number.isdecimal() else name

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from spark_hvd.collectives.messages import (
-    AUTO,
     AllJoined,
     Decision,
     Entry,
@@ -331,7 +330,7 @@ class Coordinator:
             return []
         entry = Entry(name, request, table, seals=seals)
         entries.append(entry)
-        return [] if AUTO in name else self._learn(name, entry)
+        return self._learn(name, entry)
 
     def _learn(self, name: str, entry: Entry) -> list[Decision]:
         """Number an entry that has come twice in a row. No rank can be about to use the name meanwhile."""

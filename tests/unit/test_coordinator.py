@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from spark_hvd.collectives.messages import AUTO, Decision, Entry, Fail, Learn, Request, Run, RunKnown
+from spark_hvd.collectives.messages import Decision, Entry, Fail, Learn, Request, Run, RunKnown
 from spark_hvd.engine.coordinator import Coordinator
 from tests.coordinated import (
     OTHER,
@@ -190,12 +190,6 @@ def test_numbers_are_limited(capacity: int) -> None:
     assert round_of(to, "c") == [Run([Entry("c", USUAL)])]
     if capacity:
         assert works_by_number(to, 1)
-
-
-def test_made_up_names_get_no_numbers() -> None:
-    to = three()
-    for _ in range(3):
-        assert round_of(to, f"allreduce{AUTO}1") == [Run([Entry(f"allreduce{AUTO}1", USUAL)])]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from spark_hvd.collectives.messages import AUTO, Entry, Request
+from spark_hvd.collectives.messages import Entry, Request
 from spark_hvd.engine.agreement import disagreement
 from spark_hvd.world.words import ranks_text
 
@@ -86,7 +86,7 @@ class Reference:
 
     def learns(self, name: str, entry: Entry) -> int | None:
         """The number that a name gets now that it has come twice in a row."""
-        if AUTO in name or entry.absent:
+        if entry.absent:
             return None
         if self._last.get(name) != entry:
             self._last[name] = entry

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+H = TypeVar("H")
 Q = TypeVar("Q", contravariant=True)
 R = TypeVar("R")
 
@@ -64,3 +67,41 @@ class OutgoingCalls(Generic[R]):
         ids, fresh = self._ids, self._fresh
         self._ids, self._fresh = 0, []
         return ids, fresh
+
+
+class DeferredCalls(Generic[H]):
+    """Calls without a name whose made-up name is still another call's, under the queue's lock; `H` is their handle."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, deque[H]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._calls
+
+    @property
+    def names(self) -> list[str]:
+        """The names that they wait for."""
+        return [*self._calls]
+
+    @property
+    def handles(self) -> list[H]:
+        """All of them."""
+        return [handle for calls in [*self._calls.values()] for handle in [*calls]]
+
+    def put(self, name: str, handle: H) -> None:
+        """Add a call."""
+        self._calls.setdefault(name, deque()).append(handle)
+
+    def take(self, is_free: Callable[[str], bool]) -> list[H]:
+        """Remove the next call of each name that is free now."""
+        taken = [self._calls[name].popleft() for name in [*self._calls] if is_free(name)]
+        self._calls = {name: calls for name, calls in self._calls.items() if calls}
+        return taken
+
+    def clear(self) -> list[H]:
+        """Remove all."""
+        calls, self._calls = self.handles, {}
+        return calls

@@ -15,7 +15,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from spark_hvd.collectives.underway.slots import RoundState, Slot, Slots, SlotUse
+from spark_hvd.collectives.underway.slots import RoundState, Slot, Slots
+from spark_hvd.collectives.underway.use import SlotUse
 
 _SLEEP_SECONDS = 0.01
 """How long to sleep before looking again, should nobody wake this rank."""
@@ -24,7 +25,7 @@ MEMORY_SECONDS = 0.1
 
 
 class MemoryWork(Protocol):
-    """A rank's part of a call: one tensor, and one result, which is the same if it is in place."""
+    """A rank's part of a call: one tensor, and one result, which is the same if it is in place; a barrier has none."""
 
     tensors: Sequence[torch.Tensor]
     in_place: bool
@@ -148,7 +149,7 @@ class MemoryRounds(Generic[C]):
         if not calls:
             return
         self._to_come = []
-        self.slots.come([(slot, handle.work.tensors[0]) for slot, handle in calls], time.monotonic())
+        self.slots.come([(slot, _tensor_of(handle)) for slot, handle in calls], time.monotonic())
         self._under_way.update(calls)
         self._has_come = True
         if not self._watched:
@@ -269,10 +270,10 @@ class MemoryRounds(Generic[C]):
             self._end(list(itertools.islice(self._under_way.items(), ended)))
 
     def _end(self, calls: list[tuple[Slot, C]], *, kept: bool = True) -> None:
-        """Give calls their results; `kept` as in :meth:`Slots.reduce_into`."""
+        """Give calls their results; `kept` as in :meth:`Slots.write_results`."""
         error = None
         try:
-            self._reduce(calls, kept=kept)
+            self._give_results(calls, kept=kept)
         except RuntimeError as caught:  # such as for a tensor of torch.inference_mode(), outside of it
             if len(calls) > 1:  # of which it is one
                 for call in calls:
@@ -286,11 +287,19 @@ class MemoryRounds(Generic[C]):
             handle.complete(error=error)
         self._owner.forget([handle for _, handle in calls])
 
-    def _reduce(self, calls: list[tuple[Slot, C]], *, kept: bool) -> None:
-        into = [(slot, handle.work.tensors[0]) for slot, handle in calls if handle.work.in_place]
+    def _give_results(self, calls: list[tuple[Slot, C]], *, kept: bool) -> None:
+        into = [(slot, _tensor_of(handle)) for slot, handle in calls if handle.work.in_place]
         if into:
-            self.slots.reduce_into(into, kept=kept)
+            self.slots.write_results(into, kept=kept)
         if len(into) < len(calls):
             rest = [(slot, handle.work) for slot, handle in calls if not handle.work.in_place]
-            for (_, work), result in zip(rest, self.slots.reduced([slot for slot, _ in rest]), strict=True):
+            for (_, work), result in zip(rest, self.slots.results([slot for slot, _ in rest]), strict=True):
                 work.results = [result]
+
+
+_NOTHING = torch.empty(0)
+
+
+def _tensor_of(handle: MemoryCall) -> torch.Tensor:
+    tensors = handle.work.tensors
+    return tensors[0] if tensors else _NOTHING

@@ -1,9 +1,9 @@
-"""Small all-reduces under known names, among ranks of one host: in memory that all of them map, without a message.
+"""Small calls under known names, among ranks of one host: in memory that all of them map, without a message.
 
 Each name has a slot: a word of every rank, and two copies of the data of every rank, which take turns. A call copies
 its tensor into its rank's copy and sets its rank's word to the number of the round; who waits for the result looks
-until all words have come to the round, and sums all copies in rank order. Slots are independent of each other, so ranks
-need not call names in the same order.
+until all words have come to the round, and makes its result out of all copies, in rank order. Slots are independent
+of each other, so ranks need not call names in the same order.
 
 A round ends in memory on all ranks, or by way of the coordinator on all of them. A rank that will not take part in the
 next round says so in its word. One that has taken part can still withdraw, as long as a rank is missing: it says that
@@ -18,24 +18,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
-import math
 import os
 import select
 import threading
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 
-from spark_hvd.transport.dtypes import divide, is_integer
+from spark_hvd.collectives.underway.use import SlotUse
 from spark_hvd.transport.host.looking import Fence, Spin
 from spark_hvd.transport.host.pipes import open_pipe
 from spark_hvd.transport.torch_private import add_all, copy_all, sums_of
 
-LARGEST = 64 << 10
-"""Bytes of a tensor up to which messages cost more than all else."""
 _MOST_RANKS = 16
-"""Each rank sums the copies of all."""
+"""Each rank reads the copies of all."""
 _SLOTS = 2048
 _DATA = 8 << 20
 """Bytes of one turn of all slots of a rank. The kernel gives pages as they are written to."""
@@ -47,29 +43,6 @@ KINDS = [(_FIRST + _SLOTS, torch.int64), (2 * _DATA, torch.uint8)]
 _TRIES, _WITHDRAWN, _ENDS = 1, 2, 3
 """The lowest two bits of a word, beside the round: the rank tries to withdraw from it, has done so, or has come to it
 and will not come to the next one."""
-_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64}
-
-
-class SlotUse(NamedTuple):
-    """What is reduced under a name, and how; only sums and averages of CPU tensors are."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    average: bool = False
-    prescale: float = 1.0
-    postscale: float = 1.0
-
-    @property
-    def nbytes(self) -> int:
-        """Of a rank's data."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def fits(self) -> bool:
-        """Whether a slot can serve such a call."""
-        plain = self.prescale == 1.0 and self.postscale == 1.0
-        return self.dtype in _DTYPES and (plain or not is_integer(self.dtype)) and 0 < self.nbytes <= LARGEST
 
 
 class RoundState(enum.Enum):
@@ -91,7 +64,7 @@ class Slot:
         room: Bytes of data.
     """
 
-    __slots__ = ("closed", "copies", "handle", "room", "round", "series", "start", "use", "word")
+    __slots__ = ("closed", "contributes", "copies", "handle", "room", "round", "series", "start", "use", "word")
 
     def __init__(self, use: SlotUse, word: int, start: int, room: int) -> None:
         self.use = use
@@ -107,6 +80,8 @@ class Slot:
         """The handle of the call in flight on this rank; None if there is none."""
         self.copies: list[list[torch.Tensor]]
         """For either turn every rank's, in rank order."""
+        self.contributes: bool
+        """Whether the others need this rank's tensor."""
 
     def begin(self) -> None:
         """Begin a new series of rounds."""
@@ -156,9 +131,9 @@ class Slots:
     # ---- the engine's thread --------------------------------------------------------------------------------------
 
     def learn(self, id: int, use: SlotUse | None) -> Slot | None:
-        """A name has a number: give it a slot, if one suits it. All ranks do so in the same order."""
+        """A name has a number: give it a slot, if it has a use for one. All ranks do so in the same order."""
         slot = self._slots.get(id)
-        if use is None or not use.fits:
+        if use is None:
             if slot is not None:  # it may come back
                 slot.closed = True
             return None
@@ -179,6 +154,7 @@ class Slots:
         slot.copies = [
             [each[low : low + size].view(use.dtype).view(use.shape) for each in self._data] for low in starts
         ]
+        slot.contributes = use.needs(self._place)
         slot.begin()
         return slot
 
@@ -202,16 +178,17 @@ class Slots:
         """Come to the next rounds of open slots.
 
         Args:
-            calls: The slots, each once, and what to reduce.
+            calls: The slots, each once, and this rank's tensors.
             now: On the monotonic clock.
         """
         place = self._place
-        targets = [slot.copies[slot.round + 1 & 1][place] for slot, _ in calls]
-        with torch.no_grad():
-            copy_all(targets, [tensor for _, tensor in calls])
-            for (slot, _), target in zip(calls, targets, strict=True):
-                if slot.use.prescale != 1.0:
-                    target.mul_(slot.use.prescale)
+        given = [(slot, slot.copies[slot.round + 1 & 1][place], tensor) for slot, tensor in calls if slot.contributes]
+        if given:
+            with torch.no_grad():
+                copy_all([target for _, target, _ in given], [tensor for _, _, tensor in given])
+                for slot, target, _ in given:
+                    if slot.use.prescale != 1.0:
+                        target.mul_(slot.use.prescale)
         words = self._mine
         self._published.publish()
         words[_LAST], words[_LAST_NS] = calls[-1][0].word, int(now * 1e9)
@@ -269,16 +246,21 @@ class Slots:
         self._published.look()
         return number
 
-    def reduced(self, rounds: Sequence[Slot]) -> list[torch.Tensor]:
+    def results(self, rounds: Sequence[Slot]) -> list[torch.Tensor]:
         """The results of complete rounds, in new tensors."""
-        copies = [slot.copies[slot.round & 1] for slot in rounds]
-        with torch.no_grad():
-            with torch.inference_mode(False):  # the caller may use them everywhere
-                totals = sums_of([each[0] for each in copies], [each[1] for each in copies])
-            self._finish(rounds, copies, totals)
+        with torch.no_grad(), torch.inference_mode(False):  # the caller may use them everywhere
+            sums = iter(self._sums([slot for slot in rounds if slot.use.sums]))
+            return [next(sums) if slot.use.sums else slot.use.result(self._copies(slot)) for slot in rounds]
+
+    def _sums(self, rounds: Sequence[Slot]) -> list[torch.Tensor]:
+        if not rounds:
+            return []
+        copies = [self._copies(slot) for slot in rounds]
+        totals = sums_of([each[0] for each in copies], [each[1] for each in copies])
+        self._finish(rounds, copies, totals)
         return totals
 
-    def reduce_into(self, rounds: Sequence[tuple[Slot, torch.Tensor]], *, kept: bool) -> None:
+    def write_results(self, rounds: Sequence[tuple[Slot, torch.Tensor]], *, kept: bool) -> None:
         """Write the results of complete rounds into the tensors that this rank came with.
 
         Args:
@@ -288,31 +270,37 @@ class Slots:
         Raises:
             RuntimeError: One cannot be written to; those before it have been.
         """
-        slots, outs = [slot for slot, _ in rounds], [out for _, out in rounds]
-        copies = [slot.copies[slot.round & 1] for slot in slots]
         with torch.no_grad():
-            if kept and len(self._data) == 2 and all(slot.use.prescale == 1.0 for slot in slots):
-                # The sum of two numbers is the same in either order, so the tensors may stand for their copies.
-                add_all(outs, [each[1 - self._place] for each in copies])
-            else:
-                copy_all(outs, [each[0] for each in copies])
-                add_all(outs, [each[1] for each in copies])
-            self._finish(slots, copies, outs)
+            sums = [(slot, out) for slot, out in rounds if slot.use.sums]
+            if sums:
+                self._sum_into([slot for slot, _ in sums], [out for _, out in sums], kept=kept)
+            if len(sums) < len(rounds):
+                for slot, out in rounds:
+                    if not slot.use.sums:
+                        out.copy_(slot.use.result(self._copies(slot)))
+
+    def _sum_into(self, slots: Sequence[Slot], outs: list[torch.Tensor], *, kept: bool) -> None:
+        copies = [self._copies(slot) for slot in slots]
+        if kept and len(self._data) == 2 and all(slot.use.prescale == 1.0 for slot in slots):
+            # The sum of two numbers is the same in either order, so the tensors may stand for their copies.
+            add_all(outs, [each[1 - self._place] for each in copies])
+        else:
+            copy_all(outs, [each[0] for each in copies])
+            add_all(outs, [each[1] for each in copies])
+        self._finish(slots, copies, outs)
 
     def _finish(
         self, slots: Sequence[Slot], copies: Sequence[Sequence[torch.Tensor]], totals: list[torch.Tensor]
     ) -> None:
-        """Add the copies of the third rank and those that follow to sums of the first two, and scale them."""
-        size = len(self._data)
-        for place in range(2, size):
+        """Add the copies of the third rank and those that follow to sums of the first two, and finish them."""
+        for place in range(2, len(self._data)):
             add_all(totals, [each[place] for each in copies])
         for slot, each, total in zip(slots, copies, totals, strict=True):
-            if slot.use.average and total.dtype == torch.int32:  # whose sum may leave its range
-                total.copy_(torch.stack([*each]).sum(0).div_(size, rounding_mode="trunc"))
-            elif slot.use.average:
-                divide(total, size)
-            if slot.use.postscale != 1.0:
-                total.mul_(slot.use.postscale)
+            slot.use.finish(total, each)
+
+    def _copies(self, slot: Slot) -> list[torch.Tensor]:
+        """All ranks' tensors of the present round."""
+        return slot.copies[slot.round & 1]
 
     def close(self, slot: Slot) -> bool:
         """Come to no further round, and withdraw from the present one if a rank is missing.

@@ -1,8 +1,10 @@
-"""Small all-reduces under known names, on ranks of one host: in shared memory, or by the coordinator where needed."""
+"""Small calls that come back, on ranks of one host: in shared memory, or by the coordinator where needed."""
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import os
 import random
 import re
@@ -19,9 +21,10 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
+from spark_hvd.collectives.names import RING
 from spark_hvd.collectives.process_set import queue_of
 from spark_hvd.collectives.underway import rounds
-from spark_hvd.collectives.underway.slots import LARGEST
+from spark_hvd.collectives.underway.use import LARGEST
 from tests.conftest import wait_until
 from tests.ranks import Ranks, ranks
 
@@ -94,7 +97,8 @@ def test_what_does_not_suit_memory_is_the_coordinators(world: Ranks) -> None:
     def fn() -> None:
         calls = {
             "large": lambda: hvd.allreduce(mine((LARGEST // 4 + 1,)), name="large", op=hvd.Sum)[0].item() == total(),
-            "min": lambda: hvd.allreduce(mine((2,)), name="min", op=hvd.Min)[0].item() == 1,
+            "rows": lambda: len(hvd.allgather(torch.ones(hvd.rank() + 1), name="rows")) == total(),
+            "adasum": lambda: hvd.allreduce(torch.ones(2), name="adasum", op=hvd.Adasum)[0].item() == 1,
             "bool": lambda: hvd.allreduce(torch.ones(1).bool(), name="bool", op=hvd.Sum).item() is True,
             "scaled": lambda: (
                 hvd.allreduce(mine((1,), torch.int64), name="scaled", op=hvd.Sum, postscale_factor=2.0).item()
@@ -110,6 +114,155 @@ def test_what_does_not_suit_memory_is_the_coordinators(world: Ranks) -> None:
                 assert by_coordinator() == decided + turn + 1, name
 
     world.run(fn)
+
+
+def test_other_kinds_of_calls_go_through_memory_too(world: Ranks) -> None:
+    def fn() -> None:
+        wait_in_memory(10.0)
+        size = hvd.size()
+        kinds: dict[str, tuple[Any, torch.Tensor]] = {}
+        for dtype in DTYPES:
+            given = mine((2, 3), dtype)
+            for op, expected in ((hvd.Min, 1), (hvd.Max, size), (hvd.Product, math.factorial(size))):
+                kinds[f"{dtype} {op}"] = (
+                    functools.partial(hvd.allreduce, given, op=op),
+                    torch.full_like(given, expected),
+                )
+        for dtype in [*DTYPES, torch.bool, torch.uint8, torch.complex64]:
+            for shape in ((), (2, 3)):
+                numbers = torch.arange(6)[: math.prod(shape)].view(shape)
+                whole = [(numbers * (rank + 1)).to(dtype) for rank in range(size)]
+                given = whole[hvd.rank()]
+                kinds[f"{dtype} {shape} gathered"] = (
+                    functools.partial(hvd.allgather, given),
+                    torch.cat([each.view(-1, *shape[1:]) for each in whole]),
+                )
+                for root in range(size):
+                    kinds[f"{dtype} {shape} from {root}"] = functools.partial(hvd.broadcast, given, root), whole[root]
+        numbers = torch.tensor([1.0, math.nan if hvd.rank() == 0 else 2.0, math.inf, -0.5 * hvd.rank()])
+        lowest = torch.tensor([1.0, math.nan, math.inf, -0.5 * (size - 1)])
+        kinds["not a number"] = functools.partial(hvd.allreduce, numbers, op=hvd.Min, postscale_factor=2.0), lowest * 2
+        for name, (call, expected) in kinds.items():
+            for turn in range(LEARNT + 3):
+                if turn == LEARNT:
+                    decided = by_coordinator()
+                result = call(name=name)
+                assert result.dtype == expected.dtype, name
+                torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True, msg=name)
+            assert by_coordinator() == decided, name
+
+        for turn in range(LEARNT + 3):
+            if turn == LEARNT:
+                decided = by_coordinator()
+            given = mine((4,))
+            assert hvd.broadcast_(given, size - 1, name="in place") is given
+            assert torch.equal(given, torch.full((4,), float(size)))
+            assert hvd.allreduce_(given, name="product in place", op=hvd.Product) is given
+            assert torch.equal(given, torch.full((4,), float(size) ** size))
+        assert by_coordinator() == decided
+
+    world.run(fn)
+
+
+def calls_without_a_name(turn: int) -> None:
+    """Four all-reduces, an all-gather, a broadcast and a barrier."""
+    for shape, op, expected in (
+        ((2,), hvd.Sum, total(turn)),
+        ((), hvd.Max, turn * hvd.size()),
+        ((3, 2), hvd.Average, total(turn) / hvd.size()),
+        ((2,), hvd.Sum, total(turn)),
+    ):
+        result = hvd.allreduce(mine(shape) * turn, op=op)
+        torch.testing.assert_close(result, torch.full(shape, float(expected)))
+    assert hvd.allgather(mine((1,)) * turn).tolist() == [turn * (rank + 1) for rank in range(hvd.size())]
+    assert hvd.broadcast(mine((1,)) * turn, turn % 2).item() == turn * (turn % 2 + 1)
+    hvd.barrier()
+
+
+def test_calls_without_a_name_go_through_memory_when_they_come_back(world: Ranks) -> None:
+    def fn() -> None:
+        wait_in_memory(10.0)
+        for turn in range(2 * RING):  # each of the made-up names twice, those of the barriers as well
+            calls_without_a_name(turn)
+        decided = by_coordinator()
+        for turn in range(20):
+            calls_without_a_name(turn)
+        assert by_coordinator() == decided
+
+        for turn in range(3 * RING):  # what comes in sevens never has the same name when it comes back
+            shape = (turn % 7 + 1,)
+            assert torch.equal(hvd.allreduce(mine(shape) * turn, op=hvd.Sum), torch.full(shape, total(turn)))
+
+    world.run(fn)
+
+
+def test_any_number_of_calls_without_a_name_may_be_under_way(world: Ranks) -> None:
+    def fn() -> None:
+        wait_in_memory(0.1)
+        many = 2 * RING + 30
+
+        def start() -> list[Any]:
+            return [hvd.allreduce_async(mine((2,)) * number, op=hvd.Sum) for number in range(many)]
+
+        def check(handles: list[Any], order: list[int]) -> None:
+            for number in order:
+                assert torch.equal(handles[number].wait(), torch.full((2,), total(number))), number
+
+        for turn in range(3):
+            check(start(), random.Random(hvd.rank() + turn).sample(range(many), many))
+        # They do not hold up the caller, on whom other ranks may wait.
+        handles = start() if hvd.rank() == 0 else []
+        hvd.allreduce(mine((1,)), name="meanwhile")
+        handles = handles or start()
+        check(handles, list(reversed(range(many))))
+        assert hvd.allreduce(mine((1,)), op=hvd.Sum).item() == total()
+
+    world.run(fn)
+
+
+def test_calls_that_wait_for_a_name_count_before_a_join(world: Ranks) -> None:
+    def fn() -> list[float]:
+        wait_in_memory(0.1)
+        handles = [hvd.allreduce_async(torch.ones(1), op=hvd.Sum) for _ in range(2 * RING + 10 * hvd.rank())]
+        hvd.join()
+        results = [handle.wait().item() for handle in handles]
+        assert hvd.allreduce(mine((1,)), op=hvd.Sum).item() == total()  # they count anew, all from the first name
+        return results
+
+    for rank, results in enumerate(world.run(fn)):
+        counts = [2 * RING + 10 * other for other in range(world.size)]
+        assert results == [sum(number < count for count in counts) for number in range(counts[rank])]
+
+
+def test_calls_without_a_name_that_do_not_fit_are_an_error_everywhere(world: Ranks) -> None:
+    def fn() -> None:
+        wait_in_memory(10.0)
+        for last in (hvd.size() - 1, 0):
+            for _ in range(3 * RING):
+                hvd.allreduce(torch.ones(3))
+            given = torch.ones(5 if hvd.rank() == last else 3)
+            with pytest.raises(hvd.MismatchError, match=r"'allreduce\.noname\.\d+'.*shape"):
+                hvd.allreduce(given)
+            assert hvd.allreduce(mine((3,)), op=hvd.Sum)[0].item() == total()
+
+    world.run(fn)
+
+
+def test_calls_that_wait_for_a_name_fail_with_the_others(tmp_path: Path) -> None:
+    def fn() -> str:
+        if hvd.rank() == 1:
+            wait_until((tmp_path / "called").exists)
+            hvd.shutdown()
+            return ""
+        handles = [hvd.allreduce_async(torch.ones(1)) for _ in range(RING + 5)]
+        (tmp_path / "called").touch()
+        for handle in handles:
+            with pytest.raises(hvd.CollectiveError, match="rank 1"):
+                handle.wait()
+        return "all failed"
+
+    with ranks(2) as two:
+        assert two.run(fn)[0] == "all failed"
 
 
 def test_ranks_may_call_in_any_order_and_from_several_threads(world: Ranks) -> None:

@@ -1,0 +1,232 @@
+"""The calls of one rank on a process set, as its user's threads make them: named, known again, and put on their way.
+
+A call goes into the memory that ranks of one host share, into the outbox for the coordinator, or, without a name, waits
+for a name to be free. None of this waits for another rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from spark_hvd.collectives.execution import Work
+from spark_hvd.collectives.handle import NamedHandle, Owner
+from spark_hvd.collectives.members import Members
+from spark_hvd.collectives.messages import Request
+from spark_hvd.collectives.names import How, KnownCalls, Unnamed
+from spark_hvd.collectives.tracing import Tracing
+from spark_hvd.collectives.underway.failure import QueueFailure
+from spark_hvd.collectives.underway.outgoing import DeferredCalls, OutgoingCalls, QueueLink
+from spark_hvd.collectives.underway.rounds import MemoryRounds, RoundsOwner
+from spark_hvd.collectives.underway.use import SlotUse
+from spark_hvd.world import errors
+from spark_hvd.world.activity import activity
+
+T = TypeVar("T")
+
+DUPLICATE = {False: errors.DuplicateNameError, True: errors.HorovodDuplicateNameError}
+
+
+class Calls(Owner, RoundsOwner[NamedHandle[Any]]):
+    """See the module's description.
+
+    Args:
+        members: Of the process set.
+        link: To the coordinator.
+        tracing: The process' timeline.
+        horovod: Whether errors are Horovod's.
+    """
+
+    def __init__(self, members: Members, link: QueueLink[Any], tracing: Tracing, horovod: bool) -> None:
+        self._link = link
+        self._duplicate = DUPLICATE[horovod]
+        self.tracing = tracing
+        # Held over look and change of all that follows: a loss finds each call among the handles, or the call finds
+        # the loss; what is in the outbox is under its name, and has one place there.
+        self._lock = threading.Lock()
+        self._handles: dict[str, NamedHandle[Any]] = {}
+        self._unnamed = Unnamed()
+        self._known = KnownCalls()
+        self._outgoing = OutgoingCalls[Request]()
+        self._deferred = DeferredCalls[NamedHandle[Any]]()
+        self.memory = MemoryRounds[NamedHandle[Any]](members.slots, self._lock, self)
+        """Calls of which the coordinator need not know."""
+        self._failure = QueueFailure()
+
+    def submit(
+        self, name: str | None, request: Request, work: Work, result: Callable[[Work], T], *, urgent: bool = False
+    ) -> NamedHandle[T]:
+        """Be ready for a collective.
+
+        Args:
+            name: None: the next of the made-up names, so that such calls match by their order. Where that is under way
+                still, the call waits for its end, and the caller does not.
+            request: What to tell of it.
+            work: My tensors.
+            result: Makes the handle's result.
+            urgent: Whether the caller is about to wait for it, which sends it at once.
+
+        Raises:
+            DuplicateNameError: The name is under way.
+            CollectiveError: A rank has gone.
+            TypeError: The name is no string.
+        """
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name={name!r}: expected a string or None, got {type(name).__name__}.")
+        with self._lock:
+            self._failure.require_none()
+            called = self._unnamed.take(request.kind, self._handles) if name is None else name
+            handle = NamedHandle(self, called, request, work, result)
+            first = False
+            if name is None and (called in self._deferred or self._is_under_way(called)):
+                self._deferred.put(called, handle)
+            else:
+                first = self._put(handle)
+        return self._told(handle, first, urgent)
+
+    def again(
+        self,
+        kind: str,
+        name: str | None,
+        tensor: torch.Tensor | None,
+        how: How,
+        result: Callable[[Work], T],
+        *,
+        in_place: bool,
+        urgent: bool,
+    ) -> NamedHandle[T] | None:
+        """:meth:`submit` for a call of `tensor`, or of none, that this rank has made in just this way before.
+
+        Args:
+            kind: Of collective.
+            name: As for :meth:`submit`.
+            tensor: None for a barrier.
+            how: See :func:`spark_hvd.collectives.names.how_of`.
+            result: As for :meth:`submit`.
+            in_place: Whether the result goes into `tensor`.
+            urgent: As for :meth:`submit`.
+
+        Returns:
+            None if the name has no number, or the call is another than the number stands for.
+        """
+        if name is not None and type(name) is not str:
+            return None
+        with self._lock:
+            called = self._unnamed.next(kind) if name is None else name
+            known = self._known.as_before(called, tensor, how)
+            if known is None:
+                return None
+            if self._failure.text is not None:  # not by another function, as below: such calls are many
+                self._failure.require_none()
+            if name is None:
+                if called in self._deferred or (called in self._handles and self._is_under_way(called)):
+                    return None
+                self._unnamed.take(kind, self._handles)
+            tensors = () if tensor is None else (tensor,)
+            handle = NamedHandle(self, called, known.request, Work(tensors, in_place, []), result)
+            slot = known.slot
+            if slot is None or slot.closed or self.tracing.recorder is not None:
+                first = self._put(handle)
+            else:
+                if called in self._handles:
+                    self._require_free(called, kind)
+                handle.since = activity.enter(kind, known.title)
+                first = self.memory.begin(handle, slot, urgent=urgent)
+                self._handles[called] = handle
+                if first:
+                    self._link.notify(self)
+                return handle
+        return self._told(handle, first, urgent)
+
+    def _is_under_way(self, name: str) -> bool:
+        other = self._handles.get(name)
+        if other is None or other.done:
+            return False
+        self.memory.settle(other)
+        return not other.done
+
+    def _require_free(self, name: str, kind: str) -> None:
+        if self._is_under_way(name):
+            raise self._duplicate(
+                f"{kind} {name!r} was called while {self._handles[name].label} is still under way on this rank; wait "
+                "for its handle first, or use another name."
+            )
+
+    def _put(self, handle: NamedHandle[Any]) -> bool:
+        """Put a call into the outbox; returns whether it was empty."""
+        name, request = handle.name, handle.request
+        self._require_free(name, request.kind)
+        self.memory.close(name)
+        self._handles[name] = handle
+        first = not self._outgoing
+        self._outgoing.put(name, request, self._known.bit(name, request))
+        return first
+
+    def _put_deferred(self) -> None:
+        """Put the deferred calls into the outbox whose names are free by now; under the lock."""
+        for handle in self._deferred.take(lambda name: not self._is_under_way(name)):
+            self._put(handle)
+
+    def _told(self, handle: NamedHandle[T], first: bool, urgent: bool) -> NamedHandle[T]:
+        handle.since = activity.enter(handle.request.kind, repr(handle.name))
+        if self.tracing.recorder is not None:
+            self.tracing.called(handle)
+        if first and not urgent:
+            self._link.notify(self)
+        return handle
+
+    def flush(self) -> None:
+        """See base class."""
+        self.memory.publish()
+        if self._outgoing or self._deferred:
+            self._link.post(self)
+
+    def meet(self, handle: NamedHandle[Any], timeout: float | None) -> None:
+        """See base class."""
+        self.memory.meet(handle, timeout)
+
+    def take(self) -> tuple[int, list[tuple[str, Request]]]:
+        """Empty the outbox: the numbers of known names as bits, and the other names with their requests."""
+        self.memory.publish()
+        with self._lock:
+            if self._deferred:
+                self._put_deferred()
+            return self._outgoing.take()
+
+    def withdrawn(self, handle: NamedHandle[Any]) -> None:
+        """See base class."""
+        self._outgoing.put(handle.name, handle.request, self._known.bit(handle.name, handle.request))
+        self._link.notify(self)
+
+    def watch(self) -> None:
+        """See base class."""
+        self._link.look_later(self)
+
+    def learn(self, id: int, use: SlotUse | None, name: str) -> None:
+        """A name has a number, and may have a use for a slot."""
+        with self._lock:
+            slot = self.memory.learn(id, use)
+            handle = self._handles.get(name)
+            if handle is not None:  # a rank that has joined has no request of its own
+                self._known.learn(handle, 1 << id, slot)
+
+    def forget(self, handles: Sequence[NamedHandle[Any]]) -> None:
+        """See base class."""
+        self._free(handles)
+        if self._deferred:
+            self._link.notify(self)
+
+    def release(self, handles: Sequence[NamedHandle[Any]]) -> None:
+        """The coordinator's calls of these handles are over: free their names."""
+        with self._lock:
+            self._free(handles)
+        if self._deferred:
+            self._link.notify(self)
+
+    def _free(self, handles: Sequence[NamedHandle[Any]]) -> None:
+        for handle in handles:
+            if self._handles.get(handle.name) is handle:
+                del self._handles[handle.name]
