@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from spark_hvd.collectives.fusion import Batch, flatten, flatten_into, unflatten_into
-from spark_hvd.collectives.members import Members
+from spark_hvd.collectives.members import Members, Staging, is_plain_sum
 from spark_hvd.collectives.messages import Entry, Request, dtype_of, op_of
-from spark_hvd.collectives.staging import Staging, is_plain_sum
 from spark_hvd.transport.communicator import Communicator, Handle, ReduceOp
 from spark_hvd.transport.dtypes import divide, identity_element, is_integer
 from spark_hvd.transport.handles import JointHandle

@@ -1,24 +1,150 @@
-"""The members of a process set, and over what they talk."""
+"""The members of a process set, and over what they talk: process groups, and memory that they share."""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
-from spark_hvd.collectives.staging import Staging, open_memory
-from spark_hvd.collectives.underway.slots import Slots
-from spark_hvd.transport.communicator import Communicator
+from spark_hvd.collectives.fusion import Batch
+from spark_hvd.collectives.messages import bytes_of
+from spark_hvd.collectives.underway.slots import KINDS, Slots, may_serve
+from spark_hvd.collectives.underway.use import LARGEST
+from spark_hvd.transport.communicator import Communicator, ReduceOp
 from spark_hvd.transport.connections import Abortable, Several
 from spark_hvd.transport.distributed import MPI_BACKEND, TorchCommunicator
+from spark_hvd.transport.exchange import exchange
 from spark_hvd.transport.groups import GROUP_PREFIX, Groups
+from spark_hvd.transport.host.arena import SharedArena
+from spark_hvd.transport.host.shared_memory import sum_share
 from spark_hvd.transport.host.sliced import SlicedStaging
 from spark_hvd.transport.local import LocalCommunicator
 from spark_hvd.transport.mpi import backend as mpi_backend
 from spark_hvd.transport.nccl import NcclGroups
 from spark_hvd.world.config import Config
 from spark_hvd.world.layout import WorldLayout
+
+_log = logging.getLogger("spark_hvd")
+_told = False
+
+CAPACITY = 8 << 20
+"""Bytes of each rank's buffer; larger all-reduces take several rounds."""
+LEAST = 3 << 19
+"""Bytes from which two barriers cost less than Gloo's way of moving that much."""
+
+_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64}
+
+
+class Staging:
+    """Memory that all ranks of a process set can see, where they are on one host: large all-reduces go through it.
+
+    Every rank copies its elements into a buffer of its own, sums its share of all ranks' buffers, and copies the result
+    out: three passes over memory instead of two ways through the loopback interface. Barriers of the queue's
+    communicator stand between the passes, so a rank that has gone is noticed.
+
+    Args:
+        buffers: In rank order, of bytes.
+        place: Mine in the process set.
+    """
+
+    def __init__(self, buffers: Sequence[torch.Tensor], place: int) -> None:
+        self._buffers = buffers
+        self._place = place
+
+    def serves(self, batch: Batch) -> bool:
+        """Whether a batch goes through here: the same answer on every rank.
+
+        Batches with small tensors do, too, where the order of adding shows in the result: slots sum in rank order, as
+        is done here, while Gloo's order depends on what else is in the batch.
+        """
+        return is_plain_sum(batch) and (batch.nbytes >= LEAST or self._order_shows(batch))
+
+    def _order_shows(self, batch: Batch) -> bool:
+        size = len(self._buffers)
+        return (
+            size > 2
+            and may_serve(size)
+            and getattr(torch, batch[0].request.dtypes[0]).is_floating_point
+            and any(bytes_of(entry.request) <= LARGEST for entry in batch)
+        )
+
+    def room(self, dtype: torch.dtype) -> int:
+        """Elements that a buffer holds."""
+        return CAPACITY // dtype.itemsize
+
+    def mine(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """The beginning of my buffer, flat."""
+        return _view(self._buffers[self._place], dtype, numel)
+
+    def sum_share(self, dtype: torch.dtype, numel: int, finish: Callable[[torch.Tensor], None]) -> None:
+        """Sum my share of all ranks' buffers, into all of them; every rank must have filled its own.
+
+        Args:
+            dtype: Of the elements.
+            numel: Their number.
+            finish: Makes the result of a sum, in place and element by element.
+        """
+        sum_share([_view(buffer, dtype, numel) for buffer in self._buffers], self._place, finish)
+
+
+def is_plain_sum(batch: Batch) -> bool:
+    """Whether a batch can be summed in memory: the same answer on every rank."""
+    request = batch[0].request
+    return (
+        request.kind == "allreduce"
+        and request.op in (ReduceOp.SUM.name, ReduceOp.AVERAGE.name)
+        and request.device == "cpu"
+        and batch[0].absent is None
+        and {getattr(torch, dtype) for dtype in request.dtypes} <= _DTYPES
+        and len(set(request.dtypes)) == 1
+        # For an average the wire has 64 bits, as a sum of 32 may leave their range.
+        and (request.op, request.dtypes[0]) != (ReduceOp.AVERAGE.name, "int32")
+    )
+
+
+def _open_memory(group: dist.ProcessGroup, hosts: Sequence[str], wanted: bool) -> tuple[Staging | None, Slots | None]:
+    """Make and map memory for large and for small all-reduces; collective over `group`.
+
+    Args:
+        group: A process group of the members that nobody else uses.
+        hosts: Of each member, as all of them know.
+        wanted: Whether this rank agrees.
+
+    Returns:
+        None and None, on every rank, if the members are on several hosts, one does not agree, or one cannot make such
+        memory or map another's. No slots if there are too many members for them.
+    """
+    if len(set(hosts)) > 1 or not hasattr(os, "memfd_create") or "cpu" not in str(dist.get_backend_config(group)):
+        return None, None
+    cpu, place = torch.device("cpu"), dist.get_rank(group)
+    small = may_serve(len(hosts))
+    arena = None
+    if wanted:
+        try:
+            arena = SharedArena([(CAPACITY, torch.uint8), *(KINDS if small else ())])
+        except OSError as error:
+            _tell(error)
+    if not all(exchange(arena is not None, group, cpu)) or arena is None:
+        return None, None
+    gathered = arena.map_all(place, lambda fact: exchange(fact, group, cpu))
+    if gathered is None:
+        return None, None
+    return Staging(gathered[0], place), Slots(gathered[1], gathered[2], place) if small else None
+
+
+def _tell(error: OSError) -> None:
+    global _told
+    if not _told:  # however many process sets there are
+        _told = True
+        _log.warning("The ranks of this host share no memory, and exchange all data by sockets: %s", error)
+
+
+def _view(buffer: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    return buffer[: numel * dtype.itemsize].view(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +162,7 @@ class Members:
     staging: Staging | None = None
     """Memory that they share, if they do."""
     slots: Slots | None = None
-    """Memory for small all-reduces under known names, where they share any."""
+    """Memory for small calls that come back, where they share any."""
     connections: Abortable | None = None
     """The connections of the communicator, where they can be aborted."""
     nccl: NcclGroups | None = None
@@ -72,7 +198,7 @@ def open_members(
     if len(ranks) == 1:
         return Members(ranks, hosts, place, LocalCommunicator())
     group, connections = groups.make_known(process_set_id, ranks)
-    staging, slots = open_memory(group, hosts, config.shared_memory)
+    staging, slots = _open_memory(group, hosts, config.shared_memory)
     communicator = TorchCommunicator(group)
     if dist.get_backend(group) != MPI_BACKEND:
         wanted = config.shared_memory and config.hierarchical_allreduce

@@ -82,7 +82,7 @@ def slot_use(entry: Entry, ranks: Sequence[int]) -> SlotUse | None:
         use = SlotUse(entry.name, shape, dtype, ALLGATHER, None)
     else:
         return None
-    return use if use.fits(LARGEST_UNNAMED if AUTO in entry.name else LARGEST) else None
+    return use if use.fits(LARGEST_UNNAMED if AUTO in entry.name else LARGEST, len(ranks)) else None
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -5,12 +5,15 @@ and lengths, the seal, go by the coordinator, whose channel is encrypted and aut
 come with the decision to run just this call, so a pickle of another call, or of the same one at another time, does not
 fit them. What does not is not unpickled.
 
+A small pickle travels in the place of its seal, by the coordinator alone.
+
 The numbers of large arrays follow the pickle as buffers of their own (PEP 574). As the elements of tensors they run no
 code, whatever they are, and they are not hashed, which would take as long as sending them.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import io
@@ -29,6 +32,10 @@ from spark_hvd.world.pickles import SourcePickler
 T = TypeVar("T")
 
 _UNPICKLABLE = "-"
+_WHOLE = "="
+"""Before a pickle that is its own seal."""
+_SMALL = 1 << 10
+"""Bytes of such a pickle at most: the coordinator sends those of all ranks to each."""
 _LARGE = 1 << 16
 """Bytes of an array from which on its numbers follow the pickle."""
 _ALIGNMENT = 64
@@ -67,6 +74,8 @@ def broadcast_object(
     seal = start_sealing(own, root_rank, name and f"{name}.seal", process_set).wait()
     if seal == _UNPICKLABLE:
         raise _unpicklable("broadcast_object", root_rank) from failure
+    if seal.startswith(_WHOLE):
+        return obj if mine else _loaded(payload, seal, "")
     if not mine:
         payload = torch.empty(_numel(seal), dtype=torch.uint8)
     payload = payload.to(queue.communicator.fact_device)
@@ -130,6 +139,8 @@ def _pickled(obj: Any) -> tuple[torch.Tensor, str, Exception | None]:
         SourcePickler(file, buffer_callback=stays).dump(obj)
     except Exception as error:  # whatever a __reduce__ raises; the other ranks wait to hear of it
         return torch.empty(0, dtype=torch.uint8), _UNPICKLABLE, error
+    if not buffers and file.tell() <= _SMALL:
+        return torch.empty(0, dtype=torch.uint8), _WHOLE + base64.b64encode(file.getbuffer()).decode(), None
     parts = [np.frombuffer(part, dtype=np.uint8) for part in (file.getbuffer(), *buffers)]
     seal = " ".join([hashlib.sha256(parts[0].data).hexdigest(), *(str(part.nbytes) for part in parts)])
     payload = np.zeros(_numel(seal), dtype=np.uint8)
@@ -145,7 +156,7 @@ def _is_numbers(raw: memoryview) -> bool:
 
 
 def _places(seal: str) -> list[slice]:
-    """Where the pickle is, and each of the buffers."""
+    """Where the pickle is, and each of the buffers, in what follows the seal."""
     places = []
     start = 0
     for length in map(int, seal.split(" ")[1:]):
@@ -155,12 +166,16 @@ def _places(seal: str) -> list[slice]:
 
 
 def _numel(seal: str) -> int:
-    """The number of bytes that a rank sends."""
+    """The number of bytes that a rank sends after its seal."""
+    if seal.startswith(_WHOLE):
+        return 0
     end: int = _places(seal)[-1].stop
     return end + -end % _ALIGNMENT
 
 
 def _loaded(payload: torch.Tensor, seal: str, what: str) -> Any:
+    if seal.startswith(_WHOLE):
+        return pickle.loads(base64.b64decode(seal[len(_WHOLE) :]))
     data, *buffers = (payload.numpy()[place] for place in _places(seal))
     if not hmac.compare_digest(seal.split(" ")[0], hashlib.sha256(data.data).hexdigest()):
         raise CollectiveError(

@@ -56,8 +56,6 @@ class _Known:
     def request_of(self, place: int) -> Request:
         """The request that this rank stands for when it sends the number."""
         request, table = self.entry.request, self.entry.table
-        if self.entry.seals is not None:
-            request = request._replace(seal=self.entry.seals[place])
         if table is None:
             return request
         if request.kind == "alltoall":
@@ -330,7 +328,7 @@ class Coordinator:
             return []
         entry = Entry(name, request, table, seals=seals)
         entries.append(entry)
-        return self._learn(name, entry)
+        return self._learn(name, entry) if seals is None else []  # objects are large, and seldom come back
 
     def _learn(self, name: str, entry: Entry) -> list[Decision]:
         """Number an entry that has come twice in a row. No rank can be about to use the name meanwhile."""

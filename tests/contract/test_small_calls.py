@@ -123,7 +123,9 @@ def test_other_kinds_of_calls_go_through_memory_too(world: Ranks) -> None:
         kinds: dict[str, tuple[Any, torch.Tensor]] = {}
         for dtype in DTYPES:
             given = mine((2, 3), dtype)
-            for op, expected in ((hvd.Min, 1), (hvd.Max, size), (hvd.Product, math.factorial(size))):
+            whole = size == 2 or not dtype.is_floating_point  # the order of factors may show otherwise
+            products = [(hvd.Product, math.factorial(size))] if whole else []
+            for op, expected in ((hvd.Min, 1), (hvd.Max, size), *products):
                 kinds[f"{dtype} {op}"] = (
                     functools.partial(hvd.allreduce, given, op=op),
                     torch.full_like(given, expected),
@@ -157,8 +159,8 @@ def test_other_kinds_of_calls_go_through_memory_too(world: Ranks) -> None:
             given = mine((4,))
             assert hvd.broadcast_(given, size - 1, name="in place") is given
             assert torch.equal(given, torch.full((4,), float(size)))
-            assert hvd.allreduce_(given, name="product in place", op=hvd.Product) is given
-            assert torch.equal(given, torch.full((4,), float(size) ** size))
+            assert hvd.allreduce_(given.neg_(), name="lowest in place", op=hvd.Min) is given
+            assert torch.equal(given, torch.full((4,), -float(size)))
         assert by_coordinator() == decided
 
     world.run(fn)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import spark_hvd.torch as hvd
-from spark_hvd.collectives.staging import CAPACITY, LEAST
-from spark_hvd.collectives.underway.slots import LARGEST
+from spark_hvd.collectives.members import CAPACITY, LEAST
+from spark_hvd.collectives.underway.use import LARGEST
 from spark_hvd.context.standing import current
 from tests.ranks import Ranks, ranks
 

@@ -33,7 +33,7 @@ GROUP = "spark_hvd/0/0/groups/spark_hvd.1.0//cpu//0"
 """Where the ranks of the first process set that is added look for each other."""
 HEADER = 8
 """Bytes by which Gloo's connecting side says which of the other's connections it means."""
-MARK = "0123456789abcdef" * 32
+MARK = "0123456789abcdef" * 32 + "." * 2000  # too large to travel with the decision
 _PORT_AT = 20
 """Of the port in what Gloo writes into the store on a host named "vm"; the name's length comes on top."""
 

@@ -30,7 +30,7 @@ def test_large_arrays_of_numbers_follow(array: np.ndarray[tuple[int, ...], np.dt
         np.zeros(100_000, dtype="S4"),
         np.zeros(100_000, dtype="V4"),
         NUMBERS.astype(object),
-        NUMBERS[:100],
+        NUMBERS[:1000],
         bytearray(100_000),
         torch.zeros(100_000),
         pickle.PickleBuffer(bytes(100_000)),
@@ -41,6 +41,14 @@ def test_all_else_is_hashed(value: object) -> None:
     _, seal, failure = objects._pickled([value, NUMBERS[:5]])
     assert failure is None
     assert len(seal.split(" ")) == 2
+
+
+@pytest.mark.parametrize(("size", "travels"), [(900, False), (1100, True)])
+def test_a_small_pickle_is_its_own_seal(size: int, travels: bool) -> None:
+    payload, seal, _ = objects._pickled({"it": "x" * size})
+    assert bool(payload.numel()) is travels
+    assert payload.numel() == objects._numel(seal)
+    assert objects._loaded(payload, seal, "what came") == {"it": "x" * size}
 
 
 @pytest.mark.parametrize("at", [0, 10, 50])

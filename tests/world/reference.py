@@ -86,7 +86,7 @@ class Reference:
 
     def learns(self, name: str, entry: Entry) -> int | None:
         """The number that a name gets now that it has come twice in a row."""
-        if entry.absent:
+        if entry.absent or entry.seals:
             return None
         if self._last.get(name) != entry:
             self._last[name] = entry

@@ -49,8 +49,13 @@ class SlotUse(NamedTuple):
         """Whether the result is a sum, or an average: those of many slots are computed together."""
         return self.op is ReduceOp.SUM or self.op is ReduceOp.AVERAGE
 
-    def fits(self, largest: int) -> bool:
-        """Whether a slot can serve such a call, of so many bytes at most."""
+    def fits(self, largest: int, size: int) -> bool:
+        """Whether a slot can serve such a call.
+
+        Args:
+            largest: Bytes of a tensor at most.
+            size: Number of ranks.
+        """
         if self.kind == "barrier":
             return True
         if not 0 < self.nbytes <= largest:
@@ -58,7 +63,11 @@ class SlotUse(NamedTuple):
         if self.kind != "allreduce":
             return self.dtype in _MOVED
         plain = self.prescale == 1.0 and self.postscale == 1.0
-        return self.dtype in _REDUCED and (plain or not is_integer(self.dtype)) and (self.sums or self.op in _FOLDS)
+        if self.dtype not in _REDUCED or (is_integer(self.dtype) and not plain):
+            return False
+        # A product of three in another order may have other bits, and the coordinator's calls go by Gloo's.
+        in_order = self.op is not ReduceOp.PRODUCT or size == 2 or is_integer(self.dtype)
+        return self.sums or (self.op in _FOLDS and in_order)
 
     def needs(self, place: int) -> bool:
         """Whether the result is made of the tensor of the rank at this place, too."""
