@@ -21,7 +21,6 @@ from spark_hvd.collectives.underway.use import LARGEST, LARGEST_UNNAMED, SlotUse
 
 ALLGATHER, BARRIER, BROADCAST = "allgather", "barrier", "broadcast"
 
-
 How = tuple[object, ...]
 """See :func:`how_of`."""
 

@@ -124,7 +124,7 @@ def test_a_server_that_is_there_imports_what_a_run_names() -> None:
     assert spark_hvd.run_local(has, num_proc=2, env={IMPORTS: "no_such_module,wsgiref"}) == [(before, True)] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.parametrize("module", ["import tensorflow\ntensorflow.constant(1.0) + 1"], indirect=True)
 def test_a_server_that_has_computed_by_tensorflow_begins_again(module: str) -> None:
     """A process that is forked after that hangs in its first operation."""

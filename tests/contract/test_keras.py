@@ -113,7 +113,7 @@ def train(victim: int | None, backend: str = "torch") -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("tensorflow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("tensorflow", marks=pytest.mark.night)])
 def test_a_lost_rank_is_replaced_without_a_trace(backend: str) -> None:
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"needs {backend}")

@@ -181,7 +181,7 @@ if hvd.rank() == 0:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_one_program_everywhere(tmp_path: Path) -> None:
     code, output, _ = run(TRAIN, 4, tmp_path)
     assert code == 0, output

@@ -45,7 +45,7 @@ def train(learning_rate: float, steps: int = 5) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("local_mode", [False, True])
+@pytest.mark.parametrize("local_mode", [pytest.param(False, marks=pytest.mark.night), True])
 def test_a_function_makes_its_own_process_group(spark: SparkSession, local_mode: bool) -> None:
     size, weights, ranks = TorchDistributor(2, local_mode, use_gpu=False).run(train, 0.1, steps=3)
     assert size == 2

@@ -168,6 +168,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.night
 def test_killed_ranks_that_are_replaced_cost_nothing_but_time(df: DataFrame, tmp_path: Path) -> None:
     draw = random.Random(20)
     deaths = {(number, draw.randrange(2)): draw.randrange(6 * number + 1, 6 * number + 7) for number in range(3)}
@@ -216,6 +217,7 @@ class Raises(Callback):
             raise KeyError("no such thing")
 
 
+@pytest.mark.night
 def test_an_error_that_comes_again_ends_the_fit(df: DataFrame, tmp_path: Path) -> None:
     settings = {**COUNTING, "store": Store.create(tmp_path), "backend": LocalBackend(2, max_num_proc=2, verbose=0)}
     with pytest.raises(RankFailedError, match="no such thing"):

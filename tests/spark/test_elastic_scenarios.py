@@ -27,7 +27,7 @@ from tests.spark.elastic_cluster import ElasticCluster, Progress, directed, elas
 from tests.spark.estimator_support import estimator, frame
 from tests.spark.test_elastic_fit import COUNTING, Counts, Notes, each_row_once_an_epoch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("no_leaks")]
+pytestmark = [pytest.mark.night, pytest.mark.timeout(300), pytest.mark.usefixtures("no_leaks")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 H2, H3, H4, H5 = (f"127.0.0.{number}" for number in (2, 3, 4, 5))

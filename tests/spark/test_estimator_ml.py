@@ -34,7 +34,7 @@ def df(spark: SparkSession) -> DataFrame:
     return data.cache()
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_pipeline_with_three_classes(df: DataFrame, tmp_path: Path) -> None:
     network = estimator(
         linear(3),

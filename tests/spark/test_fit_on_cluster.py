@@ -59,7 +59,7 @@ def test_without_a_store_the_trained_model_comes_back_by_itself(cluster: SparkSe
     assert sum(losses) / len(losses) < 2 * history[-1]["loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("_tests_travel_by_value")
 def test_after_a_lost_executor_the_run_goes_on(cluster: SparkSession, tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def test_an_epoch_that_was_cut_off_goes_on_with_fewer_ranks(df: DataFrame, tmp_p
     assert [row["lr"] for row in fitted.getHistory()] == pytest.approx([0.1, 0.05, 0.05]), "rates go with the ranks"
 
 
+@pytest.mark.night
 def test_what_changes_the_order_of_rows_is_refused_within_an_epoch(df: DataFrame, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"store": Store.create(tmp_path), "run_id": "cut", "epochs": 2, "checkpoint_every": 2}
     with pytest.raises(RankFailedError, match="SIGKILL"):

@@ -70,7 +70,7 @@ def test_every_row_once_an_epoch(df: DataFrame, tmp_path: Path, shuffle: bool) -
     assert len(fitted.getHistory()) == 2
 
 
-@pytest.mark.parametrize("validation", ["held", 0.25])
+@pytest.mark.parametrize("validation", [pytest.param("held", marks=pytest.mark.night), 0.25])
 @pytest.mark.slow
 def test_rows_for_validation_are_others(df: DataFrame, tmp_path: Path, validation: str | float) -> None:
     held = df.withColumn("held", F.col("id") % 5 == 0)

@@ -141,7 +141,7 @@ def take_up(found: list[DatasetMeta], path: str, store: Store) -> None:
     found.append(write(SparkSession.active().read.parquet(path), store))
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.night), True])
 @pytest.mark.slow
 def test_a_fit_that_starts_during_a_clean_up_has_its_data(
     spark: SparkSession, tmp_path: Path, path: str, clock: Clock, monkeypatch: pytest.MonkeyPatch, killed: bool

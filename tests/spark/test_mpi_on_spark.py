@@ -37,7 +37,7 @@ def test_several_ranks_in_each_task(spark: SparkSession) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_an_executor_lost_while_mpi_runs(cluster: SparkSession, tmp_path: Path) -> None:
     def stuck(folder: str) -> None:
         from mpi4py import MPI

@@ -16,7 +16,7 @@ pytest.importorskip("nbclient")
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
-IN_CI = ("keras.ipynb", "quickstart.ipynb")
+IN_CI = ("quickstart.ipynb",)
 FAILS_ON_PURPOSE = "raises-exception"
 
 

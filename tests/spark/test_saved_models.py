@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.night
 def test_a_pipeline_of_models(spark: SparkSession) -> None:
     loaded = PipelineModel.load(str(SAVED / "pipeline_model"))
     first, second = loaded.stages

@@ -118,6 +118,7 @@ def test_a_folder_to_go_on_from(trained: TextClassificationModel, texts: DataFra
     assert further.getHistory()[0]["accuracy"] > 0.9
 
 
+@pytest.mark.night
 def test_several_classes_a_row_and_a_tokenizer_of_words(texts: DataFrame) -> None:
     several = classifier(
         label_col="has", tokenizer=whole_words(), max_length=12, epochs=10, backend=Watched(), num_proc=None

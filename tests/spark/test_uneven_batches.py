@@ -170,7 +170,7 @@ def test_keras_makes_the_step_of_all_rows(spark: SparkSession) -> None:
     assert [row["loss"] for row in fitted.getHistory()] == pytest.approx(history.history["loss"], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_lightning_makes_the_step_of_all_rows(spark: SparkSession, nine: DataFrame) -> None:
     L = pytest.importorskip("lightning")  # noqa: N806 - the name that everybody gives it
     from spark_hvd.estimators import LightningEstimator, LocalBackend

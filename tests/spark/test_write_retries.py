@@ -93,7 +93,11 @@ def ids_of(data: DatasetMeta) -> list[int]:
     return sorted(pa.chunked_array([chunk for group in groups for chunk in group.chunks]).to_pylist())
 
 
-FAULTS = ["raises", "raises when it is done", "is killed", "hangs", "is slow"]
+FAULTS = [
+    *(pytest.param(fault, marks=pytest.mark.night) for fault in ("raises", "hangs", "is slow")),
+    "raises when it is done",
+    "is killed",
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -30,6 +30,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.night
 @pytest.mark.timeout(300)
 def test_callbacks_and_loggers(df: DataFrame, estimator: Callable[..., LightningEstimator], tmp_path: Path) -> None:
     tracking = f"file:{tmp_path / 'mlruns'}"

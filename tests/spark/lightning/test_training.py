@@ -240,6 +240,7 @@ def test_shapes_and_dtypes(df: DataFrame, estimator: Callable[..., LightningEsti
     ).fit(df.withColumn("y", F.abs("y")))
 
 
+@pytest.mark.night
 def test_stacked_features(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
     class Stacked(Net):
         def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
