@@ -26,6 +26,7 @@ class SlotShares:
         self._queue: list[object] = []
         self._threads: list[int] = []
         """Of the runs that hold slots."""
+        self._told = False
 
     @contextmanager
     def held(self, tasks: int, slots: int | None) -> Iterator[None]:
@@ -47,7 +48,14 @@ class SlotShares:
             self._queue.append(me)
             try:
                 if not self._may(me, share):
-                    _log.info("waits for %d of %s slots, which other runs of this program hold", tasks, slots)
+                    _log.log(
+                        logging.INFO if self._told else logging.WARNING,
+                        "a run waits for %d of the %s slots, which other runs of this program hold; it starts when "
+                        "they are free, and Ctrl-C ends it",
+                        tasks,
+                        slots,
+                    )
+                    self._told = True
                 while not self._may(me, share):
                     self._changed.wait(_LOOK_EVERY)
                     check_stop()

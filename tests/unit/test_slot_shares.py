@@ -51,6 +51,17 @@ def held_elsewhere(shares: SlotShares, tasks: int, slots: int | None) -> Iterato
         thread.join()
 
 
+def test_the_first_run_that_waits_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    shares, order = SlotShares(), list[int]()
+    with held_elsewhere(shares, 3, 4):
+        waiting = [later(shares, tasks, order) for tasks in (2, 1)]
+        told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    for thread in waiting:
+        thread.join()
+    assert len(told) == 1
+    assert "waits for 2 of the 4 slots, which other runs of this program hold" in told[0]
+
+
 def test_runs_go_side_by_side_while_there_are_slots_for_all() -> None:
     shares = SlotShares()
     with held_elsewhere(shares, 2, 4), held_elsewhere(shares, 1, 4), held_elsewhere(shares, 1, 4):
