@@ -102,7 +102,7 @@ def _too_few(spark: SparkSession, num_proc: int, there: int, resources: TaskReso
         more = f"set spark.cores.max={cores} and have as many free cores in the cluster's workers"
     else:
         executors = math.ceil(num_proc / max(1, _in_executor(spark, resources)))
-        more = f"set spark.executor.instances={executors}, or more spark.executor.cores for fewer executors"
+        more = f"set spark.executor.instances={executors} (fewer with more spark.executor.cores)"
     procs = resources.plan.ask.procs_per_task
     fewer = f"Ask for fewer ranks, num_proc={there * procs}, or" if there else "Ask the cluster for more:"
     asked = f", {resources.plan.ask}" if str(resources.plan.ask) else ""

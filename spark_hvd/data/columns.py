@@ -231,8 +231,9 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _check_nulls(array: pa.Array, name: str) -> None:
-    among = f"{len(array)} values of type {array.type}, which has no value for it"
-    refuse_unfit_nulls(name, array.null_count, among)
+    if array.null_count:
+        among = f"{len(array)} values of type {array.type}, which has no value for it"
+        refuse_unfit_nulls(name, array.null_count, among)
 
 
 def _flat(array: pa.Array, name: str, shapes: dict[str, tuple[int, ...]]) -> tuple[Values, Offsets]:
