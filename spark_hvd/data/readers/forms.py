@@ -147,7 +147,8 @@ def matrix_of(batch: pa.RecordBatch) -> np.ndarray[Any, Any] | None:
     """Columns of one type side by side, (rows, columns); None where there are several types, nulls, or no numbers."""
     if len(set(batch.schema.types)) == 1:
         with contextlib.suppress(pa.ArrowException):
-            return batch.to_tensor().to_numpy()
+            matrix: np.ndarray[Any, Any] = batch.to_tensor().to_numpy()
+            return matrix
     return None
 
 
