@@ -157,7 +157,7 @@ def _at(column: Column, where: str) -> str:
 
 def _flatten(array: pa.Array, at: _Where) -> tuple[pa.Array, tuple[int, ...]]:
     """The numbers of all rows one after another, and the shape that each row has."""
-    rows, shape = len(array), []
+    rows, shape = len(array), list[int]()
     _check_nulls(array, rows, at)
     while is_list(array.type):
         shape.append(_one_length(array, rows, len(shape), at))
