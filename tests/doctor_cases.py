@@ -57,6 +57,7 @@ def application(master: str = "yarn", **changes: Any) -> SparkFacts:
         connect=False,
         slots=4,
         asked=4,
+        lacking="",
         procs_per_task=1,
         task_cpus=int(settings.get("spark.task.cpus", "1")),
         busy=0,
@@ -67,9 +68,7 @@ def application(master: str = "yarn", **changes: Any) -> SparkFacts:
 
 
 def task(partition: int, key: str = "a", **changes: Any) -> TaskNetwork:
-    facts = TaskNetwork(
-        partition, f"key-{key}", key, key, f"10.0.0.{partition}", 40000 + partition, reaches_driver=True
-    )
+    facts = TaskNetwork(partition, f"key-{key}", key, f"10.0.0.{partition}", 40000 + partition, reaches_driver=True)
     return replace(facts, **changes)
 
 

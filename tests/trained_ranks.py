@@ -86,3 +86,35 @@ class Training:
                 if not self.still:
                     self.work[rank] += 1.0
                 self.view.take(self.record(rank), self.now)
+
+
+def trained(seconds: int = 40, size: int = 2, **facts: Any) -> RunView:
+    """The view of ranks that have trained so long, of which rank 1 waits least; ``facts`` are those of all."""
+    view = RunView(f"train on {size} ranks", size, 0.0)
+    for second in range(1, seconds + 1):
+        for rank in range(size):
+            view.take(record(rank, size, second, **facts), float(second))
+    return view
+
+
+def record(rank: int, size: int, second: int, **facts: Any) -> Vitals:
+    """What such a rank tells in that second."""
+    known: dict[str, Any] = {
+        "generation": 0,
+        "clock": float(second),
+        "entered": second,
+        "stage": "train",
+        "epoch": second // 50,
+        "epochs": 4,
+        "step": second % 50,
+        "steps": 50,
+        "total_steps": second,
+        "samples": 32 * second,
+        "watched_seconds": float(second),
+        "data_seconds": 0.1 * second,
+        "comm_seconds": (0.05 if rank == 1 else 0.4) * second,
+        "metrics": {"loss": 1 / second},
+        "cpu_seconds": float(second),
+        "memory_bytes": 600 << 20,
+    }
+    return Vitals(rank=rank, size=size, **{**known, **facts})

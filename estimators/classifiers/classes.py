@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql import functions as F  # noqa: N812 - the name that everybody gives it
 from pyspark.sql import types as T  # noqa: N812 - likewise
 
-from spark_hvd.data.readers.errors import DataError, nulls_in
+from spark_hvd.data.readers.errors import DataError, refuse_nulls
 from spark_hvd.estimators.classifiers.labels import Labels
 from spark_hvd.runner.spark.names import job_named
 from spark_hvd.runner.spark.series import quoted
@@ -45,8 +45,8 @@ def labels_of(df: DataFrame, column: str, features: str, who: str) -> Labels:
     with job_named(grouped, f"spark_hvd: {who} looks for the classes of {column!r}"):
         rows = grouped.limit(MOST_CLASSES + 1).collect()
     everything = sum(row["rows"] for row in rows)
-    _check_nulls(features, sum(row["missing"] for row in rows), everything)
-    _check_nulls(column, sum(row["rows"] for row in rows if row["class"] is None), everything)
+    refuse_nulls(features, sum(row["missing"] for row in rows), f"{everything} rows")
+    refuse_nulls(column, sum(row["rows"] for row in rows if row["class"] is None), f"{everything} rows")
     classes = [_plain(row["class"], text) for row in rows]
     if any(isinstance(each, float) and math.isnan(each) for each in classes):
         raise DataError(f"label column {column!r} has NaN: drop these rows before fit")
@@ -72,8 +72,8 @@ def _several(df: DataFrame, column: str, features: str, text: str, missing: Any,
         row = found.collect()[0]
     if not row["rows"]:
         raise DataError(f"label column {column!r} has no rows: expected at least one")
-    _check_nulls(features, row["missing"], row["rows"])
-    _check_nulls(column, row["nulls"], row["rows"])
+    refuse_nulls(features, row["missing"], f"{row['rows']} rows")
+    refuse_nulls(column, row["nulls"], f"{row['rows']} rows")
     if row["shortest"] != row["longest"] or not row["longest"]:
         raise DataError(
             f"label column {column!r} has arrays of {row['shortest']} to {row['longest']} values: expected 0 or 1 "
@@ -82,11 +82,6 @@ def _several(df: DataFrame, column: str, features: str, text: str, missing: Any,
     if row["wrong"]:
         raise DataError(f"label column {column!r} has {row['wrong']} arrays with other values than 0 and 1")
     return Labels(column, text, row["longest"])
-
-
-def _check_nulls(column: str, nulls: int, rows: int) -> None:
-    if nulls:
-        raise DataError(nulls_in(column, nulls, f"{rows} rows"))
 
 
 def _plain(value: Any, text: str) -> Any:

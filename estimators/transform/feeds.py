@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,8 +12,9 @@ import pyarrow.compute as pc
 import torch
 
 from spark_hvd.data.readers.dataset import listed
-from spark_hvd.data.readers.errors import DataError, nulls_in
+from spark_hvd.data.readers.errors import refuse_nulls
 from spark_hvd.data.readers.tensors import to_tensor
+from spark_hvd.data.readers.values import decoded, tensor_of
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.inputs import TensorSpec, stacked
 
@@ -112,12 +113,10 @@ def feature(
     column = spec.column
     if column.name not in decoders:
         return to_tensor(array, column, what)
-    if array.null_count:
-        raise DataError(nulls_in(column.name, array.null_count, f"{len(array)} rows", what))
-    decoded = [np.asarray(decoders[column.name](value)) for value in array.to_pylist()]
-    if len({value.shape for value in decoded}) > 1:
-        raise DataError(f"column {column.name!r}: the decoder returns arrays of different shapes in {what}")
-    return torch.from_numpy(np.stack(decoded)) if decoded else torch.empty(0, *(column.shape or ()))
+    if not len(array):
+        return torch.empty(0, *(column.shape or ()))
+    values = decoded(array, column.name, decoders[column.name], what)
+    return tensor_of(values, replace(column, dtype="object", shape=None), what)
 
 
 @dataclass(frozen=True)
@@ -159,8 +158,7 @@ class CollatedFeed:
         """
         columns = window.flatten()
         for name, column in zip(self.columns, columns, strict=True):
-            if column.null_count:
-                raise DataError(nulls_in(name, column.null_count, f"{len(column)} rows", "predict"))
+            refuse_nulls(name, column.null_count, f"{len(column)} rows", "predict")
         order = _longest_first(columns)
         if order is not None:
             columns = [column.take(pa.array(order)) for column in columns]

@@ -183,7 +183,7 @@ class _Examination:
             self._add("resources", partial(check_resources, host, ranks, size))
         self._add("GPUs", lambda: check_gpus(facts, hosts, found, config.backend, config.gpus_per_proc))
         if found:
-            way = partial(check_driver, network.driver, found, network.silent, connect=facts.connect)
+            way = partial(check_driver, network.driver, found, connect=facts.connect)
             self._add("executor to driver", way)
             self._add("rank to rank", lambda: check_ranks(found, self._ports))
             self._add("clock", lambda: check_clocks(clocks_ahead(found, network.during)))

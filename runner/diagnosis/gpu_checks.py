@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from spark_hvd.runner.diagnosis.facts import HostFacts
 from spark_hvd.runner.diagnosis.network import TaskNetwork
 from spark_hvd.runner.diagnosis.report import Finding, Level, error, ok, warning
 from spark_hvd.runner.diagnosis.spark_checks import SparkFacts
+from spark_hvd.runner.rank.gpus import GpuError, GpuShare, RankGpus, choose_backend, devices_of, own_device
 
 _TASK = "spark.task.resource.gpu.amount"
 _EXECUTOR = "spark.executor.resource.gpu.amount"
@@ -35,7 +36,6 @@ def check_gpus(
     if not hosts:
         return
     devices = {host.key: _devices(host) for host in hosts}
-    names = {host.key: host.name for host in hosts}
     configured = _EXECUTOR in spark.settings or _TASK in spark.settings
     asked = configured or gpus_per_proc or backend == "nccl"
     if not asked and not any(devices.values()):
@@ -43,11 +43,7 @@ def check_gpus(
         return
     yield from _check_settings(spark, gpus_per_proc)
     yield from _check_torch(hosts, devices, backend)
-    shared_on_purpose = 0 < _number(spark.get(_TASK)) < 1
-    if gpus_per_proc is None and not any(task.gpus for task in tasks):
-        yield from _check_local_ranks(tasks, devices, names, backend)
-    else:
-        yield from _check_assigned(tasks, devices, shared_on_purpose)
+    yield from _check_assignment(spark, hosts, tasks, backend, gpus_per_proc)
 
 
 def _check_settings(spark: SparkFacts, gpus_per_proc: int | None) -> Iterator[Finding]:
@@ -87,54 +83,57 @@ def _check_torch(hosts: Sequence[HostFacts], devices: dict[str, list[str]], back
         yield ok("CUDA", "; ".join(f"{host.name}: {', '.join(devices[host.key])}" for host in hosts))
 
 
-def _check_local_ranks(
-    tasks: Sequence[TaskNetwork], devices: dict[str, list[str]], names: dict[str, str], backend: str | None
+def _check_assignment(
+    spark: SparkFacts,
+    hosts: Sequence[HostFacts],
+    tasks: Sequence[TaskNetwork],
+    backend: str | None,
+    gpus_per_proc: int | None,
 ) -> Iterator[Finding]:
-    """Spark assigns none: rank i of a host takes GPU i there, and starts again at 0."""
-    ranks: defaultdict[str, int] = defaultdict(int)
+    """What the ranks of a run would agree on, and addresses of GPUs that are not there."""
+    places, procs = {host.key: host for host in hosts}, spark.procs_per_task
+    names = [host.name for host in hosts]
+    tasks = [task for task in tasks if task.key in places]
+    size, ranks = Counter(task.key for task in tasks for _ in range(procs)), list[RankGpus]()
+    on_host: Counter[str] = Counter()
     for task in tasks:
-        ranks[task.key] += 1
-    crowded = {key: count for key, count in ranks.items() if 0 < len(devices.get(key, ())) < count}
-    for key, count in crowded.items():
-        yield Finding(
-            "GPU assignment",
-            Level.ERROR if backend == "nccl" else Level.WARNING,
-            f"{count} ranks on {names[key]}, which has {len(devices[key])} GPU(s): several ranks would compute on one, "
-            "which NCCL refuses; Gloo carries instead",
-            f"--conf {_EXECUTOR}={len(devices[key])} --conf {_TASK}=1   # Spark then places no more ranks than GPUs\n"
-            'run(..., backend="gloo")   # to share a GPU on purpose',
-        )
-    if ranks and not crowded:
-        yield ok("GPU assignment", "Spark assigns none; each rank takes the GPU of its local rank")
-
-
-def _check_assigned(
-    tasks: Sequence[TaskNetwork], devices: dict[str, list[str]], shared_on_purpose: bool
-) -> Iterator[Finding]:
-    holders: defaultdict[tuple[str, str], list[TaskNetwork]] = defaultdict(list)
-    for task in tasks:
-        for gpu in task.gpus or ():
-            holders[task.key, gpu].append(task)
-    twice = {place: found for place, found in holders.items() if len(found) > 1}
-    for (_, gpu), found in twice.items():
-        yield Finding(
-            "GPU assignment",
-            Level.WARNING if shared_on_purpose else Level.ERROR,
-            f"tasks {', '.join(str(task.partition) for task in found)} on {found[0].name} were all given GPU {gpu}",
-            f"--conf {_TASK}=1, and one executor a host or a discoveryScript that gives each executor GPUs of its own",
-        )
-    for task in tasks:
-        wrong = [gpu for gpu in task.gpus or () if gpu.isdigit() and int(gpu) >= max(len(devices.get(task.key, ())), 1)]
-        if wrong and devices.get(task.key):
+        devices = _devices(places[task.key])
+        wrong = [gpu for gpu in task.gpus or () if gpu.isdigit() and int(gpu) >= max(len(devices), 1)]
+        if wrong and devices:
             yield error(
                 "GPU assignment",
                 f"task {task.partition} on {task.name} was given GPU {', '.join(wrong)}, but torch sees only "
-                f"{len(devices[task.key])} there",
+                f"{len(devices)} there",
                 f"Compare {_SCRIPT} with: nvidia-smi --query-gpu=index --format=csv,noheader",
             )
-    if not twice and holders:
-        listed = "; ".join(f"task {task.partition} on {task.name}: {', '.join(task.gpus or ())}" for task in tasks)
+        try:
+            for index in range(procs):
+                mine = devices_of(task.gpus, procs, index, places[task.key].visible_gpus, gpus_per_proc)
+                share = GpuShare(mine, gpus_per_proc)
+                number = own_device(on_host[task.key], size[task.key], len(devices), share)
+                physical = None if number is None else mine[0] if mine else str(number)
+                ranks.append(RankGpus(task.name if names.count(task.name) == 1 else task.key, mine, physical))
+                on_host[task.key] += 1
+        except GpuError as lacking:
+            yield error("GPU assignment", f"{task.name}: {lacking}")
+            return
+    try:
+        may_share = gpus_per_proc is None and 0 < _number(spark.get(_TASK)) < procs
+        choice = choose_backend(ranks, backend, may_share)
+    except GpuError as wrongly:
+        yield error("GPU assignment", str(wrongly))
+        return
+    if choice.warning is not None:
+        yield warning(
+            "GPU assignment", choice.warning, f"--conf {_TASK}=1   # Spark then places no more ranks than GPUs"
+        )
+    elif any(task.gpus for task in tasks):
+        listed = "; ".join(
+            f"rank {number} on {rank.host}: {', '.join(rank.assigned or ())}" for number, rank in enumerate(ranks)
+        )
         yield ok("GPU assignment", f"no GPU twice ({listed[:300]})")
+    elif any(rank.physical for rank in ranks):
+        yield ok("GPU assignment", "Spark assigns none; each rank takes the GPU of its local rank")
 
 
 def _devices(host: HostFacts) -> list[str]:

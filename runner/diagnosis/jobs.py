@@ -15,17 +15,17 @@ from spark_hvd.runner.channel.hub import Hub
 from spark_hvd.runner.channel.state import HubState
 from spark_hvd.runner.diagnosis import probe
 from spark_hvd.runner.diagnosis.facts import PACKAGES, PROGRAM, HostFacts
-from spark_hvd.runner.diagnosis.network import CONNECT_SECONDS, NetworkPlan, TaskNetwork
+from spark_hvd.runner.diagnosis.network import NetworkPlan, TaskNetwork
 from spark_hvd.runner.diagnosis.report import Finding, error, warning
-from spark_hvd.runner.diagnosis.spark_checks import SETTINGS, SparkFacts, explain_job_failure
+from spark_hvd.runner.diagnosis.spark_checks import SETTINGS, SparkFacts
 from spark_hvd.runner.launch.attempt import open_hub
 from spark_hvd.runner.outcome.errors import ClusterError, NotEnoughSlotsError
 from spark_hvd.runner.outcome.rows import from_rows
 from spark_hvd.runner.spark import session as on_spark
 from spark_hvd.runner.spark.entry import task_of
+from spark_hvd.runner.spark.errors import translate
 from spark_hvd.runner.spark.job import TaskJob
 from spark_hvd.runner.spark.profiles import TaskResources
-from spark_hvd.runner.spark.reach import unanswered
 from spark_hvd.runner.spark.slots import task_slots, wait_for_slots
 from spark_hvd.world.ports import PortRange
 
@@ -47,9 +47,13 @@ def spark_facts(spark: SparkSession, asked: int | None, resources: TaskResources
         asked: Tasks wanted; None for every slot.
         resources: What each of them takes.
     """
-    if asked is not None:
-        with contextlib.suppress(NotEnoughSlotsError):
-            wait_for_slots(spark, asked, 20.0, resources)
+    lacking = ""
+    try:
+        wait_for_slots(spark, asked, 20.0, resources)
+    except NotEnoughSlotsError as few:
+        lacking = str(few)
+    except ClusterError:  # a client of Spark Connect that was not told how many cannot count them
+        pass
     connect = on_spark.is_connect(spark)
     settings = {key: value for key in SETTINGS if (value := on_spark.conf(spark, key)) is not None}
     return SparkFacts(
@@ -59,6 +63,7 @@ def spark_facts(spark: SparkSession, asked: int | None, resources: TaskResources
         connect=connect,
         slots=task_slots(spark, resources),
         asked=asked,
+        lacking=lacking,
         procs_per_task=resources.plan.ask.procs_per_task,
         task_cpus=resources.plan.cpus,
         busy=on_spark.busy_tasks(spark),
@@ -99,7 +104,7 @@ def gather(spark: SparkSession, tasks: int, local_dirs: list[str], store: dict[s
         problem = f"the executors did not answer in {_GATHER_SECONDS:.0f} s: other jobs hold the slots, or a host hangs"
         found.problems.append(error("executors", problem, "See the Executors page of the Spark UI"))
     elif job.error is not None:
-        found.problems.append(explain_job_failure("executors", str(job.error)))
+        found.problems.append(_failed("executors", job.error, tasks))
     hosts: dict[str, HostFacts] = {}
     for host, answer in (json.loads(row[3]) for row in job.rows):
         if "error" in answer:
@@ -156,14 +161,12 @@ class NetworkTrial:
     Attributes:
         driver: Where the driver listened; None where it could not.
         tasks: What the tasks found.
-        silent: Hosts whose executors do not answer the driver.
         during: The driver's time when the job began and when it ended.
         problems: What went wrong.
     """
 
     driver: tuple[str, int] | None = None
     tasks: list[TaskNetwork] = field(default_factory=list)
-    silent: set[str] = field(default_factory=set)
     during: tuple[float, float] = (0.0, 0.0)
     problems: list[Finding] = field(default_factory=list)
 
@@ -171,7 +174,7 @@ class NetworkTrial:
 def try_network(
     spark: SparkSession, tasks: int, ports: PortRange | None, interfaces: Sequence[str], resources: TaskResources
 ) -> NetworkTrial:
-    """Let the tasks of one barrier stage connect to the driver and to each other, and the driver to their executors."""
+    """Let the tasks of one barrier stage connect to the driver and to each other."""
     network = NetworkTrial()
     with contextlib.ExitStack() as closing:
         address = None
@@ -196,11 +199,15 @@ def try_network(
             )
             network.problems.append(error("rank to rank", problem, remedy))
         elif job.error is not None:
-            network.problems.append(explain_job_failure("rank to rank", str(job.error)))
+            network.problems.append(_failed("rank to rank", job.error, tasks))
         network.during = began, time.time()
-    network.silent = {host for host, _ in unanswered(on_spark.executor_addresses(spark).values(), CONNECT_SECONDS)}
     network.tasks = [pickle.loads(each.data) for each in from_rows(job.rows)]
     return network
+
+
+def _failed(check: str, problem: Exception, tasks: int) -> Finding:
+    """What a run would say of a job that failed."""
+    return error(check, str(translate(problem, tasks))[:600], "See the log of the executor")
 
 
 def _ended(job: TaskJob, seconds: float) -> bool:

@@ -51,7 +51,6 @@ class TaskNetwork:
         partition: Number of the task.
         key: Its machine.
         name: Its machine's own name.
-        host: What Spark calls it.
         address: By which other ranks will reach it; None if it has no such address.
         port: Where it listened; None if it cannot.
         bind_error: Why it has no address, or cannot listen there.
@@ -64,7 +63,6 @@ class TaskNetwork:
     partition: int
     key: str
     name: str
-    host: str
     address: str | None = None
     port: int | None = None
     bind_error: str | None = None
@@ -98,14 +96,15 @@ def _examine(plan: NetworkPlan, context: BarrierTaskContext) -> TaskNetwork:
         "partition": partition,
         "key": host_key(),
         "name": socket.gethostname(),
-        "host": hosts[partition],
         "gpus": None if gpus is None else list(gpus.addresses),
     }
     with contextlib.ExitStack() as closing:
         try:
             towards = None if plan.hub is None else plan.hub.host
             alone = len(set(hosts)) == 1
-            me["address"] = choose_address(me["host"], plan.interfaces, towards, alone=alone, own=own_addresses()).ip
+            me["address"] = choose_address(
+                hosts[partition], plan.interfaces, towards, alone=alone, own=own_addresses()
+            ).ip
             # The kernel completes connections to a listener: nobody has to accept them.
             listener = closing.enter_context(contextlib.closing(listen(me["address"], plan.ports)))
             me["port"] = listener.getsockname()[1]

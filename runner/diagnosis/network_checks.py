@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from spark_hvd.runner.diagnosis.network import CONNECT_SECONDS, TaskNetwork
 from spark_hvd.runner.diagnosis.report import Finding, error, ok, warning
@@ -11,14 +11,13 @@ from spark_hvd.world.words import count
 
 
 def check_driver(
-    driver: tuple[str, int] | None, tasks: Sequence[TaskNetwork], silent: Collection[str], *, connect: bool = False
+    driver: tuple[str, int] | None, tasks: Sequence[TaskNetwork], *, connect: bool = False
 ) -> Iterator[Finding]:
-    """Whether executors reach the driver, and the driver them.
+    """Whether executors reach the driver.
 
     Args:
         driver: Where the driver listened; None where it could not, or has no address.
         tasks: What the tasks found.
-        silent: Hosts whose executors do not answer the driver.
         connect: Whether the driver is a client of Spark Connect, whose address is that of its way to the server.
     """
     setting = "--conf spark.driver.host=<an address that executors reach>"
@@ -42,11 +41,6 @@ def check_driver(
         )
     else:
         yield ok("executor to driver", f"all tasks reach {where}")
-    if silent:
-        hosts = ", ".join(sorted(silent))
-        yield ok(
-            "driver to executor", f"the driver cannot connect to {hosts}; no run needs it to, a restart waits longer"
-        )
 
 
 def check_ranks(tasks: Sequence[TaskNetwork], ports: PortRange | None) -> Iterator[Finding]:

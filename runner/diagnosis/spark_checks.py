@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from spark_hvd.runner.diagnosis.report import Finding, Level, error, ok, warning
+from spark_hvd.runner.spark.slots import AT_ONCE
 
 SETTINGS = (
     "spark.master",
-    "spark.submit.deployMode",
-    "spark.executor.instances",
     "spark.executor.cores",
     "spark.executor.memory",
     "spark.executor.memoryOverhead",
@@ -21,15 +19,7 @@ SETTINGS = (
     "spark.executor.resource.gpu.amount",
     "spark.executor.resource.gpu.discoveryScript",
     "spark.task.resource.gpu.amount",
-    "spark.task.cpus",
-    "spark.cores.max",
-    "spark.driver.host",
-    "spark.driver.bindAddress",
-    "spark.driver.memory",
-    "spark.driver.maxResultSize",
     "spark.dynamicAllocation.enabled",
-    "spark.speculation",
-    "spark.stage.maxConsecutiveAttempts",
     "spark.local.dir",
 )
 """What is asked of the application; checks see nothing else."""
@@ -51,6 +41,7 @@ class SparkFacts:
         connect: Whether the session is a Spark Connect client.
         slots: Tasks that can run at once, busy or not; None where that cannot be asked.
         asked: Tasks wanted, of ``procs_per_task`` ranks each; None for every slot.
+        lacking: What a run would say of too few slots; "" where there are enough, or nobody can say.
         procs_per_task: Ranks in each task.
         task_cpus: Cores of each task.
         busy: Tasks of other jobs that run now.
@@ -64,6 +55,7 @@ class SparkFacts:
     connect: bool
     slots: int | None
     asked: int | None
+    lacking: str
     procs_per_task: int
     task_cpus: int
     busy: int
@@ -77,13 +69,7 @@ class SparkFacts:
 
 def check_spark(facts: SparkFacts) -> Iterator[Finding]:
     """All findings that follow from the settings alone."""
-    checks: tuple[Callable[[SparkFacts], Iterator[Finding]], ...] = (
-        check_slots,
-        check_barrier,
-        check_memory,
-        check_results,
-    )
-    for check in checks:
+    for check in (check_slots, check_barrier, check_memory, check_results):
         yield from check(facts)
 
 
@@ -91,20 +77,15 @@ def check_slots(facts: SparkFacts) -> Iterator[Finding]:
     """Whether as many tasks can run at once as ranks were asked for, and whether they can now."""
     there, asked = facts.slots, facts.asked
     kind = "local mode: all ranks share this machine" if facts.local else f"master {facts.master}"
-    if there is None:
+    if facts.lacking:
+        found, _, remedy = facts.lacking.partition(AT_ONCE)
+        yield error("slots", f"{found}{AT_ONCE}", remedy.strip())
+    elif there is None:
         found = f"Spark Connect cannot say how many tasks can run at once ({kind})"
         remedy = "run(..., num_proc=4)   # it has to be said, and doctor(num_proc=4) tries that many"
         yield ok("slots", found) if asked else warning("slots", f"{found}; one was tried", remedy)
-    elif there == 0 or (asked is not None and asked > there):
-        yield error(
-            "slots",
-            f"num_proc={(asked or 1) * facts.procs_per_task}: {asked or 1} slots wanted, {there} there "
-            f"({kind}{_deciding(facts)}). All ranks run at the same time, {facts.procs_per_task} in each Spark task",
-            _more_slots(facts, asked or 1),
-        )
     else:
-        wanted = "" if asked is None else f", {asked} wanted"
-        yield ok("slots", f"{there} there{wanted} ({kind}{_deciding(facts)})")
+        yield ok("slots", f"{there} there{'' if asked is None else f', {asked} wanted'} ({kind})")
     if there and facts.busy:
         enough = there - facts.busy >= (asked or there)
         yield Finding(
@@ -113,29 +94,6 @@ def check_slots(facts: SparkFacts) -> Iterator[Finding]:
             f"{facts.busy} of {there} slots are held by tasks of other jobs now",
             "" if enough else "Wait for those jobs, or stop them: a run starts when all its slots are free at once",
         )
-
-
-def _deciding(facts: SparkFacts) -> str:
-    keys = (
-        "spark.executor.instances",
-        "spark.executor.cores",
-        "spark.cores.max",
-        "spark.task.cpus",
-        "spark.task.resource.gpu.amount",
-    )
-    said = [f"{key}={facts.settings[key]}" for key in keys if key in facts.settings]
-    return "; " + ", ".join(said) if said else ""
-
-
-def _more_slots(facts: SparkFacts, asked: int) -> str:
-    fewer = f"run(..., num_proc={facts.slots * facts.procs_per_task})\n" if facts.slots else ""
-    cpus = facts.task_cpus
-    if facts.local:
-        return f'{fewer}SparkSession.builder.master("local[{asked * cpus}]")'
-    each = max(1, int(facts.get("spark.executor.cores", "1")) // cpus)
-    if facts.master.startswith("spark://"):
-        return f"{fewer}--conf spark.cores.max={asked * cpus}, and as many free cores in the cluster's workers"
-    return f"{fewer}--conf spark.executor.instances={math.ceil(asked / each)}"
 
 
 def check_barrier(facts: SparkFacts) -> Iterator[Finding]:
@@ -200,40 +158,3 @@ def size_of(text: str, unit: int = 1) -> int:
     if match is None:
         return 0
     return int(match[1]) * (_UNITS[match[2]] if match[2] else unit)
-
-
-def explain_job_failure(check: str, text: str) -> Finding:
-    """A finding out of what Spark said when even a plain job of Python tasks failed.
-
-    Args:
-        check: What the job was for.
-        text: Spark's message.
-    """
-    host = match[1] if (match := re.search(r"\(TID \d+\) \((\S+) executor", text)) else "an executor"
-    if match := re.search(r"PYTHON_VERSION_MISMATCH[^\n]*|Python in worker has different version[^\n]*", text):
-        return error(
-            "Python version",
-            f"{host}: {match[0].strip()[:300]}",
-            "PYSPARK_PYTHON=/path/to/the/same/python3.x, set for the driver and for executors "
-            "(--conf spark.pyspark.python=...)",
-        )
-    if match := re.search(r'Cannot run program "([^"]+)"[^\n]*', text):
-        return error(
-            "Python executable",
-            f"{host} cannot start {match[1]}: {match[0][:200]}",
-            f"Install Python at {match[1]} on every host, or --conf spark.pyspark.python=/path/that/exists/there",
-        )
-    if match := re.search(r"(ModuleNotFoundError|ImportError)[^\n]*spark_hvd[^\n]*", text):
-        return error(
-            "packages",
-            f"{host} has another spark_hvd than the driver: {match[0].strip()[:300]}",
-            "pip install --force-reinstall spark_hvd   # the driver's version, for the Python of the executors",
-        )
-    if match := re.search(r"(ModuleNotFoundError|ImportError|PACKAGE_NOT_INSTALLED)[^\n]*", text):
-        return error(
-            "packages",
-            f"{host} cannot run Spark's Arrow functions: {match[0].strip()[:300]}",
-            "pip install pyarrow pandas   # for the Python of the executors",
-        )
-    first = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
-    return error(check, f"the Spark job failed: {first[:400]}", "See the log of the executor")

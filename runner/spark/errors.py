@@ -9,6 +9,7 @@ from spark_hvd.runner.spark.reach import Placement
 
 _SETUP = re.compile(r"SPARK_HVD_SETUP: (.*?):END", re.DOTALL)
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '(pyarrow|pandas|numpy|spark_hvd|pyspark)[.\w]*'")
+_PYTHON = re.compile(r'.*(PYTHON_VERSION_MISMATCH|Python in worker has different version|Cannot run program ").*')
 _LOST = re.compile(r"(ExecutorLostFailure|Lost executor|executor heartbeat timed out|Worker lost|ExecutorExit).*")
 _EXECUTOR = re.compile(r"\(executor (\S+) ")
 _SILENT = re.compile(r"SPARK_HVD_LOST: (.*?):END", re.DOTALL)
@@ -21,6 +22,10 @@ _MESSAGE = re.compile(r"message larger than max \([^)]*\)")
 _INSTALL = (
     "Install spark_hvd (with pyarrow and pyzmq) for that Python on every executor, or point PYSPARK_PYTHON at one that "
     "has it."
+)
+_ONE_PYTHON = (
+    "The driver and all executors need one minor version of Python: set PYSPARK_PYTHON, or spark.pyspark.python, to a "
+    "path that every host has."
 )
 _LOG = (
     "Look in the executor's log; out of memory is the usual reason (spark.executor.memoryOverhead is what ranks live "
@@ -52,6 +57,8 @@ def translate(error: Exception, size: int, placement: Placement | None = None) -
     text = str(error)
     if match := _SETUP.search(text):
         return SetupError(f"{match[1]} {_INSTALL}")
+    if match := _PYTHON.search(text):
+        return SetupError(f"{match[0].strip()[:400]}. {_ONE_PYTHON}")
     if match := _MISSING.search(text):  # PySpark itself imports some, before our code runs
         return SetupError(f"{match[0]}, in the Python of an executor. {_INSTALL}")
     if match := _SILENT.search(text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,9 @@ from spark_hvd.runner.stopping import check_stop
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+AT_ONCE = "All ranks run at the same time, each in a Spark task."
+"""In the text of an error, before what to do about it."""
 
 _SETTLE = 10.0
 """Seconds that executors get to register when the configuration does not say how many there will be."""
@@ -70,13 +74,15 @@ def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: flo
 def _patience(spark: SparkSession, num_proc: int, start_timeout: float, resources: TaskResources) -> float:
     if is_local(spark):
         return 0.0
-    executors = int(conf(spark, "spark.executor.instances") or 0)
-    cores = int(conf(spark, "spark.executor.cores") or 1)
-    each = cores // resources.plan.cpus
-    if resources.plan.gpus and resources.plan.gpus_there is not None:
-        each = min(each, int(resources.plan.gpus_there / resources.plan.gpus))
-    promised = executors * each
+    promised = int(conf(spark, "spark.executor.instances") or 0) * _in_executor(spark, resources)
     return start_timeout if promised >= num_proc else min(start_timeout, _SETTLE)
+
+
+def _in_executor(spark: SparkSession, resources: TaskResources) -> int:
+    """How many tasks an executor runs at once."""
+    plan = resources.plan
+    each = int(conf(spark, "spark.executor.cores") or 1) // plan.cpus
+    return min(each, int(plan.gpus_there / plan.gpus)) if plan.gpus and plan.gpus_there is not None else each
 
 
 def _too_few(spark: SparkSession, num_proc: int, there: int, resources: TaskResources) -> str:
@@ -89,19 +95,21 @@ def _too_few(spark: SparkSession, num_proc: int, there: int, resources: TaskReso
         "spark.task.resource.gpu.amount",
     )
     now = ", ".join(f"{key}={value}" for key in settings if (value := conf(spark, key)) is not None)
-    master = conf(spark, "spark.master") or ""
+    master, cores = conf(spark, "spark.master") or "", num_proc * resources.plan.cpus
     if is_local(spark):
-        remedy = f'Ask for fewer ranks, or start the session with master("local[{num_proc * resources.plan.cpus}]")'
+        more = f'start the session with master("local[{cores}]")'
+    elif master.startswith("spark://"):
+        more = f"set spark.cores.max={cores} and have as many free cores in the cluster's workers"
     else:
-        remedy = (
-            "Ask for fewer ranks, or give the application more executors or cores (spark.executor.instances, "
-            "spark.executor.cores, spark.cores.max; fewer spark.task.cpus a task)"
-        )
+        executors = math.ceil(num_proc / max(1, _in_executor(spark, resources)))
+        more = f"set spark.executor.instances={executors} (fewer with more spark.executor.cores)"
+    procs = resources.plan.ask.procs_per_task
+    fewer = f"Ask for fewer ranks, num_proc={there * procs}, or" if there else "Ask the cluster for more:"
     asked = f", {resources.plan.ask}" if str(resources.plan.ask) else ""
     slots_there = f"{num_proc} slots wanted, {there} there{_amounts_there(spark, num_proc, resources)}"
     return (
-        f"num_proc={num_proc}{asked}: {slots_there} (master {master}{', ' + now if now else ''}). "
-        f"All ranks run at the same time, each in a Spark task. {remedy}."
+        f"num_proc={num_proc * procs}{asked}: {slots_there} (master {master}{', ' + now if now else ''}). "
+        f"{AT_ONCE} {fewer} {more}."
     )
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from spark_hvd.data.columns import Features, check_shape, is_array_like, stacks_of
+from spark_hvd.data.columns import ONE_LENGTH, Features, is_array_like, stacks_of
 from spark_hvd.data.packed import PackedRows
 from spark_hvd.data.readers.blocks import RowWindow
+from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import Form, TableForm, TableWindow, Window, pieces_of, single
 from spark_hvd.data.readers.windows import Round
 
@@ -54,7 +55,7 @@ class ColumnForm(Form[Part, Columns]):
         concatenate: Callable[[list[Any]], Any],
     ) -> None:
         self._tables = TableForm()
-        self._shapes: dict[str, Sequence[int]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._convert, self._features, self._concatenate = convert, features, concatenate
 
     def of(self, table: pa.Table, where: str) -> Part:
@@ -68,7 +69,11 @@ class ColumnForm(Form[Part, Columns]):
         early = [each.name for each in batch.schema if each.name in stacked or is_array_like(each.type)]
         arrays = self._convert(batch.select(early), self._features) if early else {}
         for name, array in arrays.items():
-            check_shape(name, array.shape[1:], self._shapes.setdefault(name, array.shape[1:]), where)
+            shape, before = tuple(array.shape[1:]), self._shapes.setdefault(name, tuple(array.shape[1:]))
+            if shape != before:
+                raise DataError(
+                    f"column {name!r} has arrays of shape {shape} in {where}, and {before} before: {ONE_LENGTH}"
+                )
         return Part(
             rows=batch.num_rows,
             names=[*stacks, *(name for name in batch.schema.names if name not in stacked)],

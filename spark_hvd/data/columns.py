@@ -22,17 +22,19 @@ booleans, dates for PyTorch and arrays it is an error. Arrays of different lengt
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from spark_hvd.data.packed import PackedRows
 from spark_hvd.data.readers.dataset import Column, listed
-from spark_hvd.data.readers.errors import DataError, without_nulls
+from spark_hvd.data.readers.errors import DataError, refuse_unfit_nulls
+from spark_hvd.data.readers.forms import matrix_of
+from spark_hvd.data.readers.measure import is_list, least_and_most
 from spark_hvd.data.readers.tensors import check_stack, to_doubles, to_tensor
 
 Features = Sequence[str] | Mapping[str, Sequence[str]]
@@ -40,6 +42,9 @@ Features = Sequence[str] | Mapping[str, Sequence[str]]
 
 Values = Any
 """A numpy array, a list, or a dict of such by field."""
+
+Offsets = np.ndarray[Any, np.dtype[np.int64]]
+"""Where the values of each row begin, and the end of the last, (rows + 1,)."""
 
 Collate = Callable[[pa.RecordBatch], dict[str, Any]]
 _VECTOR = {"type", "size", "indices", "values"}
@@ -95,22 +100,16 @@ def padded(value: float = 0, to: int | None = None, features: Features | None = 
         ``to`` has not cut. Arrays hold numbers, (rows, longest), or arrays of one shape, such as boxes of five numbers,
         (rows, longest, 5). Other columns are as of :func:`torch_batch`.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
 
-    def collate(batch: pa.RecordBatch) -> dict[str, Any]:
-        names = _array_columns(batch)
-        found = torch_batch(batch.drop_columns(names), features) if len(names) < batch.num_columns else {}
-        for name in names:
-            values, offsets = _flat(batch.column(name), name, shapes)
-            lengths = np.diff(offsets) if to is None else np.minimum(np.diff(offsets), to)
-            longest = int(lengths.max(initial=0)) if to is None else to
-            wide = np.full((len(lengths), longest, *values.shape[1:]), value, values.dtype)
-            inside = np.arange(wide.shape[1]) < lengths[:, None]
-            wide[inside] = values[(offsets[:-1, None] + np.arange(wide.shape[1]))[inside]]
-            found[name], found[f"{name}_lengths"] = torch.from_numpy(wide), torch.from_numpy(lengths)
-        return found
+    def made(name: str, values: Values, offsets: Offsets) -> dict[str, Any]:
+        lengths = np.diff(offsets) if to is None else np.minimum(np.diff(offsets), to)
+        longest = int(lengths.max(initial=0)) if to is None else to
+        wide = np.full((len(lengths), longest, *values.shape[1:]), value, values.dtype)
+        inside = np.arange(wide.shape[1]) < lengths[:, None]
+        wide[inside] = values[(offsets[:-1, None] + np.arange(wide.shape[1]))[inside]]
+        return {name: torch.from_numpy(wide), f"{name}_lengths": torch.from_numpy(lengths)}
 
-    return collate
+    return _collate(made, features)
 
 
 def ragged(features: Features | None = None) -> Collate:
@@ -121,14 +120,22 @@ def ragged(features: Features | None = None) -> Collate:
         (rows + 1,), as ``torch.nn.EmbeddingBag`` and nested tensors take them. Arrays hold numbers, or arrays of one
         shape. Other columns are as of :func:`torch_batch`.
     """
+
+    def made(name: str, values: Values, offsets: Offsets) -> dict[str, Any]:
+        return {name: _to_torch(values, name), f"{name}_offsets": torch.from_numpy(offsets)}
+
+    return _collate(made, features)
+
+
+def _collate(made: Callable[[str, Values, Offsets], dict[str, Any]], features: Features | None) -> Collate:
+    """Columns of arrays of numbers, also nested, which may differ in length, are ``made``; others are as ever."""
     shapes: dict[str, tuple[int, ...]] = {}
 
     def collate(batch: pa.RecordBatch) -> dict[str, Any]:
-        names = _array_columns(batch)
+        names = [each.name for each in batch.schema if is_list(each.type) and _is_number(_leaf_of(each.type))]
         found = torch_batch(batch.drop_columns(names), features) if len(names) < batch.num_columns else {}
         for name in names:
-            values, offsets = _flat(batch.column(name), name, shapes)
-            found[name], found[f"{name}_offsets"] = _to_torch(values, name), torch.from_numpy(offsets)
+            found |= made(name, *_flat(batch.column(name), name, shapes))
         return found
 
     return collate
@@ -163,7 +170,7 @@ def values_of(array: pa.Array, name: str) -> Values:
             field.name: values_of(values, f"{name}.{field.name}")
             for field, values in zip(kind, array.flatten(), strict=True)
         }
-    if _is_array(kind):
+    if is_list(kind):
         return _arrays(array, name)
     if pa.types.is_map(kind):
         return [None if row is None else dict(row) for row in array.to_pylist()]
@@ -182,11 +189,11 @@ def is_array_like(kind: pa.DataType) -> bool:
     return _is_number(kind) or pa.types.is_date(kind) or bool(pa.types.is_timestamp(kind))
 
 
-_ONE_LENGTH = (
+ONE_LENGTH = (
     "expected one. Next: give torch_batches a collate_fn, spark_hvd.data.padded() or spark_hvd.data.ragged(), or make "
     "them alike in the DataFrame"
 )
-
+"""What to do about arrays of different lengths."""
 
 _ONE_SHAPE = (
     "expected one for the arrays inside of a row's array, whose own number may differ. Next: pad them to one length in "
@@ -194,42 +201,26 @@ _ONE_SHAPE = (
 )
 
 
-def check_shape(name: str, shape: Sequence[int], before: Sequence[int], where: str) -> None:
-    """Rows must be as those that were read before.
-
-    Raises:
-        DataError: they are not.
-    """
-    if shape != before:
-        raise DataError(
-            f"column {name!r} has arrays of shape {tuple(shape)} in {where}, and {tuple(before)} before: {_ONE_LENGTH}"
-        )
-
-
-def _arrays(array: pa.Array, name: str, expected: str = _ONE_LENGTH) -> Values:
+def _arrays(array: pa.Array, name: str, expected: str = ONE_LENGTH) -> Values:
     """Arrays of one length, of numbers or of arrays of such; ``expected`` is told where they are not."""
     if not _is_number(_leaf_of(array.type)):
         return array.to_pylist()
     shape = [len(array)]
-    while _is_array(array.type):
+    while is_list(array.type):
         _check_nulls(array, name)
-        lengths = np.unique(pa.compute.list_value_length(array).to_numpy())
-        if len(lengths) > 1:
+        least, most = least_and_most(array)
+        if least != most:
+            lengths = len(pc.list_value_length(array).unique())
             raise DataError(
-                f"column {name!r} has arrays of {len(lengths)} different lengths, from {lengths[0]} to "
-                f"{lengths[-1]}: {expected}"
+                f"column {name!r} has arrays of {lengths} different lengths, from {least} to {most}: {expected}"
             )
-        shape.append(int(lengths[0]) if len(lengths) else 0)
+        shape.append(least)
         array = array.flatten()
     return values_of(array, name).reshape(shape)
 
 
-def _is_array(kind: pa.DataType) -> bool:
-    return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
-
-
 def _leaf_of(kind: pa.DataType) -> pa.DataType:
-    while _is_array(kind):
+    while is_list(kind):
         kind = kind.value_type
     return kind
 
@@ -241,28 +232,19 @@ def _is_number(kind: pa.DataType) -> bool:
 
 def _check_nulls(array: pa.Array, name: str) -> None:
     if array.null_count:
-        raise DataError(
-            f"column {name!r} has {array.null_count} null(s) among {len(array)} values of type {array.type}, "
-            f"which has no value for it. Next: {without_nulls(name)}, or take the batch apart in a collate_fn"
-        )
+        among = f"{len(array)} values of type {array.type}, which has no value for it"
+        refuse_unfit_nulls(name, array.null_count, among)
 
 
-def _array_columns(batch: pa.RecordBatch) -> list[str]:
-    """Columns of arrays of numbers, also nested, which may differ in length."""
-    return [each.name for each in batch.schema if _is_array(each.type) and _is_number(_leaf_of(each.type))]
-
-
-def _flat(
-    array: pa.Array, name: str, shapes: dict[str, tuple[int, ...]]
-) -> tuple[Values, np.ndarray[Any, np.dtype[np.int64]]]:
+def _flat(array: pa.Array, name: str, shapes: dict[str, tuple[int, ...]]) -> tuple[Values, Offsets]:
     """The values of all arrays, and where each begins, with the end of the last.
 
     Of a column of nested arrays ``shapes`` keeps the shape of a value, for batches whose arrays are all empty.
     """
     _check_nulls(array, name)
-    lengths = pa.compute.list_value_length(array).to_numpy().astype(np.int64)
+    lengths = pc.list_value_length(array).to_numpy().astype(np.int64)
     inner = array.flatten()
-    values = _arrays(inner, name, _ONE_SHAPE) if _is_array(inner.type) else values_of(inner, name)
+    values = _arrays(inner, name, _ONE_SHAPE) if is_list(inner.type) else values_of(inner, name)
     if len(values):
         shapes[name] = values.shape[1:]
     else:
@@ -295,13 +277,8 @@ def _stacked(batch: pa.RecordBatch | PackedRows, name: str, columns: Sequence[st
     if isinstance(batch, PackedRows) and (numbers := batch.numbers(columns)) is not None:
         return numbers
     chosen = batch.select(list(columns))
-    if (
-        not isinstance(chosen, PackedRows)
-        and len(set(chosen.schema.types)) == 1
-        and pa.types.is_primitive(chosen.schema.types[0])
-    ):
-        with contextlib.suppress(pa.ArrowException):  # nulls, dates: the way below knows what to do about them
-            return chosen.to_tensor().to_numpy()
+    if not isinstance(chosen, PackedRows) and (numbers := matrix_of(chosen)) is not None:
+        return numbers
     parts = []
     for column in columns:
         values = _values(chosen, column)
@@ -323,10 +300,6 @@ def _to_torch(values: Values, name: str) -> Any:
     if isinstance(values, list) or values.dtype == object:
         return values if isinstance(values, list) else values.tolist()
     if values.dtype.kind == "M":
-        if np.isnat(values).any():
-            raise DataError(
-                f"column {name!r} has {int(np.isnat(values).sum())} null(s) among its dates, which no tensor can hold. "
-                f"Next: drop them, df.na.drop(subset=[{name!r}])"
-            )
+        refuse_unfit_nulls(name, int(np.isnat(values).sum()), "its dates, which no tensor can hold")
         values = values.view(np.int64)
     return torch.from_numpy(values if values.flags.writeable else values.copy())  # what is Arrow's cannot be written

@@ -9,19 +9,8 @@ from spark_hvd.collectives.compression import Compression
 from spark_hvd.context import face, who
 from spark_hvd.context.face import *  # noqa: F403 - all of them, by their __all__
 from spark_hvd.context.who import *  # noqa: F403
-from spark_hvd.mxnet.collectives import (
-    allgather,
-    allreduce,
-    allreduce_,
-    alltoall,
-    broadcast,
-    broadcast_,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_reducescatter,
-    reducescatter,
-)
+from spark_hvd.mxnet import collectives
+from spark_hvd.mxnet.collectives import *  # noqa: F403
 from spark_hvd.mxnet.optimizer import DistributedOptimizer
 from spark_hvd.mxnet.sync import broadcast_parameters
 from spark_hvd.mxnet.trainer import DistributedTrainer
@@ -30,18 +19,8 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "DistributedTrainer",
-    "allgather",
-    "allreduce",
-    "allreduce_",
-    "alltoall",
-    "broadcast",
-    "broadcast_",
     "broadcast_parameters",
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_reducescatter",
-    "reducescatter",
 ]
 __all__ += face.__all__
 __all__ += who.__all__
+__all__ += collectives.__all__

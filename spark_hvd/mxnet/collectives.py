@@ -22,6 +22,20 @@ from spark_hvd.mxnet.arrays import change, require_arrays, to_mxnet, to_torch
 from spark_hvd.torch.reduce import chosen_op
 from spark_hvd.transport.communicator import ReduceOp
 
+__all__ = [
+    "allgather",
+    "allreduce",
+    "allreduce_",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_reducescatter",
+    "reducescatter",
+]
+
 
 def allreduce(
     tensor: Any,

@@ -11,17 +11,8 @@ from typing import Any
 from spark_hvd.context import face, who
 from spark_hvd.context.face import *  # noqa: F403 - all of them, by their __all__
 from spark_hvd.context.who import *  # noqa: F403
-from spark_hvd.tensorflow import elastic
-from spark_hvd.tensorflow.collectives import (
-    allgather,
-    allreduce,
-    alltoall,
-    broadcast,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    reducescatter,
-)
+from spark_hvd.tensorflow import collectives, elastic
+from spark_hvd.tensorflow.collectives import *  # noqa: F403
 from spark_hvd.tensorflow.compression import TensorFlowCompression as Compression
 from spark_hvd.tensorflow.optimizer import DistributedOptimizer
 from spark_hvd.tensorflow.standing import (
@@ -64,26 +55,19 @@ __all__ = [
     "HorovodInternalError",
     "PartialDistributedGradientTape",
     "SyncBatchNormalization",  # noqa: F405 - see __getattr__
-    "allgather",
-    "allreduce",
-    "alltoall",
     "barrier",
-    "broadcast",
     "broadcast_",
     "broadcast_global_variables",
     "broadcast_object_fn",
     "broadcast_variables",
     "elastic",
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_reducescatter",
     "join",
     "local_rank_op",
     "local_size_op",
     "process_set_included_op",
     "rank_op",
-    "reducescatter",
     "size_op",
 ]
 __all__ += face.__all__
 __all__ += who.__all__
+__all__ += collectives.__all__

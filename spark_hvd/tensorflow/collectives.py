@@ -27,6 +27,17 @@ from spark_hvd.torch.gradients import (
 from spark_hvd.torch.reduce import chosen_op
 from spark_hvd.transport.communicator import ReduceOp
 
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "reducescatter",
+]
+
 _JOINED_BYTES = 4 << 20
 """Tensors of a graph that are small together are handed over as one."""
 _LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE)

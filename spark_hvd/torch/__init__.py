@@ -13,44 +13,18 @@ from spark_hvd.context.face import *  # noqa: F403 - all of them, by their __all
 from spark_hvd.context.progress import Progress
 from spark_hvd.context.who import *  # noqa: F403
 from spark_hvd.data.handed import get_dataset_shard
-from spark_hvd.torch import elastic
+from spark_hvd.torch import elastic, move, reduce
 from spark_hvd.torch.embedding.look_up import LookUp, look_up, look_up_async
 from spark_hvd.torch.embedding.rowwise import RowWiseAdagrad
 from spark_hvd.torch.embedding.table import ShardedEmbedding
 from spark_hvd.torch.embedding.whole import load_whole_state_dict, whole_state_dict
 from spark_hvd.torch.handles import poll, synchronize
-from spark_hvd.torch.move import (
-    allgather,
-    allgather_async,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    join,
-)
+from spark_hvd.torch.move import *  # noqa: F403
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
 from spark_hvd.torch.outer.compressors import Int8Compressor, TopKCompressor
 from spark_hvd.torch.outer.local_sgd import DiLoCo, LocalSGD, OuterOptimizer
 from spark_hvd.torch.preparation import prepare
-from spark_hvd.torch.reduce import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
+from spark_hvd.torch.reduce import *  # noqa: F403
 from spark_hvd.torch.sparse import sparse_allreduce_async
 from spark_hvd.torch.sync import broadcast_optimizer_state, broadcast_parameters
 from spark_hvd.torch.sync_batch_norm import SyncBatchNorm
@@ -90,43 +64,21 @@ __all__ = [
     "StalledError",
     "SyncBatchNorm",
     "TopKCompressor",
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "checkpoint",
     "elastic",
     "get_dataset_shard",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "join",
     "load_whole_state_dict",
     "look_up",
     "look_up_async",
     "poll",
     "prepare",
-    "reducescatter",
-    "reducescatter_async",
     "sparse_allreduce_async",
     "synchronize",
     "whole_state_dict",
 ]
 __all__ += face.__all__
 __all__ += who.__all__
+__all__ += reduce.__all__
+__all__ += move.__all__

@@ -23,6 +23,21 @@ from spark_hvd.torch.gradients import Allgather, Alltoall, Broadcast, Call, appl
 from spark_hvd.torch.handles import numbered
 from spark_hvd.transport.communicator import ReduceOp
 
+__all__ = [
+    "allgather",
+    "allgather_async",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "join",
+]
+
 Tensors = list[torch.Tensor]
 Splits = Sequence[int] | torch.Tensor
 

@@ -24,6 +24,21 @@ from spark_hvd.torch.gradients import Allreduce, Call, ReduceScatter, apply
 from spark_hvd.torch.handles import numbered
 from spark_hvd.transport.communicator import ReduceOp
 
+__all__ = [
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "reducescatter",
+    "reducescatter_async",
+]
+
 Tensors = list[torch.Tensor]
 
 

@@ -7,7 +7,6 @@ import pickle
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,23 +24,13 @@ from spark_hvd.runner import RankFailedError, RunError, run
 from spark_hvd.runner.launch.data import given
 from spark_hvd.runner.spark.input import InputRows, keys_of_partitions, spark_hash
 from tests.conftest import ranks_alive, wait_until
+from tests.spark.data_support import table_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-def table_of(name: str, seed: tuple[int, int] | None = None) -> Any:
-    """All rows of this rank, in the order of an epoch."""
-    from spark_hvd.data.handed import source_of
-    from spark_hvd.data.units import order_of
-
-    source = source_of(name)
-    rows = source.open()
-    pieces = [(unit, 0, 0, int(rows.counts[unit])) for unit in order_of(seed).tolist() if unit in source.units]
-    return pa.concat_tables([rows.schema.empty_table(), *rows.tables(pieces, seed)])
 
 
 def ids_of(name: str, seed: tuple[int, int] | None = None) -> list[int]:
@@ -340,66 +329,3 @@ def test_keys_are_hashed_as_spark_does(spark: SparkSession) -> None:
     assert frame.rdd.getNumPartitions() == 7
     counts = frame.select(F.spark_partition_id().alias("at"), "__unit").collect()
     assert all(row["__unit"] * 7 // 4096 == row["at"] for row in counts)
-
-
-@pytest.mark.parametrize(
-    ("value", "error", "text"),
-    [
-        (5, TypeError, r"data\['train'\] is of type int: expected a Spark DataFrame; a pandas"),
-        (pa.table({"__id": [1]}), ValueError, "has a column '__id'"),
-        (pa.table({"__Source": [1]}), ValueError, "has a column '__Source'"),
-        (pa.table({}), ValueError, "has no columns"),
-        (pa.Table.from_arrays([[1], [2]], names=["x", "x"]), ValueError, "more than one column 'x'"),
-    ],
-)
-def test_values_that_are_no_data(value: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        given({"train": value})
-    with pytest.raises(TypeError, match=r"expected data sets by name, as \{\"train\": df\}"):
-        given([value])  # type: ignore[arg-type]
-
-
-def test_any_name_of_a_column(spark: SparkSession) -> None:
-    def fn() -> tuple[list[str], list[list[Any]]]:
-        rows = table_of("train")
-        return rows.column_names, [list(row.values()) for row in rows.to_pylist()]
-
-    odd = spark.range(8).select(
-        "id", (F.col("id") * 2).alias("a.dot"), (F.col("id") * 3).alias("back`tick"), F.lit(5).alias("c0")
-    )
-    shares = run(fn, num_proc=2, data={"train": odd}, spark=spark, verbose=0)
-    assert [names for names, _ in shares] == [["id", "a.dot", "back`tick", "c0"]] * 2
-    assert sorted(row for _, rows in shares for row in rows) == [[i, 2 * i, 3 * i, 5] for i in range(8)]
-
-
-def test_names_that_differ_by_case_in_a_session_of_its_own(spark: SparkSession) -> None:
-    def fn() -> list[tuple[Any, ...]]:
-        rows = table_of("train")
-        assert rows.column_names == ["a", "A"]
-        return list(zip(*(column.to_pylist() for column in rows.columns), strict=True))
-
-    exact = spark.newSession()
-    exact.conf.set("spark.sql.caseSensitive", "true")
-    cased = exact.range(8).select(F.col("id").alias("a"), (F.col("id") * 2).alias("A"))
-    with ThreadPoolExecutor(1) as pool:  # where the first session is the active one
-        shares = pool.submit(run, fn, num_proc=2, data={"train": cased}, spark=spark, verbose=0).result()
-    assert sorted(row for share in shares for row in share) == [(i, 2 * i) for i in range(8)]
-
-
-@pytest.mark.parametrize("kind", ["arrow", "pandas"])
-def test_a_table_without_rows_is_refused_before_anything_starts(kind: str) -> None:
-    table = pa.table({"x": pa.array([], pa.int64())})
-    with pytest.raises(DataError, match=r"data\['train'\] has no rows: expected at least one for each rank"):
-        given({"train": table if kind == "arrow" else table.to_pandas()})
-
-
-def test_a_frame_of_pandas_on_spark_says_how_to_give_it(spark: SparkSession) -> None:
-    frame = type("DataFrame", (), {"__module__": "pyspark.pandas.frame"})()
-    with pytest.raises(TypeError, match=r"data\['train'\] is a DataFrame of pandas on Spark: give frame\.to_spark\(\)"):
-        given({"train": frame})
-
-
-def test_names_that_only_case_tells_apart_are_refused_where_spark_does_not(spark: SparkSession) -> None:
-    cased = spark.createDataFrame([(1, 2)], "a int, A int")
-    with pytest.raises(ValueError, match=r"data\['train'\] has more than one column 'A'.*spark\.sql\.caseSensitive"):
-        run(len, num_proc=1, args=((),), data={"train": cased}, spark=spark)

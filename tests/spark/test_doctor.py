@@ -117,7 +117,7 @@ def test_executors_with_another_torch_and_one_gpu_for_two(tmp_path: Path) -> Non
         assert packages.remedy.split()[0].endswith("python")
         shared = of("GPU assignment", report.findings)
         assert shared.level is Level.ERROR, "two workers on one machine, each with the same GPU"
-        assert "were all given GPU 0" in shared.found
+        assert "were handed the same GPU 0" in shared.found
     finally:
         session.stop()
     report = doctor(session, 2)  # nothing can be asked of it any more

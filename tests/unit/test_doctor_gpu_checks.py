@@ -16,10 +16,11 @@ def found(
     *,
     backend: str | None = None,
     each: int | None = None,
+    procs: int = 1,
 ) -> list[Finding]:
     place = with_gpus(host("a"), devices) if devices else host("a")
     tasks = [task(number, gpus=gpus) for number, gpus in enumerate(assigned)]
-    return list(check_gpus(application(settings=settings or {}), [place], tasks, backend, each))
+    return list(check_gpus(application(settings=settings or {}, procs_per_task=procs), [place], tasks, backend, each))
 
 
 def test_none_anywhere() -> None:
@@ -37,8 +38,7 @@ def test_each_task_has_its_own() -> None:
 def test_two_tasks_with_one_gpu() -> None:
     finding = of("GPU assignment", found(2, [["0"], ["0"]], BOTH))
     assert finding.level is Level.ERROR
-    assert "tasks 0, 1 on a were all given GPU 0" in finding.found
-    assert "spark.task.resource.gpu.amount=1" in finding.remedy
+    assert "ranks 0 and 1 on host a were handed the same GPU 0" in finding.found
 
 
 def test_shares_of_a_gpu_are_a_warning() -> None:
@@ -69,7 +69,7 @@ def test_more_ranks_than_gpus_where_spark_assigns_none() -> None:
     finding = of("GPU assignment", found(1, [None, None]))
     assert finding.level is Level.WARNING
     assert of("GPU assignment", found(1, [None, None], backend="nccl")).level is Level.ERROR
-    assert "2 ranks on a, which has 1 GPU(s)" in finding.found
+    assert "ranks 0 and 1 share a GPU of host a" in finding.found
     assert of("GPU assignment", found(2, [None, None])).level is Level.OK
 
 
@@ -77,3 +77,10 @@ def test_an_address_that_does_not_exist() -> None:
     wrong = [f for f in found(1, [["3"]], BOTH) if f.level is Level.ERROR]
     assert "task 0 on a was given GPU 3, but torch sees only 1 there" in wrong[0].found
     assert "nvidia-smi" in wrong[0].remedy
+
+
+def test_several_ranks_of_a_task_share_its_gpus_out() -> None:
+    assert "rank 0 on a: 0; rank 1 on a: 1" in of("GPU assignment", found(2, [["0", "1"]], BOTH, procs=2)).found
+    lacking = of("GPU assignment", found(2, [["0"]], BOTH, procs=2, each=1))
+    assert lacking.level is Level.ERROR
+    assert "2 ranks of a task need 2 GPUs, and Spark assigned 1" in lacking.found

@@ -103,3 +103,17 @@ def test_what_pyspark_itself_misses_on_an_executor_is_named() -> None:
     assert str(error).startswith(
         "ModuleNotFoundError: No module named 'pyarrow', in the Python of an executor. Install"
     )
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.10 than that in driver: 3.11",
+        'java.io.IOException: Cannot run program "/opt/py": error=2, No such file or directory',
+    ],
+)
+def test_another_python_on_an_executor_is_named_with_its_host(said: str) -> None:
+    error = translate(Exception(f"Job aborted\nLost task 0.3 (TID 3) (10.0.0.2 executor 1): {said}\n at x"), 2)
+    assert isinstance(error, SetupError)
+    assert str(error).startswith(f"Lost task 0.3 (TID 3) (10.0.0.2 executor 1): {said}. The driver and all executors")
+    assert "PYSPARK_PYTHON" in str(error)

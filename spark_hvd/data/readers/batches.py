@@ -5,18 +5,17 @@ Rows of 21 columns are then shuffled, copied and cut by two calls, not 21; only 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import threading
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import pyarrow as pa
 import torch
 
 from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.forms import matrix_of
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.data.readers.tensors import to_tensor
 
@@ -51,7 +50,6 @@ class Layout:
         self.matrix_names = [tuple(column.name for column in group) for group in self.matrices]
         self.names = tuple(column.name for column in self.columns)
         self.order = [numbers[name] for name in self.names]
-        self._uniform: dict[int, pa.Schema] = {}
 
     def blocks_of(self, table: pa.Table, where: str) -> Blocks:
         """The blocks of a table that has all the columns.
@@ -69,24 +67,11 @@ class Layout:
 
     def _matrix(self, table: pa.Table, number: int, where: str) -> torch.Tensor:
         """The columns of matrix ``number``, of shape (rows, columns)."""
-        batches = table.select(self.matrix_names[number]).to_batches()
-        if len(batches) == 1 and self._is_uniform(number, batches[0].schema):
-            with contextlib.suppress(pa.ArrowException):  # nulls, which to_tensor explains better
-                return torch.from_numpy(batches[0].to_tensor().to_numpy())
-        columns = [to_tensor(table.column(column.name), column, where) for column in self.matrices[number]]
-        return torch.stack(columns, 1)
-
-    def _is_uniform(self, number: int, schema: pa.Schema) -> bool:
-        """Whether all columns of matrix ``number`` have the dtype asked for; that of the last schema is remembered."""
-        known = self._uniform.get(number)
-        if known is not None and known.equals(schema):
-            return True
-        kind, dtype = schema.types[0], self.matrices[number][0].dtype
-        uniform = set(schema.types) == {kind} and np.dtype(kind.to_pandas_dtype()).name == dtype
-        if uniform and dtype != "bool":  # one bit each in Arrow
-            self._uniform[number] = schema
-            return True
-        return False
+        batches, columns = table.select(self.matrix_names[number]).to_batches(), self.matrices[number]
+        matrix = matrix_of(batches[0]) if len(batches) == 1 else None
+        if matrix is not None and matrix.dtype.name == columns[0].dtype:
+            return torch.from_numpy(matrix)
+        return torch.stack([to_tensor(table.column(column.name), column, where) for column in columns], 1)
 
 
 class RowShapes:

@@ -1,4 +1,4 @@
-"""What is wrong with data, wherever it is found: on a driver, in a Spark task, in a rank."""
+"""What is wrong with data, wherever it is found: on a driver, in a Spark task, in a rank. Nulls are refused here."""
 
 from __future__ import annotations
 
@@ -9,20 +9,37 @@ class DataError(RuntimeError, ValueError):
     __module__ = "spark_hvd"
 
 
-def without_nulls(name: str, *, inside: bool = False) -> str:
-    """What to do about nulls in a column, or ``inside`` its lists; for messages. Right for any type of Spark's."""
-    if inside:
-        return f"fill them or drop these rows first, e.g. df.where(F.forall({name!r}, lambda value: value.isNotNull()))"
+def refuse_nulls(
+    name: str, nulls: int, of: str, where: str = "", *, first: int | None = None, inside: bool = False, remedy: str = ""
+) -> None:
+    """What models are given has no nulls, neither in a column nor ``inside`` of its lists.
+
+    Raises:
+        DataError: there are so many ``of`` some rows, the ``first`` in the row of that number.
+    """
+    if nulls:
+        if inside and not remedy:
+            some = f"df.where(F.forall({name!r}, lambda value: value.isNotNull()))"
+            remedy = f"fill them or drop these rows first, e.g. {some}"
+        at = "" if first is None else f", the first in row {first}"
+        place = where and f" in {where}"
+        raise DataError(f"column {name!r}{place} has {nulls} null(s) in {of}{at}: {remedy or _without_nulls(name)}")
+
+
+def refuse_unfit_nulls(name: str, nulls: int, among: str) -> None:
+    """A batch that a program asks for has NaN, NaT or None for a null; a type without these has none.
+
+    Raises:
+        DataError: there are so many ``among`` values of such a type.
+    """
+    if nulls:
+        remedy = f"{_without_nulls(name)}, or take the batch apart in a collate_fn"
+        raise DataError(f"column {name!r} has {nulls} null(s) among {among}. Next: {remedy}")
+
+
+def _without_nulls(name: str) -> str:
+    """Right for any type of Spark's."""
     return f"fill or drop them first, e.g. df.na.drop(subset=[{name!r}])"
-
-
-def nulls_in(
-    column: str, nulls: int, of: str, where: str = "", *, first: int | None = None, inside: bool = False
-) -> str:
-    """The text of the error that a column has nulls, so many ``of`` some rows, the ``first`` in the row so numbered."""
-    at = "" if first is None else f", the first in row {first}"
-    remedy = without_nulls(column, inside=inside)
-    return f"column {column!r}{where and f' in {where}'} has {nulls} null(s) in {of}{at}: {remedy}"
 
 
 def without_nan(name: str, spark_type: str) -> str:

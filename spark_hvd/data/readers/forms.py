@@ -6,6 +6,7 @@ As tensors where a model is to take them as they are (``TensorForm``), as Arrow 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -140,6 +141,15 @@ def pieces_of(parts: Iterator[RowsT], sizes: Sequence[int]) -> Iterator[list[tup
             size, at = size - (stop - at), stop
         yield pieces
         del pieces
+
+
+def matrix_of(batch: pa.RecordBatch) -> np.ndarray[Any, Any] | None:
+    """Columns of one type side by side, (rows, columns); None where there are several types, nulls, or no numbers."""
+    if len(set(batch.schema.types)) == 1:
+        with contextlib.suppress(pa.ArrowException):
+            matrix: np.ndarray[Any, Any] = batch.to_tensor().to_numpy()
+            return matrix
+    return None
 
 
 def single(table: pa.Table) -> pa.RecordBatch:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from spark_hvd.data.readers.dataset import Column
-from spark_hvd.data.readers.errors import DataError, nulls_in
+from spark_hvd.data.readers.errors import DataError, refuse_nulls
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +65,16 @@ class ColumnFindings:
         if self.count(column.name, array) or column.dtype == "object" or not len(array):
             return
         if column.encoding == "sparse":
-            self._agree(column.name, (_one_length(array.field(array.type.get_field_index("size")), column.name),))
+            sizes = pc.min_max(array.field(array.type.get_field_index("size")))
+            self._agree(column.name, (_one(sizes["min"].as_py() or 0, sizes["max"].as_py() or 0, column.name),))
             return
         if column.name in uses.labels and column.name not in uses.nullable and not pa.types.is_nested(array.type):
             lowest = pc.min(array).as_py()
             if lowest is not None:  # as it is of NaN alone
                 self._lower(column.name, float(lowest))
         values, shape = array, []
-        while pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
-            shape.append(_one_length(pc.list_value_length(values), column.name))
+        while is_list(values.type):
+            shape.append(_one(*least_and_most(values), column.name))
             values = values.flatten()
             if _count(self.inner_nulls, column.name, values):
                 return
@@ -126,9 +127,9 @@ class ColumnFindings:
             DataError: there were nulls, and how many; or there are weights that cannot be used.
         """
         for name, count in self.nulls.items():
-            raise DataError(nulls_in(name, count, f"{self.rows} rows"))
+            refuse_nulls(name, count, f"{self.rows} rows")
         for name, count in self.inner_nulls.items():
-            raise DataError(nulls_in(name, count, f"the lists of {self.rows} rows", inside=True))
+            refuse_nulls(name, count, f"the lists of {self.rows} rows", inside=True)
         if weights is None:
             return
         if self.odd_weights[0]:
@@ -170,13 +171,23 @@ def _count(nulls: dict[str, int], name: str, array: pa.Array) -> int:
     return int(array.null_count)
 
 
-def _one_length(lengths: pa.Array, name: str) -> int:
-    """The one length of all lists at one depth below the rows."""
-    extremes = pc.min_max(lengths)
-    low, high = extremes["min"].as_py() or 0, extremes["max"].as_py() or 0
-    if low != high:
-        raise DataError(_ragged(name, (low,), (high,)))
-    return int(low)
+def is_list(kind: pa.DataType) -> bool:
+    """Whether values of this type are lists: of any length, large, or all of one length."""
+    return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
+
+
+def least_and_most(lists: pa.Array) -> tuple[int, int]:
+    """The least and the greatest length of lists, at one depth below the rows; 0 where there are none."""
+    if pa.types.is_fixed_size_list(lists.type):
+        return lists.type.list_size, lists.type.list_size
+    lengths = pc.min_max(pc.list_value_length(lists))
+    return lengths["min"].as_py() or 0, lengths["max"].as_py() or 0
+
+
+def _one(least: int, most: int, name: str) -> int:
+    if least != most:
+        raise DataError(_ragged(name, (least,), (most,)))
+    return least
 
 
 def _ragged(name: str, one: tuple[int, ...], other: tuple[int, ...]) -> str:

@@ -13,7 +13,8 @@ import torch
 import torch.utils.dlpack
 
 from spark_hvd.data.readers.dataset import Column
-from spark_hvd.data.readers.errors import DataError, nulls_in
+from spark_hvd.data.readers.errors import DataError, refuse_nulls
+from spark_hvd.data.readers.measure import is_list, least_and_most
 
 _Where = tuple[Column, str]
 
@@ -156,15 +157,10 @@ def _at(column: Column, where: str) -> str:
 
 def _flatten(array: pa.Array, at: _Where) -> tuple[pa.Array, tuple[int, ...]]:
     """The numbers of all rows one after another, and the shape that each row has."""
-    rows, shape = len(array), []
+    rows, shape = len(array), list[int]()
     _check_nulls(array, rows, at)
-    while pa.types.is_nested(array.type):
-        if pa.types.is_fixed_size_list(array.type):
-            shape.append(array.type.list_size)
-        elif pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-            shape.append(_one_length(array, rows, len(shape), at))
-        else:
-            raise DataError(f"{_at(*at)} holds {array.type}: expected numbers, booleans or lists of them")
+    while is_list(array.type):
+        shape.append(_one_length(array, rows, len(shape), at))
         array = array.flatten()
         _check_nulls(array, rows, at)
     return array, tuple(shape)
@@ -175,24 +171,22 @@ def _check_nulls(array: pa.Array, rows: int, at: _Where) -> None:
         inside = len(array) != rows
         of = f"{len(array)} {'values' if inside else 'rows'}"
         first = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False))) * rows // len(array)
-        raise DataError(nulls_in(at[0].name, array.null_count, of, at[1], first=first, inside=inside))
+        refuse_nulls(at[0].name, array.null_count, of, at[1], first=first, inside=inside)
 
 
 def _one_length(array: pa.Array, rows: int, depth: int, at: _Where) -> int:
-    """The length that all lists of ``array`` have; the first one's, or the column's where its shape is known."""
-    lengths = np.diff(array.offsets.to_numpy())
-    if not len(lengths):
-        return 0
-    expected = int(lengths[0])
-    wrong = np.flatnonzero(lengths != expected)
-    if len(wrong):
-        row = int(wrong[0]) * rows // len(lengths)
-        level = f" at depth {depth + 1}" if depth else ""
-        raise DataError(
-            f"{_at(*at)} has lists of different lengths{level}: row {row} has one of {lengths[wrong[0]]}, where the "
-            f"first has {expected} ({len(wrong)} of {len(lengths)} differ): pad or cut them to one length"
-        )
-    return expected
+    """The length that all lists of ``array`` have."""
+    least, most = least_and_most(array)
+    if least == most:
+        return least
+    lengths = pc.list_value_length(array).to_numpy()
+    wrong = np.flatnonzero(lengths != lengths[0])
+    row = int(wrong[0]) * rows // len(lengths)
+    level = f" at depth {depth + 1}" if depth else ""
+    raise DataError(
+        f"{_at(*at)} has lists of different lengths{level}: row {row} has one of {lengths[wrong[0]]}, where the "
+        f"first has {lengths[0]} ({len(wrong)} of {len(lengths)} differ): pad or cut them to one length"
+    )
 
 
 def _numbers(array: pa.Array, dtype: torch.dtype, at: _Where) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from spark_hvd.data.readers.batches import Blocks, Layout
 from spark_hvd.data.readers.dataset import Column, listed
-from spark_hvd.data.readers.errors import DataError, nulls_in
+from spark_hvd.data.readers.errors import DataError, refuse_nulls
 from spark_hvd.data.readers.reader import ReaderSpec
 from spark_hvd.data.readers.tensors import to_tensor
 
@@ -78,7 +78,7 @@ class Values:
             cells = self._transformed(frame, spec.transformation_fn, where)
             _check_filled(table, cells, where)
         columns = self._layout.columns
-        return self._layout.blocks_of_tensors({each.name: _tensor(cells[each.name], each, where) for each in columns})
+        return self._layout.blocks_of_tensors({each.name: tensor_of(cells[each.name], each, where) for each in columns})
 
     def _cells(self, array: pa.ChunkedArray, column: Column, where: str) -> Any:
         """A tensor where the column has one; else what the decoder returns, bytes, or values with nulls among them."""
@@ -86,18 +86,7 @@ class Values:
         if decoder is None:
             plain = column.dtype != "object" and not (array.null_count and column.name in self._nullable)
             return to_tensor(array, column, where) if plain else array.to_pandas()
-        if array.null_count:
-            raise DataError(nulls_in(column.name, array.null_count, f"{len(array)} rows", where))
-        decoded = []
-        for row, value in enumerate(array.to_pylist()):
-            try:
-                decoded.append(decoder(value))
-            except Exception as error:
-                raise DataError(
-                    f"the decoder of column {column.name!r} failed on row {row} of {where}, {len(value)} bytes: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-        return decoded
+        return decoded(array, column.name, decoder, where)
 
     def _transformed(
         self, frame: pd.DataFrame, function: Callable[[pd.DataFrame], pd.DataFrame], where: str
@@ -123,17 +112,35 @@ class Values:
         return {column.name: result[column.name] for column in self._layout.columns}
 
 
+def decoded(array: pa.Array | pa.ChunkedArray, name: str, decoder: Callable[[bytes], Any], where: str) -> list[Any]:
+    """What a decoder makes of the values of a column.
+
+    Raises:
+        DataError: there are nulls, or the decoder fails.
+    """
+    refuse_nulls(name, array.null_count, f"{len(array)} rows", where)
+    found = []
+    for row, value in enumerate(array.to_pylist()):
+        try:
+            found.append(decoder(value))
+        except Exception as error:
+            raise DataError(
+                f"the decoder of column {name!r} failed on row {row} of {where}, {len(value)} bytes: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    return found
+
+
 def _check_filled(table: pa.Table, cells: Mapping[str, Any], where: str) -> None:
     """Make sure that no null of ``table`` is one still, or NaN, in what ``transformation_fn`` has made of it."""
     for name, array in zip(table.column_names, table.columns, strict=True):
         if array.null_count and name in cells:
             left = int((array.is_null().to_numpy() & pd.isna(cells[name]).to_numpy()).sum())
-            if left:
-                raise DataError(
-                    f"column {name!r} in {where} has {left} null(s) in {len(array)} rows after transformation_fn: fill "
-                    f"them there, e.g. frame[{name!r}].fillna(0), or drop these rows before fit, e.g. "
-                    f"df.na.drop(subset=[{name!r}])"
-                )
+            remedy = (
+                f"fill them there, e.g. frame[{name!r}].fillna(0), or drop these rows before fit, e.g. "
+                f"df.na.drop(subset=[{name!r}])"
+            )
+            refuse_nulls(name, left, f"{len(array)} rows after transformation_fn", where, remedy=remedy)
 
 
 def _series(values: Any) -> Any:
@@ -143,8 +150,12 @@ def _series(values: Any) -> Any:
     return pd.Series(values, dtype=object) if isinstance(values, list) else values
 
 
-def _tensor(values: Any, column: Column, where: str) -> torch.Tensor:
-    """Cells as the tensor that ``column`` asks for; a dtype "object" or a shape None takes what it finds."""
+def tensor_of(values: Any, column: Column, where: str) -> torch.Tensor:
+    """Cells as the tensor that ``column`` asks for; a dtype "object" or a shape None takes what it finds.
+
+    Raises:
+        DataError: they are no numbers, or arrays of another shape.
+    """
     if isinstance(values, torch.Tensor):
         return values
     if isinstance(values, pd.Series) and values.dtype != object:

@@ -1,0 +1,22 @@
+"""What a rank of a test has of a data set."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import cloudpickle
+import pyarrow as pa
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def table_of(name: str, seed: tuple[int, int] | None = None) -> Any:
+    """All rows of this rank, in the order of an epoch."""
+    from spark_hvd.data.handed import source_of
+    from spark_hvd.data.units import order_of
+
+    source = source_of(name)
+    rows = source.open()
+    pieces = [(unit, 0, 0, int(rows.counts[unit])) for unit in order_of(seed).tolist() if unit in source.units]
+    return pa.concat_tables([rows.schema.empty_table(), *rows.tables(pieces, seed)])

@@ -1,0 +1,145 @@
+"""KerasEstimator on real ranks: trained and measured as one rank would, and what cannot be trained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from spark_hvd.estimators import LocalBackend, ModelError
+from tests.spark.estimator_support import ROWS, frame, numbers
+from tests.spark.keras.support import estimator, keras, net, predicted
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.slow
+
+
+def test_it_trains_as_one_rank_on_the_joined_batches(df: DataFrame) -> None:
+    model = net()
+    start = model.get_weights()
+    fitted = estimator(model, scale_lr=False, metrics=["mae"], validation="held", sample_weight_col="weight").fit(df)
+    assert all(np.array_equal(one, two) for one, two in zip(start, model.get_weights(), strict=True))
+    history = fitted.getHistory()
+    assert {"loss", "mae", "val_loss", "val_mae"} <= history[0].keys()
+    assert history[1]["loss"] < history[0]["loss"]
+    features, value, _ = numbers()
+    trained = fitted.getModel()
+    assert isinstance(trained, keras.Model)
+    np.testing.assert_allclose(predicted(fitted, df, "value__output"), trained.predict(features, verbose=0)[:, 0], 1e-4)
+    np.testing.assert_allclose(predicted(fitted, df, "prediction"), predicted(fitted, df, "value__output"))
+
+    alone = estimator(net(), scale_lr=False, backend=LocalBackend(1), batch_size=2 * ROWS, epochs=1).fit(df)
+    reference = net()
+    reference.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    reference.train_on_batch(features, value)
+    two = estimator(net(), scale_lr=False, batch_size=ROWS // 2, epochs=1).fit(df)
+    for one, both, wanted in zip(
+        *(each.get_weights() for each in (alone.getModel(), two.getModel(), reference)), strict=True
+    ):
+        np.testing.assert_allclose(one, wanted, 1e-4, 1e-5)
+        np.testing.assert_allclose(both, wanted, 1e-4, 1e-5)
+
+
+def test_weights_of_samples_count(df: DataFrame) -> None:
+    """Rows of weight 0 change nothing: h#3799."""
+    changed = df.selectExpr("features", "IF(weight = 0, 100.0, value) AS value", "weight", "row")
+    both = [estimator(net(), sample_weight_col="weight", epochs=1).fit(each) for each in (df, changed)]
+    for one, two in zip(both[0].getModel().get_weights(), both[1].getModel().get_weights(), strict=True):
+        np.testing.assert_allclose(one, two, 1e-5)
+
+
+def test_rows_have_the_shape_of_the_models_input(df: DataFrame) -> None:
+    """As with Horovod: a column of numbers is an image where the model takes images of as many numbers."""
+
+    def images(rows: int) -> Any:
+        layers = [keras.layers.Input((rows, 1)), keras.layers.Conv1D(2, 3), keras.layers.Flatten()]
+        return keras.Sequential([*layers, keras.layers.Dense(1)])
+
+    fitted = estimator(images(3), epochs=1).fit(df)
+    features, _, _ = numbers()
+    wanted = fitted.getModel().predict(features[..., None], verbose=0)[:, 0]
+    np.testing.assert_allclose(predicted(fitted, df, "prediction"), wanted, 1e-4)
+    with pytest.raises(ModelError, match="a step of training failed"):
+        estimator(images(4), epochs=1).fit(df)
+
+
+def test_the_history_has_the_means_of_epochs(df: DataFrame) -> None:
+    """And not what the last batch had: the model does not change, so they are those of all rows."""
+    fitted = estimator(net(), optimizer=keras.optimizers.SGD(0.0), metrics=["mae"], epochs=1).fit(df)
+    features, value, _ = numbers()
+    errors = fitted.getModel().predict(features, verbose=0)[:, 0] - value
+    (row,) = fitted.getHistory()
+    np.testing.assert_allclose([row["loss"], row["mae"]], [np.mean(errors**2), np.mean(np.abs(errors))], 1e-4)
+
+
+@pytest.mark.parametrize("weights", [None, "weight"])
+def test_metrics_are_those_of_all_rows(spark: SparkSession, weights: str | None) -> None:
+    """Also those that are no means over rows, where ranks differ in rows and in weights: as in one process."""
+    features, _, late = numbers(501)
+    held = np.arange(501) % 4 == 0
+    weight = np.arange(501) % 3 if weights else None
+    fitted = estimator(
+        net(activation="sigmoid"),
+        optimizer=keras.optimizers.SGD(0.0),
+        loss="binary_crossentropy",
+        metrics=["mae", keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="p"),
+                 keras.metrics.RootMeanSquaredError(name="rmse")],
+        label_cols=["late"],
+        sample_weight_col=weights,
+        validation="held",
+        epochs=1,
+    ).fit(frame(spark, 501))  # fmt: skip
+    (row,) = fitted.getHistory()
+    model = fitted.getModel()
+    measured = [keras.metrics.MeanAbsoluteError(name="mae"), keras.metrics.AUC(name="auc"),
+                keras.metrics.Precision(name="p"), keras.metrics.RootMeanSquaredError(name="rmse")]  # fmt: skip
+    model.compile(loss="binary_crossentropy", **{"weighted_metrics" if weights else "metrics": measured})
+    for prefix, taken in (("", ~held), ("val_", held)):
+        share = None if weight is None else weight[taken]
+        wanted = model.evaluate(features[taken], late[taken], 501, 0, share, return_dict=True)
+        assert {name: row[prefix + name] for name in wanted} == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_loss_that_is_no_mean_over_rows_is_refused(df: DataFrame) -> None:
+    with pytest.raises(ModelError, match="reduction='sum', and several ranks"):
+        estimator(net(), loss=keras.losses.MeanSquaredError(reduction="sum")).fit(df)
+
+
+def test_classes(df: DataFrame) -> None:
+    sparse = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    cases = [
+        (net(1, "sigmoid"), "binary_crossentropy"),
+        (net(2, "softmax"), "sparse_categorical_crossentropy"),
+        (net(2), sparse),
+    ]
+    for model, loss in cases:
+        params = {"optimizer": keras.optimizers.Adam(0.05), "metrics": ["accuracy"], "epochs": 5}
+        fitted = estimator(model, loss=loss, label_cols=["late"], **params).fit(df)
+        assert fitted.getHistory()[-1]["accuracy"] > 0.8
+        found = predicted(fitted, df, "probability")
+        np.testing.assert_allclose(found.sum(1), 1)
+        assert (predicted(fitted, df, "prediction") == found.argmax(1)).all()
+        if model.layers[-1].activation.__name__ != "linear":
+            given = fitted.getModel().predict(numbers()[0], verbose=0)
+            np.testing.assert_allclose(found[:, -1], given[:, -1], rtol=1e-4, atol=1e-6)
+
+
+def test_what_cannot_work_is_said_before_ranks_start(df: DataFrame) -> None:
+    with pytest.raises(ValueError, match="has no variables yet"):
+        estimator(keras.Sequential([keras.layers.Dense(1)]))
+    with pytest.raises(TypeError, match=r"expected a keras\.Model"):
+        estimator("model")
+    with pytest.raises(ValueError, match="optimizer is missing"):
+        estimator(net(), optimizer=None).fit(df)
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
+    with pytest.raises(ValueError, match="scale_lr=False"):
+        estimator(net(), optimizer=keras.optimizers.SGD(schedule)).fit(df)
+    with pytest.raises(ModelError, match="takes 1 inputs"):
+        estimator(net(), feature_cols=["features", "weight"]).fit(df)
+    with pytest.raises(ModelError, match="a step of training failed"):
+        estimator(net(), feature_cols=["weight"]).fit(df)
+    with pytest.raises(TypeError, match="train_reader_num_workers threads read ahead"):
+        estimator(net(), tensorflow_dataset_prefetch_buffer_size=3)
