@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import spark_hvd.jax as hvd
-from spark_hvd import MismatchError, StalledError, run_local
+from spark_hvd import MismatchError, StalledError, run, run_local
 from spark_hvd.jax.cluster import _hold
 from spark_hvd.jax.trees import over_devices
 from spark_hvd.runner.outcome.errors import RankFailedError
@@ -178,10 +178,9 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(world: Ranks, tmp_path: Pat
     got = hvd.load_state_dict({"params": parameters(9), "cut": np.zeros(8, np.float32), **LIKE}, found.state["tree"])
     jax.tree.map(np.testing.assert_array_equal, got["params"], parameters(0))
     assert got["cut"].tolist() == list(range(8))
+    other = {"params": parameters(9) | {"out": jnp.zeros(9)}, "cut": np.zeros(8, np.float32), **LIKE}
     with pytest.raises(ValueError, match=r"\['params'\]\['out'\] is float32\[8\] in that of the state"):
-        hvd.load_state_dict(
-            {"params": parameters(9) | {"out": jnp.zeros(9)}, "cut": np.zeros(8, np.float32), **LIKE}, found.state["tree"]
-        )
+        hvd.load_state_dict(other, found.state["tree"])
 
 
 LIKE = {"half": jnp.zeros(3, "bfloat16"), "key": jax.random.key(0), "step": 0}
@@ -223,7 +222,7 @@ def test_init_is_asked_twice_too_late_or_beside_another(world: Ranks) -> None:
         if hvd.rank() == 0:
             jax.devices()
         else:
-            jax.distributed.initialize(f"127.0.0.1:{_hold('127.0.0.1', None)}", 1, 0)
+            jax.distributed.initialize(_hold("127.0.0.1", None), 1, 0)
         with pytest.raises(RuntimeError) as caught:
             hvd.init()
         return str(caught.value)
@@ -272,29 +271,40 @@ def test_jax_in_one_rank_only_is_told_when_the_others_have_returned() -> None:
         run_local(body, num_proc=2, verbose=0)
 
 
-def test_no_argument_is_needed_and_nothing_listens_elsewhere(tmp_path: Path) -> None:
-    """In run_local, with the rows of `data=` and a port out of `ports=`."""
+@pytest.mark.parametrize("on_spark", [False, True])
+def test_no_argument_is_needed_and_nothing_listens_elsewhere(
+    on_spark: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """In run_local with a file, and in run with a DataFrame of it."""
     rows, wanted = table()
     path = str(tmp_path / "rows.parquet")
-    pq.write_table(pa.table({"x": pa.FixedSizeListArray.from_arrays(rows.ravel(), 6), "y": wanted}), path)
+    pq.write_table(pa.table({**{f"x{i}": rows[:, i] for i in range(6)}, "y": wanted}), path)
 
-    def body() -> tuple[set[str], float, float, int]:
+    def body() -> tuple[set[str], float, float, float, int]:
         jax.distributed.initialize()
         places = {
             each.laddr.ip.removeprefix("::ffff:")
             for each in psutil.Process().net_connections("tcp")
             if each.status == psutil.CONN_LISTEN
         }
-        count = rows = 0.0
-        for batch in hvd.global_batches(hvd.get_dataset_shard().numpy_batches(BATCH), BATCH):
+        count = total = sums = 0.0
+        loader = hvd.get_dataset_shard().numpy_batches(BATCH, features={"x": [f"x{i}" for i in range(6)]})
+        for batch in hvd.global_batches(loader, BATCH):
             count += float(jnp.sum(batch["mask"]))
-            rows += float(jnp.sum(batch["mask"] * batch["y"]))
-        return places, count, rows, jax.process_count()
+            total += float(jnp.sum(batch["mask"] * batch["y"]))
+            sums += float(jnp.sum(batch["mask"] * batch["x"].sum(1)))
+        return places, count, total, sums, jax.process_count()
 
-    for places, count, total, processes in run_local(body, num_proc=2, verbose=0, data=path):
+    if on_spark:
+        spark = request.getfixturevalue("spark")
+        results = run(body, num_proc=2, verbose=0, spark=spark, data=spark.read.parquet(path))
+    else:
+        results = run_local(body, num_proc=2, verbose=0, data=path)
+    for places, count, total, sums, processes in results:
         assert places == {"127.0.0.1"}
         assert (count, processes) == (ROWS, 2)
         assert total == pytest.approx(float(wanted.sum()), abs=1e-4)
+        assert sums == pytest.approx(float(rows.sum()), abs=1e-3)
 
 
 def dies(victim: int, place: str, folder: str) -> None:
@@ -323,9 +333,18 @@ def dies(victim: int, place: str, folder: str) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("victim", "place"), [(0, "collective"), (1, "collective"), (0, "own"), (0, "abort")])
-def test_a_rank_that_dies_is_the_one_that_is_told(victim: int, place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("victim", "place", "on_spark"),
+    [(0, "collective", True), (1, "collective", False), (0, "own", False), (0, "abort", False)],
+)
+def test_a_rank_that_dies_is_the_one_that_is_told(
+    victim: int, place: str, on_spark: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    arguments: dict[str, Any] = {"args": (victim, place, str(tmp_path)), "num_proc": 2, "verbose": 0}
     with pytest.raises(RankFailedError) as caught:
-        run_local(dies, args=(victim, place, str(tmp_path)), num_proc=2, verbose=0)
+        if on_spark:
+            run(dies, spark=request.getfixturevalue("spark"), **arguments)
+        else:
+            run_local(dies, **arguments)
     assert f"rank {victim} of 2 failed" in str(caught.value)
     assert "SIGKILL" in str(caught.value)

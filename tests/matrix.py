@@ -67,10 +67,7 @@ SMOKE = ("tests/smoke.py", "tests/unit/test_private_names.py", "tests/spark/test
 DEFAULT = ("spark35", "newest", "client", "mxnet", "jax")
 SUITES = ("tests/unit", "tests/contract")
 MXNET_SMOKE = ("tests/mxnet_smoke.py", "tests/unit/test_doors.py", "tests/unit/test_docs_site.py", "-k", "mxnet")
-JAX_SMOKE = (
-    "tests/jax_smoke.py", "tests/unit/test_doors.py", "tests/unit/test_docs_site.py", "tests/unit/test_private_names.py",
-    "-k", "jax",
-)  # fmt: skip
+JAX_SMOKE = ("tests/jax_smoke.py", "tests/unit/test_doors.py", "tests/unit/test_docs_site.py", "-k", "jax")
 CLIENT_SMOKE = ("tests/client_smoke.py",)
 LEFT_OUT = ("test_docs_site", "test_wheel")
 """Modules of tests that have nothing to do with the versions of a row, and need tools in the versions of ours."""

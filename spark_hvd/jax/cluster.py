@@ -58,7 +58,7 @@ def init(*, initialization_timeout: float = _TIMEOUT, **settings: Any) -> None:
         if found != me:
             raise RuntimeError(
                 f"jax.distributed was initialised as process {found[0]} of {found[1]}, and this is rank {me[0]} of "
-                f"{me[1]}. Next: leave jax.distributed.initialize() out, or call it without arguments after hvd.init()"
+                f"{me[1]}. Next: leave jax.distributed.initialize() out, or give it no arguments"
             )
         return
     if me[1] == 1:
@@ -139,7 +139,7 @@ def _meet(timeout: float, port: str | None) -> str:
     jax.config.update("jax_enable_preemption_service", False)
     private.meet_on_cpus_at(host)
     if me == 0:
-        here.kv.set(name, _address(host, _hold(host, here.world.ports if port is None else PortRange.parse(port))))
+        here.kv.set(name, _hold(host, here.world.ports if port is None else PortRange.parse(port)))
     here.kv.set(f"{name}/{me}", "")
     try:
         start_allgather([torch.zeros(1)], name, global_process_set, all_results, urgent=True).wait(timeout)
@@ -154,12 +154,8 @@ def _meet(timeout: float, port: str | None) -> str:
     return str(here.kv.get(name).decode())
 
 
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _hold(host: str, ports: PortRange | None) -> int:
-    """A port that no other process gets until JAX' coordinator listens there.
+def _hold(host: str, ports: PortRange | None) -> str:
+    """An address with a port that no other process gets until JAX' coordinator listens there.
 
     It is bound to alone, and shared from then on: gRPC, of the same user, asks for a shared port. What is bound and
     does not listen gets no connections.
@@ -167,14 +163,10 @@ def _hold(host: str, ports: PortRange | None) -> int:
 
     def bind(port: int) -> socket.socket:
         made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        try:
-            made.bind((host, port))
-        except OSError:
-            made.close()
-            raise
+        made.bind((host, port))
         return made
 
     held = bound(ports, bind)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     _held.append(held)
-    return int(held.getsockname()[1])
+    return f"{f'[{host}]' if ':' in host else host}:{held.getsockname()[1]}"

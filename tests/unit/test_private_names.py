@@ -190,7 +190,7 @@ def known() -> set[str]:
 
 
 def privates(path: Path) -> set[str]:
-    """The private names of torch, PySpark and JAX that a file uses, as far as the page knows them, or it imports them."""
+    """The private names of torch, PySpark and JAX that a file uses, which the page knows or it imports."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and not (
