@@ -116,7 +116,7 @@ def rows() -> dict[str, Row]:
         Row("lowest", "3.10", (*LOWEST, "torch==2.8.0")),
         Row("client", HERE, (TORCH, "pyspark-client"), extras="torch", smoke=CLIENT_SMOKE),
         Row("mxnet", "3.11", (TORCH, *MXNET), extras=None, smoke=MXNET_SMOKE),
-        Row("jax", "3.11", (TORCH, "jax==0.10.2", "scikit-learn"), extras="spark,jax", smoke=JAX_SMOKE),
+        Row("jax", "3.11", (TORCH, "jax==0.10.2"), extras="spark,jax", smoke=JAX_SMOKE),
         Row("torch28", HERE, ("torch==2.8.0",)),
         *(Row(f"py{version}", version, (TORCH,), constraints=True) for version in ("3.10", "3.12", "3.13")),
     ]
