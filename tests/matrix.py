@@ -64,9 +64,10 @@ MXNET = (
 """What spark_hvd needs, around a numpy below its floor: MXNet uses names that 1.24 lacks; pyarrow 26 wants numpy 2."""
 SHOWN = ("pyspark", "torch", "pyarrow", "pandas", "numpy", "lightning")
 SMOKE = ("tests/smoke.py", "tests/unit/test_private_names.py", "tests/spark/test_private_names.py")
-DEFAULT = ("spark35", "newest", "client", "mxnet")
+DEFAULT = ("spark35", "newest", "client", "mxnet", "jax")
 SUITES = ("tests/unit", "tests/contract")
 MXNET_SMOKE = ("tests/mxnet_smoke.py", "tests/unit/test_doors.py", "tests/unit/test_docs_site.py", "-k", "mxnet")
+JAX_SMOKE = ("tests/jax_smoke.py", "tests/unit/test_doors.py", "tests/unit/test_docs_site.py", "-k", "jax")
 CLIENT_SMOKE = ("tests/client_smoke.py",)
 LEFT_OUT = ("test_docs_site", "test_wheel")
 """Modules of tests that have nothing to do with the versions of a row, and need tools in the versions of ours."""
@@ -115,6 +116,7 @@ def rows() -> dict[str, Row]:
         Row("lowest", "3.10", (*LOWEST, "torch==2.8.0")),
         Row("client", HERE, (TORCH, "pyspark-client"), extras="torch", smoke=CLIENT_SMOKE),
         Row("mxnet", "3.11", (TORCH, *MXNET), extras=None, smoke=MXNET_SMOKE),
+        Row("jax", "3.11", (TORCH, "jax==0.10.2"), extras="spark,jax", smoke=JAX_SMOKE),
         Row("torch28", HERE, ("torch==2.8.0",)),
         *(Row(f"py{version}", version, (TORCH,), constraints=True) for version in ("3.10", "3.12", "3.13")),
     ]

@@ -31,7 +31,7 @@ from spark_hvd.runner.rank.script import Script, ScriptExitError, run_script
 from spark_hvd.world.env import HOROVODS
 
 _INTERRUPTED = 130
-_FACES = {"spark_hvd.torch", "spark_hvd.tensorflow", "spark_hvd.keras", "spark_hvd.mxnet"}
+_FACES = {"spark_hvd.torch", "spark_hvd.tensorflow", "spark_hvd.keras", "spark_hvd.mxnet", "spark_hvd.jax"}
 _OPTIONS = {**options_of(RunConfig), **options_of(ElasticConfig)}
 _OURS = {"env", "verbose", *HERE}
 """Options that the command line has in its own way, or not at all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 
 from spark_hvd.runner.outcome.rows import Failed, FailureKind
@@ -14,6 +15,8 @@ _GONE = re.compile(
     r"|failed to (recv|send), got \d+ bytes|connectfullmesh",
     re.IGNORECASE,
 )
+_JAX_ABORTS = re.compile("because the JAX distributed service detected fatal errors|CoordinationServiceAgent::SetError")
+"""What JAX prints when it aborts a process whose coordinator, in rank 0, has gone: first why, then where."""
 
 
 def is_echo(error: BaseException) -> bool:
@@ -23,10 +26,21 @@ def is_echo(error: BaseException) -> bool:
         names = {cls.__name__ for cls in type(seen).__mro__}
         if names & {"CollectiveError", "DistNetworkError", "DistBackendError"}:
             return True
-        if isinstance(seen, RuntimeError) and _GONE.search(str(seen)):
+        text = str(seen)
+        if _GONE.search(text) and (isinstance(seen, RuntimeError) or "Gloo" in text):  # JAX has it as a ValueError
             return True
         seen = seen.__cause__
     return False
+
+
+def is_echoing_abort(exitcode: int, output: str) -> bool:
+    """Whether a process was aborted by JAX for the loss of another one.
+
+    Args:
+        exitcode: As of subprocess: negative for a signal.
+        output: The last that it has printed.
+    """
+    return exitcode == -signal.SIGABRT and _JAX_ABORTS.search(output) is not None
 
 
 def rank_failures(failures: Sequence[Failed], order: Sequence[int] = ()) -> list[Failed]:

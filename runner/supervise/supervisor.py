@@ -12,6 +12,7 @@ import zmq
 
 from spark_hvd.runner.channel.link import Link
 from spark_hvd.runner.channel.silence import BEAT, HUB_PATIENCE
+from spark_hvd.runner.outcome.cause import is_echoing_abort
 from spark_hvd.runner.outcome.endings import exit_failure, start_took_too_long, stopped, trim_stacks
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
 from spark_hvd.runner.supervise.mpi.blame import Blame, Suspect
@@ -224,7 +225,8 @@ class _Supervision:
             return
         assert self._rank.exitcode is not None
         kind, error = exit_failure(self._rank.exitcode)
-        self._fail_now(kind, error, trim_stacks(self._rank.process.stacks()))
+        echo = is_echoing_abort(self._rank.exitcode, str(self._rank.output.tail))
+        self._fail_now(kind, error, trim_stacks(self._rank.process.stacks()), echo=echo)
 
     def _fail(
         self, kind: FailureKind, error: str, trace: str = "", echo: bool = False, exception: bytes | None = None

@@ -1,6 +1,6 @@
 """The face for TensorFlow: ``import spark_hvd.tensorflow as hvd``.
 
-May import every other room of spark_hvd but keras. Doors: itself, elastic, keras.
+May import every other room of spark_hvd but jax and keras. Doors: itself, elastic, keras.
 """
 
 from __future__ import annotations

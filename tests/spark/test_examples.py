@@ -120,6 +120,16 @@ def test_ratings() -> None:
 
 
 @pytest.mark.night
+def test_flights_in_jax() -> None:
+    pytest.importorskip("jax")
+    printed = run_program("flights_jax.py", "--rows", "40000", "--epochs", "2").stdout
+    found = dict(re.findall(r"^(JAX|PyTorch) +(\d\.\d+ +\d\.\d+ +0\.\d+) ", printed, re.M))
+    ours, twins = ([float(number) for number in found[name].split()] for name in ("JAX", "PyTorch"))
+    assert ours == pytest.approx(twins, abs=2e-3)
+    assert ours[2] > 0.65
+
+
+@pytest.mark.night
 def test_flights_tuning() -> None:
     pytest.importorskip("optuna")
     arguments = ["--trials", "3", "--rows", "4000", "--epochs", "1"]

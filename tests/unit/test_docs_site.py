@@ -27,6 +27,8 @@ TENSORFLOW_OWN = {
 """The same of spark_hvd.tensorflow."""
 MXNET_OWN = TENSORFLOW_OWN | {"allreduce_", "broadcast_parameters", "grouped_allreduce_"}
 """The same of spark_hvd.mxnet."""
+JAX_OWN = {"broadcast", "init"}
+"""The same of spark_hvd.jax."""
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
@@ -168,6 +170,7 @@ def test_lists_and_tables_begin_after_a_blank_line(page: Path) -> None:
         ("spark_hvd.keras.elastic", {"run", "State", "ObjectState", "HostsUpdatedInterrupt"}),
         ("spark_hvd.tensorflow", {*hvd.__all__, "SyncBatchNormalization"} - TENSORFLOW_OWN),
         ("spark_hvd.mxnet", {*hvd.__all__} - MXNET_OWN),
+        ("spark_hvd.jax", {*hvd.__all__} - JAX_OWN),
         ("spark_hvd.tensorflow.elastic", {"State", "ObjectState", "HostsUpdatedInterrupt"}),
         ("spark_hvd.checkpoint", set()),
         ("spark_hvd.data", set()),
@@ -176,7 +179,7 @@ def test_lists_and_tables_begin_after_a_blank_line(page: Path) -> None:
     ],
 )  # fmt: skip
 def test_each_public_name_is_described(module: str, elsewhere: set[str]) -> None:
-    if module.startswith(("spark_hvd.keras", "spark_hvd.mxnet", "spark_hvd.tensorflow")):
+    if module.startswith(("spark_hvd.jax", "spark_hvd.keras", "spark_hvd.mxnet", "spark_hvd.tensorflow")):
         pytest.importorskip(module.split(".")[1])
     pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     described = set(re.findall(rf"^::: {re.escape(module)}\.(\w+)$", pages, re.MULTILINE))

@@ -15,6 +15,7 @@ DOORS = (
     "spark_hvd",
     "spark_hvd.checkpoint",
     "spark_hvd.estimators",
+    "spark_hvd.jax",
     "spark_hvd.keras",
     "spark_hvd.keras.callbacks",
     "spark_hvd.keras.elastic",
@@ -44,7 +45,7 @@ SHARED = {
 
 
 def opened(door: str) -> Any:
-    if door.startswith(("spark_hvd.keras", "spark_hvd.mxnet", "spark_hvd.tensorflow")):
+    if door.startswith(("spark_hvd.jax", "spark_hvd.keras", "spark_hvd.mxnet", "spark_hvd.tensorflow")):
         pytest.importorskip(door.split(".")[1])
     return importlib.import_module(door)
 

@@ -1,4 +1,4 @@
-"""Every private name of torch's, used once; and no file but torch_private.py, or spark/private.py, uses one."""
+"""Every private name of torch's, used once; and no file but torch_private.py, or a private.py, uses one."""
 
 from __future__ import annotations
 
@@ -190,22 +190,23 @@ def known() -> set[str]:
 
 
 def privates(path: Path) -> set[str]:
-    """The private names of torch and PySpark that a file uses, as far as the page knows them, or it imports them."""
+    """The private names of torch, PySpark and JAX that a file uses, which the page knows or it imports."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and not (
             isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
         ):
             found |= {node.attr} & known()
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "pyspark"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "pyspark", "jax"):
             found |= {part for part in (node.module or "").split(".") if part.startswith("_")} & known()
             found |= {alias.name for alias in node.names if alias.name.startswith("_")}
     return found
 
 
 def test_each_package_has_one_file_for_them_and_the_page_lists_them() -> None:
-    files = (ROOT / "spark_hvd" / "transport" / "torch_private.py", ROOT / "runner" / "spark" / "private.py")
-    assert privates(files[0]) | privates(files[1]) == known()
+    files = [ROOT / "spark_hvd" / "transport" / "torch_private.py"]
+    files += [ROOT / "runner" / "spark" / "private.py", ROOT / "spark_hvd" / "jax" / "private.py"]
+    assert {name for path in files for name in privates(path)} == known()
     others = [path for folder in ("spark_hvd", "runner", "estimators") for path in (ROOT / folder).rglob("*.py")]
     strays = {path.name: privates(path) for path in others if path not in files}
     assert {name: names for name, names in strays.items() if names} == {}

@@ -69,3 +69,9 @@ def test_every_file_is_one_module() -> None:
     ours = [path for path in modules_after("import spark_hvd; spark_hvd.run").values() if path.startswith(str(ROOT))]
     assert str(ROOT / "runner" / "launch" / "run.py") in ours
     assert len(ours) == len(set(ours))
+
+
+def test_without_jax_its_face_says_what_to_install() -> None:
+    program = "import sys; sys.modules['jax'] = None; import spark_hvd.jax"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert "spark_hvd.jax needs JAX, in the Python of each rank: pip install 'spark_hvd[jax]'" in done.stderr

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from spark_hvd.runner.outcome.cause import is_echo, rank_failures
+from spark_hvd.runner.outcome.cause import is_echo, is_echoing_abort, rank_failures
 from spark_hvd.runner.outcome.collect import results
 from spark_hvd.runner.outcome.errors import RankFailedError, RunTimeoutError
 from spark_hvd.runner.outcome.rows import Failed, FailureKind, Packed
@@ -36,6 +36,19 @@ def test_what_backends_say_of_a_lost_peer_is_an_echo(text: str) -> None:
 )
 def test_an_error_of_the_users_own_is_no_echo(error: Exception) -> None:
     assert not is_echo(error)
+
+
+def test_what_jax_says_of_a_lost_rank_is_an_echo() -> None:
+    """As JAX 0.10.2 has it, on the CPU."""
+    gloo = "Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:8901: "
+    assert is_echo(ValueError(f"UNKNOWN: {gloo}Connection reset by peer"))
+    assert not is_echo(ValueError("Connection refused: db:5432"))
+    told = "F1126 client.h:80] Terminating process because the JAX distributed service detected fatal errors. This most"
+    stack = "    @     0x7f3e8b6cb505  xla::CoordinationServiceAgent::SetError()\n" + "    @ (unknown)\n" * 18
+    assert is_echoing_abort(-6, told)
+    assert is_echoing_abort(-6, stack)
+    assert not is_echoing_abort(-11, told)
+    assert not is_echoing_abort(-6, "terminate called after throwing an instance of 'std::bad_cast'")
 
 
 def test_an_error_raised_from_an_echo_is_an_echo() -> None:
