@@ -9,6 +9,10 @@ class DataError(RuntimeError, ValueError):
     __module__ = "spark_hvd"
 
 
+class TableError(DataError):
+    """A Delta or Iceberg table has what ranks do not read in place, and Spark may."""
+
+
 def without_nulls(name: str, *, inside: bool = False) -> str:
     """What to do about nulls in a column, or ``inside`` its lists; for messages. Right for any type of Spark's."""
     if inside:
