@@ -25,11 +25,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 KINDS = (
-    "a Spark DataFrame; a pandas DataFrame, a data set of Hugging Face, or what Arrow can import, as tables of Polars "
-    "or DuckDB; Windows over one of these; a table of deltalake or pyiceberg; the path of Parquet files or of such a "
-    "table; or a list of paths of Parquet files"
+    "a Spark DataFrame; a pandas DataFrame, a data set of Hugging Face or Arrow, or what Arrow can import, as tables "
+    "of Polars or DuckDB; Windows over one of these; a table of deltalake or pyiceberg; the path of Parquet files or "
+    "of such a table; or a list of paths of Parquet files"
 )
 _TABLES = {"deltalake": "DeltaTable", "pyiceberg.table": "Table"}
+_INSTEAD = {
+    ("datasets", "DatasetDict"): "it as data= itself, or the data sets in it by name",
+    ("datasets", "IterableDataset"): "the paths of its Parquet files, or a Dataset",
+    ("duckdb", "DuckDBPyConnection"): "connection.sql(query)",
+    ("polars", "LazyFrame"): "frame.collect()",
+}
 _PIECE_ROWS = 65_536
 
 
@@ -122,7 +128,8 @@ class _Refused:
             said = str(error).strip().partition("\n")[0]
             raise type(self.error)(f"{self.error}. Spark cannot read it in this session: {said}") from error
         _check_names(name, columns, exact=tells_case_apart(session))
-        _log.warning("data[%r] is read by Spark, and its rows go to the ranks over it: %s", name, self.error)
+        why = str(self.error).partition(" Next: ")[0]
+        _log.warning("data[%r] is read by Spark, and its rows go to the ranks over it: %s", name, why)
         return frame
 
 
@@ -163,6 +170,8 @@ def given(data: Mapping[str, Any] | None) -> Given:
             tables[name] = table
             _check_names(name, table.column_names)
             check_rows(name, table.num_rows)
+        elif instead := _INSTEAD.get((type(value).__module__.partition(".")[0].lstrip("_"), type(value).__name__)):
+            raise TypeError(f"data[{name!r}] is a {type(value).__name__}: give {instead}")
         elif type(value).__module__.startswith("pyspark.pandas."):
             kind = type(value).__name__
             raise TypeError(
@@ -256,6 +265,9 @@ def _table_of(name: str, value: Any) -> pa.Table | None:
     hugging_face: Any = getattr(sys.modules.get("datasets"), "Dataset", ())  # the module may be one of the user's
     if isinstance(value, hugging_face):
         value = value.with_format("arrow")[:]
+    files: Any = sys.modules.get("pyarrow.dataset")
+    if files is not None and isinstance(value, files.Dataset):
+        value = value.to_table()
     if isinstance(value, type) or not (is_pandas or hasattr(value, "__arrow_c_stream__")):
         return None
     import pyarrow as pa

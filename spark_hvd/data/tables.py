@@ -354,7 +354,8 @@ def _of_directory(store: Store, path: str) -> TableFiles:
     files = {path + rest: size for rest, size in sizes.items() if not any(map(_hidden, rest.split("/")))}
     if not files:
         if not store.exists(path):
-            raise DataError(f"there is no {path}: expected a Parquet file or a directory of such files")
+            several = ". Next: give a list of paths, as glob.glob makes it" if set(path) & set("*?[") else ""
+            raise DataError(f"there is no {path}: expected a Parquet file or a directory of such files{several}")
         others = f" (found {listed(name.strip('/') for name in sizes)})" if sizes else ""
         raise DataError(f"no Parquet files in {path}{others}: expected at least one, not starting with '_' or '.'")
     return TableFiles(url=path, sizes=files, partitions=_of_names(path, list(files)))

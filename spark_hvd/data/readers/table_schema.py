@@ -191,7 +191,7 @@ def _fits(kind: pa.DataType, wanted: pa.DataType) -> bool:
         return _fits(kind.value_type, wanted.value_type)
     if types.is_signed_integer(kind):
         digits = len(str(2 ** (kind.bit_width - 1)))
-        return (
+        return bool(
             (types.is_signed_integer(wanted) and kind.bit_width <= wanted.bit_width)
             or (types.is_float64(wanted) and kind.bit_width <= 32)
             or (types.is_decimal(wanted) and wanted.precision - wanted.scale >= digits)
@@ -200,7 +200,7 @@ def _fits(kind: pa.DataType, wanted: pa.DataType) -> bool:
         return bool(
             kind.scale <= wanted.scale and kind.precision - kind.scale <= wanted.precision - wanted.scale
         )  # the digits before the point
-    return (
+    return bool(
         kind == wanted
         or types.is_null(kind)
         or (types.is_float32(kind) and types.is_float64(wanted))
