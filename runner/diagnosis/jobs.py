@@ -50,14 +50,17 @@ def spark_facts(spark: SparkSession, asked: int | None, resources: TaskResources
     if asked is not None:
         with contextlib.suppress(NotEnoughSlotsError):
             wait_for_slots(spark, asked, 20.0, resources)
-    connect = on_spark.is_connect(spark)
+    connect, slots = on_spark.is_connect(spark), task_slots(spark, resources)
+    if slots is None and asked is None:
+        with contextlib.suppress(ClusterError):
+            slots = wait_for_slots(spark, None, 0.0, resources)
     settings = {key: value for key in SETTINGS if (value := on_spark.conf(spark, key)) is not None}
     return SparkFacts(
         version=spark.version,
         master=settings.get("spark.master", "Spark Connect" if connect else "unknown"),
         local=on_spark.is_local(spark),
         connect=connect,
-        slots=task_slots(spark, resources),
+        slots=slots,
         asked=asked,
         procs_per_task=resources.plan.ask.procs_per_task,
         task_cpus=resources.plan.cpus,
