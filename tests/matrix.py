@@ -114,7 +114,7 @@ def rows() -> dict[str, Row]:
         Row("spark35", HERE, low),
         Row("newest", HERE, (TORCH, "pyspark[connect]")),
         Row("lowest", "3.10", (*LOWEST, "torch==2.8.0")),
-        Row("client", HERE, (TORCH, "pyspark-client"), extras="torch", smoke=CLIENT_SMOKE),
+        Row("client", HERE, (TORCH, "pyspark-client"), extras="connect,torch", smoke=CLIENT_SMOKE),
         Row("mxnet", "3.11", (TORCH, *MXNET), extras=None, smoke=MXNET_SMOKE),
         Row("pandas3", HERE, (TORCH, "pyspark", "pandas>=3"), extras="lightning,mpi", smoke=PANDAS_SMOKE),
         Row("torch28", HERE, ("torch==2.8.0",)),
