@@ -1,5 +1,7 @@
 """Hooks of mkdocs: files of the repository that pages link to become pages of the site themselves.
 
+Also writes llms.txt, which tells programs that read for their users what each page is about.
+
 The pages link to ``../examples/flights.py``, as a repository wants it. The site stands for itself, so each such file,
 and what it links to in turn, is shown under ``repository/``: Markdown as it is, anything else as a block of code.
 """
@@ -10,8 +12,10 @@ import posixpath
 import re
 from pathlib import Path
 
+from jinja2 import Environment
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation, Section
 from mkdocs.structure.pages import Page
 
 LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
@@ -39,6 +43,36 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, _page_of(path), content=_content(root, path)))
         waiting += _targets(root, path)
     return files
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> None:
+    """Keeps the order of pages."""
+    _order[:] = [each for each in nav.items if isinstance(each, Section)]
+
+
+_order: list[Section] = []
+
+
+def on_env(env: Environment, config: MkDocsConfig, files: Files) -> None:
+    """Adds llms.txt: for each page a link, and the first sentence of its text."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
+    for section in _order:
+        lines += ["", f"## {section.title}", ""]
+        lines += [f"- [{page.title}]({page.url}){_first_sentence(page.markdown or '')}" for page in _pages_in(section)]
+    files.append(File.generated(config, "llms.txt", content="\n".join([*lines, ""])))
+
+
+def _pages_in(section: Section) -> list[Page]:
+    inner = [_pages_in(each) if isinstance(each, Section) else [each] for each in section.children]
+    return [page for pages in inner for page in pages if isinstance(page, Page)]
+
+
+def _first_sentence(markdown: str) -> str:
+    """That of a page's first paragraph, without its marks, behind a colon; nothing where a page begins otherwise."""
+    text = re.sub(r"^```.*?^```$|<!--.*?-->", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    paragraph = next((each for each in re.split(r"\n\s*\n", text) if re.match(r"\s*[\w`*\[]", each)), "")
+    words = re.sub(r"[`*]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split())))
+    return f": {re.split(r'(?<=[.?!]) ', words)[0].removesuffix(':')}" if words else ""
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

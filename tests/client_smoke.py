@@ -70,6 +70,8 @@ def go_elastic() -> tuple[int, int]:
 def test_runs(spark: SparkSession, df: DataFrame) -> None:
     assert spark_hvd.run(rows_seen, data={"train": df}, spark=spark, **MINE) == [(0, 500), (1, 500)]
     assert spark_hvd.run_elastic(go_elastic, spark=spark, **MINE) == [(0, 2), (1, 2)]
+    everywhere = spark_hvd.run(rows_seen, data={"train": df}, spark=spark, verbose=0)
+    assert everywhere == [(0, 500), (1, 500)], "the server has two slots"
 
 
 def test_an_error_of_a_rank(spark: SparkSession) -> None:

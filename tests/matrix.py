@@ -68,6 +68,7 @@ DEFAULT = ("spark35", "newest", "client", "mxnet", "jax")
 SUITES = ("tests/unit", "tests/contract")
 MXNET_SMOKE = ("tests/mxnet_smoke.py", "tests/unit/test_doors.py", "tests/unit/test_docs_site.py", "-k", "mxnet")
 JAX_SMOKE = ("tests/jax_smoke.py", "tests/unit/test_doors.py", "tests/unit/test_docs_site.py", "-k", "jax")
+PANDAS_SMOKE = ("tests/smoke.py", "tests/contract/test_reader_values.py", "-k", "not petastorm and not connect")
 CLIENT_SMOKE = ("tests/client_smoke.py",)
 LEFT_OUT = ("test_docs_site", "test_wheel")
 """Modules of tests that have nothing to do with the versions of a row, and need tools in the versions of ours."""
@@ -114,9 +115,10 @@ def rows() -> dict[str, Row]:
         Row("spark35", HERE, low),
         Row("newest", HERE, (TORCH, "pyspark[connect]")),
         Row("lowest", "3.10", (*LOWEST, "torch==2.8.0")),
-        Row("client", HERE, (TORCH, "pyspark-client"), extras="torch", smoke=CLIENT_SMOKE),
+        Row("client", HERE, (TORCH, "pyspark-client"), extras="connect,torch", smoke=CLIENT_SMOKE),
         Row("mxnet", "3.11", (TORCH, *MXNET), extras=None, smoke=MXNET_SMOKE),
         Row("jax", "3.11", (TORCH, "jax==0.10.2"), extras="spark,jax", smoke=JAX_SMOKE),
+        Row("pandas3", HERE, (TORCH, "pyspark", "pandas>=3"), extras="lightning,mpi", smoke=PANDAS_SMOKE),
         Row("torch28", HERE, ("torch==2.8.0",)),
         *(Row(f"py{version}", version, (TORCH,), constraints=True) for version in ("3.10", "3.12", "3.13")),
     ]

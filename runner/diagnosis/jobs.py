@@ -47,21 +47,23 @@ def spark_facts(spark: SparkSession, asked: int | None, resources: TaskResources
         asked: Tasks wanted; None for every slot.
         resources: What each of them takes.
     """
-    lacking = ""
+    lacking, counted = "", None
     try:
-        wait_for_slots(spark, asked, 20.0, resources)
+        counted = wait_for_slots(spark, asked, 20.0, resources)
     except NotEnoughSlotsError as few:
         lacking = str(few)
-    except ClusterError:  # a client of Spark Connect that was not told how many cannot count them
+    except ClusterError:  # a client of Spark Connect whose server does not tell how many there are
         pass
-    connect = on_spark.is_connect(spark)
+    connect, slots = on_spark.is_connect(spark), task_slots(spark, resources)
+    if slots is None and asked is None:
+        slots = counted
     settings = {key: value for key in SETTINGS if (value := on_spark.conf(spark, key)) is not None}
     return SparkFacts(
         version=spark.version,
         master=settings.get("spark.master", "Spark Connect" if connect else "unknown"),
         local=on_spark.is_local(spark),
         connect=connect,
-        slots=task_slots(spark, resources),
+        slots=slots,
         asked=asked,
         lacking=lacking,
         procs_per_task=resources.plan.ask.procs_per_task,

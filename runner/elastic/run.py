@@ -117,6 +117,7 @@ def run_elastic(
     sets = given(data)
     payload = dump_call(fn, args, kwargs or {})
     session = on_spark.active_session(spark)
+    sets = sets.read_by(session)
     on_spark.check_elastic_possible(session)
     resources = task_resources(session, Ask(cpus_per_proc, gpus_per_proc, 1))
     if num_proc is None or not on_spark.has_dynamic_allocation(session):

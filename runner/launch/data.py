@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import sys
@@ -16,15 +17,25 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
+    from spark_hvd.data.readers.errors import TableError
     from spark_hvd.data.series.windows import Windows
+    from spark_hvd.data.tables import SparkRead
     from spark_hvd.runner.spark.input import Split
 
+_log = logging.getLogger(__name__)
+
 KINDS = (
-    "a Spark DataFrame; a pandas DataFrame, a data set of Hugging Face, or what Arrow can import, as tables of Polars "
-    "or DuckDB; Windows over one of these; a table of deltalake or pyiceberg; the path of Parquet files or of such a "
-    "table; or a list of paths of Parquet files"
+    "a Spark DataFrame; a pandas DataFrame, a data set of Hugging Face or Arrow, or what Arrow can import, as tables "
+    "of Polars or DuckDB; Windows over one of these; a table of deltalake or pyiceberg; the path of Parquet files or "
+    "of such a table; or a list of paths of Parquet files"
 )
 _TABLES = {"deltalake": "DeltaTable", "pyiceberg.table": "Table"}
+_INSTEAD = {
+    ("datasets", "DatasetDict"): "it as data= itself, or the data sets in it by name",
+    ("datasets", "IterableDataset"): "the paths of its Parquet files, or a Dataset",
+    ("duckdb", "DuckDBPyConnection"): "connection.sql(query)",
+    ("polars", "LazyFrame"): "frame.collect()",
+}
 _PIECE_ROWS = 65_536
 
 
@@ -36,21 +47,26 @@ class Given:
         frames: Of Spark's: their rows are the input of the run's stage.
         tables: In this program's memory.
         sources: Pickled: ranks read these themselves.
+        refused: Tables that only Spark may be able to read.
     """
 
     frames: Mapping[str, DataFrame | Split | Windows] = field(default_factory=dict)
     tables: Mapping[str, pa.Table | Windows] = field(default_factory=dict)
     sources: Mapping[str, bytes] = field(default_factory=dict)
+    refused: Mapping[str, _Refused] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.frames or self.tables or self.sources)
+        return bool(self.frames or self.tables or self.sources or self.refused)
 
     def without_spark(self, function: str) -> Given:
         """The same, where no frame is Spark's.
 
         Raises:
             ValueError: one is.
+            DataError: a table cannot be read without Spark.
         """
+        for refused in self.refused.values():
+            raise refused.error
         if self.frames:
             raise ValueError(
                 f"data[{next(iter(self.frames))!r}] is a Spark DataFrame, but {function} runs without Spark: give "
@@ -77,10 +93,44 @@ class Given:
                 spool_table(folder, _rows_of(self.tables[name]))
             yield folders
 
+    def read_by(self, session: SparkSession) -> Given:
+        """The same with the tables that ranks cannot read as frames that Spark reads, where it can.
+
+        Raises:
+            DataError: it cannot.
+        """
+        return Given(
+            {**self.frames, **{name: each.frame(name, session) for name, each in self.refused.items()}},
+            self.tables,
+            self.sources,
+        )
+
     def in_spark(self, session: SparkSession) -> Given:
         """The same with all tables as Spark's frames, to be fed to tasks that may run on any host."""
         made = {name: _frame_of(session, table) for name, table in self.tables.items()}
-        return Given({**self.frames, **made}, {}, self.sources)
+        return Given({**self.frames, **made}, {}, self.sources, self.refused)
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """A table that ranks cannot read in place: why, and how Spark is told to read it."""
+
+    error: TableError
+    read: SparkRead | None
+
+    def frame(self, name: str, session: SparkSession) -> DataFrame:
+        if self.read is None:
+            raise self.error
+        try:
+            frame = session.read.format(self.read.format).options(**self.read.options).load(self.read.path)
+            columns = frame.columns  # over Connect, what Spark has against it comes here
+        except Exception as error:  # PySpark's classes of errors differ between its versions and Connect
+            said = str(error).strip().partition("\n")[0]
+            raise type(self.error)(f"{self.error}. Spark cannot read it in this session: {said}") from error
+        _check_names(name, columns, exact=tells_case_apart(session))
+        why = str(self.error).partition(" Next: ")[0]
+        _log.warning("data[%r] is read by Spark, and its rows go to the ranks over it: %s", name, why)
+        return frame
 
 
 def given(data: Mapping[str, Any] | None) -> Given:
@@ -94,15 +144,21 @@ def given(data: Mapping[str, Any] | None) -> Given:
         return Given()
     if not isinstance(data, Mapping):
         raise TypeError(f'data={type(data).__name__}: expected data sets by name, as {{"train": df}}')
-    found = Given({}, {}, {})
+    found = Given({}, {}, {}, {})
     frames, tables, sources = dict(found.frames), dict(found.tables), dict(found.sources)
+    refused = dict(found.refused)
     for name, value in data.items():
         if not isinstance(name, str) or not name:
             raise TypeError(f'data[{name!r}]: expected a name, as "train"')
         if isinstance(value, str | os.PathLike) or _are_paths(value) or _is_table(value):
+            from spark_hvd.data.readers.errors import TableError
             from spark_hvd.data.source import parquet_source  # and so pyarrow, which a run without data does not need
+            from spark_hvd.data.tables import spark_read_of
 
-            sources[name] = pickle.dumps(parquet_source(value))
+            try:
+                sources[name] = pickle.dumps(parquet_source(value))
+            except TableError as error:
+                refused[name] = _Refused(error, spark_read_of(value))
         elif _is_frame(value):
             frames[name] = value
             _check_names(name, value.columns, exact=tells_case_apart(value.sparkSession))
@@ -114,6 +170,8 @@ def given(data: Mapping[str, Any] | None) -> Given:
             tables[name] = table
             _check_names(name, table.column_names)
             check_rows(name, table.num_rows)
+        elif instead := _INSTEAD.get((type(value).__module__.partition(".")[0].lstrip("_"), type(value).__name__)):
+            raise TypeError(f"data[{name!r}] is a {type(value).__name__}: give {instead}")
         elif type(value).__module__.startswith("pyspark.pandas."):
             kind = type(value).__name__
             raise TypeError(
@@ -122,7 +180,7 @@ def given(data: Mapping[str, Any] | None) -> Given:
             )
         else:
             raise TypeError(f"data[{name!r}] is of type {type(value).__qualname__}: expected {KINDS}")
-    return Given(frames, tables, sources)
+    return Given(frames, tables, sources, refused)
 
 
 def check_rows(data: str, rows: int) -> None:
@@ -207,11 +265,14 @@ def _table_of(name: str, value: Any) -> pa.Table | None:
     hugging_face: Any = getattr(sys.modules.get("datasets"), "Dataset", ())  # the module may be one of the user's
     if isinstance(value, hugging_face):
         value = value.with_format("arrow")[:]
+    files: Any = sys.modules.get("pyarrow.dataset")
+    if files is not None and isinstance(value, files.Dataset):
+        value = value.to_table()
     if isinstance(value, type) or not (is_pandas or hasattr(value, "__arrow_c_stream__")):
         return None
     import pyarrow as pa
 
-    from spark_hvd.data.readers.files import plain_schema
+    from spark_hvd.data.readers.plain import plain_schema
 
     try:
         table = pa.Table.from_pandas(value, preserve_index=False) if is_pandas else pa.table(value)
@@ -231,7 +292,7 @@ def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """The values of a column that has them in a dictionary, of which Arrow cannot look up those that are views."""
     import pyarrow as pa
 
-    from spark_hvd.data.readers.files import plain_type
+    from spark_hvd.data.readers.plain import plain_type
 
     kind = plain_type(column.type.value_type)
     values = [

@@ -81,6 +81,7 @@ def run(
     sets = given(data)
     payload = dump_call(fn, args, kwargs or {})
     session = on_spark.active_session(spark)
+    sets = sets.read_by(session)
     on_spark.check_barrier_possible(session)
     tasks, resources = tasks_of(session, config)
     check_least(config, tasks)

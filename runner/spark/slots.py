@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from spark_hvd.runner.outcome.errors import ClusterError, NotEnoughSlotsError
 from spark_hvd.runner.spark import private as spark_private
-from spark_hvd.runner.spark.profiles import TaskResources
+from spark_hvd.runner.spark.profiles import Plan, TaskResources
 from spark_hvd.runner.spark.session import conf, is_connect, is_local
 from spark_hvd.runner.stopping import check_stop
 
@@ -47,19 +47,14 @@ def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: flo
         The number of tasks.
 
     Raises:
-        ClusterError: the slots cannot be counted, and ``num_proc`` is None; NotEnoughSlotsError: naming the slots
-            wanted, the slots there, and the settings to change.
+        ClusterError: ``num_proc`` is None, and a Spark Connect server does not tell its slots; NotEnoughSlotsError:
+            naming the slots wanted, the slots there, and the settings to change.
     """
+    if is_connect(spark):
+        return num_proc or _slots_of_server(spark, resources.plan)
     started = time.monotonic()
     while True:
-        there = task_slots(spark, resources)
-        if there is None:
-            if num_proc is None:
-                raise ClusterError(
-                    "num_proc=None means one rank for every task slot, and a Spark Connect client cannot count the "
-                    "slots of the cluster. Give the number of ranks: num_proc="
-                )
-            return num_proc
+        there = task_slots(spark, resources) or 0
         if num_proc is None and there:
             return there
         if num_proc is not None and there >= num_proc:
@@ -69,6 +64,37 @@ def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: flo
             raise NotEnoughSlotsError(_too_few(spark, num_proc or 1, there, resources))
         check_stop()
         time.sleep(0.1)
+
+
+def _slots_of_server(spark: SparkSession, plan: Plan) -> int:
+    """As many tasks as the server of a Spark Connect session can run at once, by the partitions that it chooses itself.
+
+    Spark makes as many of a range as the cluster has cores, unless a setting says how many.
+    """
+    settings = ("spark.sql.leafNodeDefaultParallelism", "spark.default.parallelism")
+    unknown = [f"{key}={value}" for key in settings if (value := conf(spark, key))]
+    each = conf(spark, "spark.executor.cores")
+    on_one_host = (conf(spark, "spark.master") or "").startswith("local[")
+    if (plan.cpus > 1 or plan.gpus) and each is None and not on_one_host:
+        unknown.append("spark.executor.cores=None")
+    if unknown or (plan.gpus and plan.gpus_there is None):
+        raise ClusterError(
+            "num_proc=None means one rank for every task slot, and a Spark Connect client cannot count those of a "
+            f"server with {', '.join(unknown) or 'GPUs that it does not count'}. Give the number of ranks: num_proc="
+        )
+    # A row in each partition, of as many as there may be.
+    partitions = spark.range(1 << 16).selectExpr("spark_partition_id() AS at").selectExpr("max(at) AS last").collect()
+    cores = int(partitions[0]["last"]) + 1
+    executors, inside = (1, cores) if each is None else (cores // int(each), int(each))
+    slots = inside // plan.cpus
+    if plan.gpus and plan.gpus_there is not None:
+        slots = min(slots, int(plan.gpus_there / plan.gpus))
+    if not executors * slots:
+        raise NotEnoughSlotsError(
+            f"num_proc=None{f', {plan.ask}' if str(plan.ask) else ''}: the server has {cores} core(s), and "
+            f"a rank takes {plan.cpus}. Give the application more executors or cores, or ask for fewer"
+        )
+    return executors * slots
 
 
 def _patience(spark: SparkSession, num_proc: int, start_timeout: float, resources: TaskResources) -> float:

@@ -7,13 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
+from spark_hvd.data.readers.deleted import Deleted
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.data.readers.files import arrow_filesystem, gone, plain_schema
+from spark_hvd.data.readers.files import arrow_filesystem, gone
 from spark_hvd.data.readers.measure import ColumnFindings, Uses
+from spark_hvd.data.readers.plain import plain_schema
 from spark_hvd.data.tables import TableFiles, files_of
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError, explaining
@@ -28,6 +31,9 @@ class _Footer:
     file: str
     schema: pa.Schema
     rows: tuple[int, ...]
+    """Of each row group, without those that are deleted."""
+    deleted: Mapping[int, Deleted]
+    """Of the row groups with rows that are."""
     extremes: Mapping[str, tuple[float, float] | None]
     """Of the columns asked for the lowest and the highest number; None where the file does not tell."""
 
@@ -65,7 +71,8 @@ def dataset_in(
     """
     asked = () if uses is None else (*uses.labels, *([uses.weights] if uses.weights else ()))
     with ThreadPoolExecutor(_THREADS) as pool:
-        footers = list(pool.map(lambda file: _footer(store, file, table.version, asked), table.sizes))
+        footers = list(pool.map(lambda file: _footer(store, file, table, asked), table.sizes))
+    deleted = {(f.file, i): each for f in footers for i, each in f.deleted.items()}
     groups = tuple(RowGroup(f.file, i, rows) for f in footers for i, rows in enumerate(f.rows) if rows)
     if not groups:
         raise DataError(f"{table.version or table.url} has no rows: {len(footers)} Parquet file(s), all empty")
@@ -75,8 +82,6 @@ def dataset_in(
     outside = [] if partitions is None else list(partitions.schema)
     names = {field.name for field in outside}
     fields = [field for field in _fields(table, footers, columns) if field.name not in names]
-    everywhere = set.intersection(*(set(footer.schema.names) for footer in footers))
-    optional = [field for field in fields if field.name not in everywhere]
     meta = DatasetMeta(
         url=table.url,
         columns=tuple(map(_column, [*fields, *outside])),
@@ -85,7 +90,8 @@ def dataset_in(
         unischema=not table.version and _has_unischema(store, table.url),
         version=table.version,
         partitions=partitions,
-        optional=pa.schema(optional) if optional else None,
+        table=table.schema,
+        deleted=deleted,
     )
     if uses is not None and uses.weights and (weights := _extremes(footers, uses.weights)) is not None:
         ColumnFindings(weights={"this fit": max(map(abs, weights))}).check(uses.weights)
@@ -103,17 +109,36 @@ def _extremes(footers: Sequence[_Footer], name: str) -> tuple[float, float] | No
     return min(low for low, _ in known), max(high for _, high in known)
 
 
-def _footer(store: Store, file: str, version: str, asked: Sequence[str]) -> _Footer:
+def _footer(store: Store, file: str, table: TableFiles, asked: Sequence[str]) -> _Footer:
     try:
         parquet = _open(store, file)
     except StoreError as error:
-        if version and isinstance(error.__cause__, FileNotFoundError):
-            raise gone(file, version) from error
+        if table.version and isinstance(error.__cause__, FileNotFoundError):
+            raise gone(file, table.version) from error
         raise
-    metadata = parquet.metadata
-    rows = tuple(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))
-    extremes = {name: _extremes_in(metadata, name) for name in asked}
-    return _Footer(file, plain_schema(parquet.schema_arrow), rows, extremes)
+    metadata, schema = parquet.metadata, plain_schema(parquet.schema_arrow)
+    rows = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+    deleted = _deleted_in(rows, table.deleted.get(file))
+    rows = [number - (deleted[index][1] if index in deleted else 0) for index, number in enumerate(rows)]
+    names = {name: name for name in asked}
+    if table.schema is not None:
+        mine = {name: table.schema.find(name, schema, file) for name in asked if name in table.schema.fields.names}
+        names |= {name: found.name for name, found in mine.items() if found is not None}
+    extremes = {name: _extremes_in(metadata, there) for name, there in names.items()}
+    return _Footer(file, schema, tuple(rows), {index: each for index, (each, _) in deleted.items()}, extremes)
+
+
+def _deleted_in(rows: Sequence[int], positions: np.ndarray | None) -> dict[int, tuple[Deleted, int]]:
+    """By row group what is deleted there, and how many rows that are; ``positions`` are those in the file."""
+    if positions is None:
+        return {}
+    found, first = {}, 0
+    for index, number in enumerate(rows):
+        inside = positions[(positions >= first) & (positions < first + number)] - first
+        if len(inside):
+            found[index] = Deleted.of(inside, number), len(np.unique(inside))
+        first += number
+    return found
 
 
 def _extremes_in(metadata: pq.FileMetaData, name: str) -> tuple[float, float] | None:
@@ -146,72 +171,28 @@ def _open(store: Store, file: str) -> pq.ParquetFile:
 
 
 def _fields(table: TableFiles, footers: Sequence[_Footer], wanted: Sequence[str] | None) -> list[pa.Field]:
-    """The columns that files have alike, where they have them: those of a table, or all that are in the first file."""
+    """The columns of a table, which all files must have in some way; or those that all files have alike."""
     first = footers[0]
-    if table.columns is None:
-        for footer in footers[1:]:
-            if _types(footer) != _types(first):
-                raise DataError(_difference(first, footer))
-        return list(first.schema)
-    older = plain_schema(table.optional if table.optional is not None else pa.schema([]))
-    fields = []
-    for name in table.columns:
-        having = next((footer for footer in footers if name in footer.schema.names), first)
-        if wanted is None or name in wanted:
-            for footer in footers:
-                if name not in older.names or not _is_older(footer, name, table.columns[name]):
-                    _check_column(table, name, having, footer)
-        there = having.schema if name in having.schema.names else older
-        if name in there.names:
-            fields.append(there.field(name))
-    return fields
-
-
-def _is_older(footer: _Footer, name: str, expected: int | None) -> bool:
-    """Whether a file was written before its table had a column: it has neither its name nor its ID.
-
-    Of a file without IDs, which an Iceberg table took in, nobody here knows whether it has the column by another name.
-    """
-    if expected is None or name in footer.schema.names:
-        return name not in footer.schema.names
-    numbers = {_id(field) for field in footer.schema}
-    return bool(numbers - {None}) and expected not in numbers
-
-
-def _id(field: pa.Field) -> int | None:
-    """A column's ID, which Iceberg's writers give it."""
-    number = (field.metadata or {}).get(b"PARQUET:field_id")
-    return None if number is None else int(number)
-
-
-def _check_column(table: TableFiles, name: str, first: _Footer, footer: _Footer) -> None:
-    """That a file of a table has a column as the table means it, and of the type that it has in the ``first``.
-
-    Raises:
-        DataError: it has not.
-    """
-    at = footer.schema.get_field_index(name)
-    expected = (table.columns or {})[name]
-    # Files that were there before the table was, which it took in, have no IDs.
-    number = None if at < 0 else _id(footer.schema.field(at))
-    if at < 0 or (expected is not None and number is not None and number != expected):
-        raise DataError(
-            f"{footer.file} has no column {name!r}, which {table.version} has: after the file was written it was "
-            "renamed, or added with a default, or in place of another of its name. Next: rewrite the files of the "
-            "table, leave the column out of a DataFrame and give that, or give the table as the DataFrame that Spark "
-            "reads"
-        )
-    if footer.schema.field(at).type != first.schema.field(name).type:
-        raise DataError(_difference(first, footer, [name]))
+    if table.schema is not None:
+        distinct = {footer.schema.serialize().to_pybytes(): footer for footer in footers}.values()
+        for name in table.schema.fields.names:
+            if wanted is None or name in wanted:
+                for footer in distinct:
+                    table.schema.find(name, footer.schema, footer.file)
+        return list(table.schema.plain)
+    for footer in footers[1:]:
+        if _types(footer) != _types(first):
+            raise DataError(_difference(first, footer))
+    return list(first.schema)
 
 
 def _types(footer: _Footer) -> list[tuple[str, pa.DataType]]:
     return [(field.name, field.type) for field in footer.schema]
 
 
-def _difference(first: _Footer, other: _Footer, names: Sequence[str] | None = None) -> str:
+def _difference(first: _Footer, other: _Footer) -> str:
     one, two = (dict(_types(footer)) for footer in (first, other))
-    changed = [name for name in names or {**one, **two} if one.get(name) != two.get(name)]
+    changed = [name for name in {**one, **two} if one.get(name) != two.get(name)]
     name = changed[0] if changed else first.schema.names[0]
     here, there = (str(types.get(name, "missing")) for types in (one, two))
     what = (

@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 from spark_hvd.data.parquet import dataset_in, dataset_of
 from spark_hvd.data.readers.arrow import ArrowReader
 from spark_hvd.data.readers.dataset import DatasetMeta
-from spark_hvd.data.readers.files import arrow_filesystem, check_columns, plain_schema, told
+from spark_hvd.data.readers.files import arrow_filesystem, check_columns, told
 from spark_hvd.data.readers.forms import BatchT, Form
+from spark_hvd.data.readers.plain import plain_schema
 from spark_hvd.data.readers.reader import Reader, ReaderSpec
 from spark_hvd.data.readers.sharding import Sharding
 from spark_hvd.data.tables import files_of_paths, files_of_table
@@ -87,13 +88,14 @@ class ParquetSource(DataSource):
             DataError: the file is gone.
         """
         first = self.dataset.row_groups[0]
-        with told(first, self.dataset.version):
-            found = pq.read_schema(self.store.inner_path(first.file), filesystem=arrow_filesystem(self.store))
-        fields = {field.name: field for field in plain_schema(found)}
+        if self.dataset.table is None:
+            with told(first, self.dataset.version):
+                found = pq.read_schema(self.store.inner_path(first.file), filesystem=arrow_filesystem(self.store))
+            fields = {field.name: field for field in plain_schema(found)}
+        else:
+            fields = {field.name: field for field in self.dataset.table.plain}
         if self.dataset.partitions is not None:
             fields |= {field.name: field for field in self.dataset.partitions.schema}
-        if self.dataset.optional is not None:
-            fields |= {field.name: field for field in self.dataset.optional}
         names = [column.name for column in self.dataset.columns]
         check_columns(names, fields, first.file)
         return pa.schema([fields[name] for name in names])

@@ -1,26 +1,33 @@
 """Which Parquet files make up a table: those that Delta Lake's log or Iceberg's metadata list, or all of a directory.
 
-Nothing is read of the files themselves. What a table means that its files do not tell by themselves is honoured, as
-columns that are in no file are, or refused by name: deletion vectors, delete files, names that differ.
+Nothing is read of the files themselves. What a table means that its files do not tell by themselves goes along: columns
+that are in no file or have another name there, rows that are deleted. What cannot is refused by name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
+import numpy as np
 import pyarrow as pa
 
 from spark_hvd.data.readers.dataset import listed
-from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.errors import DataError, TableError
+from spark_hvd.data.readers.table_schema import ID, REQUIRED, TableSchema, names_mark, table_field
 from spark_hvd.store import Store
 from spark_hvd.store.errors import explaining
 from spark_hvd.store.paths import complete, join, protocol_of
+
+_log = logging.getLogger(__name__)
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _FRAME = "or give the DataFrame that Spark reads from the table"
@@ -35,16 +42,16 @@ class TableFiles:
         sizes: Bytes of each file by its path, complete, in the order of the paths.
         partitions: Columns that are in no file, a row for each file; None if there are none.
         version: Of the table, as "version 3 of the Delta table /data/x"; "" for a directory, which has no versions.
-        columns: Those that each file must have, with Iceberg's field IDs; None for those of the first file.
-        optional: Those of the columns that older files may be without, with their types: null there.
+        schema: The columns of a table, and how its files have them; None for those of the first file.
+        deleted: By file the positions of rows that are deleted and still in it, of shape (deleted rows,).
     """
 
     url: str
     sizes: Mapping[str, int]
     partitions: pa.Table | None = None
     version: str = ""
-    columns: Mapping[str, int | None] | None = None
-    optional: pa.Schema | None = None
+    schema: TableSchema | None = None
+    deleted: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def files_of(store: Store, path: str) -> TableFiles:
@@ -102,6 +109,37 @@ def files_of_table(table: Any) -> TableFiles:
     return _of_delta(table) if hasattr(table, "get_add_actions") else _of_iceberg(table)
 
 
+@dataclass(frozen=True, slots=True)
+class SparkRead:
+    """How Spark is told to read a table: ``spark.read.format(format).options(**options).load(path)``."""
+
+    format: str
+    path: str
+    options: Mapping[str, str]
+
+
+def spark_read_of(given: Any) -> SparkRead | None:
+    """How Spark reads what :func:`files_of`, or :func:`files_of_table`, does not; None where it is no table.
+
+    Args:
+        given: A path or URL, or an object of ``deltalake`` or ``pyiceberg``, of whose version the rows are.
+    """
+    if hasattr(given, "get_add_actions"):
+        return SparkRead("delta", _hadoop_path(unquote(given.table_uri)), {"versionAsOf": str(given.version())})
+    if hasattr(given, "metadata_location"):
+        return SparkRead("iceberg", _hadoop_path(given.metadata_location), {})
+    if not isinstance(given, str | os.PathLike):
+        return None
+    url = complete("data", given)
+    is_delta = Store.create(url).exists(join(url, "_delta_log"))
+    return SparkRead("delta" if is_delta else "iceberg", _hadoop_path(os.fspath(given)), {})
+
+
+def _hadoop_path(path: str) -> str:
+    """A path that Spark does not look for in its cluster's file system where it is one of a local file."""
+    return path if re.match(r"\w[\w+.-]+:/", path) else f"file://{os.path.abspath(os.path.expanduser(path))}"
+
+
 # -- Delta Lake
 
 
@@ -113,44 +151,80 @@ def _delta_table(url: str) -> Any:
 
 
 def _of_delta(table: Any) -> TableFiles:
-    url = complete("table", table.table_uri)
+    url = complete("table", unquote(table.table_uri))
     version = f"version {table.version()} of the Delta table {url}"
     with _listing(version, "deltalake"):
         metadata = table.metadata()
         mode = metadata.configuration.get("delta.columnMapping.mode", "none")
-        if mode != "none":
-            raise DataError(
-                f"{version} has column mapping (delta.columnMapping.mode={mode!r}): its files have other names for its "
-                f"columns. Next: write it to a table without, {_FRAME}"
-            )
-        if "deletionVectors" in (table.protocol().reader_features or ()):
-            marked = pa.RecordBatchReader.from_stream(table.deletion_vectors()).read_all().column("filepath")
-            if len(marked):
-                raise DataError(
-                    f"{version} has deletion vectors: rows of {len(marked)} file(s) are deleted and still in them, as "
-                    f"in {marked[0].as_py()}. Next: REORG TABLE delta.`{url}` APPLY (PURGE), {_FRAME}"
-                )
         actions = pa.table(table.get_add_actions(flatten=True))
         sizes = actions.column("size_bytes").to_pylist()
         paths = [_below(url, path) for path in actions.column("path").to_pylist()]
         order = sorted(range(len(paths)), key=paths.__getitem__)
         inside = metadata.partition_columns
         values = {name: _in_order(actions.column(f"partition.{name}"), order) for name in inside}
-        fields = [field for field in pa.schema(table.schema().to_arrow()) if field.name not in values]
+        columns = [each for each in pa.schema(table.schema().to_arrow()) if each.name not in values]
+        fields = [table_field(each, partial(_delta_marks, mode)) for each in columns]
+        nullable = {each.name for each in columns if each.nullable}
+        deleted = {}
+        if "deletionVectors" in (table.protocol().reader_features or ()):
+            for batch in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
+                for path, kept in zip(batch["filepath"].to_pylist(), batch["selection_vector"], strict=True):
+                    positions = np.flatnonzero(~kept.values.to_numpy(zero_copy_only=False))
+                    deleted[_below(url, path)] = positions
+        if unknown := deleted.keys() - set(paths):
+            raise TableError(f"{version} marks rows of {min(unknown)}, which is none of its files. Next: {_FRAME[3:]}")
     return TableFiles(
         url=url,
-        sizes={paths[at]: sizes[at] for at in order},
+        sizes=_in_place(version, url, {paths[at]: sizes[at] for at in order}),
         partitions=pa.table(values) if values else None,
         version=version,
-        columns={field.name: None for field in fields},
-        optional=pa.schema([field for field in fields if field.nullable]),
+        schema=TableSchema(
+            pa.schema(fields),
+            {each.name: pa.scalar(None, each.type) for each in fields if each.name in nullable},
+            version,
+        ),
+        deleted=deleted,
     )
+
+
+def _delta_marks(mode: str, field: pa.Field) -> dict[bytes, bytes]:
+    """How a field is found in a file: by its ID, by its physical name, or by the one that it has in the table."""
+    told = field.metadata or {}
+    if mode == "id":
+        marks = {ID: told[b"delta.columnMapping.id"]}
+    else:
+        physical = told.get(b"delta.columnMapping.physicalName") if mode == "name" else None
+        marks = names_mark([field.name if physical is None else physical.decode()])
+    return marks if field.nullable else {**marks, REQUIRED: b""}
 
 
 def _below(url: str, path: str) -> str:
     """A path of the log, where it is escaped as in a URL: relative, or complete in a shallow clone."""
     path = unquote(path)
-    return complete("table", path) if "://" in path or path.startswith("/") else join(url, path)
+    return complete("table", path) if "://" in path or path.startswith(("/", "file:")) else join(url, path)
+
+
+def _in_place(version: str, url: str, sizes: dict[str, int]) -> dict[str, int]:
+    """The files of a table, of which those of a shallow clone, or that were added, may lie outside of it.
+
+    Raises:
+        DataError: one lies where a path of a log must not lead.
+    """
+    outside = [file for file in sizes if not file.startswith(join(url, ""))]
+    for file in sizes:
+        if ".." in file.split("/"):
+            raise DataError(
+                f"{version} has the file {file}, whose path leads out of the table. No writer of tables writes such a "
+                "path. Next: look who may write to its log, and restore a version before that"
+            )
+        if protocol_of(file) != protocol_of(url):
+            raise DataError(
+                f"{version} has the file {file}, in another file system than the table: expected "
+                f"{protocol_of(url)}://. Next: copy the table with its files, {_FRAME}"
+            )
+    if outside:
+        _log.warning("%s has %d of its %d files elsewhere, as %s", version, len(outside), len(sizes), outside[0])
+    return sizes
 
 
 def _in_order(column: pa.ChunkedArray, order: Sequence[int]) -> pa.Array:
@@ -178,26 +252,76 @@ def _of_iceberg(table: Any) -> TableFiles:
         if snapshot is None:
             raise DataError(f"{name} has no rows: it has no snapshot")
         version = f"snapshot {snapshot.snapshot_id} of {name}"
-        sizes = {}
+        sizes, deleted = {}, {}
+        marks = _Marks(table.io)
         for task in scan.plan_files():
             file = task.file
-            if task.delete_files:
-                raise DataError(
-                    f"{version} has delete files: rows of {file.file_path} are deleted and still in it. Next: CALL "
-                    f"system.rewrite_data_files(table => ..., options => map('delete-file-threshold', '1')), {_FRAME}"
-                )
             if str(getattr(file.file_format, "value", file.file_format)).lower() != "parquet":
-                raise DataError(f"{version} has {file.file_path}, which is no Parquet. Next: rewrite it, {_FRAME}")
-            sizes[complete("table", file.file_path)] = file.file_size_in_bytes
-        schema = scan.projection()
-        fields = dict(zip(schema.fields, schema.as_arrow(), strict=True))
+                raise TableError(f"{version} has {file.file_path}, which is no Parquet. Next: rewrite it, {_FRAME}")
+            path = complete("table", file.file_path)
+            sizes[path] = file.file_size_in_bytes
+            if task.delete_files:
+                deleted[path] = marks.positions(file.file_path, task.delete_files)
+        schema = _iceberg_schema(table, scan.projection(), version)
     return TableFiles(
         url=url,
-        sizes=dict(sorted(sizes.items())),
+        sizes=_in_place(version, url, dict(sorted(sizes.items()))),
         version=version,
-        columns={field.name: field.field_id for field in fields},
-        optional=pa.schema([fields[each] for each in fields if each.optional and each.initial_default is None]),
+        schema=schema,
+        deleted=deleted,
     )
+
+
+class _Marks:
+    """Which rows of files Iceberg's delete files mark; each of these is read once."""
+
+    def __init__(self, io: Any) -> None:
+        self._io = io
+        self._read: dict[str, Mapping[str, pa.ChunkedArray]] = {}
+
+    def positions(self, file: str, delete_files: Iterable[Any]) -> np.ndarray:
+        """Those of a file, of shape (deleted rows,)."""
+        from pyiceberg.io.pyarrow import _read_deletes  # there is no public way; also of Iceberg 3's deletion vectors
+
+        found = [np.zeros(0, np.int64)]
+        for each in delete_files:
+            if each.file_path not in self._read:
+                self._read[each.file_path] = _read_deletes(self._io, each)
+            if file in self._read[each.file_path]:
+                found.append(self._read[each.file_path][file].to_numpy())
+        return np.concatenate(found)
+
+
+def _iceberg_schema(table: Any, schema: Any, version: str) -> TableSchema:
+    mapping = table.name_mapping()
+    names = dict(_names_of(mapping.root)) if mapping is not None else {}
+    inside = {
+        spec.source_id for part in table.specs().values() for spec in part.fields if str(spec.transform) == "identity"
+    }
+
+    def marks(arrow: pa.Field) -> dict[bytes, bytes]:
+        number = int(arrow.metadata[ID])
+        told = schema.find_field(number)
+        found = {ID: arrow.metadata[ID], **(names_mark(names.get(number, ())) if mapping is not None else {})}
+        return found if told.optional and told.initial_default is None else {**found, REQUIRED: b""}
+
+    fields, defaults = [], {}
+    for told, arrow in zip(schema.fields, schema.as_arrow(), strict=True):
+        column = table_field(arrow, marks)
+        fields.append(column)
+        # Of files without the source of a partition, as Hive writes them, the partition has the value.
+        if (told.optional or told.initial_default is not None) and told.field_id not in inside:
+            with contextlib.suppress(pa.ArrowException, TypeError):  # a default in a form of Iceberg's own
+                defaults[told.name] = pa.scalar(told.initial_default, column.type)
+    return TableSchema(pa.schema(fields), defaults, version)
+
+
+def _names_of(mapping: Iterable[Any]) -> Iterator[tuple[int, list[str]]]:
+    """By field ID the names that a field has in files without IDs."""
+    for each in mapping:
+        if each.field_id is not None:
+            yield each.field_id, each.names
+        yield from _names_of(each.fields)
 
 
 @contextlib.contextmanager
@@ -208,12 +332,12 @@ def _listing(what: str, package: str) -> Iterator[None]:
     except DataError:
         raise
     except ImportError as error:
-        raise DataError(
+        raise TableError(
             f"which files make up {what} the package {package} tells, which cannot be imported ({error}). Next: "
             f"pip install {package} where the run is started, {_FRAME}"
         ) from error
     except Exception as error:  # the packages raise what they like
-        raise DataError(
+        raise TableError(
             f"cannot list the files of {what}: {type(error).__name__}: {error}. Next: look whether {package} reads the "
             f"table in this program, with the credentials of its environment, {_FRAME}"
         ) from error
@@ -230,7 +354,8 @@ def _of_directory(store: Store, path: str) -> TableFiles:
     files = {path + rest: size for rest, size in sizes.items() if not any(map(_hidden, rest.split("/")))}
     if not files:
         if not store.exists(path):
-            raise DataError(f"there is no {path}: expected a Parquet file or a directory of such files")
+            several = ". Next: give a list of paths, as glob.glob makes it" if set(path) & set("*?[") else ""
+            raise DataError(f"there is no {path}: expected a Parquet file or a directory of such files{several}")
         others = f" (found {listed(name.strip('/') for name in sizes)})" if sizes else ""
         raise DataError(f"no Parquet files in {path}{others}: expected at least one, not starting with '_' or '.'")
     return TableFiles(url=path, sizes=files, partitions=_of_names(path, list(files)))

@@ -11,9 +11,11 @@ import cloudpickle
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import dataset
 
 from spark_hvd import DataError
 from spark_hvd.runner import run_elastic_local, run_local
+from spark_hvd.runner.launch.data import given
 from spark_hvd.testing import FaultPlan
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -102,6 +104,26 @@ def test_a_list_of_paths_is_one_data_set(tmp_path: Path) -> None:
             run_local(fn, num_proc=2, data={"train": bad})
     with pytest.raises(TypeError, match="is of type list: expected a Spark DataFrame"):
         run_local(fn, num_proc=2, data={"train": []})
+
+
+def test_files_that_arrow_reads_are_a_table(tmp_path: Path) -> None:
+    pq.write_table(TABLE, tmp_path / "a.parquet")
+    assert given({"train": dataset.dataset(tmp_path)}).tables == {"train": TABLE}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "instead"),
+    [
+        ("polars.lazyframe.frame", "LazyFrame", r"frame\.collect\(\)"),
+        ("_duckdb", "DuckDBPyConnection", r"connection\.sql\(query\)"),
+        ("datasets.dataset_dict", "DatasetDict", "it as data= itself"),
+        ("datasets.iterable_dataset", "IterableDataset", "the paths of its Parquet files"),
+    ],
+)
+def test_what_holds_no_rows_says_what_to_give(module: str, name: str, instead: str) -> None:
+    value = type(name, (), {"__module__": module})()
+    with pytest.raises(TypeError, match=rf"^data\['train'\] is a {name}: give {instead}"):
+        given({"train": value})
 
 
 def test_what_arrow_makes_no_table_of_is_refused() -> None:

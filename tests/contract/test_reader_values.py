@@ -202,7 +202,10 @@ def test_transformation_may_fill_nulls_and_use_bytes(kind: str, store: Store) ->
         (lambda frame: frame.drop(columns=["half"]), "returned no column 'half', but 'row', 'other'"),
         (lambda frame: frame["row"], "returned Series, expected a pandas DataFrame"),
         (lambda frame: frame["nope"], "transformation_fn failed on .*row group 0: KeyError: 'nope'"),
-        (lambda frame: frame.assign(row="text"), "column 'row' .* has 'text' in row 0"),
+        (
+            lambda frame: frame.assign(row="text"),
+            "column 'row' .* (has 'text' in row 0|holds string: expected numbers)",
+        ),
         (lambda frame: frame.assign(row=0.5), "column 'row' .* does not fit int64"),
         (
             lambda frame: frame.assign(half=[np.zeros(2)] * 10),

@@ -110,9 +110,18 @@ def test_a_failing_rank_is_reported_and_the_others_are_stopped(connect: SparkSes
         run(fail, num_proc=2, spark=connect, verbose=0)
 
 
-def test_the_number_of_ranks_has_to_be_said(connect: SparkSession) -> None:
-    with pytest.raises(ClusterError, match="Give the number of ranks: num_proc="):
-        run(hvd.rank, spark=connect)
+def test_a_run_takes_the_slots_that_the_server_has(connect: SparkSession) -> None:
+    assert run(hvd.rank, spark=connect, verbose=0) == [0, 1]
+    with pytest.raises(
+        ClusterError, match=r"a server with spark\.executor\.cores=None\. Give the number of ranks: num_proc="
+    ):
+        run(hvd.rank, spark=connect, cpus_per_proc=2)
+    connect.conf.set("spark.sql.leafNodeDefaultParallelism", 7)
+    try:
+        with pytest.raises(ClusterError, match=r"leafNodeDefaultParallelism=7\. Give the number of ranks: num_proc="):
+            run(hvd.rank, spark=connect)
+    finally:
+        connect.conf.unset("spark.sql.leafNodeDefaultParallelism")
 
 
 def test_busy_slots_end_in_a_start_timeout(connect: SparkSession) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
+import re
 import sys
 import threading
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -33,6 +36,20 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def test_spark_says_nothing_against_the_way_in_which_every_run_starts(spark: SparkSession) -> None:
+    """By ``mapInArrow(barrier=True)``, in whose place SPARK-55278 wants other nodes; and the second way still works."""
+    todo = "Spark does not want mapInArrow(barrier=True) any more: see 'If `mapInArrow` goes' in DESIGN.md"
+    called = spark.range(0, 2, 1, 2).mapInArrow
+    assert "barrier" in inspect.signature(called).parameters, todo
+    assert not re.search("deprecated|will be removed", called.__doc__ or "", re.IGNORECASE), todo
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert called(lambda batches: batches, "id long", barrier=True).count() == 2
+    assert [str(each.message) for each in said if "mapInArrow" in str(each.message)] == [], todo
+    ranks = spark.sparkContext.parallelize(range(2), 2).barrier()
+    assert ranks.mapPartitions(lambda numbers: [list(numbers)]).collect() == [[0], [1]], "the second way is gone"
 
 
 def test_the_application(spark: SparkSession) -> None:

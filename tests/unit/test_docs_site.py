@@ -129,6 +129,17 @@ def test_the_search_works_in_a_folder(site: Site) -> None:
 
 
 @pytest.mark.slow
+def test_llms_txt_says_what_each_page_is_about(site: Site) -> None:
+    text = (site.folder / "llms.txt").read_text()
+    assert text.startswith("# spark_hvd\n\n> Distributed deep-learning training")
+    links = dict(re.findall(r"^- \[[^]]+\]\(([^)]+)\)(.*)$", text, re.MULTILINE))
+    assert {link: why for link in links if (why := site.misses("index.html", link))} == {}
+    assert links["run-data.html"].startswith(": run(fn, data=...) hands data sets to the ranks")
+    told = [link for link, about in links.items() if about]
+    assert len(told) > 0.8 * len(links) > 50
+
+
+@pytest.mark.slow
 def test_long_signatures_fold(site: Site) -> None:
     page = (site.folder / "api" / "spark_hvd.html").read_text()
     short = 1  # warm_up's

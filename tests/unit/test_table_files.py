@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import datetime
-import json
-import struct
 import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from zmq.utils import z85
 
 from spark_hvd.data.parquet import dataset_of
 from spark_hvd.data.readers.dataset import DatasetMeta
@@ -164,58 +160,7 @@ def test_a_vacuumed_version_is_named(delta: Callable[..., Path]) -> None:
     with pytest.raises(DataError, match=text):
         parquet_source(old)
     with pytest.raises(DataError, match=text):
-        _ = early.schema
-
-
-def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the actions of the first commit."""
-    log = folder / "_delta_log" / f"{0:020}.json"
-    actions = [json.loads(line) for line in log.read_text().splitlines()]
-    for action in actions:
-        change(action)
-    log.write_text("".join(f"{json.dumps(action)}\n" for action in actions))
-
-
-def test_deletion_vectors_are_refused_by_name(delta: Callable[..., Path]) -> None:
-    def enable(action: dict[str, Any]) -> None:
-        if "protocol" in action:
-            features = ["deletionVectors"]
-            action["protocol"] = {
-                "minReaderVersion": 3,
-                "minWriterVersion": 7,
-                "readerFeatures": features,
-                "writerFeatures": features,
-            }
-
-    def mark(action: dict[str, Any]) -> None:
-        if "add" in action:  # rows 0 and 2, as a roaring bitmap in the log itself
-            bitmap = struct.pack("<IQIIIHHIHH", 1681511377, 1, 0, 12346, 1, 0, 1, 16, 0, 2)
-            inline = {"storageType": "i", "pathOrInlineDv": z85.encode(bitmap).decode()}
-            action["add"]["deletionVector"] = {**inline, "sizeInBytes": len(bitmap), "cardinality": 2}
-
-    folder = delta()
-    edited(folder, enable)
-    assert meta_of(folder).rows == 4, "the feature is on, and no row is marked"
-    edited(folder, mark)
-    with pytest.raises(DataError, match=r"version 0 of the Delta table .* has deletion vectors: .* Next: REORG TABLE"):
-        meta_of(folder)
-
-
-def test_column_mapping_is_refused_by_name(delta: Callable[..., Path]) -> None:
-    def mapped(action: dict[str, Any]) -> None:
-        if "protocol" in action:
-            action["protocol"] = {"minReaderVersion": 2, "minWriterVersion": 5}
-        if "metaData" in action:
-            action["metaData"]["configuration"]["delta.columnMapping.mode"] = "name"
-            schema = json.loads(action["metaData"]["schemaString"])
-            for number, each in enumerate(schema["fields"]):
-                each["metadata"] = {"delta.columnMapping.id": number, "delta.columnMapping.physicalName": each["name"]}
-            action["metaData"]["schemaString"] = json.dumps(schema)
-
-    folder = delta()
-    edited(folder, mapped)
-    with pytest.raises(DataError, match=r"version 0 of the Delta table .* has column mapping .*='name'.* Next: write"):
-        meta_of(folder)
+        rows_of(early, "x")
 
 
 def test_a_log_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,45 +226,6 @@ def test_columns_that_iceberg_has_added_are_null_in_older_files(iceberg: Any) ->
         (x, later, ["a"]) for x, later in ((1, "0.5"), (2, "None"), (3, "1.5"), (4, "2.5"))
     ]
     assert sorted(row["x"] for row in found if row["texts"] is None and row["later"] is None) == [1, 1, 2, 3, 4]
-
-
-def test_columns_of_iceberg_that_no_file_tells(iceberg: Any, tmp_path: Path) -> None:
-    types = pytest.importorskip("pyiceberg.types")
-    with iceberg.update_schema() as update:
-        update.add_column("later", types.DoubleType())
-    changed = json.loads(Path(iceberg.metadata_location.removeprefix("file://")).read_text())
-    changed["schemas"][-1]["fields"][-1]["initial-default"] = 7.5  # what pyiceberg reads, and cannot write yet
-    (tmp_path / "changed.metadata.json").write_text(json.dumps(changed))
-    with pytest.raises(DataError, match=r"\.parquet has no column 'later', which snapshot .* added with a default"):
-        parquet_source(tmp_path / "changed.metadata.json")
-    assert parquet_source(iceberg).rows == 5
-    pq.write_table(ROWS, tmp_path / "older.parquet")  # without IDs: it may have the column by another name
-    iceberg.add_files([str(tmp_path / "older.parquet")])
-    with pytest.raises(DataError, match=r"older\.parquet has no column 'later', which snapshot"):
-        parquet_source(iceberg)
-
-
-def test_columns_of_iceberg_that_files_have_by_another_name(iceberg: Any) -> None:
-    with iceberg.update_schema() as update:
-        update.rename_column("x", "y")
-    with pytest.raises(DataError, match=r"\.parquet has no column 'y', which snapshot .* has: .* it was renamed"):
-        parquet_source(iceberg)
-    with iceberg.update_schema() as update:
-        update.delete_column("y")
-    assert parquet_source(iceberg).schema.names == ["name", "day"]
-    with iceberg.update_schema() as update:  # another column, though the files have one of its name
-        update.add_column("x", iceberg.schemas()[0].find_type("x"))
-    with pytest.raises(DataError, match=r"\.parquet has no column 'x', which snapshot"):
-        parquet_source(iceberg)
-
-
-def test_delete_files_of_iceberg_are_refused_by_name(iceberg: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pyiceberg writes none: a scan that names one is what there is of them."""
-    (task, *_) = iceberg.scan().plan_files()
-    marked = SimpleNamespace(file=task.file, delete_files={task.file})
-    monkeypatch.setattr("pyiceberg.table.DataScan.plan_files", lambda scan: [marked])
-    with pytest.raises(DataError, match=r"^snapshot \d+ of the Iceberg table .* has delete files: rows of .*\.parquet"):
-        parquet_source(iceberg)
 
 
 # -- directories

@@ -12,6 +12,9 @@ from spark_hvd.data.readers.sharding import Sharding, lanes_of
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from spark_hvd.data.readers.deleted import Deleted
+    from spark_hvd.data.readers.table_schema import TableSchema
+
 
 SMALL_BYTES = 64 << 20
 """Files that up to four ranks read whole, each of them, where rows come in their order."""
@@ -69,7 +72,8 @@ class DatasetMeta:
         unischema: Whether the data set carries a Petastorm Unischema, so that only Petastorm can decode it.
         version: Which version of which table it is, for messages; "" for files that are no table's.
         partitions: Columns that are in no file, each with one value for a file: a row for each of :attr:`files`.
-        optional: Columns that a file need not have, with their types: null in those without.
+        table: The columns of a table, and how its files have them; None for files that all have the same.
+        deleted: By file and number the row groups with rows that are deleted, and not counted in ``row_groups``.
     """
 
     url: str
@@ -79,7 +83,8 @@ class DatasetMeta:
     unischema: bool = False
     version: str = ""
     partitions: pa.Table | None = field(default=None, hash=False)
-    optional: pa.Schema | None = field(default=None, hash=False)
+    table: TableSchema | None = field(default=None, hash=False)
+    deleted: Mapping[tuple[str, int], Deleted] = field(default_factory=dict, hash=False)
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -9,6 +9,10 @@ class DataError(RuntimeError, ValueError):
     __module__ = "spark_hvd"
 
 
+class TableError(DataError):
+    """A Delta or Iceberg table has what ranks do not read in place, and Spark may."""
+
+
 def refuse_nulls(
     name: str, nulls: int, of: str, where: str = "", *, first: int | None = None, inside: bool = False, remedy: str = ""
 ) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -13,7 +14,9 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 
 from spark_hvd.data.readers.dataset import DatasetMeta, RowGroup, listed
+from spark_hvd.data.readers.deleted import Deleted
 from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.plain import plain_schema
 from spark_hvd.store import Store
 from spark_hvd.store.paths import OBJECT_STORES, protocol_of
 
@@ -36,36 +39,6 @@ class _Exact(pyarrow.fs.FSSpecHandler):  # type: ignore[misc]
         return pyarrow.PythonFile(self.fs.open(path, mode="rb", cache_type="none"), mode="r")
 
 
-def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """A file's schema as rows of it are given: one type for all ways in which programs lay out text, bytes and lists.
-
-    Files of one table have different ones, and Arrow's functions do not take them all.
-    """
-    return pa.schema([field.with_type(plain_type(field.type)) for field in schema])
-
-
-def plain_type(kind: pa.DataType) -> pa.DataType:
-    """A column's type as :func:`plain_schema` has it."""
-    types = pa.types
-    if types.is_dictionary(kind):
-        return plain_type(kind.value_type)
-    if types.is_string_view(kind) or types.is_large_string(kind):
-        return pa.string()
-    if types.is_binary_view(kind) or types.is_large_binary(kind):
-        return pa.binary()
-    if types.is_list(kind) or types.is_large_list(kind):
-        return pa.list_(_plain_field(kind.value_field))
-    if types.is_fixed_size_list(kind):
-        return pa.list_(_plain_field(kind.value_field), kind.list_size)
-    if types.is_map(kind):
-        return pa.map_(_plain_field(kind.key_field), _plain_field(kind.item_field))
-    return pa.struct(list(map(_plain_field, kind))) if types.is_struct(kind) else kind
-
-
-def _plain_field(field: pa.Field) -> pa.Field:
-    return field.with_type(plain_type(field.type))
-
-
 KEPT_OPEN = 16
 """Files that stay open for the next row group."""
 
@@ -86,12 +59,12 @@ class RowGroups:
         self._added = {name: outside[name] for name in columns if name in outside}
         self._number = {file: number for number, file in enumerate(dataset.files)} if self._added else {}
         self._stored = [name for name in columns if name not in self._added]
-        optional = dataset.optional
-        self._optional = {} if optional is None else {each.name: each.type for each in optional if each.name in columns}
+        self._table = dataset.table
+        self._deleted = dataset.deleted
         # Reading ahead of the columns saves round trips of a network, and costs a copy on a disk.
         self._pre_buffer = not isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
         self._lock = threading.Lock()
-        self._idle: OrderedDict[tuple[str, bool], list[Any]] = OrderedDict()
+        self._idle: OrderedDict[tuple[str, bool], list[_File]] = OrderedDict()
 
     def read(self, group: RowGroup, start: int, stop: int) -> pa.Table:
         """Rows ``start`` to ``stop`` of a row group, with the columns in the order asked for.
@@ -99,10 +72,13 @@ class RowGroups:
         Raises:
             DataError: the file vanished, changed or is damaged.
         """
+        deleted = self._deleted.get((group.file, group.index))
         with told(group, self._version), self._opened(group) as file:
-            _check_rows(file, group)
-            table = file.read_row_group(group.index, columns=self._stored, use_threads=False)
-        table = self._complete(table, group)
+            _check_rows(file.reader, group, deleted)
+            table = file.reader.read_row_group(group.index, columns=file.columns, use_threads=False)
+            if deleted is not None:
+                table = table.filter(deleted.kept())
+            table = self._complete(table, group, file)
         return table if stop - start == table.num_rows else table.slice(start, stop - start)
 
     def whole(self, group: RowGroup) -> Generator[pa.RecordBatch, None, None]:
@@ -119,11 +95,16 @@ class RowGroups:
         Raises:
             DataError: as :meth:`read`.
         """
+        deleted, at = self._deleted.get((group.file, group.index)), 0
         with told(group, self._version), self._opened(group, streamed=True) as file:
-            _check_rows(file, group)
+            _check_rows(file.reader, group, deleted)
+            some, columns = [group.index], file.columns
             # With threads for the columns: the parts of a row group are read one after the other.
-            for batch in file.iter_batches(chunk, row_groups=[group.index], columns=self._stored, use_threads=True):
-                yield self._complete(batch, group)
+            for batch in file.reader.iter_batches(chunk, row_groups=some, columns=columns, use_threads=True):
+                kept = batch if deleted is None else batch.filter(deleted.kept(at, at + batch.num_rows))
+                at += batch.num_rows
+                if kept.num_rows:
+                    yield self._complete(kept, group, file)
 
     def close(self) -> None:
         """Close the files that are open and unused."""
@@ -131,22 +112,28 @@ class RowGroups:
             files = [file for idle in self._idle.values() for file in idle]
             self._idle.clear()
         for file in files:
-            file.close()
+            file.reader.close()
 
-    def _complete(self, rows: Any, group: RowGroup) -> Any:
-        """A table or batch of a file in plain types, with the columns that it has not, in the order asked for."""
-        schema = plain_schema(rows.schema)
-        if schema != rows.schema:
-            rows = rows.cast(schema)
-        for name, values in self._added.items():
-            rows = rows.append_column(name, pa.repeat(values[self._number[group.file]], rows.num_rows))
-        for name, kind in self._optional.items():
-            if name not in rows.schema.names:
-                rows = rows.append_column(name, pa.nulls(rows.num_rows, kind))
+    def _complete(self, rows: Any, group: RowGroup, file: _File) -> Any:
+        """A table or batch of a file as it is meant, with the columns that it has not, in the order asked for."""
+        if self._table is None:
+            schema = plain_schema(rows.schema)
+            if schema != rows.schema:
+                rows = rows.cast(schema)
+        else:
+            values = [
+                self._table.default(name, rows.num_rows)
+                if found is None
+                else self._table.convert(name, rows.column(found.name), found)
+                for name, found in file.found.items()
+            ]
+            rows = type(rows).from_arrays(values, names=list(file.found)) if values else rows
+        for name, column in self._added.items():
+            rows = rows.append_column(name, pa.repeat(column[self._number[group.file]], rows.num_rows))
         return rows if rows.schema.names == self._columns else rows.select(self._columns)
 
     @contextlib.contextmanager
-    def _opened(self, group: RowGroup, streamed: bool = False) -> Any:
+    def _opened(self, group: RowGroup, streamed: bool = False) -> Iterator[_File]:
         key = (group.file, streamed)
         with self._lock:
             idle = self._idle.get(key)
@@ -156,26 +143,39 @@ class RowGroups:
         try:
             yield file
         except BaseException:
-            file.close()
+            file.reader.close()
             raise
         with self._lock:
             self._idle.setdefault(key, []).append(file)
             self._idle.move_to_end(key)
             surplus = self._idle.popitem(last=False)[1] if len(self._idle) > KEPT_OPEN else []
         for each in surplus:
-            each.close()
+            each.reader.close()
 
-    def _open(self, group: RowGroup, streamed: bool) -> Any:
+    def _open(self, group: RowGroup, streamed: bool) -> _File:
         inner = self._inner_path(group.file)
         # Several row groups are streamed at once, each a bit at a time: on a disk, no more of each is in memory.
         buffer = BUFFER_BYTES if streamed and not self._pre_buffer else 0
         file = pq.ParquetFile(inner, filesystem=self._filesystem, pre_buffer=self._pre_buffer, buffer_size=buffer)
         try:
-            check_columns(self._stored, {*file.schema_arrow.names, *self._optional}, where(group))
+            if self._table is None:
+                check_columns(self._stored, file.schema_arrow.names, where(group))
+                return _File(file, self._stored, {})
+            there = plain_schema(file.schema_arrow)
+            found = {name: self._table.find(name, there, where(group)) for name in self._stored}
+            return _File(file, [each.name for each in found.values() if each is not None], found)
         except DataError:
             file.close()
             raise
-        return file
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file that is open, what is read of it, and which of that each column of its table is; None for a default."""
+
+    reader: pq.ParquetFile
+    columns: list[str]
+    found: dict[str, pa.Field | None]
 
 
 class Parts:
@@ -253,12 +253,13 @@ def gone(what: str, version: str) -> DataError:
     )
 
 
-def _check_rows(file: Any, group: RowGroup) -> None:
+def _check_rows(file: pq.ParquetFile, group: RowGroup, deleted: Deleted | None) -> None:
     metadata = file.metadata
     rows = metadata.row_group(group.index).num_rows if group.index < metadata.num_row_groups else None
-    if rows != group.rows:
+    expected = group.rows if deleted is None else deleted.rows
+    if rows != expected:
         found = "is not there" if rows is None else f"has {rows} rows"
-        raise DataError(f"{where(group)} {found}, expected {group.rows}: the file changed; call fit again")
+        raise DataError(f"{where(group)} {found}, expected {expected}: the file changed; call fit again")
 
 
 def check_columns(wanted: Iterable[str], there: Iterable[str], file: str) -> None:

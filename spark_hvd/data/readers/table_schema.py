@@ -1,0 +1,214 @@
+"""How columns of a file become those of its table: found by ID or name, renamed, widened, filled in where missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from spark_hvd.data.readers.errors import TableError
+from spark_hvd.data.readers.plain import plain_type
+
+ID = b"PARQUET:field_id"
+"""A field's ID as decimal digits, where Arrow has it in the schema of a file."""
+NAMES = b"spark_hvd.names"
+"""The names of a field in files that are read by names, as a JSON list. Without it such files cannot be read."""
+REQUIRED = b"spark_hvd.required"
+"""That no default is known for files without a field that is in a struct."""
+
+_FRAME = "Next: give the DataFrame that Spark reads from the table"
+
+
+@dataclass(frozen=True, slots=True)
+class TableSchema:
+    """The columns of a table, which its files have under other names, in narrower types, or not at all.
+
+    Attributes:
+        fields: Their types are plain, and nullable inside. The metadata of each, also of one in a struct, tells how it
+            is found in a file.
+        defaults: By the name of a column its value in files that have it not; a column without one is in all files.
+        version: Of the table, for messages.
+    """
+
+    fields: pa.Schema
+    defaults: Mapping[str, pa.Scalar]
+    version: str
+
+    def find(self, name: str, there: pa.Schema, file: str) -> pa.Field | None:
+        """The column of a file that is the column ``name`` of the table.
+
+        Args:
+            name: Of the table's column.
+            there: The file's, in plain types, with IDs in the metadata of its fields.
+            file: For messages.
+
+        Returns:
+            The file's column; None where it has none, and rows have the default.
+
+        Raises:
+            TableError: it has none, and there is no default; or what it has is no narrower form of the column.
+        """
+        wanted = self.fields.field(name)
+        try:
+            found = _find(wanted, there)
+        except KeyError:
+            raise TableError(
+                f"{file} has no field IDs, by which {self.version} finds its columns, and the table has no mapping of "
+                f"names. {_FRAME}"
+            ) from None
+        if found is None:
+            if name not in self.defaults:
+                raise TableError(
+                    f"{file} has no column {name!r}, which {self.version} has and does not give a value for. {_FRAME}"
+                )
+            return None
+        if isinstance(found.type, pa.BaseExtensionType):
+            found = found.with_type(found.type.storage_type)
+        try:
+            fits = _fits(_renamed(found.type, wanted.type), wanted.type)
+            if fits:
+                self.convert(name, pa.array([], found.type), found)  # old versions of Arrow add nothing to structs
+        except (KeyError, pa.ArrowException):
+            fits = False
+        if not fits:
+            raise TableError(
+                f"column {name!r} is {found.type} in {file} and {wanted.type} in {self.version}: expected a type that "
+                f"was widened, or fields that were renamed, dropped or added. {_FRAME}"
+            )
+        return found
+
+    @property
+    def plain(self) -> pa.Schema:
+        """The columns without what tells how they are found."""
+        return pa.schema([pa.field(each.name, _table_type(each.type, lambda _: {})) for each in self.fields])
+
+    def default(self, name: str, rows: int) -> pa.Array:
+        """So many values of a column in a file that has it not."""
+        value = self.defaults[name]
+        return pa.repeat(value, rows) if value.is_valid else pa.nulls(rows, value.type)
+
+    def convert(self, name: str, values: Any, found: pa.Field) -> Any:
+        """Values of a file's column as those of the table's column ``name``.
+
+        Args:
+            name: Of the table's column.
+            values: A ``pyarrow.Array`` or ``ChunkedArray`` of the file.
+            found: Which of the file's columns it is, from :meth:`find`.
+
+        Returns:
+            The same number of values, in the type of ``fields``.
+
+        Raises:
+            pa.ArrowException: a value does not fit into the type.
+        """
+        wanted = self.fields.field(name).type
+        if values.type != found.type:
+            values = values.cast(found.type)
+        kind = _renamed(found.type, wanted)
+        if kind != found.type:
+            if isinstance(values, pa.ChunkedArray):
+                values = pa.chunked_array([chunk.view(kind) for chunk in values.chunks], kind)
+            else:
+                values = values.view(kind)
+        if kind == wanted:
+            return values
+        return values.cast(options=pc.CastOptions(wanted, allow_time_truncate=True))
+
+
+def table_field(field: pa.Field, marks: Callable[[pa.Field], Mapping[bytes, bytes]]) -> pa.Field:
+    """A field as :class:`TableSchema` has it.
+
+    Args:
+        field: Of the table, in Arrow's types.
+        marks: What the metadata of it, and of each field inside, shall be.
+    """
+    return pa.field(field.name, _table_type(field.type, marks), metadata=dict(marks(field)))
+
+
+def names_mark(names: Iterable[str]) -> dict[bytes, bytes]:
+    """The metadata of a field that is found by its name."""
+    return {NAMES: json.dumps(list(names)).encode()}
+
+
+def _table_type(kind: pa.DataType, marks: Callable[[pa.Field], Mapping[bytes, bytes]]) -> pa.DataType:
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if pa.types.is_struct(kind):
+        return pa.struct([table_field(each, marks) for each in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(_table_type(kind.key_type, marks), _table_type(kind.item_type, marks))
+    if _is_list(kind):
+        return pa.list_(pa.field("element", _table_type(kind.value_type, marks)))
+    return plain_type(kind)
+
+
+def _find(wanted: pa.Field, there: Iterable[pa.Field]) -> pa.Field | None:
+    """One of some fields; KeyError where they have neither IDs nor names that tell."""
+    there = list(there)
+    number = wanted.metadata.get(ID)
+    if number is not None and any(ID in (each.metadata or {}) for each in there):
+        return next((each for each in there if (each.metadata or {}).get(ID) == number), None)
+    names = json.loads(wanted.metadata[NAMES])
+    return next((each for each in there if each.name in names), None)
+
+
+def _renamed(kind: pa.DataType, wanted: pa.DataType) -> pa.DataType:
+    """A file's type with the table's names for what is in structs; what the table has not gets names of no field."""
+    if pa.types.is_struct(kind) and pa.types.is_struct(wanted):
+        fields = list(kind)
+        names = {found.name: each for each in wanted if (found := _find(each, fields)) is not None}
+        renamed = [
+            pa.field(f"\0{number}", each.type)
+            if each.name not in names
+            else pa.field(names[each.name].name, _renamed(each.type, names[each.name].type))
+            for number, each in enumerate(fields)
+        ]
+        return pa.struct(renamed)
+    if pa.types.is_map(kind) and pa.types.is_map(wanted):
+        return pa.map_(_renamed(kind.key_type, wanted.key_type), _renamed(kind.item_type, wanted.item_type))
+    if _is_list(kind) and _is_list(wanted):
+        element = pa.field("element", _renamed(kind.value_type, wanted.value_type))
+        return pa.list_(element, kind.list_size) if pa.types.is_fixed_size_list(kind) else pa.list_(element)
+    return kind
+
+
+def _fits(kind: pa.DataType, wanted: pa.DataType) -> bool:
+    """Whether all values of a type are values of another, which Spark reads as that."""
+    types = pa.types
+    if types.is_struct(kind) and types.is_struct(wanted):
+        there = {each.name: each for each in kind}
+        return all(
+            _fits(there[each.name].type, each.type) if each.name in there else REQUIRED not in each.metadata
+            for each in wanted
+        )
+    if types.is_map(kind) and types.is_map(wanted):
+        return _fits(kind.key_type, wanted.key_type) and _fits(kind.item_type, wanted.item_type)
+    if _is_list(kind) and _is_list(wanted):
+        return _fits(kind.value_type, wanted.value_type)
+    if types.is_signed_integer(kind):
+        digits = len(str(2 ** (kind.bit_width - 1)))
+        return bool(
+            (types.is_signed_integer(wanted) and kind.bit_width <= wanted.bit_width)
+            or (types.is_float64(wanted) and kind.bit_width <= 32)
+            or (types.is_decimal(wanted) and wanted.precision - wanted.scale >= digits)
+        )
+    if types.is_decimal(kind) and types.is_decimal(wanted):
+        return bool(
+            kind.scale <= wanted.scale and kind.precision - kind.scale <= wanted.precision - wanted.scale
+        )  # the digits before the point
+    return bool(
+        kind == wanted
+        or types.is_null(kind)
+        or (types.is_float32(kind) and types.is_float64(wanted))
+        or (types.is_date32(kind) and types.is_timestamp(wanted) and wanted.tz is None)
+        or (types.is_timestamp(kind) and types.is_timestamp(wanted))  # INT96 has nanoseconds and no zone
+    )
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))

@@ -1,0 +1,63 @@
+"""Delta tables whose logs are written by hand, as Delta's protocol says: deltalake writes few of its features."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from zmq.utils import z85
+
+
+def column(name: str, kind: Any, number: int | None = None, physical: str = "", **more: Any) -> dict[str, Any]:
+    """A field of a Delta schema; with a number it has the metadata of column mapping."""
+    mapped = {"delta.columnMapping.id": number, "delta.columnMapping.physicalName": physical} if number else {}
+    return {"name": name, "type": kind, "nullable": True, "metadata": mapped, **more}
+
+
+def added(folder: Path, name: str, table: pa.Table, path: str | None = None, **more: Any) -> dict[str, Any]:
+    """Writes a file, of two rows a row group, and returns the action that adds it to a table."""
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, file, row_group_size=2)
+    told = {"size": file.stat().st_size, "modificationTime": 0, "dataChange": True, "partitionValues": {}}
+    stats = json.dumps({"numRecords": table.num_rows})
+    return {"add": {"path": path or name, "stats": stats, **told, **more}}
+
+
+def head(
+    columns: Sequence[dict[str, Any]], features: Sequence[str] = (), writes: Sequence[str] = (), **more: Any
+) -> list[dict[str, Any]]:
+    """The actions that make a Delta table of some columns; options of the table's metadata behind them."""
+    versions = {"minReaderVersion": 3, "minWriterVersion": 7}
+    lists = {"readerFeatures": list(features), "writerFeatures": [*features, *writes]}
+    schema = json.dumps({"type": "struct", "fields": list(columns)})
+    told = {"id": "00000000-0000-0000-0000-000000000000", "format": {"provider": "parquet", "options": {}}}
+    metadata = {**told, "schemaString": schema, "partitionColumns": [], "configuration": {}, "createdTime": 0, **more}
+    return [{"protocol": {**versions, **lists}}, {"metaData": metadata}]
+
+
+def logged(folder: Path, actions: Sequence[dict[str, Any]], version: int = 0) -> Path:
+    log = folder / "_delta_log"
+    log.mkdir(parents=True, exist_ok=True)
+    (log / f"{version:020}.json").write_text("".join(f"{json.dumps(action)}\n" for action in actions))
+    return folder
+
+
+def vector(*rows: int) -> dict[str, Any]:
+    """A deletion vector in the log itself: a roaring bitmap of few rows."""
+    bitmap = (
+        struct.pack("<IQIIIHHI", 1681511377, 1, 0, 12346, 1, 0, len(rows) - 1, 16) + np.array(rows, "<u2").tobytes()
+    )
+    bitmap += bytes(-len(bitmap) % 4)
+    return {
+        "storageType": "i",
+        "pathOrInlineDv": z85.encode(bitmap).decode(),
+        "sizeInBytes": len(bitmap),
+        "cardinality": len(rows),
+    }

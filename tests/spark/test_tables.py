@@ -1,0 +1,60 @@
+"""Tables that ranks cannot read in place come to them over Spark, if it can read them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+
+from spark_hvd import DataError
+from spark_hvd.runner import run
+from spark_hvd.runner.launch.data import given
+from tests.delta_log import added, column, head, logged, vector
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def test_spark_reads_a_table_that_ranks_cannot(
+    spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A source of Python's stands for Delta's, which has jars of its own: what it gives are the rows of no file."""
+    pytest.importorskip("deltalake")
+    datasource = pytest.importorskip("pyspark.sql.datasource")  # Spark 4
+
+    class Reader(datasource.DataSourceReader):  # type: ignore[misc, name-defined]
+        def read(self, partition: Any) -> Iterator[tuple[int]]:
+            yield from ((number,) for number in range(10))
+
+    class Delta(datasource.DataSource):  # type: ignore[misc, name-defined]
+        @classmethod
+        def name(cls) -> str:
+            return "delta"
+
+        def schema(self) -> str:
+            return "x long"
+
+        def reader(self, schema: Any) -> Reader:
+            assert self.options["path"] == f"file://{tmp_path}"
+            return Reader()
+
+    file = added(tmp_path, "a.parquet", pa.table({"x": [1, 2]}), deletionVector=vector(0))
+    logged(tmp_path, [*head([column("x", "long")], ["deletionVectors", "typeWidening"]), file])
+    with pytest.raises(DataError, match=r"of version 0 of the Delta .*TypeWidening.* Spark cannot read it in "):
+        run(os.getpid, num_proc=2, data={"train": tmp_path}, spark=spark)
+    sets = given({"train": tmp_path})
+    with pytest.raises(DataError, match="TypeWidening"):
+        sets.without_spark("run_local")
+    able = spark.newSession()
+    able.dataSource.register(Delta)
+    with caplog.at_level(logging.WARNING, "spark_hvd"):
+        frame = sets.read_by(able).frames["train"]
+    assert sorted(row.x for row in frame.collect()) == list(range(10))  # type: ignore[union-attr]
+    (said,) = (each.message for each in caplog.records if "is read by Spark" in each.message)
+    assert said.startswith("data['train'] is read by Spark, and its rows go to the ranks over it: cannot list the ")
+    assert said.endswith("Unsupported table features required: [TypeWidening].")
