@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _SETTLE = 10.0
-"""Seconds that executors get to register when the configuration does not say how many there will be."""
+"""Seconds that another executor gets to register when the configuration does not say how many there will be."""
+_FIRST = 60.0
+"""Seconds that the first one gets: an application that has just started asks for its executors, whose JVMs start."""
 
 
 def task_slots(spark: SparkSession, resources: TaskResources) -> int | None:
@@ -36,7 +38,7 @@ def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: flo
     Args:
         spark: The session.
         num_proc: Tasks wanted; None for as many as there are slots.
-        start_timeout: Seconds to wait for executors that the configuration promises.
+        start_timeout: Seconds to wait for executors that the configuration promises, and the most for others.
         resources: What each task takes.
 
     Returns:
@@ -46,7 +48,8 @@ def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: flo
         ClusterError: the slots cannot be counted, and ``num_proc`` is None; NotEnoughSlotsError: naming the slots
             wanted, the slots there, and the settings to change.
     """
-    started = time.monotonic()
+    started = grown = time.monotonic()
+    most = 0
     while True:
         there = task_slots(spark, resources)
         if there is None:
@@ -60,23 +63,24 @@ def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: flo
             return there
         if num_proc is not None and there >= num_proc:
             return num_proc
-        patience = _patience(spark, num_proc or 1, start_timeout, resources)
-        if time.monotonic() - started >= patience:
+        now = time.monotonic()
+        if there > most:
+            most, grown = there, now
+        settled = now - grown >= (_SETTLE if most else _FIRST) and not _promised(spark, num_proc or 1, resources)
+        if is_local(spark) or settled or now - started >= start_timeout:
             raise NotEnoughSlotsError(_too_few(spark, num_proc or 1, there, resources))
         check_stop()
         time.sleep(0.1)
 
 
-def _patience(spark: SparkSession, num_proc: int, start_timeout: float, resources: TaskResources) -> float:
-    if is_local(spark):
-        return 0.0
+def _promised(spark: SparkSession, num_proc: int, resources: TaskResources) -> bool:
+    """Whether the configuration says that there will be as many executors as that takes."""
     executors = int(conf(spark, "spark.executor.instances") or 0)
     cores = int(conf(spark, "spark.executor.cores") or 1)
     each = cores // resources.plan.cpus
     if resources.plan.gpus and resources.plan.gpus_there is not None:
         each = min(each, int(resources.plan.gpus_there / resources.plan.gpus))
-    promised = executors * each
-    return start_timeout if promised >= num_proc else min(start_timeout, _SETTLE)
+    return executors * each >= num_proc
 
 
 def _too_few(spark: SparkSession, num_proc: int, there: int, resources: TaskResources) -> str:
