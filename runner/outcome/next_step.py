@@ -42,6 +42,11 @@ _ORDINAL = (
 )
 _PATH = "Every rank opens paths on its own host: use a path that all hosts see, or a URL of a store."
 _TWICE = "The ranks have met already, and the default process group is there: leave init_process_group out."
+_LIGHTNING = (
+    "Lightning counts the ranks of a host as its devices: Trainer(devices=hvd.local_size(), "
+    "num_nodes=hvd.cross_size()). Where each rank sees a GPU of its own alone, or hosts have different numbers of "
+    'ranks: os.environ["LOCAL_RANK"] = "0" before Trainer(devices=1, num_nodes=hvd.size()).'
+)
 _ECHO = (
     "No rank has failed by itself: either the network between them did, or a rank left early. Every rank has to call "
     "the same collectives the same number of times."
@@ -57,6 +62,7 @@ _WORDS: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"invalid device ordinal|[Ii]nvalid device id"), _ORDINAL),
     (re.compile(r"insufficient shared memory|killed by signal: Bus error"), _BUS),
     (re.compile(r"Too many open files"), _FILES),
+    (re.compile(r"You set `devices=.* in Lightning|MisconfigurationException: You requested gpu"), _LIGHTNING),
 ]
 
 
@@ -79,6 +85,8 @@ def next_step(failure: Failed, *, on_spark: bool) -> str:
             return _EXIT
         case FailureKind.EXCEPTION if failure.echo:
             return _ECHO
+        case FailureKind.EXCEPTION if "self.parallel_devices[self.local_rank]" in failure.traceback:
+            return _LIGHTNING
         case FailureKind.EXCEPTION:
             return _of_words(failure.error, on_spark=on_spark and failure.executor != "driver")
     return ""

@@ -19,7 +19,9 @@ AT_ONCE = "All ranks run at the same time, each in a Spark task."
 """In the text of an error, before what to do about it."""
 
 _SETTLE = 10.0
-"""Seconds that executors get to register when the configuration does not say how many there will be."""
+"""Seconds that another executor gets to register when the configuration does not say how many there will be."""
+_FIRST = 60.0
+"""Seconds that the first one gets: an application that has just started asks for its executors, whose JVMs start."""
 
 
 def task_slots(spark: SparkSession, resources: TaskResources) -> int | None:
@@ -40,7 +42,7 @@ def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: flo
     Args:
         spark: The session.
         num_proc: Tasks wanted; None for as many as there are slots.
-        start_timeout: Seconds to wait for executors that the configuration promises.
+        start_timeout: Seconds to wait for executors that the configuration promises, and the most for others.
         resources: What each task takes.
 
     Returns:
@@ -52,15 +54,19 @@ def wait_for_slots(spark: SparkSession, num_proc: int | None, start_timeout: flo
     """
     if is_connect(spark):
         return num_proc or _slots_of_server(spark, resources.plan)
-    started = time.monotonic()
+    started = grown = time.monotonic()
+    most = 0
     while True:
         there = task_slots(spark, resources) or 0
         if num_proc is None and there:
             return there
         if num_proc is not None and there >= num_proc:
             return num_proc
-        patience = _patience(spark, num_proc or 1, start_timeout, resources)
-        if time.monotonic() - started >= patience:
+        now = time.monotonic()
+        if there > most:
+            most, grown = there, now
+        settled = now - grown >= (_SETTLE if most else _FIRST) and not _promised(spark, num_proc or 1, resources)
+        if is_local(spark) or settled or now - started >= start_timeout:
             raise NotEnoughSlotsError(_too_few(spark, num_proc or 1, there, resources))
         check_stop()
         time.sleep(0.1)
@@ -97,11 +103,9 @@ def _slots_of_server(spark: SparkSession, plan: Plan) -> int:
     return executors * slots
 
 
-def _patience(spark: SparkSession, num_proc: int, start_timeout: float, resources: TaskResources) -> float:
-    if is_local(spark):
-        return 0.0
-    promised = int(conf(spark, "spark.executor.instances") or 0) * _in_executor(spark, resources)
-    return start_timeout if promised >= num_proc else min(start_timeout, _SETTLE)
+def _promised(spark: SparkSession, num_proc: int, resources: TaskResources) -> bool:
+    """Whether the configuration says that there will be as many executors as that takes."""
+    return int(conf(spark, "spark.executor.instances") or 0) * _in_executor(spark, resources) >= num_proc
 
 
 def _in_executor(spark: SparkSession, resources: TaskResources) -> int:

@@ -125,7 +125,7 @@ def _through_generations(launcher: ElasticLauncher, state: Restorable, call: Cal
                 state.on_reset()
             before, again = me, True
             state.sync()
-            launcher.committed(state.commits)  # a newcomer has the state now
+            launcher.committed(getattr(state, "_count", state.commits))  # a newcomer has the state now
             value = call()
             if launcher.finished():
                 return value

@@ -26,14 +26,27 @@ class State:
 
     Attributes:
         commits: How many times the state was saved in the whole run, counted from 0; -1 before. Equal on all ranks
-            after :meth:`sync`.
+            after :meth:`sync`. A state that is made with a value called so has that one there.
     """
 
     commits: int
+    _number: int | None = None
+    """Of commits, where `commits` is a value of the program's."""
 
     def __init__(self, bcast_object: Any = None, get_rank: Any = None) -> None:
         self.commits = -1
         self._reset_callbacks: list[Callable[[], Any]] = []
+
+    @property
+    def _count(self) -> int:
+        return self.commits if self._number is None else self._number
+
+    @_count.setter
+    def _count(self, number: int) -> None:
+        if self._number is None:
+            self.commits = number
+        else:
+            self._number = number
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
         """Have functions called, in this order, after the members of the world have changed and before :meth:`sync`.
@@ -67,7 +80,7 @@ class State:
         wanted = self._agree()
         launcher = elastic_launcher.installed()
         if launcher is not None:
-            launcher.committed(self.commits)  # only now have all ranks saved it
+            launcher.committed(self._count)  # only now have all ranks saved it
         if wanted:
             self._interrupt()
 
@@ -113,7 +126,7 @@ class State:
 
     def _facts(self) -> dict[str, int]:
         """Numbers that must be equal on all ranks when they commit, as many on each."""
-        return {"state.commits": self.commits}
+        return {"state.commits": self._count}
 
     def save(self) -> None:
         """Keep a copy of the state, in this process. An implementation counts it in `commits`."""
@@ -146,9 +159,11 @@ class ObjectState(State):
         self._names = list(kwargs)
         self._snapshots = Snapshots()
         for name, value in kwargs.items():
-            if name.startswith("_") or hasattr(type(self), name) or name == "commits":
+            if name.startswith("_") or hasattr(type(self), name):
                 raise ValueError(f"{name!r} is a name of {type(self).__name__}'s own; call this part of it otherwise.")
             setattr(self, name, value)
+        if "commits" in kwargs:
+            self._number = -1
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle has: the values, and commits of its own, of which the last is this one's."""
@@ -164,7 +179,7 @@ class ObjectState(State):
             TypeError: There is something that cannot be copied, such as a sparse tensor or a lock.
             RuntimeError: A copy that the save before made in the background failed.
         """
-        self._take(self.commits + 1, self._stable())
+        self._take(self._count + 1, self._stable())
 
     def restore(self) -> None:
         """Go back to the last copy: values, and `commits`. Does nothing before the first.
@@ -179,7 +194,7 @@ class ObjectState(State):
         self._restore_extras(commit.extras)
         for name in commit.skeletons:
             self._load(name, commit.value(name, own=not self._copies(name)))
-        self.commits = commit.number
+        self._count = commit.number
         self._renew()
 
     def sync(self) -> None:
@@ -198,17 +213,17 @@ class ObjectState(State):
         communicator = current().communicator
         root = communicator.rank
         if self._snapshots.last() is None:  # so that a sync that fails half-way can be undone
-            self._take(self.commits)
+            self._take(self._count)
         if communicator.size > 1:
             content = self._content()
-            received, self.commits, root = synchronize(
-                communicator, content, {name: self._kind(name) for name in content}, self.commits, self._misfit
+            received, self._count, root = synchronize(
+                communicator, content, {name: self._kind(name) for name in content}, self._count, self._misfit
             )
             if communicator.rank != root:
                 for name, value in received.items():
                     self._load(name, value)
         self._sync_others(root)
-        self._take(max(self.commits, 0))
+        self._take(max(self._count, 0))
         if communicator.rank == root and (commit := self._snapshots.last()) is not None:
             # What others have just loaded is at the beginning of the rest; the root's may be in the middle of a use.
             for name in filter(self._reloads, commit.skeletons):
@@ -217,7 +232,7 @@ class ObjectState(State):
 
     def _take(self, number: int, stable: Collection[Hashable] = ()) -> None:
         self._snapshots.take(number, self._content(), self._extras(), stable)
-        self.commits = number
+        self._count = number
 
     # ---- what kinds of state differ in ----------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ class TorchCommunicator(Communicator):
 
         def finish() -> torch.Tensor:
             if op is ReduceOp.AVERAGE:
-                divide(wire, self._size)
+                divide(wire, self._size, tensor.dtype)
             copy_unless_shared(mine, restore(wire))
             return tensor
 
@@ -197,7 +197,7 @@ class TorchCommunicator(Communicator):
         def finish() -> torch.Tensor:
             mine = share[: rows[self._rank]]
             if op is ReduceOp.AVERAGE:
-                divide(mine, self._size)
+                divide(mine, self._size, tensor.dtype)
             result = restore(mine)
             return result.clone() if over_gloo else result  # not to keep everyone's rows alive
 

@@ -129,9 +129,18 @@ def identity_element(dtype: torch.dtype, op: ReduceOp) -> float | int | bool:
     return infinity if op is ReduceOp.MIN else -infinity
 
 
-def divide(tensor: torch.Tensor, size: int) -> None:
-    """Make an average out of a sum, in place; integers are truncated toward zero, as in Horovod."""
-    if is_integer(tensor.dtype):
+def divide(tensor: torch.Tensor, size: int, dtype: torch.dtype | None = None) -> None:
+    """Make an average out of a sum, in place; integers are truncated toward zero, as in Horovod.
+
+    Args:
+        tensor: The sum, as :func:`to_wire` has it.
+        size: What to divide by.
+        dtype: What was summed, where that may be another dtype than the tensor's.
+    """
+    if dtype == torch.uint64:  # int64 has its bits; the half of it is not negative
+        half = ((tensor >> 1) & torch.iinfo(torch.int64).max).div_(size, rounding_mode="trunc").mul_(2)
+        tensor.sub_(half * size).div_(size, rounding_mode="trunc").add_(half)
+    elif is_integer(tensor.dtype):
         tensor.div_(size, rounding_mode="trunc")
     else:
         tensor.div_(size)

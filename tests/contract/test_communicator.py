@@ -221,6 +221,17 @@ def order_of_uint64() -> None:
     assert low.tolist() == [5 if communicator.size > 1 else 2**63 + 5]
 
 
+def average_of_uint64() -> None:
+    communicator = current().communicator
+    rank, size = communicator.rank, communicator.size
+    values = [2**64 - 1, 2**63 + 5, 2**63, 2**63 - 1, 3 * size - 1, 0]
+    mine = torch.tensor([value if rank == 0 else 0 for value in values], dtype=torch.uint64)
+    averages = [value // size for value in values]
+    assert communicator.allreduce(mine.clone(), ReduceOp.AVERAGE).wait().tolist() == averages
+    rows = mine.repeat(size, 1)
+    assert communicator.reducescatter(rows, ReduceOp.AVERAGE).wait().tolist() == [averages]
+
+
 def undefined_reductions() -> None:
     communicator = current().communicator
     for dtype, op in (
@@ -350,6 +361,7 @@ def handles() -> None:
         allreduce_strides,
         average_truncates_toward_zero,
         order_of_uint64,
+        average_of_uint64,
         undefined_reductions,
         gradients_stay_out,
         allgather_everything,

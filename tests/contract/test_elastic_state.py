@@ -256,13 +256,13 @@ class Launcher:
         self.commits.append(commits)
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_interrupt_comes_to_all_ranks_at_once(two: Ranks, who: int) -> None:
+@pytest.mark.parametrize(("who", "values"), [(0, {}), (1, {}), (1, {"commits": 20})])
+def test_interrupt_comes_to_all_ranks_at_once(two: Ranks, who: int, values: dict[str, int]) -> None:
     def fn() -> Any:
         launcher = Launcher()
         elastic_launcher.install(launcher)  # type: ignore[arg-type]
         try:
-            state = hvd.elastic.ObjectState(step=0)
+            state = hvd.elastic.ObjectState(step=0, **values)
             state.sync()
             for step in range(10):
                 state.step = step
@@ -274,7 +274,7 @@ def test_interrupt_comes_to_all_ranks_at_once(two: Ranks, who: int) -> None:
         finally:
             elastic_launcher.install(None)
 
-    assert two.run(fn) == [(4, 5, [1, 2, 3, 4, 5])] * 2
+    assert two.run(fn) == [(4, values.get("commits", 5), [1, 2, 3, 4, 5])] * 2
 
 
 def test_ranks_that_record_different_progress_are_told(two: Ranks) -> None:

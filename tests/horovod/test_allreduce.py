@@ -53,6 +53,22 @@ def test_integer_average_truncates_toward_zero(three: LastingWorld) -> None:
     three.run(fn)
 
 
+def test_averages_whose_sum_leaves_the_range(three: LastingWorld) -> None:
+    """What docs/collectives.md says of them."""
+
+    def fn() -> None:
+        size = hvd.size()
+        half = torch.tensor([30000.0], dtype=torch.float16)
+        assert hvd.allreduce(half).isinf().all()
+        assert hvd.allreduce(half, prescale_factor=1 / size, op=hvd.Sum).item() == pytest.approx(30000, rel=2e-3)
+        assert hvd.allreduce(half.float()).item() == 30000
+        large = torch.tensor([1 << 62])
+        assert hvd.allreduce(large).item() == -((1 << 62) // 3)  # of (3 << 62) - (1 << 64)
+        assert hvd.allreduce(large.double()).item() == 1 << 62
+
+    three.run(fn)
+
+
 def test_bool_and_complex(three: LastingWorld) -> None:
     def fn() -> None:
         rank = hvd.rank()

@@ -206,7 +206,8 @@ def test_in_a_pipeline_and_in_cross_validation(numbers: DataFrame) -> None:
 @pytest.mark.parametrize("source", ["parquet", "cache"])
 def test_vectors_in_columnar_scans(spark: SparkSession, tmp_path: Path, source: str) -> None:
     schema = StructType([StructField("id", IntegerType()), StructField("features", VectorUDT())])
-    df = spark.createDataFrame([(i, Vectors.dense([float(i), 1.0])) for i in range(7)], schema)
+    vectors = [Vectors.sparse(2, [0], [float(i)]) if i % 2 else Vectors.dense([float(i), 1.0]) for i in range(7)]
+    df = spark.createDataFrame([*enumerate(vectors)], schema)
     if source == "parquet":
         df.write.parquet(str(tmp_path / "rows"))
         df = spark.read.parquet(str(tmp_path / "rows"))
@@ -216,6 +217,6 @@ def test_vectors_in_columnar_scans(spark: SparkSession, tmp_path: Path, source: 
     net = nn.Linear(2, 1)
     model = TorchModel(model=net, feature_columns=["features"], label_columns=["y"], loss=nn.MSELoss())
     with torch.no_grad():
-        expected = {i: net(torch.tensor([[float(i), 1.0]])).item() for i in range(7)}
+        expected = {i: net(torch.tensor([[float(i), 1.0 - i % 2]])).item() for i in range(7)}
     for row in model.transform(df).collect():
         assert row["prediction"] == pytest.approx(expected[row["id"]], abs=1e-5)

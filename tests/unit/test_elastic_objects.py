@@ -32,10 +32,25 @@ def test_objects_are_restored_whole() -> None:
     assert state.commits == 1
 
 
-@pytest.mark.parametrize("name", ["save", "commits", "_x", "restore"])
+@pytest.mark.parametrize("name", ["save", "_x", "restore"])
 def test_names_of_its_own(name: str) -> None:
     with pytest.raises(ValueError, match=f"'{name}' is a name of ObjectState's own"):
         ObjectState(**{name: 1})
+
+
+@pytest.mark.parametrize("kind", [ObjectState, TorchState])
+def test_a_value_may_be_called_commits(kind: Any) -> None:
+    """As in programs of Horovod, which counts none itself."""
+    state = kind(commits=7, step=0)
+    for _ in range(2):
+        state.commits += 1
+        state.commit()
+    assert (state.commits, state._count) == (9, 1)
+    state.commits = 20
+    other = copy.deepcopy(state)
+    state.restore()
+    assert (state.commits, state._count) == (9, 1)
+    assert (other.commits, other._count) == (20, 1)
 
 
 def test_callbacks_come_after_reset() -> None:

@@ -173,6 +173,12 @@ def test_a_timeout_shows_what_ranks_did_and_each_stack_once() -> None:
         (failed(0, "AssertionError: Invalid device id"), False, "set_device"),
         (failed(0, "RuntimeError: No CUDA GPUs are available"), True, "gpus_per_proc=1"),
         (failed(0, "OSError: [Errno 24] Too many open files"), True, "ulimit"),
+        (
+            failed(0, "ValueError: You set `devices=1` and `num_nodes=1` in Lightning, but"),
+            True,
+            "devices=hvd.local_size",
+        ),
+        (failed(0, "MisconfigurationException: You requested gpu: [0, 1]\n But"), True, "LOCAL_RANK"),
         (failed(0, "RuntimeError: Connection closed by peer", echo=True), True, "network"),
         (failed(0), True, ""),
         (failed(0, "still running", kind=FailureKind.TIMEOUT), True, ""),

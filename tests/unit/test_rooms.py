@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import importlib.util
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+import spark_hvd
 
 ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("docs_rooms", ROOT / "docs" / "rooms.py")
@@ -26,6 +30,22 @@ def test_the_picture_shows_the_imports_of_today() -> None:
 def test_the_tables_say_what_the_signs_say() -> None:
     design = rooms.DESIGN.read_text()
     assert rooms.written(design) == design, REBUILD
+
+
+def test_the_text_names_modules_and_classes_that_exist() -> None:
+    prose = rooms.DESIGN.read_text().partition("<!-- rooms end -->")[2].partition("## Dependencies")[0]
+    parts = [name.split(".") for name in rooms.modules()]
+    there = {".".join(part[start:]) for part in parts for start in range(len(part))} | {"__init__", *spark_hvd.__all__}
+    named = re.findall(r"`([a-z_*]+(?:\.[a-z_*]+)*)`", prose)
+    assert len(named) > 40
+    assert [name for name in named if not fnmatch.filter(there, name)] == []
+    defined = {
+        node.name
+        for path in rooms.modules().values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {*re.findall(r"\b[A-Z][a-z]+(?:[A-Z][a-z]+)+\b", prose)} - defined == set()
 
 
 def test_rooms_have_no_circle_and_no_more_than_fifteen_modules() -> None:

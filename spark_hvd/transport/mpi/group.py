@@ -153,7 +153,7 @@ class MpiProcessGroup(_ProcessGroup):
 
         def back(result: torch.Tensor, target: torch.Tensor) -> None:
             if op is ReduceOp.AVERAGE:
-                divide(result, self.endpoint.size)
+                divide(result, self.endpoint.size, tensor.dtype)
             copy_unless_shared(target.detach(), restore(result).view(target.shape))
 
         return wire, mpi_op, back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,9 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from torch import nn
 
+import spark_hvd.torch as hvd
 from spark_hvd.estimators import LightningEstimator, ModelError
+from spark_hvd.runner import RankFailedError, run_local
 from tests.spark.lightning.support import Net, logs, mine_store, net
 
 if TYPE_CHECKING:
@@ -130,6 +133,38 @@ def test_trainer_args(df: DataFrame, estimator: Callable[..., LightningEstimator
     assert rows[0]["loss"] == pytest.approx(14.0, rel=0.5)
 
 
+class Summing(Net):
+    """Logs what it was shown, in training and in validation, and how many batches before either."""
+
+    checked = 0
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.log("checked", float(self.checked))
+        self.log("sum", batch["y"].sum(), on_epoch=True, sync_dist=True, reduce_fx="sum")
+        return self.loss(batch)
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        self.checked += self.trainer.sanity_checking
+        self.log("val_sum", batch["y"].sum(), sync_dist=True, reduce_fx="sum")
+
+
+def test_a_sanity_check_uses_no_rows_up(df: DataFrame, estimator: Callable[..., LightningEstimator]) -> None:
+    """And transformation_fn changes the rows of both."""
+    held = df.withColumn("held", df.positive > 0)
+    rows = [(row.y, row.held) for row in held.select("y", "held").collect()]
+    fitted = estimator(
+        model=Summing(),
+        epochs=2,
+        validation="held",
+        trainer_args={"num_sanity_val_steps": 2},
+        transformation_fn=lambda rows: rows.assign(y=rows["y"] + 1),
+    ).fit(held)
+    for row in fitted.getHistory():
+        assert row["checked"] == 2.0
+        for key, wanted in (("sum", False), ("val_sum", True)):
+            assert row[key] == pytest.approx(sum(y + 1 for y, of in rows if of == wanted), rel=1e-4)
+
+
 class Odd(Net):
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         return self.layers(batch["features"][:, :3]).mean()
@@ -171,3 +206,32 @@ def test_errors(
 ) -> None:
     with pytest.raises(error, match=text):
         estimator(**{"model": net(), **options}).fit(df)
+
+
+@pytest.mark.timeout(300)
+def test_a_trainer_of_a_program_s_own(tmp_path: Path) -> None:
+    """Ranks are devices of their host, or each a host of its own; of other numbers the error says these two."""
+
+    def weights(**places: int) -> list[torch.Tensor]:
+        rows = [{"features": torch.full((4,), float(row)), "y": torch.tensor(1.0)} for row in range(8)]
+        torch.manual_seed(3)
+        net = Net()
+        trainer = L.Trainer(
+            accelerator="cpu", strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, **places,
+        )  # fmt: skip
+        trainer.fit(net, torch.utils.data.DataLoader(rows, batch_size=2))
+        assert trainer.world_size == 2
+        return [each.detach() for each in net.parameters()]
+
+    def fn() -> None:
+        both = weights(devices=hvd.local_size(), num_nodes=hvd.cross_size())
+        os.environ["LOCAL_RANK"] = "0"
+        for one, other in zip(both, weights(devices=1, num_nodes=hvd.size()), strict=True):
+            assert torch.equal(one, other)
+            assert torch.equal(one, hvd.broadcast(one, root_rank=0))
+        os.environ["LOCAL_RANK"] = str(hvd.local_rank())
+        weights(devices=1, num_nodes=hvd.size())
+
+    with pytest.raises(RankFailedError, match=r"IndexError(.|\n)*devices=hvd.local_size(.|\n)*LOCAL_RANK"):
+        run_local(fn, num_proc=2, verbose=0)
