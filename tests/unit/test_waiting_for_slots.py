@@ -9,8 +9,9 @@ import pytest
 
 from spark_hvd.runner.outcome.errors import NotEnoughSlotsError
 from spark_hvd.runner.spark import slots
+from spark_hvd.runner.spark.profiles import Ask
 
-RESOURCES: Any = SimpleNamespace(plan=SimpleNamespace(cpus=1, gpus=0, gpus_there=None, ask=""))
+RESOURCES: Any = SimpleNamespace(plan=SimpleNamespace(cpus=1, gpus=0, gpus_there=None, ask=Ask()))
 
 
 @pytest.mark.parametrize(
