@@ -26,7 +26,7 @@ import pytest
 from jax._src import distributed
 
 import spark_hvd.jax as hvd
-from spark_hvd import MismatchError, StalledError, run, run_local
+from spark_hvd import MismatchError, Network, StalledError, run, run_local
 from spark_hvd.jax.cluster import _hold
 from spark_hvd.jax.trees import over_devices
 from spark_hvd.runner.outcome.errors import RankFailedError
@@ -298,7 +298,7 @@ def test_no_argument_is_needed_and_nothing_listens_elsewhere(
             sums += float(jnp.sum(batch["mask"] * batch["x"].sum(1)))
         return places, count, total, sums, jax.process_count()
 
-    options: dict[str, Any] = {"num_proc": 2, "verbose": 0, "ports": "23400-23499"}
+    options: dict[str, Any] = {"num_proc": 2, "verbose": 0, "network": Network(ports="23400-23499")}
     if on_spark:
         spark = request.getfixturevalue("spark")
         results = run(body, spark=spark, data={"train": spark.read.parquet(path)}, **options)
