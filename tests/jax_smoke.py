@@ -23,9 +23,10 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from jax._src import distributed
 
 import spark_hvd.jax as hvd
-from spark_hvd import MismatchError, StalledError, run, run_local
+from spark_hvd import MismatchError, Network, StalledError, run, run_local
 from spark_hvd.jax.cluster import _hold
 from spark_hvd.jax.trees import over_devices
 from spark_hvd.runner.outcome.errors import RankFailedError
@@ -276,13 +277,14 @@ def test_jax_in_one_rank_only_is_told_when_the_others_have_returned() -> None:
 def test_no_argument_is_needed_and_nothing_listens_elsewhere(
     on_spark: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """In run_local with a file, and in run with a DataFrame of it."""
+    """In run_local with a file, and in run with a DataFrame of it; the coordinator takes one of `ports=`."""
     rows, wanted = table()
     path = str(tmp_path / "rows.parquet")
     pq.write_table(pa.table({**{f"x{i}": rows[:, i] for i in range(6)}, "y": wanted}), path)
 
     def body() -> tuple[set[str], float, float, float, int]:
         jax.distributed.initialize()
+        assert 23400 <= int(str(distributed.global_state.coordinator_address).rpartition(":")[2]) <= 23499
         places = {
             each.laddr.ip.removeprefix("::ffff:")
             for each in psutil.Process().net_connections("tcp")
@@ -296,11 +298,12 @@ def test_no_argument_is_needed_and_nothing_listens_elsewhere(
             sums += float(jnp.sum(batch["mask"] * batch["x"].sum(1)))
         return places, count, total, sums, jax.process_count()
 
+    options: dict[str, Any] = {"num_proc": 2, "verbose": 0, "network": Network(ports="23400-23499")}
     if on_spark:
         spark = request.getfixturevalue("spark")
-        results = run(body, num_proc=2, verbose=0, spark=spark, data={"train": spark.read.parquet(path)})
+        results = run(body, spark=spark, data={"train": spark.read.parquet(path)}, **options)
     else:
-        results = run_local(body, num_proc=2, verbose=0, data={"train": path})
+        results = run_local(body, data={"train": path}, **options)
     for places, count, total, sums, processes in results:
         assert places == {"127.0.0.1"}
         assert (count, processes) == (ROWS, 2)
@@ -341,11 +344,9 @@ def test_a_rank_that_dies_is_the_one_that_is_told(
 
 
 def test_jax_s_own_abort_is_an_echo() -> None:
-    """As where the abort of a rank is heard of before the loss of rank 0, which JAX' coordinator was in."""
+    """As where the abort of a rank is heard of before the loss of rank 0, which JAX's coordinator was in."""
 
     def body() -> None:
-        from jax._src import distributed
-
         hvd.init()
         hvd.allgather_object("JAX is up")
         if hvd.rank() == 0:

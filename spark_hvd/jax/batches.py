@@ -16,7 +16,7 @@ def global_batches(
 ) -> Iterator[dict[str, Any]]:
     """Make one global array of the rows of all ranks, for each array of a batch.
 
-    JAX' ranks run one program, so a batch has the same shape on all of them: one with fewer rows, as the last of an
+    JAX's ranks run one program, so a batch has the same shape on all of them: one with fewer rows, as the last of an
     epoch, is filled up with copies of its first row. The mask says which rows count: ``sum(mask * losses) / sum(mask)``
     is the mean over the rows of all ranks, whatever each of them had.
 

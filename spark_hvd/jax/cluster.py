@@ -69,18 +69,15 @@ def init(*, initialization_timeout: float = _TIMEOUT, **settings: Any) -> None:
             "jnp.zeros() and other calls do, also in a module that fn imports. Next: call hvd.init() before them"
         )
     address = _meet(initialization_timeout, None)
-    jax.distributed.initialize(
+    jax.distributed.initialize(  # the address is given, lest JAX_COORDINATOR_ADDRESS of the driver be taken for it
         address,
-        num_processes=me[1],
-        process_id=me[0],
-        local_device_ids=SparkHvdCluster.get_local_process_id(),
-        cluster_detection_method="deactivate",
+        cluster_detection_method=SparkHvdCluster.name,
         initialization_timeout=max(1, int(initialization_timeout)),
         coordinator_bind_address=address,
     )
 
 
-class SparkHvdCluster(private.ClusterEnv):  # type: ignore[misc] # JAX' types are not looked at
+class SparkHvdCluster(private.ClusterEnv):  # type: ignore[misc] # JAX's types are not looked at
     """What ``jax.distributed.initialize()`` asks in a rank, for its arguments."""
 
     name = "spark_hvd"
@@ -155,7 +152,7 @@ def _meet(timeout: float, port: str | None) -> str:
 
 
 def _hold(host: str, ports: PortRange | None) -> str:
-    """An address with a port that no other process gets until JAX' coordinator listens there.
+    """An address with a port that no other process gets until JAX's coordinator listens there.
 
     It is bound to alone, and shared from then on: gRPC, of the same user, asks for a shared port. What is bound and
     does not listen gets no connections.

@@ -28,7 +28,7 @@ def place() -> tuple[int, int] | None:
 
 
 def meet_on_cpus_at(address: str) -> None:
-    """Have Gloo, by which JAX' CPUs talk to each other, listen on this address; it would look up the host's name."""
+    """Have Gloo, by which JAX's CPUs talk to each other, listen on this address; it would look up the host's name."""
 
     def client() -> Any:
         ours = distributed.global_state.client
