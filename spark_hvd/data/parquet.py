@@ -12,11 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spark_hvd.data.readers.dataset import Column, DatasetMeta, RowGroup
-from spark_hvd.data.readers.deleted import Deleted
-from spark_hvd.data.readers.errors import DataError
+from spark_hvd.data.readers.errors import DataError, TableError
 from spark_hvd.data.readers.files import arrow_filesystem, gone
 from spark_hvd.data.readers.measure import ColumnFindings, Uses
-from spark_hvd.data.readers.plain import plain_schema
+from spark_hvd.data.schemas.deleted import Deleted
+from spark_hvd.data.schemas.plain import plain_schema
+from spark_hvd.data.schemas.table import TableSchema
 from spark_hvd.data.tables import TableFiles, files_of
 from spark_hvd.store import Store
 from spark_hvd.store.errors import StoreError, explaining
@@ -122,7 +123,7 @@ def _footer(store: Store, file: str, table: TableFiles, asked: Sequence[str]) ->
     rows = [number - (deleted[index][1] if index in deleted else 0) for index, number in enumerate(rows)]
     names = {name: name for name in asked}
     if table.schema is not None:
-        mine = {name: table.schema.find(name, schema, file) for name in asked if name in table.schema.fields.names}
+        mine = {name: _found(table.schema, name, schema, file) for name in asked if name in table.schema.fields.names}
         names |= {name: found.name for name, found in mine.items() if found is not None}
     extremes = {name: _extremes_in(metadata, there) for name, there in names.items()}
     return _Footer(file, schema, tuple(rows), {index: each for index, (each, _) in deleted.items()}, extremes)
@@ -178,12 +179,20 @@ def _fields(table: TableFiles, footers: Sequence[_Footer], wanted: Sequence[str]
         for name in table.schema.fields.names:
             if wanted is None or name in wanted:
                 for footer in distinct:
-                    table.schema.find(name, footer.schema, footer.file)
+                    _found(table.schema, name, footer.schema, footer.file)
         return list(table.schema.plain)
     for footer in footers[1:]:
         if _types(footer) != _types(first):
             raise DataError(_difference(first, footer))
     return list(first.schema)
+
+
+def _found(table: TableSchema, name: str, there: pa.Schema, file: str) -> pa.Field | None:
+    """As :meth:`TableSchema.find`, with the error of a table that Spark may be able to read."""
+    try:
+        return table.find(name, there, file)
+    except ValueError as error:
+        raise TableError(str(error)) from error
 
 
 def _types(footer: _Footer) -> list[tuple[str, pa.DataType]]:

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from spark_hvd.data.readers.dataset import listed
 from spark_hvd.data.readers.errors import DataError, TableError
-from spark_hvd.data.readers.table_schema import ID, REQUIRED, TableSchema, names_mark, table_field
+from spark_hvd.data.schemas.table import ID, REQUIRED, TableSchema, names_mark, table_field
 from spark_hvd.store import Store
 from spark_hvd.store.errors import explaining
 from spark_hvd.store.paths import complete, join, protocol_of
@@ -173,6 +173,8 @@ def _of_delta(table: Any) -> TableFiles:
                     deleted[_below(url, path)] = positions
         if unknown := deleted.keys() - set(paths):
             raise TableError(f"{version} marks rows of {min(unknown)}, which is none of its files. Next: {_FRAME[3:]}")
+    if outside := [path for path in paths if not path.startswith(join(url, ""))]:
+        _log.warning("%s has %d of its %d files elsewhere, as %s", version, len(outside), len(paths), outside[0])
     return TableFiles(
         url=url,
         sizes=_in_place(version, url, {paths[at]: sizes[at] for at in order}),
@@ -205,12 +207,11 @@ def _below(url: str, path: str) -> str:
 
 
 def _in_place(version: str, url: str, sizes: dict[str, int]) -> dict[str, int]:
-    """The files of a table, of which those of a shallow clone, or that were added, may lie outside of it.
+    """The same files, if ranks may read them where they are.
 
     Raises:
         DataError: one lies where a path of a log must not lead.
     """
-    outside = [file for file in sizes if not file.startswith(join(url, ""))]
     for file in sizes:
         if ".." in file.split("/"):
             raise DataError(
@@ -222,8 +223,6 @@ def _in_place(version: str, url: str, sizes: dict[str, int]) -> dict[str, int]:
                 f"{version} has the file {file}, in another file system than the table: expected "
                 f"{protocol_of(url)}://. Next: copy the table with its files, {_FRAME}"
             )
-    if outside:
-        _log.warning("%s has %d of its %d files elsewhere, as %s", version, len(outside), len(sizes), outside[0])
     return sizes
 
 

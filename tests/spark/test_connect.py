@@ -248,4 +248,4 @@ def test_the_doctor(connect: SparkSession) -> None:
     assert report.ok
     assert "all tasks reach 127.0.0.1:" in of("executor to driver", report.findings).found
     assert of("executor to driver", report.findings).level is Level.OK
-    assert of("all-reduce", report.findings).found.startswith("2 ranks: ")
+    assert of("all-reduce", report.findings).found.startswith("2 ranks, tensors on cpu: ")

@@ -14,9 +14,9 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 
 from spark_hvd.data.readers.dataset import DatasetMeta, RowGroup, listed
-from spark_hvd.data.readers.deleted import Deleted
 from spark_hvd.data.readers.errors import DataError
-from spark_hvd.data.readers.plain import plain_schema
+from spark_hvd.data.schemas.deleted import Deleted
+from spark_hvd.data.schemas.plain import plain_schema
 from spark_hvd.store import Store
 from spark_hvd.store.paths import OBJECT_STORES, protocol_of
 
@@ -96,15 +96,16 @@ class RowGroups:
             DataError: as :meth:`read`.
         """
         deleted, at = self._deleted.get((group.file, group.index)), 0
+        kept = None if deleted is None else deleted.kept()
         with told(group, self._version), self._opened(group, streamed=True) as file:
             _check_rows(file.reader, group, deleted)
             some, columns = [group.index], file.columns
             # With threads for the columns: the parts of a row group are read one after the other.
             for batch in file.reader.iter_batches(chunk, row_groups=some, columns=columns, use_threads=True):
-                kept = batch if deleted is None else batch.filter(deleted.kept(at, at + batch.num_rows))
+                rows = batch if kept is None else batch.filter(kept.slice(at, batch.num_rows))
                 at += batch.num_rows
-                if kept.num_rows:
-                    yield self._complete(kept, group, file)
+                if rows.num_rows:
+                    yield self._complete(rows, group, file)
 
     def close(self) -> None:
         """Close the files that are open and unused."""
@@ -164,7 +165,7 @@ class RowGroups:
             there = plain_schema(file.schema_arrow)
             found = {name: self._table.find(name, there, where(group)) for name in self._stored}
             return _File(file, [each.name for each in found.values() if each is not None], found)
-        except DataError:
+        except ValueError:
             file.close()
             raise
 

@@ -10,8 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from spark_hvd.data.readers.errors import TableError
-from spark_hvd.data.readers.plain import plain_type
+from spark_hvd.data.schemas.plain import plain_type
 
 ID = b"PARQUET:field_id"
 """A field's ID as decimal digits, where Arrow has it in the schema of a file."""
@@ -50,19 +49,19 @@ class TableSchema:
             The file's column; None where it has none, and rows have the default.
 
         Raises:
-            TableError: it has none, and there is no default; or what it has is no narrower form of the column.
+            ValueError: it has none, and there is no default; or what it has is no narrower form of the column.
         """
         wanted = self.fields.field(name)
         try:
             found = _find(wanted, there)
         except KeyError:
-            raise TableError(
+            raise ValueError(
                 f"{file} has no field IDs, by which {self.version} finds its columns, and the table has no mapping of "
                 f"names. {_FRAME}"
             ) from None
         if found is None:
             if name not in self.defaults:
-                raise TableError(
+                raise ValueError(
                     f"{file} has no column {name!r}, which {self.version} has and does not give a value for. {_FRAME}"
                 )
             return None
@@ -75,7 +74,7 @@ class TableSchema:
         except (KeyError, pa.ArrowException):
             fits = False
         if not fits:
-            raise TableError(
+            raise ValueError(
                 f"column {name!r} is {found.type} in {file} and {wanted.type} in {self.version}: expected a type that "
                 f"was widened, or fields that were renamed, dropped or added. {_FRAME}"
             )

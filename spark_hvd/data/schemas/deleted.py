@@ -33,7 +33,7 @@ class Deleted:
         marks[positions] = True
         return cls(rows, zlib.compress(np.packbits(marks).tobytes(), 1))
 
-    def kept(self, start: int = 0, stop: int | None = None) -> pa.Array:
-        """Whether rows ``start`` to ``stop`` are still there: booleans, of shape (stop - start,)."""
+    def kept(self) -> pa.Array:
+        """Whether each row is still there: booleans, of shape (rows,)."""
         bits = np.frombuffer(zlib.decompress(self.marks), np.uint8)
-        return pa.array(~np.unpackbits(bits, count=self.rows).view(np.bool_)[start:stop])
+        return pa.array(~np.unpackbits(bits, count=self.rows).view(np.bool_))
