@@ -20,6 +20,7 @@ from tests.world.wire import DRIVER, Pipe
 
 if TYPE_CHECKING:
     from spark_hvd.world.layout import RankInfo
+    from tests.world.driver import Driver
     from tests.world.world import SimulatedWorld
 
 _TURN = 0.5
@@ -56,11 +57,30 @@ class SimulatedLink:
         parts = [value[:8], value[8:20], value[20:]]
         kept = driver.answers and self.attempt.world.network.reaches(self.attempt.host.name, DRIVER)
         if kept:  # in earnest it waits for the answer
-            for part, data in enumerate(parts):
-                message = {"type": "value", "rank": self.attempt.number, **fields, "part": part, "parts": len(parts)}
+            for part, data in enumerate(parts, 1):
+                message = {
+                    "type": "value",
+                    "rank": self.attempt.number,
+                    **fields,
+                    "part": part - 1,
+                    "parts": len(parts),
+                }
                 driver.take((self.down, json.dumps(message).encode(), data))
-            driver.turn()
+                assert self._is_told_by(driver) == (part == len(parts)), "an agent is told that a value is kept"
         return kept
+
+    def _is_told_by(self, driver: Driver) -> bool:
+        """Whether the driver, which looks round now, says that it has the whole value."""
+        told: list[bytes] = []
+        send, self.down.send = self.down.send, told.append
+        try:
+            driver.turn()
+        finally:
+            self.down.send = send
+        others = [message for message in told if json.loads(message)["type"] != "kept"]
+        for message in others:
+            send(message)
+        return len(others) < len(told)
 
     def receive(self) -> dict[str, Any] | None:
         message: dict[str, Any] | None = json.loads(self.inbox.popleft()) if self.inbox else None
