@@ -62,6 +62,7 @@ def test_on_tensorflow(tmp_path: Path) -> None:
         KerasModel.load(path).getModel()
 
 
+@pytest.mark.night
 def test_a_run_goes_on_to_the_same_end(df: DataFrame, tmp_path: Path) -> None:
     def fit(folder: str, epochs: int) -> KerasModel:
         params = {"optimizer": "adam", "shuffle": True, "store": Store.create(str(tmp_path / folder)), "run_id": "r"}
@@ -127,6 +128,7 @@ def test_an_epoch_that_was_cut_off_goes_on_with_fewer_ranks(df: DataFrame, tmp_p
         np.testing.assert_allclose([row["loss"], row["mae"]], [np.mean(errors**2), np.mean(np.abs(errors))], 1e-4)
 
 
+@pytest.mark.night
 def test_callbacks_and_the_best_model(df: DataFrame) -> None:
     import spark_hvd.keras.callbacks as call
 
@@ -216,6 +218,7 @@ class UnregisteredLayer(keras.layers.Layer):
 """
 
 
+@pytest.mark.night
 def test_what_is_of_a_script_travels_with_its_names(df: DataFrame) -> None:
     script = vars(sys.modules["__main__"])
     before = dict(script)

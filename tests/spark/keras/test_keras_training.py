@@ -51,6 +51,7 @@ def test_weights_of_samples_count(df: DataFrame) -> None:
         np.testing.assert_allclose(one, two, 1e-5)
 
 
+@pytest.mark.night
 def test_rows_have_the_shape_of_the_models_input(df: DataFrame) -> None:
     """As with Horovod: a column of numbers is an image where the model takes images of as many numbers."""
 
@@ -66,6 +67,7 @@ def test_rows_have_the_shape_of_the_models_input(df: DataFrame) -> None:
         estimator(images(4), epochs=1).fit(df)
 
 
+@pytest.mark.night
 def test_the_history_has_the_means_of_epochs(df: DataFrame) -> None:
     """And not what the last batch had: the model does not change, so they are those of all rows."""
     fitted = estimator(net(), optimizer=keras.optimizers.SGD(0.0), metrics=["mae"], epochs=1).fit(df)
@@ -108,6 +110,7 @@ def test_a_loss_that_is_no_mean_over_rows_is_refused(df: DataFrame) -> None:
         estimator(net(), loss=keras.losses.MeanSquaredError(reduction="sum")).fit(df)
 
 
+@pytest.mark.night
 def test_classes(df: DataFrame) -> None:
     sparse = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     cases = [
