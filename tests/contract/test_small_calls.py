@@ -21,48 +21,20 @@ import pytest
 import torch
 
 import spark_hvd.torch as hvd
-from spark_hvd.collectives.names import RING
 from spark_hvd.collectives.process_set import queue_of
 from spark_hvd.collectives.underway import rounds
 from spark_hvd.collectives.underway.use import LARGEST
 from tests.conftest import wait_until
+from tests.contract.small_calls import DTYPES, LEARNT, by_coordinator, learn, mine, total, wait_in_memory
 from tests.ranks import Ranks, ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
-LEARNT = 3
-"""Calls of a name after which the next goes through memory."""
 
 
 @pytest.fixture(scope="module", params=[2, 3])
 def world(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with ranks(request.param) as started:
         yield started
-
-
-def learn(*names: str, elements: int = 1, **how: Any) -> None:
-    for _ in range(LEARNT):
-        for name in names:
-            hvd.allreduce(torch.ones(elements), name=name, **how)
-
-
-def wait_in_memory(seconds: float) -> None:
-    """For late ranks; for long where the way is looked at, as on a busy machine all may be late."""
-    rounds.MEMORY_SECONDS = seconds
-
-
-def by_coordinator(process_set: hvd.ProcessSet | None = None) -> int:
-    """How many batches the coordinator has decided on so far."""
-    return queue_of(process_set or hvd.global_process_set).done
-
-
-def total(factor: float = 1.0) -> float:
-    return factor * sum(range(1, hvd.size() + 1))
-
-
-def mine(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.full(shape, hvd.rank() + 1, dtype=dtype)
 
 
 def test_all_that_suits_memory_goes_through_it(world: Ranks) -> None:
@@ -126,19 +98,15 @@ def test_other_kinds_of_calls_go_through_memory_too(world: Ranks) -> None:
             whole = size == 2 or not dtype.is_floating_point  # the order of factors may show otherwise
             products = [(hvd.Product, math.factorial(size))] if whole else []
             for op, expected in ((hvd.Min, 1), (hvd.Max, size), *products):
-                kinds[f"{dtype} {op}"] = (
-                    functools.partial(hvd.allreduce, given, op=op),
-                    torch.full_like(given, expected),
-                )
+                call = functools.partial(hvd.allreduce, given, op=op)
+                kinds[f"{dtype} {op}"] = call, torch.full_like(given, expected)
         for dtype in [*DTYPES, torch.bool, torch.uint8, torch.complex64]:
             for shape in ((), (2, 3)):
                 numbers = torch.arange(6)[: math.prod(shape)].view(shape)
                 whole = [(numbers * (rank + 1)).to(dtype) for rank in range(size)]
                 given = whole[hvd.rank()]
-                kinds[f"{dtype} {shape} gathered"] = (
-                    functools.partial(hvd.allgather, given),
-                    torch.cat([each.view(-1, *shape[1:]) for each in whole]),
-                )
+                rows = torch.cat([each.view(-1, *shape[1:]) for each in whole])
+                kinds[f"{dtype} {shape} gathered"] = functools.partial(hvd.allgather, given), rows
                 for root in range(size):
                     kinds[f"{dtype} {shape} from {root}"] = functools.partial(hvd.broadcast, given, root), whole[root]
         numbers = torch.tensor([1.0, math.nan if hvd.rank() == 0 else 2.0, math.inf, -0.5 * hvd.rank()])
@@ -164,107 +132,6 @@ def test_other_kinds_of_calls_go_through_memory_too(world: Ranks) -> None:
         assert by_coordinator() == decided
 
     world.run(fn)
-
-
-def calls_without_a_name(turn: int) -> None:
-    """Four all-reduces, an all-gather, a broadcast and a barrier."""
-    for shape, op, expected in (
-        ((2,), hvd.Sum, total(turn)),
-        ((), hvd.Max, turn * hvd.size()),
-        ((3, 2), hvd.Average, total(turn) / hvd.size()),
-        ((2,), hvd.Sum, total(turn)),
-    ):
-        result = hvd.allreduce(mine(shape) * turn, op=op)
-        torch.testing.assert_close(result, torch.full(shape, float(expected)))
-    assert hvd.allgather(mine((1,)) * turn).tolist() == [turn * (rank + 1) for rank in range(hvd.size())]
-    assert hvd.broadcast(mine((1,)) * turn, turn % 2).item() == turn * (turn % 2 + 1)
-    hvd.barrier()
-
-
-def test_calls_without_a_name_go_through_memory_when_they_come_back(world: Ranks) -> None:
-    def fn() -> None:
-        wait_in_memory(10.0)
-        for turn in range(2 * RING):  # each of the made-up names twice, those of the barriers as well
-            calls_without_a_name(turn)
-        decided = by_coordinator()
-        for turn in range(20):
-            calls_without_a_name(turn)
-        assert by_coordinator() == decided
-
-        for turn in range(3 * RING):  # what comes in sevens never has the same name when it comes back
-            shape = (turn % 7 + 1,)
-            assert torch.equal(hvd.allreduce(mine(shape) * turn, op=hvd.Sum), torch.full(shape, total(turn)))
-
-    world.run(fn)
-
-
-def test_any_number_of_calls_without_a_name_may_be_under_way(world: Ranks) -> None:
-    def fn() -> None:
-        wait_in_memory(0.1)
-        many = 2 * RING + 30
-
-        def start() -> list[Any]:
-            return [hvd.allreduce_async(mine((2,)) * number, op=hvd.Sum) for number in range(many)]
-
-        def check(handles: list[Any], order: list[int]) -> None:
-            for number in order:
-                assert torch.equal(handles[number].wait(), torch.full((2,), total(number))), number
-
-        for turn in range(3):
-            check(start(), random.Random(hvd.rank() + turn).sample(range(many), many))
-        # They do not hold up the caller, on whom other ranks may wait.
-        handles = start() if hvd.rank() == 0 else []
-        hvd.allreduce(mine((1,)), name="meanwhile")
-        handles = handles or start()
-        check(handles, list(reversed(range(many))))
-        assert hvd.allreduce(mine((1,)), op=hvd.Sum).item() == total()
-
-    world.run(fn)
-
-
-def test_calls_that_wait_for_a_name_count_before_a_join(world: Ranks) -> None:
-    def fn() -> list[float]:
-        wait_in_memory(0.1)
-        handles = [hvd.allreduce_async(torch.ones(1), op=hvd.Sum) for _ in range(2 * RING + 10 * hvd.rank())]
-        hvd.join()
-        results = [handle.wait().item() for handle in handles]
-        assert hvd.allreduce(mine((1,)), op=hvd.Sum).item() == total()  # they count anew, all from the first name
-        return results
-
-    for rank, results in enumerate(world.run(fn)):
-        counts = [2 * RING + 10 * other for other in range(world.size)]
-        assert results == [sum(number < count for count in counts) for number in range(counts[rank])]
-
-
-def test_calls_without_a_name_that_do_not_fit_are_an_error_everywhere(world: Ranks) -> None:
-    def fn() -> None:
-        wait_in_memory(10.0)
-        for last in (hvd.size() - 1, 0):
-            for _ in range(3 * RING):
-                hvd.allreduce(torch.ones(3))
-            given = torch.ones(5 if hvd.rank() == last else 3)
-            with pytest.raises(hvd.MismatchError, match=r"'allreduce\.noname\.\d+'.*shape"):
-                hvd.allreduce(given)
-            assert hvd.allreduce(mine((3,)), op=hvd.Sum)[0].item() == total()
-
-    world.run(fn)
-
-
-def test_calls_that_wait_for_a_name_fail_with_the_others(tmp_path: Path) -> None:
-    def fn() -> str:
-        if hvd.rank() == 1:
-            wait_until((tmp_path / "called").exists)
-            hvd.shutdown()
-            return ""
-        handles = [hvd.allreduce_async(torch.ones(1)) for _ in range(RING + 5)]
-        (tmp_path / "called").touch()
-        for handle in handles:
-            with pytest.raises(hvd.CollectiveError, match="rank 1"):
-                handle.wait()
-        return "all failed"
-
-    with ranks(2) as two:
-        assert two.run(fn)[0] == "all failed"
 
 
 def test_ranks_may_call_in_any_order_and_from_several_threads(world: Ranks) -> None:

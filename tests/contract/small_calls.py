@@ -1,0 +1,43 @@
+"""What the tests of small calls share."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import cloudpickle
+import torch
+
+import spark_hvd.torch as hvd
+from spark_hvd.collectives.process_set import queue_of
+from spark_hvd.collectives.underway import rounds
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
+LEARNT = 3
+"""Calls of a name after which the next goes through memory."""
+
+
+def learn(*names: str, elements: int = 1, **how: Any) -> None:
+    for _ in range(LEARNT):
+        for name in names:
+            hvd.allreduce(torch.ones(elements), name=name, **how)
+
+
+def wait_in_memory(seconds: float) -> None:
+    """For late ranks; for long where the way is looked at, as on a busy machine all may be late."""
+    rounds.MEMORY_SECONDS = seconds
+
+
+def by_coordinator(process_set: hvd.ProcessSet | None = None) -> int:
+    """How many batches the coordinator has decided on so far."""
+    return queue_of(process_set or hvd.global_process_set).done
+
+
+def total(factor: float = 1.0) -> float:
+    return factor * sum(range(1, hvd.size() + 1))
+
+
+def mine(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full(shape, hvd.rank() + 1, dtype=dtype)
