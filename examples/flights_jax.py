@@ -7,7 +7,7 @@ it is the compiler: a batch is one array over the devices of all ranks, and the 
     python examples/flights_jax.py            two ranks, all flights, two or three minutes
     python examples/flights_jax.py --help     the knobs
 
-It needs `pip install 'spark_hvd[jax]'`.
+It needs `pip install ".[jax]"`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
     if error.name not in ("jax", "jaxlib"):
         raise
     raise ImportError(
-        "spark_hvd.jax needs JAX, in the Python of each rank: pip install 'spark_hvd[jax]', or 'jax[cuda13]' for GPUs"
+        "spark_hvd.jax needs JAX, in the Python of each rank: pip install 'jax>=0.10', or 'jax[cuda13]' for GPUs"
     ) from error
 
 from spark_hvd.jax.batches import global_batches

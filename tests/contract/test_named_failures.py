@@ -331,7 +331,7 @@ def no_room(*_: Any, **__: Any) -> None:
 def test_one_rank_cannot_run_it(method: str, victim: int) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "allreduce": lambda: hvd.allreduce(torch.ones(1 << 15), name="it"),  # smaller ones go through memory
-        "broadcast": lambda: hvd.broadcast(torch.ones(3), victim, name="it"),
+        "broadcast": lambda: hvd.broadcast(torch.ones(1 << 15), victim, name="it"),
         "alltoall": lambda: hvd.alltoall(torch.ones(3), name="it"),
         "allgather": lambda: hvd.allreduce(torch.ones(3), op=hvd.Adasum, name="it"),  # in one of its later rounds
         "barrier": lambda: hvd.allreduce(torch.ones(MANY // 8), name="it"),  # through shared memory

@@ -102,13 +102,20 @@ def test_a_store_that_fails_for_a_while_ends_no_training(
     spark: SparkSession, store: Store, path: str, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = write(spark.read.parquet(path), store)
-    home = Path(store.url, "intermediate_data")
+    home, away, file = (Path(store.url, name) for name in ("intermediate_data", "away", "in the way"))
+    file.touch()
+
+    def put(target: Path) -> None:  # at once, so that no directory is made there meanwhile
+        link = home.with_name("link")
+        link.symlink_to(target)
+        link.replace(home)
+
+    home.rename(away)
+    put(away)
     with in_use(store, data):
-        home.rename(home.with_name("away"))
-        home.write_text("a file is in the way")
+        put(file)
         wait_until(lambda: "Data of a training that goes on are deleted when that lasts 7 days" in caplog.text)
-        home.unlink()
-        home.with_name("away").rename(home)
+        put(away)
         clock.now += 1
         wait_until(lambda: lease_of(store) == clock.now)
 

@@ -21,7 +21,7 @@ from pyspark.ml.param import Params
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
 
 from spark_hvd.estimators.data import reuse
-from spark_hvd.runner import ClusterError, RankFailedError, run
+from spark_hvd.runner import RankFailedError, run
 from spark_hvd.runner.cli import session as cli_session
 from spark_hvd.runner.spark import job as spark_job
 from spark_hvd.runner.spark import private as spark_private
@@ -242,12 +242,9 @@ class Connect:
 Connect.__module__ = "pyspark.sql.connect.session"
 
 
-def test_connect_has_to_be_told_the_number_of_ranks(spark: SparkSession) -> None:
+def test_connect_is_not_asked_for_slots_where_the_number_of_ranks_is_told(spark: SparkSession) -> None:
     session: Any = Connect()
-    resources = task_resources(spark, Ask())
-    assert wait_for_slots(session, 3, 1.0, resources) == 3
-    with pytest.raises(ClusterError, match=r"Spark Connect client cannot count .* num_proc="):
-        wait_for_slots(session, None, 1.0, resources)
+    assert wait_for_slots(session, 3, 1.0, task_resources(spark, Ask())) == 3
 
 
 def test_connect_takes_artifacts() -> None:
