@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.ranks import fork_context
 
-CASE_SECONDS = 60
+CASE_SECONDS = 200
 
 
 class Ranks:
