@@ -55,7 +55,7 @@ def broadcast(tree: Any, root_rank: int = 0, sharding: Any = None) -> Any:
 
 
 def state_dict(tree: Any) -> dict[str, Any]:
-    """A pytree as plain data for ``hvd.checkpoint.save``: leaves by their paths, such as "['dense']['bias']".
+    """A pytree as plain data for ``hvd.checkpoint.save``: leaves by their paths, such as ``['dense']['bias']``.
 
     All ranks call it: arrays that are cut over ranks are gathered.
 

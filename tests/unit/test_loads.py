@@ -19,7 +19,7 @@ DRIVER_SIDE = ("runner.launch", "runner.spark")
         ("runner.rank.static", 72, ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE)),
         pytest.param(
             "runner.rank.elastic",
-            70,
+            71,
             ("pyspark", "runner.watch", *TASK_SIDE, *DRIVER_SIDE),
             marks=pytest.mark.slow,
         ),
