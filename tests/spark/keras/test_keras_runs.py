@@ -52,6 +52,7 @@ print("found", found[0]["prediction"])
 
 
 @pytest.mark.timeout(600)  # four processes import TensorFlow, and more beside them have work
+@pytest.mark.usefixtures("spark")  # which load() asks for
 def test_on_tensorflow(tmp_path: Path) -> None:
     pytest.importorskip("tensorflow")
     path = str(tmp_path / "model")
