@@ -34,7 +34,7 @@ def _seconds_a_call(call: Callable[[], object], calls: int) -> float:
 
 def _pairs(elements: int) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
     """By what is called: ours, and torch.distributed's."""
-    tensor = torch.zeros(elements)
+    tensor = torch.ones(elements)
     parts = [torch.zeros(elements) for _ in range(hvd.size())]
     value = {"loss": 0.5, "rank": hvd.rank()}
     values: list[Any] = [None] * hvd.size()

@@ -48,7 +48,7 @@ class Lateness(nn.Module):
 
 
 def logits(params: Any, codes: Any, numbers: Any) -> Any:
-    """The same in JAX, of a dict of the module's arrays by their names."""
+    """Compute the same logits in JAX, of a dict of the module's arrays by their names."""
     import jax
     import jax.numpy as jnp
 
@@ -102,7 +102,7 @@ def train_in_jax(params: dict[str, np.ndarray], epochs: int) -> tuple[dict[str, 
 
 
 def train_in_torch(model: Lateness, epochs: int) -> tuple[Lateness, list[float], float]:
-    """The same in PyTorch."""
+    """Train the twin in PyTorch; return the module, the losses and the seconds."""
     import spark_hvd.torch as hvd
 
     hvd.init()

@@ -144,9 +144,10 @@ def given(data: Mapping[str, Any] | None) -> Given:
         return Given()
     if not isinstance(data, Mapping):
         raise TypeError(f'data={type(data).__name__}: expected data sets by name, as {{"train": df}}')
-    found = Given({}, {}, {}, {})
-    frames, tables, sources = dict(found.frames), dict(found.tables), dict(found.sources)
-    refused = dict(found.refused)
+    frames: dict[str, DataFrame | Split | Windows] = {}
+    tables: dict[str, pa.Table | Windows] = {}
+    sources: dict[str, bytes] = {}
+    refused: dict[str, _Refused] = {}
     for name, value in data.items():
         if not isinstance(name, str) or not name:
             raise TypeError(f'data[{name!r}]: expected a name, as "train"')

@@ -19,10 +19,8 @@ from spark_hvd.collectives.messages import AUTO, Entry, Request, dtype_of, op_of
 from spark_hvd.collectives.underway.slots import Slot
 from spark_hvd.collectives.underway.use import LARGEST, LARGEST_UNNAMED, SlotUse
 
-ALLGATHER, BARRIER, BROADCAST = "allgather", "barrier", "broadcast"
-
 How = tuple[object, ...]
-"""See :func:`how_of`."""
+"""All that a call says besides its name and its one tensor, as :func:`how_of` makes it."""
 
 RING = 60
 """Calls of a kind without a name that have names of their own; the next ones have these names again, so that what comes
@@ -41,7 +39,8 @@ class KnownCall:
         self.slot = slot
         self.title = repr(handle.name)
         # For the calls that come most often, so that they need not be described again to be recognised.
-        self.how = how_of(request) if len(tensors) == (request.kind != BARRIER) and request.seal is None else None
+        plain = len(tensors) == (0 if request.kind == "barrier" else 1) and request.seal is None
+        self.how = how_of(request) if plain else None
         if tensors:
             self.dtype, self.shape, self.device = tensors[0].dtype, tensors[0].shape, tensors[0].device
 
@@ -50,9 +49,7 @@ def how_of(request: Request) -> How | None:
     """What a request says besides its one tensor; None for kinds that are always described in full."""
     if request.kind == "allreduce":
         return op_of(request), request.prescale, request.postscale
-    if request.kind == BROADCAST:
-        return BROADCAST, request.root
-    return (request.kind,) if request.kind in (ALLGATHER, BARRIER) else None
+    return (request.kind, request.root) if request.kind in ("allgather", "barrier", "broadcast") else None
 
 
 _log = logging.getLogger("spark_hvd")
@@ -67,18 +64,20 @@ def slot_use(entry: Entry, ranks: Sequence[int]) -> SlotUse | None:
         ranks: Of the process set, in the world.
     """
     request = entry.request
-    if request.kind == BARRIER:
-        return SlotUse(entry.name, (0,), torch.uint8, BARRIER, None)
+    if request.kind == "barrier":
+        return SlotUse(entry.name, (0,), torch.uint8, request.kind, None)
     if request.device != "cpu" or len(request.shapes) != 1 or entry.seals is not None:
         return None
     shape, dtype = tuple(request.shapes[0]), dtype_of(request.dtypes[0])
     if request.kind == "allreduce":
-        use = SlotUse(entry.name, shape, dtype, "allreduce", op_of(request), request.prescale, request.postscale)
-    elif request.kind == BROADCAST:
+        use = SlotUse(entry.name, shape, dtype, request.kind, op_of(request), request.prescale, request.postscale)
+    elif request.kind == "broadcast":
         assert request.root is not None
-        use = SlotUse(entry.name, shape, dtype, BROADCAST, None, root=ranks.index(request.root))
-    elif request.kind == ALLGATHER and entry.table is not None and all(rows == entry.table[0] for rows in entry.table):
-        use = SlotUse(entry.name, shape, dtype, ALLGATHER, None)
+        use = SlotUse(entry.name, shape, dtype, request.kind, None, root=ranks.index(request.root))
+    elif (
+        request.kind == "allgather" and entry.table is not None and all(rows == entry.table[0] for rows in entry.table)
+    ):
+        use = SlotUse(entry.name, shape, dtype, request.kind, None)
     else:
         return None
     return use if use.fits(LARGEST_UNNAMED if AUTO in entry.name else LARGEST, len(ranks)) else None

@@ -47,9 +47,10 @@ def broadcast_object(
 ) -> T:
     """Give every rank the object of one rank.
 
-    The pickle travels over the process group's own connections, from rank to rank, and is loaded by the others if it is
-    the one that the root has sent. Its size is not limited but by memory. The numbers of large numpy arrays are not
-    part of it, and are no more checked than those of tensors in :func:`spark_hvd.torch.broadcast`.
+    A pickle of up to 1 KiB goes by the coordinator. A larger one travels over the process group's own connections, from
+    rank to rank, and is loaded by the others if it is the one that the root has sent. Its size is not limited but by
+    memory. The numbers of large numpy arrays are not part of it, and are no more checked than those of tensors in
+    :func:`spark_hvd.torch.broadcast`.
 
     Args:
         obj: Anything cloudpickle can pickle; ignored on ranks other than `root_rank`.

@@ -11,7 +11,6 @@ import torch
 from spark_hvd.collectives.execution import Work, all_results
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.collectives.messages import Request, dtype_text
-from spark_hvd.collectives.names import ALLGATHER, BARRIER, BROADCAST
 from spark_hvd.collectives.process_set import ProcessSet, queue_of
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.dtypes import check_op
@@ -113,10 +112,10 @@ def start_allgather(
     """Concatenate tensors over all ranks of a process set; see :func:`start_allreduce`."""
     queue = queue_of(process_set)
     if len(tensors) == 1 and seal is None:
-        handle = queue.again(ALLGATHER, name, tensors[0], (ALLGATHER,), result, in_place=False, urgent=urgent)
+        handle = queue.again("allgather", name, tensors[0], ("allgather", None), result, in_place=False, urgent=urgent)
         if handle is not None:
             return handle
-    request = _request(ALLGATHER, tensors)._replace(seal=seal)
+    request = _request("allgather", tensors)._replace(seal=seal)
     return queue.submit(name, request, Work(tensors, False, []), result, urgent=urgent)
 
 
@@ -134,11 +133,11 @@ def start_broadcast(
     process_set.require_root(root_rank)
     queue = queue_of(process_set)
     if len(tensors) == 1:
-        how = BROADCAST, int(root_rank)
-        handle = queue.again(BROADCAST, name, tensors[0], how, result, in_place=in_place, urgent=urgent)
+        how = "broadcast", int(root_rank)
+        handle = queue.again("broadcast", name, tensors[0], how, result, in_place=in_place, urgent=urgent)
         if handle is not None:
             return handle
-    request = _request(BROADCAST, tensors)._replace(root=int(root_rank))
+    request = _request("broadcast", tensors)._replace(root=int(root_rank))
     return queue.submit(name, request, Work(tensors, in_place, []), result, urgent=urgent)
 
 
@@ -194,8 +193,8 @@ def start_reducescatter(
 def start_barrier(name: str | None, process_set: ProcessSet) -> NamedHandle[None]:
     """End when all ranks of a process set have called it."""
     queue = queue_of(process_set)
-    handle = queue.again(BARRIER, name, None, (BARRIER,), _none, in_place=True, urgent=True)
-    return handle or queue.submit(name, Request(BARRIER, [], [], ""), Work([], True, []), _none, urgent=True)
+    handle = queue.again("barrier", name, None, ("barrier", None), _none, in_place=True, urgent=True)
+    return handle or queue.submit(name, Request("barrier", [], [], ""), Work([], True, []), _none, urgent=True)
 
 
 def compressed_allreduce(

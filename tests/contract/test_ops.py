@@ -161,6 +161,18 @@ def test_movement(world: Ranks) -> None:
     world.run(fn)
 
 
+def test_objects_of_any_size(world: Ranks) -> None:
+    def fn() -> None:
+        sizes = [10, 900, 1200, 100_000]
+        for mine in range(len(sizes)):  # small pickles travel by the coordinator, others do not
+            values = [bytes(sizes[(mine + rank) % len(sizes)]) for rank in range(hvd.size())]
+            assert hvd.allgather_object(values[hvd.rank()]) == values
+            for root in range(hvd.size()):
+                assert hvd.broadcast_object(values[hvd.rank()], root) == values[root]
+
+    world.run(fn)
+
+
 def test_wrong_arguments(world: Ranks) -> None:
     def fn() -> None:
         for call in (hvd.allreduce, hvd.allreduce_, hvd.allgather, hvd.alltoall, hvd.reducescatter):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import spark_hvd.torch as hvd
 from spark_hvd.collectives.members import CAPACITY, LEAST
+from spark_hvd.collectives.underway import rounds
 from spark_hvd.collectives.underway.use import LARGEST
 from spark_hvd.context.standing import current
 from tests.ranks import Ranks, ranks
@@ -131,6 +132,20 @@ def test_a_small_sum_has_one_result() -> None:
 
     with ranks(3) as world:
         world.run(fn)
+
+
+def test_the_least_and_the_greatest_have_one_result(world: Ranks) -> None:
+    def fn() -> None:
+        rounds.MEMORY_SECONDS = 10.0
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            for op in (hvd.Min, hvd.Max):
+                for zeros in ([0.0, -0.0, 0.0], [-0.0, 0.0, 0.0]):
+                    given = torch.tensor([zeros[hvd.rank()], float("nan") if hvd.rank() else 1.0], dtype=dtype)
+                    name = f"one result {dtype} {op} {zeros}"
+                    results = [hvd.allreduce(given, name=name, op=op) for _ in range(5)]  # the last two in memory
+                    assert len({result.view(torch.uint8).numpy().tobytes() for result in results}) == 1, name
+
+    world.run(fn)
 
 
 def test_an_average_of_integers_leaves_no_range(world: Ranks) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from spark_hvd.transport.communicator import ReduceOp
-from spark_hvd.transport.dtypes import divide, is_integer
+from spark_hvd.transport.dtypes import divide, is_integer, to_wire
 
 LARGEST = 64 << 10
 """Bytes of a tensor up to which messages cost more than all else."""
@@ -18,7 +19,7 @@ LARGEST_UNNAMED = 8 << 10
 _REDUCED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64}
 _MOVED = _REDUCED | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.complex64, torch.complex128}
 _FOLDS: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    ReduceOp.MIN: torch.minimum,  # NaN wins in both
+    ReduceOp.MIN: torch.minimum,
     ReduceOp.MAX: torch.maximum,
     ReduceOp.PRODUCT: torch.mul,
 }
@@ -100,7 +101,9 @@ class SlotUse(NamedTuple):
         if self.kind == "barrier":
             return torch.empty(0)
         assert self.op is not None
-        fold, total = _FOLDS[self.op], copies[0]
-        for copy in copies[1:]:
-            total = fold(total, copy)
+        total = functools.reduce(_FOLDS[self.op], copies)
+        if self.op is not ReduceOp.PRODUCT and bool(((total == 0) | (total != total)).any()):
+            # Which zero, and which NaN, depends on the order here. On the wire of the coordinator's calls it does not.
+            forms = [to_wire(copy, self.op) for copy in copies]
+            total = forms[0][2](functools.reduce(_FOLDS[self.op], [wire for wire, *_ in forms]))
         return total.mul_(self.postscale) if self.postscale != 1.0 else total
