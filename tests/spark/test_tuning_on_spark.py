@@ -61,6 +61,8 @@ def test_cross_validation_fits_side_by_side(spark: SparkSession, tmp_path: Path)
 def test_trials_share_the_slots_and_wait_for_more(spark: SparkSession, tmp_path: Path) -> None:
     def objective(trial: Any) -> float:
         ranks = trial.suggest_int("ranks", 1, 2)
+        if ranks == 2:  # asked before the others have their slots, it would come before one of them
+            wait_until(lambda: len(list(tmp_path.iterdir())) > 1, 120)
         values = run(meet if ranks == 1 else len, (tmp_path if ranks == 1 else "ab",), num_proc=ranks, verbose=0)
         assert spark.sparkContext.getLocalProperty("spark.job.description") == f"trial {trial.number}"
         return float(len(values))
