@@ -183,7 +183,7 @@ def fork_context() -> ForkServerContext:
     """Processes forked from one server for all tests, which has loaded what takes time."""
     context = multiprocessing.get_context("forkserver")
     # torch._dynamo is what the first optimizer of a process imports: two seconds of CPU in every rank otherwise.
-    context.set_forkserver_preload(["spark_hvd.torch", "torch._dynamo", "tests.ranks"])
+    context.set_forkserver_preload(["spark_hvd.torch", "torch._dynamo", "tests.ranks", "tests.frozen"])
     return context
 
 

@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 _STOP_GRACE = Grace(4.0, 1.0)
 _UNHEARD = 20.0
 """Seconds after which it is said that no task has been heard of yet; after three times that, that none can reach us."""
+_ASK_EVERY = 0.2
+"""Seconds between two questions to Spark whether the ranks' input has been computed."""
 _PATIENCE_HERE = 3
 """By how much longer that takes on a local master: there, a task that is silent is slow and not cut off."""
 
@@ -214,6 +216,7 @@ def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig, local: bool) -> 
     contact = Contact(size, f"{hub.address.host}:{hub.address.port}", _UNHEARD * (_PATIENCE_HERE if local else 1))
     reach = Reach(size, job.placement)
     next_look, placed_at = 0.0, None
+    next_question, computing = 0.0, job.fed
 
     def unheard(now: float) -> float:
         """For how long tasks have been running."""
@@ -226,17 +229,21 @@ def _look(job: TaskJob, hub: Hub, size: int, config: RunConfig, local: bool) -> 
         return 0.0 if placed_at is None else now - placed_at
 
     def look() -> None:
-        nonlocal deadline
+        nonlocal deadline, next_question, computing
         if (lost := hub.lost) is not None:
             raise silent(lost)
-        started = hub.snapshot()[0]
-        if job.fed and not started and job.placement() is None:  # their input is still computed
-            deadline = time.monotonic() + config.start_timeout
-            return
+        started, now = hub.snapshot()[0], time.monotonic()
+        if job.fed and not started:
+            if now >= next_question:  # of many messages to the JVM
+                next_question = now + _ASK_EVERY
+                computing = job.placement() is None
+            if computing:  # what the ranks are given
+                deadline = now + config.start_timeout
+                return
         if len(started) < size and (missing := reach.missing(started)) is not None:
             raise silent(missing)
-        without_us = contact.without_us(started, hub.fell_back, 0.0 if started else unheard(time.monotonic()))
-        if len(started) < size and not without_us and time.monotonic() > deadline:
+        without_us = contact.without_us(started, hub.fell_back, 0.0 if started else unheard(now))
+        if len(started) < size and not without_us and now > deadline:
             raise StartTimeoutError(
                 f"{len(started)} of {size} ranks had started after start_timeout={config.start_timeout:g} s. "
                 f"{reach.absent(started)}All ranks start together, when enough task slots are free: wait for the jobs "
