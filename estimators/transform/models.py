@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
+import gc
 import json
 import os
 import pickle
@@ -38,6 +40,9 @@ CHUNK = 64 << 20
 """Bytes of weights in one broadcast: of those that a worker writes to the file it holds one at a time."""
 _STRUCTURE, _WEIGHTS, _LOADING, _ALONE = "structure", "weights.safetensors", "loading", "alone"
 _loaded: OrderedDict[tuple[str, str], Any] = OrderedDict()
+_spare_modules = functools.cache(gc.freeze)
+"""Leaves what this worker has imported out of its collections of garbage. Spark's daemon has one after each task, and
+torch's objects cost it 0.1 s. It comes before the first model, which may go later."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ def model_of(source: ModelSource, device: torch.device) -> Any:
             _loaded.popitem(last=False)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # a loader's model.cuda() goes there, too
+        _spare_modules()
         with memory_named("the model"):
             found = _load(source, device)
             _loaded[key] = found.to(device).eval() if isinstance(found, torch.nn.Module) else found

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from spark_hvd.runner.channel.hub import Hub
     from spark_hvd.runner.supervise.mpi.side import MpiPlan
 
+_spare_modules = functools.cache(gc.freeze)
+"""Leaves what this worker has imported out of its collections of garbage, one of which Spark's daemon does a task: it
+takes 40 ms in each worker, and all workers of a run do it at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class TaskSpec:
@@ -166,15 +170,6 @@ def run_task(
             # minutes). One failing task ends a barrier job at once.
             raise LostError(f"SPARK_HVD_LOST: rank {failure.rank} on {failure.host} {failure.error}:END")
     yield from to_batches(packed, spec.spool)
-
-
-@functools.cache
-def _spare_modules() -> None:
-    """Leave what this worker has imported out of its collections of garbage, one of which Spark's daemon does a task.
-
-    It takes 40 ms in each worker, and all workers of a run do it at once.
-    """
-    gc.freeze()
 
 
 def to_batches(packed: Iterable[Packed], spool: str | None) -> Iterator[pyarrow.RecordBatch]:
