@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.gpu_sim.device import DEVICES, observed, stop_listening
 
-import tests.gpu_sim.nccl  # noqa: F401  isort: skip
+from tests.gpu_sim import nccl  # isort: skip
 
 import torch  # isort: skip
 
@@ -59,6 +59,7 @@ def verdict(call: Case, expected: str | None) -> str | None:
     first = first_device().index
     torch.cuda.set_device(first)
     observed.begin(set(range(first, first + EACH)))
+    nccl.forget()
     error = ""
     try:
         call()
@@ -86,7 +87,8 @@ def main(modules: Sequence[str]) -> None:
     for name, call, expected in shared.cases:
         if call.__module__.rpartition(".")[2] in modules:  # others are there because these import from them
             began = time.monotonic()
-            print(json.dumps([name, verdict(call, expected)]), flush=True)
+            fault = verdict(call, expected)
+            print(json.dumps([name, fault, [] if expected is not None else nccl.launches]), flush=True)
             print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr)
     hvd.shutdown()
     stop_listening()

@@ -119,6 +119,12 @@ class Recipe:
         else:
             scales = (1.0 / size if average else 1.0, 1.0)
         set_id = self.process_set.process_set_id or 0
+        # NCCL wants all ranks of a communicator to launch the same collectives in one order. There are two lines of
+        # launches, and each has such an order: buckets that of the plan, by autograd's threads, named calls that of the
+        # coordinator, by the engine's. Between the two ranks have none in common, and could agree on one only if
+        # buckets were held back until every rank has made the calls, which a rank may do after its step. So each line
+        # has a communicator of its own: NCCL runs kernels of two side by side, in any order, where the device has room
+        # for both, and neither line's stream waits for the other's unless the program itself does.
         group = context.new_group(set_id)
         in_memory = self.shared_memory and self.compression is Compression.none
         one_host = len({context.layout.ranks[rank].host for rank in ranks}) == 1
