@@ -113,22 +113,15 @@ def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op
     """As torch's."""
     if not tensor.is_cuda:
         return _all_reduce(tensor, op, group, async_op)
-    memory, size = on_host(tensor), dist.get_world_size(group)
-    average = op == _AVG
+    memory = on_host(tensor)
 
-    def after() -> None:
-        if average:
-            memory.div_(size)
+    def start() -> Any:
+        if op != _AVG:
+            return _all_reduce(memory, op, group, async_op=True)
+        memory.mul_(1 / dist.get_world_size(group))  # NCCL multiplies before it adds
+        return _all_reduce(memory, _SUM, group, async_op=True)
 
-    return _run(
-        "all_reduce",
-        group,
-        [tensor],
-        [],
-        async_op,
-        lambda: _all_reduce(memory, _SUM if average else op, group, async_op=True),
-        after,
-    )
+    return _run("all_reduce", group, [tensor], [], async_op, start)
 
 
 def broadcast(tensor: torch.Tensor, src: Any = None, group: Any = None, async_op: bool = False) -> Any:

@@ -109,6 +109,26 @@ def predivided() -> None:
 
 
 @case
+def large_numbers_in_float16() -> None:
+    """Their average is a number of float16, and their sum is none. NCCL divides, and no kernel of ours before it."""
+    device = first_device()
+    layer = torch.nn.Linear(64, 1, bias=False, dtype=torch.float16).to(device)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
+    batch = torch.full((1, 64), 200.0, device=device, dtype=torch.float16)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=step < 2)  # the gradients of the last step are made in their places
+        loss = (layer(batch) * 200).sum()
+        before = len(observed.kernels)
+        loss.backward()
+        optimizer.step()
+        kernels = [name for name, *_ in observed.kernels[before:]]
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.cpu().eq(40_000).all()
+        scaled = [name for name in kernels[: kernels.index("nccl::all_reduce")] if name.startswith("aten::mul")]
+        assert scaled == ["aten::mul.Tensor"] or scaled == ["aten::mul"], scaled  # of the loss
+
+
+@case
 def the_first_bucket_is_on_its_way_before_backward_ends() -> None:
     train()
     kernels = [name for name, *_ in observed.kernels]

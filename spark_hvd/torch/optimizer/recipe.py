@@ -25,6 +25,7 @@ from spark_hvd.torch.optimizer.tuner import GLOO_THREADS, StepTuner, TunedGroups
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.host.hierarchy import HostSharing
 from spark_hvd.transport.mpi import backend as mpi_backend
+from spark_hvd.transport.nccl import carries
 from spark_hvd.world.config import Config
 
 DEFAULT_CAP_MB = 25.0
@@ -141,7 +142,15 @@ class Recipe:
             groups,
             group=group,
             device=device,
-            reduction=Reduction(*scales, self.compression, self.sparse_as_dense, average, size, dist.get_rank(group)),
+            reduction=Reduction(
+                *scales,
+                self.compression,
+                self.sparse_as_dense,
+                average,
+                size,
+                dist.get_rank(group),
+                nccl_averages=scales == (1.0 / size, 1.0) and self.compression is Compression.none and carries(group),
+            ),
             pipes=pipes,
             passes=self.passes,
             cap_bytes=int(cap_mb * MEGABYTE),
