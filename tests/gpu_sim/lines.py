@@ -13,6 +13,7 @@ import spark_hvd.torch as hvd
 from spark_hvd.collectives.handle import NamedHandle
 from spark_hvd.context.standing import Context, current
 from tests.gpu_sim import nccl
+from tests.gpu_sim.device import SimulatedStream, stream
 from tests.gpu_sim.named import TOTAL, check
 from tests.gpu_sim.order import faults_of_order
 from tests.gpu_sim.rank import case, first_device, mutant
@@ -92,7 +93,11 @@ def buckets_on_the_communicator_of_named_calls() -> None:
 
 @case
 def calls_from_several_threads_while_backward_goes_on() -> None:
-    """Every thread has its own order, and ranks have none in common."""
+    """Every thread has its own order, and ranks have none in common.
+
+    Each has a stream of its own, too. On the one that training uses, a call may come after a bucket on one rank, and
+    the same bucket after the call on another: `faults_of_order` tells, and devices would hang.
+    """
     device = first_device()
     model = net().to(device)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), bucket_cap_mb=0.002)
@@ -101,8 +106,9 @@ def calls_from_several_threads_while_backward_goes_on() -> None:
     def calls(thread: int) -> None:
         try:
             for number in range(4):
-                mine = torch.full((8,), hvd.rank() + 1.0, device=device)
-                check(hvd.allreduce(mine, op=hvd.Sum, name=f"of thread {thread}, {number % 2}"), TOTAL)
+                with stream(SimulatedStream(device)):
+                    mine = torch.full((8,), hvd.rank() + 1.0, device=device)
+                    check(hvd.allreduce(mine, op=hvd.Sum, name=f"of thread {thread}, {number % 2}"), TOTAL)
         except BaseException as fault:
             faults.append(fault)
 

@@ -36,7 +36,8 @@ def _note(group: Any, name: str, first: torch.Tensor, own: SimulatedStream, mome
         known = [number for number, use in enumerate(started) if observed.clocks.knows(own.key, (use[0].key, use[1]))]
         if other != communicator and known:
             after.append((other, known[-1]))
-    what = f"{name} of {first.numel()} {first.dtype} {where().rpartition(':')[0]})"  # by whom: numbers may be the same
+    size = "" if name == "all_to_all_single" else f" of {first.numel()}"  # which differs there
+    what = f"{name}{size} {first.dtype} {where().rpartition(':')[0]})"  # by whom: numbers may be the same
     launches.append(Launch(communicator, dist.get_world_size(group), what, after))
     _started.setdefault(communicator, []).append((own, moment))
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.gpu_sim.device import DEVICES, observed, stop_listening
 
-from tests.gpu_sim import kernels, nccl  # noqa: F401  isort: skip
+from tests.gpu_sim import kernels, nccl, reached  # noqa: F401  isort: skip
 
 import torch  # isort: skip
 
@@ -76,6 +76,7 @@ def verdict(call: Case, expected: str | None) -> str | None:
 def main(modules: Sequence[str]) -> None:
     """Run the cases of some modules in the world that torchrun's variables describe."""
     faulthandler.dump_traceback_later(LIMIT, exit=True)
+    reached.watch()
     import spark_hvd.torch as hvd
     from spark_hvd.torch.optimizer import recipe
 
@@ -94,6 +95,7 @@ def main(modules: Sequence[str]) -> None:
             print(json.dumps([name, fault, [] if expected is not None else nccl.launches]), flush=True)
             print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr)
     hvd.shutdown()
+    print(json.dumps({"reached": sorted(reached.reached)}), flush=True)
     stop_listening()
 
 
