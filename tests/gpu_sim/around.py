@@ -16,8 +16,10 @@ import torch.distributed as dist
 import spark_hvd.torch as hvd
 from spark_hvd import checkpoint
 from spark_hvd.elastic.skeleton import Receivers, TensorTable
+from spark_hvd.estimators.training.inputs import stacked
 from spark_hvd.estimators.training.train import _device
 from spark_hvd.estimators.transform import models
+from spark_hvd.estimators.transform.feeds import _moved
 from spark_hvd.estimators.transform.predict import _resources
 from spark_hvd.horovod import util
 from spark_hvd.runner.rank import own_gpu
@@ -26,7 +28,7 @@ from spark_hvd.transport import nccl as groups_of_nccl
 from spark_hvd.transport.exchange import exchange
 from spark_hvd.transport.torch_private import HashStore
 from spark_hvd.world.layout import RankInfo
-from tests.gpu_sim.device import DEVICES
+from tests.gpu_sim.device import DEVICES, observed
 from tests.gpu_sim.named import TOTAL, check, mine, other_device
 from tests.gpu_sim.rank import case, first_device
 from tests.gpu_sim.steps import net, rows, square
@@ -75,6 +77,19 @@ def devices_of_estimators() -> None:
         model = models.model_of(source, other_device())
     assert {param.device for param in model.parameters()} == {other_device()}
     assert torch.cuda.current_device() == other_device().index
+
+
+@case
+def batches_of_estimators_on_their_way() -> None:
+    """From memory that is not pinned the host would wait until the stream has come to the copy."""
+    batch = torch.arange(12.0).view(3, 4)
+    with observed.steps():
+        (given,) = stacked([], [batch], first_device())
+        moved = _moved({"rows": [batch]}, first_device())
+    for tensor in (given, moved["rows"][0]):
+        assert tensor.device == first_device()
+        assert torch.equal(tensor.cpu(), batch)
+    assert stacked([], [batch])[0] is batch
 
 
 @case
