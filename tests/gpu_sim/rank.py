@@ -24,7 +24,7 @@ from tests.gpu_sim import kernels, nccl, reached  # noqa: F401  isort: skip
 
 import torch  # isort: skip
 
-LIMIT = 150
+LIMIT = 220
 """Seconds of all cases."""
 EACH = DEVICES // 2
 """Devices of a rank: rank r has those from r * EACH."""
