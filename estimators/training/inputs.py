@@ -11,6 +11,7 @@ from spark_hvd.data.readers.dataset import Column
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.measure import no_weights
 from spark_hvd.data.readers.tensors import check_stack, converted
+from spark_hvd.transport.host.pages import moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def stacked(
         for spec, each in zip(specs, flat, strict=True):
             check_stack(each, stack.dtype, spec.column.name)
         tensors = [stack]
-    return [tensor.to(device, non_blocking=True) for tensor in tensors]
+    return [moved(tensor, device) for tensor in tensors]
 
 
 def weights_of(name: str | None, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ from spark_hvd.data.readers.tensors import to_tensor
 from spark_hvd.data.readers.values import decoded, tensor_of
 from spark_hvd.estimators.errors import ModelError
 from spark_hvd.estimators.training.inputs import TensorSpec, stacked
+from spark_hvd.transport.host.pages import moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,7 @@ def _lengths(column: pa.Array) -> Any:
 def _moved(value: Any, device: torch.device) -> Any:
     """The same structure, with tensors on ``device``."""
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+        return moved(value, device)
     if isinstance(value, Mapping):
         return {name: _moved(each, device) for name, each in value.items()}
     if type(value) in (list, tuple) and device.type != "cpu":

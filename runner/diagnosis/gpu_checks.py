@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from spark_hvd.runner.diagnosis.facts import HostFacts
 from spark_hvd.runner.diagnosis.network import TaskNetwork
+from spark_hvd.runner.diagnosis.probe import machine_of
 from spark_hvd.runner.diagnosis.report import Finding, Level, error, ok, warning
 from spark_hvd.runner.diagnosis.spark_checks import SparkFacts
 from spark_hvd.runner.rank.gpus import GpuError, GpuShare, RankGpus, choose_backend, devices_of, own_device
@@ -43,6 +44,7 @@ def check_gpus(
         return
     yield from _check_settings(spark, gpus_per_proc)
     yield from _check_torch(hosts, devices, backend)
+    yield from _check_peers(hosts, devices)
     yield from _check_assignment(spark, hosts, tasks, backend, gpus_per_proc)
 
 
@@ -73,14 +75,42 @@ def _check_torch(hosts: Sequence[HostFacts], devices: dict[str, list[str]], back
             continue  # no torch at all is a finding of its own
         built = f"CUDA {detail['cuda']}" if detail.get("cuda") else "without CUDA"
         visible = f", CUDA_VISIBLE_DEVICES={host.visible_gpus!r}" if host.visible_gpus is not None else ""
+        why = detail.get("why") or ""
+        remedy = "nvidia-smi   # does the driver see one there?" if detail.get("cuda") else _CUDA_TORCH
         yield Finding(
             "CUDA",
             Level.ERROR if backend == "nccl" else Level.WARNING,
-            f"torch on {host.name} sees no GPU (built {built}{visible}): ranks there compute on the CPU",
-            "nvidia-smi   # does the driver see one there?" if detail.get("cuda") else _CUDA_TORCH,
+            f"torch on {host.name} sees no GPU (built {built}{visible}): ranks there compute on the CPU"
+            f"{why and f'. It says: {why[:200]}'}",
+            "A newer driver there, or a torch that is built for an older CUDA" if "too old" in why else remedy,
         )
     if not blind:
         yield ok("CUDA", "; ".join(f"{host.name}: {', '.join(devices[host.key])}" for host in hosts))
+
+
+def _check_peers(hosts: Sequence[HostFacts], devices: dict[str, list[str]]) -> Iterator[Finding]:
+    """Whether NCCL can go from GPU to GPU on a machine."""
+    machines: dict[str, list[HostFacts]] = {}
+    for host in hosts:
+        if devices[host.key]:
+            machines.setdefault(machine_of(host.key), []).append(host)
+        without = host.packages["torch"].detail.get("no_peers") if devices[host.key] else None
+        if without:
+            one, other = without[0]
+            yield warning(
+                "GPU peers",
+                f"{len(without)} pairs of GPUs on {host.name} have no peer access, {one} and {other} for one: between "
+                "them NCCL goes through the host's memory",
+                "nvidia-smi topo -p2p r   # shows all pairs; in virtual machines, ACS has to be off",
+            )
+    for together in (hosts for hosts in machines.values() if len(hosts) > 1):
+        counts = ", ".join(f"{len(devices[host.key])} in {host.name}" for host in together)
+        yield warning(
+            "GPU peers",
+            f"{len(together)} containers of one machine have GPUs of their own ({counts}): NCCL uses neither NVLink "
+            "nor shared memory between containers",
+            "One executor with all GPUs of the machine: spark.executor.resource.gpu.amount, spark.executor.cores",
+        )
 
 
 def _check_assignment(

@@ -139,7 +139,16 @@ def _package(name: str) -> dict[str, Any]:
 
 def _torch(torch: Any) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
+    why = None
+    if torch.version.cuda and not cuda:
+        try:
+            torch.cuda.init()
+        except Exception as error:  # no driver, or one that is too old: in torch's own words
+            why = str(error).strip().partition("\n")[0]
+    pairs = [(one, other) for other in range(torch.cuda.device_count() if cuda else 0) for one in range(other)]
     return {
+        "why": why,
+        "no_peers": [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)],
         "cuda": torch.version.cuda,
         "cuda_available": cuda,
         "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if cuda else [],
@@ -183,6 +192,12 @@ def host_key() -> str:
     with contextlib.suppress(OSError):
         parts += [_text("/proc/sys/kernel/random/boot_id")[:8], str(os.stat("/proc/self/ns/net").st_ino)]
     return "/".join(parts)
+
+
+def machine_of(key: str) -> str:
+    """The same for all containers of one machine: as far as they tell, by the start of their kernel."""
+    parts = key.split("/")
+    return parts[1] if len(parts) == 3 else key
 
 
 def disk(path: str) -> dict[str, Any]:

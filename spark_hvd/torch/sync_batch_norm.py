@@ -181,10 +181,16 @@ class _Normalize(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         channels, values = x.shape[1], _values(x)
         wide = torch.promote_types(x.dtype, torch.float32)
-        here = x.mean(_dims(x), dtype=wide) if values else x.new_zeros(channels, dtype=wide)
-        # Two passes instead of torch.var_mean, which takes ten times as long on a CPU.
-        deviations = x - _along(here, x)
-        squares = deviations.square().sum(_dims(x))
+        deviations = None
+        if _has_kernels(x):
+            x = _dense(x)
+            here, invstd = torch.batch_norm_stats(x, 0.0)  # of no variance it is 0, by their convention
+            squares = torch.where(invstd == 0, invstd, values / invstd.square())
+        else:
+            here = x.mean(_dims(x), dtype=wide) if values else x.new_zeros(channels, dtype=wide)
+            # Two passes instead of torch.var_mean, which takes ten times as long on a CPU.
+            deviations = x - _along(here, x)
+            squares = deviations.square().sum(_dims(x))
 
         # Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979),
         # for any number of parts at once: nothing cancels, however large the mean. These few numbers are float64.
@@ -196,11 +202,15 @@ class _Normalize(torch.autograd.Function):
         var = (squares + counts * (means - mean).square()).sum(0) / divisor
 
         invstd = (var + eps).rsqrt()
-        scale = invstd if weight is None else invstd * weight
-        shift = (here - mean) * scale  # the deviations are from this rank's mean
-        if bias is not None:
-            shift = shift + bias
-        output = deviations.mul_(_along(scale.to(wide), x)).add_(_along(shift.to(wide), x)).to(x.dtype)
+        if deviations is None:
+            affine = [None if each is None else each.to(wide) for each in (weight, bias)]
+            output = torch.batch_norm_elemt(x, *affine, mean.to(wide), invstd.to(wide), eps)
+        else:
+            scale = invstd if weight is None else invstd * weight
+            shift = (here - mean) * scale  # the deviations are from this rank's mean
+            if bias is not None:
+                shift = shift + bias
+            output = deviations.mul_(_along(scale.to(wide), x)).add_(_along(shift.to(wide), x)).to(x.dtype)
 
         ctx.save_for_backward(x, weight, mean.to(wide), invstd.to(wide), divisor)
         ctx.link = link
@@ -211,15 +221,27 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, invstd, divisor = ctx.saved_tensors
-        deviations = x - _along(mean, x)
-        sums = torch.stack([grad.sum(_dims(x), dtype=mean.dtype), (grad * deviations).sum(_dims(x))])
+        deviations = None
+        if _has_kernels(x):
+            grad = _dense(grad)
+            of_two = torch.batch_norm_backward_reduce(grad, x, mean, invstd, None, True, False, False)[:2]
+            sums = torch.stack(of_two)
+        else:
+            deviations = x - _along(mean, x)
+            sums = torch.stack([grad.sum(_dims(x), dtype=mean.dtype), (grad * deviations).sum(_dims(x))])
         grad_x = grad_weight = grad_bias = None
         # Whether the input needs a gradient is a property of the model, so all ranks take the same way here.
         if ctx.needs_input_grad[0]:
             grad_mean, slope = (ctx.link.total(sums) / divisor).unbind()
-            scale = invstd if weight is None else invstd * weight.to(invstd.dtype)
-            deviations.mul_(_along(-slope * invstd.square(), x)).add_(grad).sub_(_along(grad_mean, x))
-            grad_x = deviations.mul_(_along(scale, x)).to(x.dtype)
+            if deviations is None:
+                wide_weight = None if weight is None else weight.to(mean.dtype)
+                one = torch.ones(1, dtype=torch.int32, device=x.device)  # they are divided already
+                means = grad_mean.contiguous(), slope.contiguous()
+                grad_x = torch.batch_norm_backward_elemt(grad, x, mean, invstd, wide_weight, *means, one)
+            else:
+                scale = invstd if weight is None else invstd * weight.to(invstd.dtype)
+                deviations.mul_(_along(-slope * invstd.square(), x)).add_(grad).sub_(_along(grad_mean, x))
+                grad_x = deviations.mul_(_along(scale, x)).to(x.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = sums[1] * invstd  # autograd rounds it to the parameter's dtype, if that is narrower
         if ctx.needs_input_grad[2]:
@@ -229,6 +251,21 @@ class _Normalize(torch.autograd.Function):
 
 def _is_local(module: torch.nn.Module | None) -> TypeGuard[BatchNormBase]:
     return isinstance(module, BatchNormBase) and not isinstance(module, SyncBatchNorm)
+
+
+def _has_kernels(x: torch.Tensor) -> bool:
+    """Whether torch's kernels for its own SyncBatchNorm serve: a pass each, where the formulas below take several.
+
+    They are for CUDA alone, and for at least one value. What is exchanged and how it is joined stays ours:
+    batch_norm_gather_stats_with_counts divides by zero for ranks without values, unless the host looks for them.
+    """
+    return x.is_cuda and x.numel() > 0
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """In one of the memory formats of those kernels."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x if x.is_contiguous(memory_format=formats.get(x.dim(), torch.contiguous_format)) else x.contiguous()
 
 
 def _values(x: torch.Tensor) -> int:

@@ -27,9 +27,14 @@ class NcclBackend(Protocol):
         ...
 
 
+def carries(group: dist.ProcessGroup) -> bool:
+    """Whether NCCL carries a group's CUDA tensors: else Gloo may, or MPI."""
+    return "cuda:nccl" in str(dist.get_backend_config(group))
+
+
 def nccl_backend(group: dist.ProcessGroup) -> NcclBackend | None:
     """What carries a group's CUDA tensors by NCCL; None if nothing does."""
-    return cuda_backend(group) if "cuda:nccl" in str(dist.get_backend_config(group)) else None
+    return cuda_backend(group) if carries(group) else None
 
 
 class NcclGroups:

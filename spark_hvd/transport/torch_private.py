@@ -36,8 +36,30 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
     To be called from a hook of that backward. An exception in `callback` is raised by `backward()`. This is how DDP and
     FSDP2 end their backward, and there is no public way.
+
+    Reentrant checkpoints have backwards within the one that the user called, and a hook may first be called in there.
+    The end of such a one says nothing: who waits is passed on to the backward around it, by what that does next.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def ended() -> None:
+        for handle in waiting:
+            handle.remove()
+        around: Any = torch._C._current_autograd_node()
+        if around is None:
+            callback()
+            return
+        again: list[bool] = []
+
+        def passed_on(_: Any) -> None:
+            if not again:
+                again.append(True)
+                queue(ended)
+
+        waiting[:] = [node.register_prehook(passed_on) for node, _ in around.next_functions if node is not None]
+
+    waiting: list[Any] = []
+    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+    queue(ended)
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.process_set import global_process_set
 from spark_hvd.torch.optimizer.distributed import DistributedOptimizer
 from spark_hvd.torch.optimizer.recipe import HandedGradients, Recipe, placeholder
+from spark_hvd.torch.optimizer.reducer import Phase
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.world.errors import CollectiveError, PlanMismatchError
 from tests.contract.optimizer_cases import (
@@ -329,15 +330,17 @@ def checkpointing(rank: int, size: int) -> None:
     """Reentrant checkpoints nest backwards, whose ends are not the end of the step."""
     from torch.utils.checkpoint import checkpoint
 
-    for reentrant in (False, True):
+    for reentrant, last in ((False, 4), (True, 4), (True, 5)):  # in the last all parameters are in checkpoints
         model, oracle = net(), net()
         optimizer, plain = DistributedOptimizer(sgd(model.parameters())), sgd(oracle.parameters())
         for step in range(STEPS):
             rows = batch(rank, step).requires_grad_()
             optimizer.zero_grad()
             hidden = checkpoint(model[:2], rows, use_reentrant=reentrant)
-            hidden = checkpoint(model[2:4], hidden, use_reentrant=reentrant)
-            (model[4](hidden) - rows[:, :3].sin()).square().mean().backward()
+            hidden = checkpoint(model[2:last], hidden, use_reentrant=reentrant)
+            (model[last:](hidden) - rows[:, :3].sin()).square().mean().backward()
+            assert optimizer._reducer is not None
+            assert optimizer._reducer.phase is Phase.EAGER
             optimizer.step()
             plain.zero_grad()
             loss_of(oracle, torch.cat([batch(r, step) for r in range(size)])).backward()

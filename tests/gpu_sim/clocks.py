@@ -39,8 +39,8 @@ class Clocks:
         self._storages: dict[int, _Storage] = {}
         self._free: dict[Stream, list[_Storage]] = {}
 
-    def ran(self, name: str, stream: Stream, storages: Sequence[tuple[int, bool]], where: str = "") -> None:
-        """A kernel is put on a stream.
+    def ran(self, name: str, stream: Stream, storages: Sequence[tuple[int, bool]], where: str = "") -> int:
+        """A kernel is put on a stream; returns its number there.
 
         Args:
             name: The operator.
@@ -63,6 +63,12 @@ class Clocks:
                 storage.used[stream], storage.by = now, name
                 if writes:
                     storage.written = stream, now
+            return now
+
+    def knows(self, stream: Stream, use: tuple[Stream, int]) -> bool:
+        """Whether what is put on a stream now runs after a kernel of another."""
+        with self._lock:
+            return self._known.get(stream, {}).get(use[0], 0) >= use[1]
 
     def allocated(self, storage: int, stream: Stream) -> None:
         """Memory was handed out, for use on a stream: perhaps what was handed to that stream before, and is free."""

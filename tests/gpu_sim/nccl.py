@@ -13,11 +13,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.gpu_sim.device import SimulatedEvent, SimulatedStream, current_stream, observed, where
+from tests.gpu_sim.device import DEVICES, SimulatedEvent, SimulatedStream, current_stream, observed, where
+from tests.gpu_sim.order import Communicator, Launch
 
-launches: list[tuple[str, int, str]] = []
-"""Collectives in the order in which this rank has started them: the group's name, the device, what it is."""
+launches: list[Launch] = []
+"""The collectives that this rank has started, in their order."""
 _streams: dict[tuple[Any, int], SimulatedStream] = {}
+_started: dict[Communicator, list[tuple[SimulatedStream, int]]] = {}
+
+
+def forget() -> None:
+    """Forget what was started; the clocks begin anew, too."""
+    launches.clear()
+    _started.clear()
+
+
+def _note(group: Any, name: str, first: torch.Tensor, own: SimulatedStream, moment: int) -> None:
+    """Note a launch, and what its stream knows of those on other communicators."""
+    communicator = getattr(group, "group_name", "default"), own.device.index % (DEVICES // 2)
+    after = []
+    for other, started in _started.items():
+        known = [number for number, use in enumerate(started) if observed.clocks.knows(own.key, (use[0].key, use[1]))]
+        if other != communicator and known:
+            after.append((other, known[-1]))
+    size = "" if name == "all_to_all_single" else f" of {first.numel()}"  # which differs there
+    what = f"{name}{size} {first.dtype} {where().rpartition(':')[0]})"  # by whom: numbers may be the same
+    launches.append(Launch(communicator, dist.get_world_size(group), what, after))
+    _started.setdefault(communicator, []).append((own, moment))
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,14 +89,14 @@ def _run(
         raise RuntimeError(f"NCCL: the tensors of one collective are on {sorted(map(str, devices))}")
     if place.index not in observed.own:
         observed.faults.append(f"{where()}NCCL is started on {place}, which is another rank's")
-    launches.append((getattr(group, "group_name", "default"), place.index, name))
     own = _streams.setdefault((group, place.index), SimulatedStream(place))
     own.wait_stream(current_stream(place))
     used = [(tensor.untyped_storage().data_ptr(), False) for tensor in ins]
     used += [(tensor.untyped_storage().data_ptr(), True) for tensor in outs]
     observed.kernels.append((f"nccl::{name}", *own.key))
     before = len(observed.clocks.faults)
-    observed.clocks.ran(f"NCCL's {name}", own.key, used)
+    moment = observed.clocks.ran(f"NCCL's {name}", own.key, used)
+    _note(group, name, outs[0], own, moment)
     observed.clocks.faults[before:] = [where() + fault for fault in observed.clocks.faults[before:]]
     work = SimulatedWork(start(), after, place, [*outs, *ins])
     work.event.record(own)
@@ -92,22 +114,15 @@ def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op
     """As torch's."""
     if not tensor.is_cuda:
         return _all_reduce(tensor, op, group, async_op)
-    memory, size = on_host(tensor), dist.get_world_size(group)
-    average = op == _AVG
+    memory = on_host(tensor)
 
-    def after() -> None:
-        if average:
-            memory.div_(size)
+    def start() -> Any:
+        if op != _AVG:
+            return _all_reduce(memory, op, group, async_op=True)
+        memory.mul_(1 / dist.get_world_size(group))  # NCCL multiplies before it adds
+        return _all_reduce(memory, _SUM, group, async_op=True)
 
-    return _run(
-        "all_reduce",
-        group,
-        [tensor],
-        [],
-        async_op,
-        lambda: _all_reduce(memory, _SUM if average else op, group, async_op=True),
-        after,
-    )
+    return _run("all_reduce", group, [tensor], [], async_op, start)
 
 
 def broadcast(tensor: torch.Tensor, src: Any = None, group: Any = None, async_op: bool = False) -> Any:

@@ -1,6 +1,6 @@
 """One rank of two whose devices are simulated: runs the cases of some modules, and prints what came of each.
 
-    python -m tests.gpu_sim.rank steps named worlds
+    python -m tests.gpu_sim.rank steps named worlds:commits    # all of two modules, and one case of another
 
 A case fails by an exception, and by anything that a real device would have punished at some time: see ``Observed``.
 A mutant is a case in which the product is broken on purpose: it fails if that is not noticed.
@@ -20,11 +20,11 @@ from typing import Any
 
 from tests.gpu_sim.device import DEVICES, observed, stop_listening
 
-import tests.gpu_sim.nccl  # noqa: F401  isort: skip
+from tests.gpu_sim import kernels, nccl, reached  # noqa: F401  isort: skip
 
 import torch  # isort: skip
 
-LIMIT = 150
+LIMIT = 220
 """Seconds of all cases."""
 EACH = DEVICES // 2
 """Devices of a rank: rank r has those from r * EACH."""
@@ -59,6 +59,7 @@ def verdict(call: Case, expected: str | None) -> str | None:
     first = first_device().index
     torch.cuda.set_device(first)
     observed.begin(set(range(first, first + EACH)))
+    nccl.forget()
     error = ""
     try:
         call()
@@ -75,20 +76,26 @@ def verdict(call: Case, expected: str | None) -> str | None:
 def main(modules: Sequence[str]) -> None:
     """Run the cases of some modules in the world that torchrun's variables describe."""
     faulthandler.dump_traceback_later(LIMIT, exit=True)
+    reached.watch()
     import spark_hvd.torch as hvd
+    from spark_hvd.torch.optimizer import recipe
 
     hvd.init()
+    recipe.carries = lambda group: True
     # As the module that cases import, which this one is not while it is __main__.
     from tests.gpu_sim import rank as shared
 
     for module in modules:
-        importlib.import_module(f"tests.gpu_sim.{module}")
+        importlib.import_module(f"tests.gpu_sim.{module.partition(':')[0]}")
     for name, call, expected in shared.cases:
-        if call.__module__.rpartition(".")[2] in modules:  # others are there because these import from them
+        module = call.__module__.rpartition(".")[2]
+        if {module, f"{module}:{name}"} & set(modules):  # others are there because these import from them
             began = time.monotonic()
-            print(json.dumps([name, verdict(call, expected)]), flush=True)
+            fault = verdict(call, expected)
+            print(json.dumps([name, fault, [] if expected is not None else nccl.launches]), flush=True)
             print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr)
     hvd.shutdown()
+    print(json.dumps({"reached": sorted(reached.reached)}), flush=True)
     stop_listening()
 
 

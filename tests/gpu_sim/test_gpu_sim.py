@@ -11,13 +11,19 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from tests.gpu_sim.order import Launch, as_launches, faults_of_order
+from tests.gpu_sim.reached import ROOT, files, written_for_cuda
+
 HERE = Path(__file__).resolve().parent
-MODULES = ["steps", "named", "worlds"]
+MODULES = ["steps", "named", "worlds", "lines", "around"]
 RANKS = 2
+NEVER = 8
+"""Lines written for CUDA that may stay without a run: it only falls."""
 
 pytestmark = pytest.mark.slow
 
@@ -48,9 +54,21 @@ def names_of(module: str) -> list[str]:
 CASES = [name for module in MODULES for name in names_of(module)]
 
 
+class Told(NamedTuple):
+    """What came of all cases.
+
+    Attributes:
+        verdicts: What is wrong with each, by rank, and by the comparison of ranks.
+        reached: The lines written for CUDA that ran on some rank.
+    """
+
+    verdicts: dict[str, list[str | None]]
+    reached: set[tuple[str, int]]
+
+
 @pytest.fixture(scope="session")
-def verdicts(library: Path) -> dict[str, list[str | None]]:
-    """What each rank said of each case: two processes run all of them, as most of their time goes into imports."""
+def told(library: Path) -> Told:
+    """What the ranks said of each case: two processes run all of them, as most of their time goes into imports."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -69,15 +87,39 @@ def verdicts(library: Path) -> dict[str, list[str | None]]:
     with ThreadPoolExecutor(RANKS) as pool:  # both are read, or one might wait for its reader and the other for it
         ends = list(pool.map(subprocess.Popen.communicate, ranks))
     said: dict[str, list[str | None]] = {}
+    launched: dict[str, list[list[Launch]]] = {}
+    reached: set[tuple[str, int]] = set()
     for out, err in ends:
-        answers = dict(json.loads(line) for line in out.splitlines() if line.startswith("["))
+        reached.update(
+            (file, line)
+            for text in re.findall('^{"reached": .*', out, re.M)
+            for file, line in json.loads(text)["reached"]
+        )
+        lines = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
+        answers = {name: (fault, as_launches(launches)) for name, fault, launches in lines}
         for name in CASES:
-            said.setdefault(name, []).append(answers.get(name, f"it did not come so far:\n{err}"))
-    return said
+            fault, launches = answers.get(name, (f"it did not come so far:\n{err}", []))
+            said.setdefault(name, []).append(fault)
+            launched.setdefault(name, []).append(launches)
+    for name, ranks_launches in launched.items():
+        if not any(said[name]):
+            said[name] += faults_of_order(ranks_launches)
+    return Told(said, reached)
 
 
 @pytest.mark.timeout(300)  # the first of them compiles, and runs all
 @pytest.mark.parametrize("case", CASES)
-def test_on_simulated_devices(case: str, verdicts: dict[str, list[str | None]]) -> None:
-    for rank, fault in enumerate(verdicts[case]):
-        assert fault is None, f"rank {rank}: {fault}"
+def test_on_simulated_devices(case: str, told: Told) -> None:
+    for rank, fault in enumerate(told.verdicts[case]):
+        assert fault is None, f"rank {rank}: {fault}" if rank < RANKS else fault
+
+
+def test_lines_that_never_run(told: Told, capsys: pytest.CaptureFixture[str]) -> None:
+    every = {(file, line.lineno) for file in files() for line in written_for_cuda(ROOT / file)}
+    never = sorted(every - told.reached)
+    with capsys.disabled():
+        print(f"\n{len(never)} of {len(every)} lines written for CUDA never run:")
+        for file, line in never:
+            print(f"  {file}:{line}: {(ROOT / file).read_text().splitlines()[line - 1].strip()}")
+    assert told.reached <= every
+    assert len(never) <= NEVER

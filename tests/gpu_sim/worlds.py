@@ -196,8 +196,8 @@ def a_model_on_two_devices() -> None:
             plain.step()
         for mine_, theirs in zip(ours, alone, strict=True):
             torch.testing.assert_close(mine_, theirs.detach(), rtol=1e-4, atol=1e-5)
-        buckets = {device for _, device, name in nccl.launches if name == "all_reduce"}
-        assert buckets >= {first_device().index, other_device().index}
+        buckets = {launch.communicator[1] for launch in nccl.launches if launch.what.startswith("all_reduce")}
+        assert buckets == {0, 1}
 
 
 class Held(torch.autograd.Function):
@@ -283,22 +283,53 @@ def parameters_that_ranks_divide_otherwise() -> None:
         hvd.DistributedOptimizer(torch.optim.SGD([*lower.parameters(), *upper.parameters()], lr=0.1))
 
 
+def normalize(
+    dtype: torch.dtype, shape: tuple[int, ...], split: tuple[int, int], memory: torch.memory_format, close: float
+) -> None:
+    """Held against one process on the rows of both ranks, whose parts are of these sizes."""
+    device, (first, second) = first_device(), split
+    mine = slice(0, first) if hvd.rank() == 0 else slice(first, first + second)
+    layer = hvd.SyncBatchNorm(shape[0]).to(device)
+    alone = torch.nn.BatchNorm3d(shape[0]).double()
+    with torch.no_grad():
+        for norm in (layer, alone):
+            norm.weight.copy_(torch.arange(1.0, shape[0] + 1))
+            norm.bias.copy_(torch.arange(shape[0]) - 2.0)
+    for step in range(3):
+        whole = torch.randn((first + second, *shape), generator=torch.Generator().manual_seed(step)) * 3 + 40
+        whole[:, 0] = 7  # a channel without variance
+        here = whole[mine].to(dtype).to(device, memory_format=memory).requires_grad_()
+        before = len(observed.kernels)
+        out = layer(here)
+        (out.float() ** 3).sum().backward()
+        ran = {name for name, *_ in observed.kernels[before:] if "batch_norm" in name}
+        parts = ("stats", "elemt", "backward_reduce", "backward_elemt")
+        assert ran == ({f"aten::batch_norm_{part}" for part in parts} if here.numel() else set()), ran
+        exact = whole.to(dtype).double().requires_grad_()
+        expected = alone(exact.view(first + second, shape[0], 1, 1, -1)).view(exact.shape)
+        (expected**3).sum().backward()
+        assert here.grad is not None
+        assert exact.grad is not None
+        assert out.dtype == here.grad.dtype == dtype
+        torch.testing.assert_close(out.detach().cpu().double(), expected[mine].detach(), rtol=close, atol=close)
+        unit = exact.grad.abs().max()  # large numbers come to nearly nothing in sums
+        torch.testing.assert_close(here.grad.cpu().double() / unit, exact.grad[mine] / unit, rtol=close, atol=close)
+    for ours, theirs in ((layer.running_mean, alone.running_mean), (layer.running_var, alone.running_var)):
+        assert ours is not None
+        torch.testing.assert_close(ours.cpu().double(), theirs, rtol=1e-4, atol=1e-6)
+
+
 @case
 def batch_normalisation_over_ranks() -> None:
-    layer = hvd.SyncBatchNorm(WIDTH).to(first_device())
-    alone = torch.nn.BatchNorm1d(WIDTH)
-    for step in range(3):
-        here = rows(hvd.rank(), step).to(first_device()).requires_grad_()
-        out = layer(here)
-        out.square().sum().backward()
-        whole = torch.cat([rows(0, step), rows(1, step)]).requires_grad_()
-        expected = alone(whole)
-        expected.square().sum().backward()
-        mine_ = slice(3 * hvd.rank(), 3 * hvd.rank() + 3)
-        torch.testing.assert_close(out.detach().cpu(), expected[mine_].detach(), rtol=1e-4, atol=1e-5)
-        assert here.grad is not None
-        assert whole.grad is not None
-        torch.testing.assert_close(here.grad.cpu(), whole.grad[mine_], rtol=1e-4, atol=1e-5)
+    normalize(torch.float32, (4,), (3, 3), torch.contiguous_format, 1e-4)
+    normalize(torch.float32, (4, 2, 5), (2, 4), torch.channels_last, 1e-4)
+    normalize(torch.float16, (4, 6), (4, 2), torch.contiguous_format, 3e-2)
+    normalize(torch.bfloat16, (4, 2, 2, 3), (2, 2), torch.channels_last_3d, 2e-1)
+
+
+@case
+def batch_normalisation_of_no_rows() -> None:
+    normalize(torch.float32, (4, 2, 5), (0, 4), torch.contiguous_format, 1e-4)
 
 
 @case

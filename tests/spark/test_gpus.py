@@ -128,6 +128,70 @@ def test_two_executors_that_report_the_same_gpu(tmp_path: Path) -> None:
         assert run(seen, num_proc=1, spark=session) == [("0", "1")]
 
 
+def of_its_own() -> tuple[Any, ...]:
+    """What a rank has: its variables, how many GPUs torch sees, the board of its own, and what the live view tells."""
+    from unittest import mock
+
+    import torch
+    from nvml_stub import board, chosen
+
+    from spark_hvd.context.observe import observe
+
+    variables, order = seen()[0], os.environ.get("CUDA_DEVICE_ORDER")
+    with mock.patch.object(torch.cuda, "is_initialized", return_value=True):
+        vitals = observe()
+    assert vitals is not None
+    there = torch.cuda.device_count()
+    own = board(chosen[-1]) if there else None
+    return variables, order, there, own, vitals.gpu_memory_bytes, vitals.gpu_utilization
+
+
+BY_NUMBER = "PCI_BUS_ID"
+ONE_EACH = [
+    ("0", BY_NUMBER, 1, 0, 1000, 0.1),
+    ("1", BY_NUMBER, 1, 1, 1000, 0.2),
+    ("GPU-a1", None, 1, 2, 1000, 0.3),
+    ("GPU-b2", None, 1, 3, 1000, 0.4),
+    ("MIG-c", None, 1, 4, 1000, None),  # NVML tells nothing of slices
+    ("MIG-d", None, 1, 4, 1000, None),
+]
+TWO_EACH = [
+    ("0,1", BY_NUMBER, 2, 0, 1000, 0.1),
+    ("GPU-a1,GPU-b2", None, 2, 2, 1000, 0.3),
+    ("MIG-c,MIG-d", None, 1, 4, 1000, None),  # of several slices CUDA gives a process one
+]
+NONE_EACH = [("", None, 0, None, 0, None)]
+
+
+@pytest.mark.slow
+def test_every_rank_sees_its_own_gpus_and_nothing_else(tmp_path: Path) -> None:
+    """Three executors of two GPUs, whose addresses are numbers, UUIDs and slices; stages have amounts of their own."""
+    script = tmp_path / "gpus.sh"
+    listed = "\n".join(
+        f"if mkdir {tmp_path}/worker-{number} 2>/dev/null; then\n"
+        f'  echo \'{{"name": "gpu", "addresses": ["{first}", "{second}"]}}\'; exit\nfi'
+        for number, (first, second) in enumerate([("0", "1"), ("GPU-a1", "GPU-b2"), ("MIG-c", "MIG-d")])
+    )
+    script.write_text(f"#!/bin/sh\n{listed}\n")
+    script.chmod(0o755)
+    settings = {
+        "spark.worker.resource.gpu.amount": "2",
+        "spark.worker.resource.gpu.discoveryScript": str(script),
+        "spark.executor.resource.gpu.amount": "2",
+        "spark.executorEnv.PYTHONPATH": str(Path(__file__).parent),
+        "spark.executorEnv.SPARK_HVD_PRELOAD": "nvml_stub",
+    }
+    table: list[tuple[dict[str, Any], list[tuple[Any, ...]]]] = [
+        ({"gpus_per_proc": 1}, ONE_EACH),  # two tasks of an executor
+        ({"gpus_per_proc": 2}, TWO_EACH),
+        ({"gpus_per_proc": 1, "procs_per_task": 2}, ONE_EACH),  # a task divides its own among two ranks
+        ({"gpus_per_proc": 0, "num_proc": 1}, NONE_EACH),
+    ]
+    with session_on("local-cluster[3,2,1024]", **settings) as session:
+        for asked, expected in table:
+            assert sorted(run(of_its_own, spark=session, verbose=0, **asked)) == expected, asked
+
+
 @pytest.mark.slow
 def test_dynamic_allocation_is_refused_with_amounts_too(tmp_path: Path) -> None:
     settings = {**fake_gpus(tmp_path), "spark.dynamicAllocation.enabled": "true"}

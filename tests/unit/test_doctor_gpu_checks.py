@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spark_hvd.runner.diagnosis import probe
 from spark_hvd.runner.diagnosis.gpu_checks import check_gpus
 from spark_hvd.runner.diagnosis.report import Finding, Level
-from tests.doctor_cases import application, host, levels, of, task, with_gpus
+from tests.doctor_cases import application, host, levels, of, task, with_gpus, with_package
 
 BOTH = {"spark.executor.resource.gpu.amount": "2", "spark.task.resource.gpu.amount": "1"}
 
@@ -59,6 +66,75 @@ def test_torch_without_cuda() -> None:
     assert finding.level is Level.WARNING
     assert "built without CUDA" in finding.found
     assert finding.remedy.startswith("pip install torch")
+
+
+def test_a_driver_that_is_too_old_for_torch() -> None:
+    said = "The NVIDIA driver on your system is too old (found version 11040)."
+    place = with_gpus(host("a"), 0)
+    detail = {**place.packages["torch"].detail, "why": said}
+    place = with_package(place, "torch", replace(place.packages["torch"], detail=detail))
+    finding = of("CUDA", check_gpus(application(settings=BOTH), [place], [task(0, gpus=["0"])], None, None))
+    assert finding.level is Level.WARNING
+    assert said in finding.found
+    assert finding.remedy == "A newer driver there, or a torch that is built for an older CUDA"
+
+
+def of_torch(**cuda: Any) -> dict[str, Any]:
+    """What the program says of a torch that is built for CUDA and answers so."""
+    nccl = SimpleNamespace(version=lambda: (2, 27, 5))
+    torch = SimpleNamespace(
+        version=SimpleNamespace(cuda="12.8"),
+        cuda=SimpleNamespace(nccl=nccl, **cuda),
+        distributed=SimpleNamespace(
+            is_available=lambda: True, is_gloo_available=lambda: True, is_nccl_available=lambda: True
+        ),
+    )
+    return probe._torch(torch)
+
+
+def test_what_torch_is_asked() -> None:
+    def no_driver() -> None:
+        raise RuntimeError("Found no NVIDIA driver on your system. Please check\nthat you have one")
+
+    blind = of_torch(is_available=lambda: False, init=no_driver)
+    assert (blind["why"], blind["devices"]) == ("Found no NVIDIA driver on your system. Please check", [])
+    three = of_torch(
+        is_available=lambda: True,
+        device_count=lambda: 3,
+        get_device_name=lambda number: f"GPU {number}",
+        can_device_access_peer=lambda one, other: (one, other) != (0, 2),
+    )
+    assert three["why"] is None
+    assert three["no_peers"] == [(0, 2)]
+
+
+def test_gpus_without_peer_access() -> None:
+    place = with_gpus(host("a"), 2)
+    detail = {**place.packages["torch"].detail, "no_peers": [[0, 1]]}
+    place = with_package(place, "torch", replace(place.packages["torch"], detail=detail))
+    finding = of("GPU peers", check_gpus(application(settings=BOTH), [place], [task(0, gpus=["0"])], None, None))
+    assert finding.level is Level.WARNING
+    assert "1 pairs of GPUs on a have no peer access, 0 and 1 for one" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("keys", "together"),
+    [
+        (("a/5f00aa11/4026531840", "b/5f00aa11/4026532281"), True),
+        (("a/5f00aa11/4026531840", "b/90bb77cc/4026531840"), False),
+        (("a", "b"), False),  # nothing is known of their kernels
+    ],
+)
+def test_one_gpu_a_container(keys: tuple[str, str], together: bool) -> None:
+    hosts = [replace(with_gpus(host(key[0]), 1), key=key) for key in keys]
+    tasks = [replace(task(number, name, gpus=["0"]), key=keys[number]) for number, name in enumerate("ab")]
+    findings = list(check_gpus(application(settings=BOTH), hosts, tasks, None, None))
+    found = [finding for finding in findings if finding.check == "GPU peers"]
+    assert len(found) == together
+    if together:
+        assert found[0].level is Level.WARNING
+        assert "2 containers of one machine have GPUs of their own (1 in a, 1 in b)" in found[0].found
+        assert "One executor with all GPUs of the machine" in found[0].remedy
 
 
 def test_nccl_without_gpus() -> None:

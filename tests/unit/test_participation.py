@@ -34,6 +34,22 @@ def test_sums_tell_what_the_ranks_told(size: int, dtype: torch.dtype) -> None:
         assert float(correction_on_device(total, size)) == pytest.approx(participation.correction(size), rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_averages_tell_what_the_ranks_told(dtype: torch.dtype) -> None:
+    """NCCL multiplies by 1 / size in the bucket's dtype, or in float32; the tail goes in times size."""
+    for size in (3, 33, 65, 257, 700):
+        share = torch.tensor(1 / size, dtype=dtype)
+        for factor in (share, 1 / size):
+            notes, total = torch.zeros(notes_numel(size), dtype=dtype), torch.zeros(notes_numel(size), dtype=dtype)
+            for rank in range(size - 1):  # all but one have gone
+                write(notes, Presence.GONE, rank, float(size))
+                total += (notes * factor).to(dtype)
+            write(notes, Presence.HERE, size - 1, float(size))
+            total += (notes * factor).to(dtype)
+            assert Participation.read(total) == Participation(joined=True, gone=size - 1), size
+            assert float(correction_on_device(total, size)) == size, size
+
+
 def test_usual_step() -> None:
     assert Participation.of([Presence.HERE] * 3) == EVERYONE
     assert EVERYONE.correction(3) == 1.0

@@ -31,11 +31,9 @@ class GradientCompressor(Protocol):
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return what is to travel, and whatever `decompress` needs."""
-        ...
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Undo `compress` on the reduced tensor."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +48,7 @@ class Reduction:
         average: whether the scales make an average of the sum.
         size: number of ranks.
         rank: my place among them.
+        nccl_averages: whether NCCL does that in `prescale`'s place: before it adds, so that float16 has room.
     """
 
     prescale: float
@@ -59,6 +58,7 @@ class Reduction:
     average: bool
     size: int
     rank: int
+    nccl_averages: bool = False
 
 
 class FlatBucket:
@@ -94,7 +94,10 @@ class FlatBucket:
         self._flags, notes = self._tail[: len(plan.members)], self._tail[len(plan.members) :]
         self.notes = torch.view_as_real(notes)[:, 0] if notes.is_complex() else notes
         """The notes of this rank; after :meth:`receive` they are the sum of all ranks'."""
-        self._usual_tail = torch.ones_like(self._tail)
+        averages = reduction.nccl_averages and self._flat.is_cuda
+        self._prescale, self._op = (1.0, dist.ReduceOp.AVG) if averages else (reduction.prescale, dist.ReduceOp.SUM)
+        self._one = float(reduction.size) if averages else 1.0  # the tail is summed, whatever the gradients are
+        self._usual_tail = torch.full_like(self._tail, self._one)
         self._usual_tail[len(plan.members) + 1 :] = 0
         # Users get aliases of these and never these themselves, which they could give other memory or strides.
         self._views = [
@@ -181,7 +184,7 @@ class FlatBucket:
             if self.misfits and presence is Presence.HERE:
                 presence = Presence.HERE_WITH_NEWCOMERS
         if presence is not Presence.HERE:
-            write(self.notes, presence, self.reduction.rank)
+            write(self.notes, presence, self.reduction.rank, self._one)
         self._wire, self._context = self.reduction.compressor.compress(self._payload)
 
     def _bring_in(self) -> None:
@@ -267,7 +270,7 @@ class FlatBucket:
 
     @torch.no_grad()
     def _scale_in(self, fresh: list[torch.Tensor], targets: list[torch.Tensor], in_place: bool) -> None:
-        scale = self.reduction.prescale
+        scale = self._prescale
         if scale != 1.0 and self._fused_copy and not in_place:
             for grad, view in zip(fresh, targets, strict=True):
                 torch.mul(grad, scale, out=view)
@@ -283,7 +286,7 @@ class FlatBucket:
             self._memory.start()
             self._work = self._memory
         else:
-            self._work = dist.all_reduce(self._wire, group=group, async_op=True)
+            self._work = dist.all_reduce(self._wire, self._op, group=group, async_op=True)
             self._group = group
 
     def poll(self) -> bool:
@@ -353,8 +356,7 @@ class FlatBucket:
         """Drop the gradients that lie here."""
         start, end = self.bounds
         for param in self.params:
-            grad = param.grad
-            if grad is not None and grad.layout is torch.strided and start <= grad.data_ptr() < end:
+            if param.grad is not None and param.grad.layout is torch.strided and start <= param.grad.data_ptr() < end:
                 param.grad = None
 
 
@@ -388,8 +390,7 @@ def make_buckets(
     if sums is not None:
         flats = [flat for flat, _ in sums]
     else:
-        devices = [lead.device for lead in leads]
-        flats = [torch.zeros(n, dtype=dtype, device=at) for (n, dtype), at in zip(kinds, devices, strict=True)]
+        flats = [torch.zeros(n, dtype=dtype, device=at.device) for (n, dtype), at in zip(kinds, leads, strict=True)]
     buckets = [
         FlatBucket(plan, params, specs, reduction, flat, memory) for plan, flat in zip(plans, flats, strict=True)
     ]

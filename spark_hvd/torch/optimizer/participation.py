@@ -3,7 +3,8 @@
 Behind the gradients of the first bucket stand a few elements that are summed with them: how many ranks make the step,
 and, zero nearly always, whether one of them trains parameters that have no fitting place, whether a rank stands in that
 has called join(), and how many of those Average does not divide by. Sums of ones, as a bucket may travel in bf16, in
-which 256 + 1 is 256; so each 256 ranks count in an element of their own.
+which 256 + 1 is 256, and where NCCL averages it is not quite ones that are added; so each 32 ranks count in an element
+of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-_EXACT = 256
+_EXACT = 32
 _SLOTS = 3
 
 
@@ -78,17 +79,17 @@ def notes_numel(size: int) -> int:
     return _SLOTS + -(-size // _EXACT)
 
 
-def write(notes: torch.Tensor, presence: Presence, rank: int) -> None:
-    """Write the notes of one rank."""
+def write(notes: torch.Tensor, presence: Presence, rank: int, one: float = 1.0) -> None:
+    """Write the notes of one rank; `one` is what comes to 1 on its way."""
     notes.zero_()
     if presence < Presence.JOINED:
-        notes[0] = 1
+        notes[0] = one
     if presence is Presence.HERE_WITH_NEWCOMERS:
-        notes[1] = 1
+        notes[1] = one
     if presence >= Presence.JOINED:
-        notes[2] = 1
+        notes[2] = one
     if presence is Presence.GONE:
-        notes[_SLOTS + rank // _EXACT] = 1
+        notes[_SLOTS + rank // _EXACT] = one
 
 
 def correction_on_device(notes: torch.Tensor, size: int) -> torch.Tensor:

@@ -25,6 +25,7 @@ from spark_hvd.torch.optimizer.tuner import GLOO_THREADS, StepTuner, TunedGroups
 from spark_hvd.transport.communicator import ReduceOp
 from spark_hvd.transport.host.hierarchy import HostSharing
 from spark_hvd.transport.mpi import backend as mpi_backend
+from spark_hvd.transport.nccl import carries
 from spark_hvd.world.config import Config
 
 DEFAULT_CAP_MB = 25.0
@@ -119,6 +120,12 @@ class Recipe:
         else:
             scales = (1.0 / size if average else 1.0, 1.0)
         set_id = self.process_set.process_set_id or 0
+        # NCCL wants all ranks of a communicator to launch the same collectives in one order. There are two lines of
+        # launches, and each has such an order: buckets that of the plan, by autograd's threads, named calls that of the
+        # coordinator, by the engine's. Between the two ranks have none in common, and could agree on one only if
+        # buckets were held back until every rank has made the calls, which a rank may do after its step. So each line
+        # has a communicator of its own: NCCL runs kernels of two side by side, in any order, where the device has room
+        # for both, and neither line's stream waits for the other's unless the program itself does.
         group = context.new_group(set_id)
         in_memory = self.shared_memory and self.compression is Compression.none
         one_host = len({context.layout.ranks[rank].host for rank in ranks}) == 1
@@ -135,7 +142,15 @@ class Recipe:
             groups,
             group=group,
             device=device,
-            reduction=Reduction(*scales, self.compression, self.sparse_as_dense, average, size, dist.get_rank(group)),
+            reduction=Reduction(
+                *scales,
+                self.compression,
+                self.sparse_as_dense,
+                average,
+                size,
+                dist.get_rank(group),
+                nccl_averages=scales == (1.0 / size, 1.0) and self.compression is Compression.none and carries(group),
+            ),
             pipes=pipes,
             passes=self.passes,
             cap_bytes=int(cap_mb * MEGABYTE),

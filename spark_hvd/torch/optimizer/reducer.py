@@ -256,6 +256,8 @@ class GradientReducer:
         overrun(self._specs[index].name, self._passes)
 
     def _end_backward(self) -> None:
+        if self._progress.idle:
+            return  # it was within another one, and the step has been made there
         self._progress.idle = True
         self._trace.backward_ended()
         self._backwards += 1

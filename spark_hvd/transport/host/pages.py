@@ -75,6 +75,13 @@ def pinned(sizes: Sequence[int]) -> list[torch.Tensor]:
     return parts
 
 
+def moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor on a device. The host does not wait for the copy, for which CUDA needs pinned memory."""
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 @functools.cache
 def _madvise() -> ctypes._NamedFuncPointer | None:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
