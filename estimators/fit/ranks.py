@@ -16,10 +16,11 @@ from spark_hvd.estimators.fit.plan import FitPlan
 from spark_hvd.estimators.training.checkpoint import Checkpoints, check_fits
 from spark_hvd.estimators.training.history import History
 from spark_hvd.estimators.training.late import MeetingPlace, Results, Ticket
+from spark_hvd.estimators.training.order import check_order, order_of
 from spark_hvd.estimators.training.packing import PackedModule, pack
 from spark_hvd.estimators.training.rows import layout_of, too_few
 from spark_hvd.estimators.training.spec import TrainSpec
-from spark_hvd.estimators.training.train import Framework, check_order, order_of, train
+from spark_hvd.estimators.training.train import Framework, train
 from spark_hvd.estimators.training.validating import validate
 from spark_hvd.runner.outcome.errors import ElasticError, ExecutorLostError, RankFailedError, StateLostError
 from spark_hvd.runner.outcome.payload import renamed
@@ -101,7 +102,7 @@ def train_on_ranks(
 
 
 def _validating(
-    plan: FitPlan, spec: TrainSpec, packed: PackedModule, framework: Framework, history: History
+    plan: FitPlan, spec: TrainSpec, packed: PackedModule, framework: Any, history: History
 ) -> AbstractContextManager[None]:
     """While this lasts, runs beside that of the training validate what it leaves, if that is wanted."""
     if not spec.validation_in_background:

@@ -124,13 +124,6 @@ class MeetingPlace:
         return self.store.checkpoint_path(self.run_id, name)
 
 
-def with_late(row: Row, means: Mapping[str, float]) -> Row:
-    """A row of a history, with what a validation told later where it stands in other rows: before the rate."""
-    names = list(row)
-    at = names.index("lr") if "lr" in row else len(names)
-    return {**{name: row[name] for name in names[:at]}, **means, **{name: row[name] for name in names[at:]}}
-
-
 class LateValidation:
     """A rank's side of it. All ranks call the same, so that their histories stay the same.
 
@@ -168,8 +161,7 @@ class LateValidation:
         while True:
             results = on_rank_0(self._place.results, name="spark_hvd.late")
             for epoch, means in results.new(history, hvd.generation(), self._first).items():
-                number = next(number for number, row in enumerate(history) if row["epoch"] == epoch)
-                history[number] = with_late(history[number], means)
+                next(row for row in history if row["epoch"] == epoch).update(means)
                 yield {"epoch": epoch, **means}
             if not wait or results.ended:
                 return

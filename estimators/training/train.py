@@ -20,13 +20,13 @@ from spark_hvd.estimators.errors import NotFiniteLossError
 from spark_hvd.estimators.training.checkpoint import BEST, LAST, TRAINED, Checkpoints, check_fits, digest_of
 from spark_hvd.estimators.training.elastic import FitState
 from spark_hvd.estimators.training.history import History, Row, monitored
-from spark_hvd.estimators.training.late import LateValidation, MeetingPlace, with_late
+from spark_hvd.estimators.training.late import LateValidation, MeetingPlace
+from spark_hvd.estimators.training.order import PARTIAL_EPOCH, check_order, order_of, position_of
 from spark_hvd.estimators.training.readers import reader_spec
 from spark_hvd.estimators.training.rows import Rows, check_batches, rows_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.scratch import Scratch
 from spark_hvd.store import Store
-from spark_hvd.store.errors import CheckpointError
 from spark_hvd.transport.torch_private import with_versions
 from spark_hvd.world.activity import activity
 
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 NAN_CHECK_EVERY = 16
 """Batches between looks at the loss on a GPU, where each look waits for it."""
-_PARTIAL_EPOCH = "begun"
-"""Its key in checkpoints; those written before the code had a better word are read too."""
 _STOPPED = "stopped"
 """Of commits only: a checkpoint in a store may be gone on from with other callbacks."""
 
@@ -54,13 +52,17 @@ class Framework(Protocol):
         """
         ...
 
+
+class Validates(Framework, Protocol):
+    """One that can also validate a checkpoint beside the training, and gives ``late`` jobs what they need."""
+
     def validate(self, job: Job, ranks: int) -> dict[str, float]:
-        """Validate the job's model, on these ranks together, as so many would that train it; those with ``late`` jobs.
+        """Validate the job's model, on these ranks together, as so many would that train it.
 
         Returns:
             Losses and metrics as the history has them, on all ranks.
         """
-        raise NotImplementedError
+        ...
 
 
 @dataclass
@@ -113,7 +115,7 @@ class Job:
     @property
     def partial_epoch(self) -> dict[str, Any] | None:
         """What the checkpoint has of an epoch that was cut off: what was given to :meth:`save`."""
-        return self.resumed[_PARTIAL_EPOCH] if self.resumed else None
+        return self.resumed[PARTIAL_EPOCH] if self.resumed else None
 
     @property
     def stopped(self) -> bool:
@@ -190,7 +192,7 @@ class Job:
     def validated(self, means: Mapping[str, float]) -> None:
         """The training was stopped, and ranks have validated its last epoch after all: into its row."""
         self.collect(wait=True)
-        self.history[-1] = with_late(self.history[-1], means)
+        self.history[-1].update(means)
         if hvd.rank() == 0:
             activity.add_epoch({"epoch": self.history[-1]["epoch"], **means})
 
@@ -227,7 +229,7 @@ class Job:
             "position": self.feed.position.to_json(),
             "order": order_of(self.spec, self.rows.sharding.rows, self.rows.layout),
         }
-        content = {**common, **rest(), _PARTIAL_EPOCH: partial_epoch}
+        content = {**common, **rest(), PARTIAL_EPOCH: partial_epoch}
         done = partial_epoch is None and (stop or len(self.history) >= self.spec.epochs)
         if stores:
             states: dict[str, Mapping[str, Any]] = {}
@@ -256,6 +258,10 @@ class Job:
 
         To be called when the training is over and the callbacks have been told.
         """
+        left = sum("val_loss" not in row for row in self.history)
+        if hvd.rank() == 0 and self.late is not None and left and self.spec.verbose:
+            why = "newer ones came before they had their turn, or slots were not free"
+            print(f"{left} of {len(self.history)} epochs were not validated: {why}", flush=True)
         if hvd.rank() == 0 and self._saved is not None and digest_of(weights) != self._saved:
             history = [dict(row) for row in self.history]
             self.checkpoints.save({TRAINED: {"model": weights, "history": history, "size": hvd.size()}})
@@ -315,7 +321,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
         order = order_of(spec, rows.sharding.rows, rows.layout)
         if resumed is not None:
             check_order(resumed, order, spec.run_id)
-        feed = Feed(rows.reader, rows.sharding, hvd.rank(), hvd.size(), _position(order, resumed))
+        feed = Feed(rows.reader, rows.sharding, hvd.rank(), hvd.size(), position_of(order, resumed))
         validation = None
         if spec.validation is not None:
             reader = replace(
@@ -332,48 +338,6 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
         history = framework.fit(job)
         checkpoints.finish()
         return history
-
-
-def order_of(spec: TrainSpec, rows: int, layout: int) -> dict[str, Any]:
-    """On what the order of so many rows in an epoch depends; see :class:`Rows`."""
-    return {
-        "random_seed": spec.seed,
-        "batch_size": spec.batch_size,
-        "shuffle": spec.shuffle,
-        "shuffle_buffer_size": spec.reader.get("window_rows"),
-        "drop_last": spec.drop_last,
-        "inmemory_cache_all": bool(spec.reader.get("cache")),
-        "the rows": rows,
-        "the row groups": layout,
-        "the way of shuffling": 3,
-    }
-
-
-def check_order(state: Mapping[str, Any], order: Mapping[str, Any], run_id: str) -> None:
-    """Make sure that an epoch that was cut off can go on with the rows that it has left.
-
-    Raises:
-        CheckpointError: they come in another order now.
-    """
-    differ = [name for name, value in order.items() if state["order"].get(name) != value]
-    if state[_PARTIAL_EPOCH] is not None and differ:
-        name = differ[0]
-        numbers = "" if name.startswith("the ") else f", {name}={state['order'][name]!r} then and {order[name]!r} now"
-        raise CheckpointError(
-            f"run_id={run_id!r} was cut off within epoch {len(state['history']) + 1}, and its rows would come in "
-            f"another order now: {name} changed{numbers}. Fit the same data with the parameters of then (num_proc too, "
-            "which decides on the row groups; min_num_proc allows fewer ranks), or give another run_id"
-        )
-
-
-def _position(order: Mapping[str, Any], resumed: dict[str, Any] | None) -> Position:
-    """Where to go on: at the place of the checkpoint, or at the next pass if the order of rows is another now."""
-    if resumed is None:
-        return Position()
-    position = Position.from_json(resumed["position"])
-    if not position.done or resumed["order"] == order:
-        return position
-    return Position(position.epoch + 1)
 
 
 def not_finite(

@@ -15,7 +15,7 @@ from spark_hvd.estimators.training.late import MeetingPlace, Results, Ticket
 from spark_hvd.estimators.training.readers import reader_spec
 from spark_hvd.estimators.training.rows import rows_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
-from spark_hvd.estimators.training.train import Framework, Job, device_of
+from spark_hvd.estimators.training.train import Job, Validates, device_of
 from spark_hvd.store.errors import StoreError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def validate(
-    spec: TrainSpec, packed: PackedModule, framework: Framework, results: Results
+    spec: TrainSpec, packed: PackedModule, framework: Validates, results: Results
 ) -> tuple[Ticket, dict[str, float]] | None:
     """Validate the newest checkpoint that waits; it becomes the best one, if validation is what tells that.
 
