@@ -108,7 +108,7 @@ def main() -> None:
     """Features, a pipeline with a network at its end, and what it is worth."""
     arguments = parse_arguments()
     print("Starting Spark ...", flush=True)
-    spark = local_session("flights-estimator", slots=arguments.num_proc)
+    spark = local_session("flights-estimator", slots=arguments.num_proc + arguments.validate_beside)
     flights = build_features(*load_tables(spark, arguments.rows)).cache()
 
     prepare = Pipeline(

@@ -26,17 +26,18 @@ _EVERY_HERE, _EVERY = 0.1, 1.0
 
 
 class Begun(Tracker):
-    """Tells when a run has its slots."""
+    """Tells when a run is about to start its ranks, and when one of them is heard of."""
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
+    def __init__(self, starts: Callable[[], None], runs: Callable[[], None]) -> None:
+        self._starts, self._runs = starts, runs
 
     def start(self, facts: Facts) -> None:
         """See base class."""
-        self._tell()
+        self._starts()
 
     def take(self, vitals: Vitals) -> None:
         """See base class."""
+        self._runs()
 
     def end(self, error: BaseException | None, summary: Summary | None) -> None:
         """See base class."""
@@ -48,7 +49,7 @@ class Turn:
 
     Attributes:
         ticket: The newest checkpoint when it began; it takes that, or one that came a moment later.
-        begun: Whether it has its slots; until then it may be called off.
+        begun: Whether its ranks run; until then it may be called off.
         stop: Ends its run.
     """
 
@@ -72,7 +73,7 @@ class Order:
         self._done: Ticket | None = None
 
     def next(self, waiting: list[Ticket], wants_no_more: bool) -> Turn | None:
-        """The turn that begins now, if one does. Ranks that want no more wait for that which has its slots.
+        """The turn that begins now, if one does. Ranks that want no more wait for one that has begun.
 
         Args:
             waiting: The checkpoints that are there, the oldest first.
@@ -89,10 +90,15 @@ class Order:
             return self.turn
         return None
 
-    def begin(self, newest: Ticket | None) -> None:
-        """The turn has its slots, and takes the newest checkpoint."""
+    def starts(self, newest: Ticket | None) -> None:
+        """The turn has its slots, and will take the newest checkpoint."""
         assert self.turn is not None
-        self.turn.begun, self.turn.ticket = True, newest or self.turn.ticket
+        self.turn.ticket = newest or self.turn.ticket
+
+    def runs(self) -> None:
+        """Ranks of the turn have been heard of. Slots alone may not be enough: others may hold them, uncounted."""
+        assert self.turn is not None
+        self.turn.begun = True
 
     def end(self) -> str | None:
         """Note what came of the turn, which is over.
@@ -119,7 +125,7 @@ class Beside:
 
     Args:
         place: The folder of the run.
-        validate: Runs a validation, given the results so far and what tells that it has its slots; ends by
+        validate: Runs a validation, given the results so far and what is to be told of it; ends by
             KeyboardInterrupt when it is stopped.
         history: That the training goes on from.
         inherit: Makes of a function that of a thread which has what is this thread's own.
@@ -196,12 +202,12 @@ class Beside:
             self._unpublished = False
 
     def _run(self, turn: Turn) -> None:
-        def begin() -> None:
-            self._order.begin(next(reversed(self._place.waiting()), None))
+        def starts() -> None:
+            self._order.starts(next(reversed(self._place.waiting()), None))
 
         try:
             with stopped_by(turn.stop):
-                turn.outcome = self._validate(self._order.results, Begun(begin))
+                turn.outcome = self._validate(self._order.results, Begun(starts, self._order.runs))
         except BaseException as error:  # of the user's code in the ranks, too
             turn.outcome = error
 

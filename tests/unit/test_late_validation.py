@@ -33,7 +33,7 @@ def test_one_at_a_time_and_the_newest() -> None:
     assert order.next([], False) is None
     first = order.next([ticket(1)], False)
     assert first is not None
-    order.begin(ticket(2))  # another came before it had its slots
+    order.starts(ticket(2))  # another came before it had its slots
     assert (first.ticket, order.next([ticket(5)], False)) == (ticket(2), None)
     assert ended(order, (ticket(2), {"val_loss": 3.0})) is None
     assert order.next([ticket(2)], False) is None, "not again"
@@ -48,6 +48,7 @@ def test_the_end_waits_for_what_has_its_slots_and_for_nothing_else() -> None:
     order = Order()
     waiting = order.next([ticket(1)], False)
     assert waiting is not None
+    order.starts(ticket(1))  # ranks of others may hold the slots all the same
     order.next([ticket(1)], True)
     assert waiting.stop.is_set()
     ended(order, KeyboardInterrupt())
@@ -56,7 +57,8 @@ def test_the_end_waits_for_what_has_its_slots_and_for_nothing_else() -> None:
     order = Order()
     begun = order.next([ticket(1)], False)
     assert begun is not None
-    order.begin(ticket(1))
+    order.starts(ticket(1))
+    order.runs()
     order.next([ticket(2)], True)
     assert (begun.stop.is_set(), order.results.ended) == (False, False)
     ended(order, (ticket(1), {"val_loss": 1.0}))
