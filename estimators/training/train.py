@@ -167,7 +167,8 @@ class Job:
             means: Losses and metrics, over the rows of all ranks.
             rest: What else the row has.
         """
-        self.collect(wait=self.validates)
+        if self.late is not None:
+            self.collect(wait=self.validates)
         restarts = {"restarts": hvd.generation()} if hvd.generation() else {}
         self.history.append({"epoch": len(self.history) + 1, **means, **rest, **restarts})
         if hvd.rank() == 0:
@@ -182,8 +183,9 @@ class Job:
         Args:
             wait: Until what is under way has ended; ranks have asked for no more.
         """
+        assert self.late is not None
         self.came_late = []
-        for row in () if self.late is None else self.late.collect(self.history, wait=wait):
+        for row in self.late.collect(self.history, wait=wait):
             self.came_late.append(self.history[int(row["epoch"]) - 1])
             if hvd.rank() == 0:
                 activity.add_epoch(row)

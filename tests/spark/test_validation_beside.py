@@ -49,7 +49,7 @@ class Waits(Callback):
     def on_epoch_begin(self, state: TrainState) -> None:
         if state.rank == 0 and state.validation_in_background and state.epoch >= self.behind:
             place = MeetingPlace(state.store, state.run_id)
-            wait_until(lambda: max(place.results().epochs, default=0) > state.epoch - self.behind, 120)
+            wait_until(lambda: max(place.results().epochs, default=0) > state.epoch - self.behind, 300)
 
 
 class Held:
@@ -167,6 +167,7 @@ def test_early_stopping_sees_them_late_and_says_so(
     same(trained.getModel(), best["model"], 1e-30)
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("slots", [4, None])
 def test_without_a_free_slot_the_last_epoch_alone_is_validated(
     df: DataFrame, tmp_path: Path, slots: int | None
@@ -218,6 +219,7 @@ class Killed(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.night
 def test_ranks_that_are_started_again_have_what_was_told_before(df: DataFrame, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"validation": "held", "epochs": 4, "num_proc": None, "store": Store.create(tmp_path)}
     backend = LocalBackend(2, verbose=0, max_restarts=1)
