@@ -98,6 +98,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=8, help="passes over the training days (default: 8)")
     parser.add_argument("--rows", type=int, help="use a random sample of this many flights (default: all)")
     parser.add_argument("--trees", type=int, default=20, help="gradient-boosted trees (default: 20)")
+    parser.add_argument("--validate-beside", action="store_true", help="validate on free slots while ranks go on")
     parser.add_argument("--keras", action="store_true", help="the same network in Keras, too (needs spark_hvd[keras])")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the loss curve (default: out)")
     return parser.parse_args()
@@ -107,7 +108,7 @@ def main() -> None:
     """Features, a pipeline with a network at its end, and what it is worth."""
     arguments = parse_arguments()
     print("Starting Spark ...", flush=True)
-    spark = local_session("flights-estimator", slots=arguments.num_proc)
+    spark = local_session("flights-estimator", slots=arguments.num_proc + arguments.validate_beside)
     flights = build_features(*load_tables(spark, arguments.rows)).cache()
 
     prepare = Pipeline(
@@ -132,6 +133,7 @@ def main() -> None:
         input_dtypes=["int64", "float32"],
         label_cols=["label"],
         validation=0.1,
+        validation_in_background=arguments.validate_beside,
         batch_size=512,
         epochs=arguments.epochs,
         num_proc=arguments.num_proc,

@@ -8,14 +8,16 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from spark_hvd.runner import run, run_elastic, run_elastic_local, run_local
-from spark_hvd.runner.config import RunConfig
+from spark_hvd.runner.config import Reporting, RunConfig
 from spark_hvd.runner.elastic.config import ElasticConfig
 from spark_hvd.runner.launch.arguments import adapted
 from spark_hvd.runner.launch.early import torch_loading
 from spark_hvd.runner.launch.run import tasks_of
+from spark_hvd.runner.spark.job import inheriting
 from spark_hvd.runner.spark.profiles import Ask, task_resources
 from spark_hvd.runner.spark.session import active_session, is_connect
 from spark_hvd.runner.spark.slots import wait_for_slots
+from spark_hvd.runner.watch.tracking import Tracker
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -88,6 +90,10 @@ class SparkBackend(Backend):
         there = wait_for_slots(session, None, config.start_timeout, resources)
         return max(min(there, self.max_num_proc), config.min_num_proc or 1)
 
+    def of(self, num_proc: int) -> SparkBackend:
+        """The same with another number of ranks."""
+        return SparkBackend(num_proc, max_num_proc=self.max_num_proc, spark=self._spark, **self._options)
+
     def torch_loading(self) -> AbstractContextManager[None]:
         """While this lasts, processes for the ranks of a run that will follow come up, where that can be done."""
         return torch_loading(active_session(self._spark), adapted(self._config()).env)
@@ -121,6 +127,14 @@ class SparkBackend(Backend):
                 return run(fn, args, kwargs, self._num_proc, **options)
             return run_elastic(fn, args, kwargs, self.num_processes(), max_num_proc=self.max_num_proc, **options)
 
+    def run_beside(self, fn: Callable[..., R], args: Sequence[Any], num_proc: int, tracker: Tracker) -> list[R]:
+        """Run ``fn`` on other ranks while :meth:`run` goes on; waits for slots. To be called from another thread."""
+        return run(fn, args, None, num_proc, spark=self._spark, **_beside(self._options, tracker))
+
+    def inheriting(self, fn: Callable[[], None]) -> Callable[[], None]:
+        """``fn`` for another thread, in which what this one has told Spark holds."""
+        return inheriting(active_session(self._spark), fn)
+
 
 class LocalBackend(Backend):
     """Ranks as processes of this machine, by :func:`spark_hvd.run_local`; for tests, and one large machine.
@@ -149,3 +163,20 @@ class LocalBackend(Backend):
             if self.max_num_proc is None:
                 return run_local(fn, args, kwargs, self._num_proc, **self._options)
             return run_elastic_local(fn, args, kwargs, self._num_proc, max_num_proc=self.max_num_proc, **self._options)
+
+    def run_beside(self, fn: Callable[..., R], args: Sequence[Any], num_proc: int, tracker: Tracker) -> list[R]:
+        """Run ``fn`` on other ranks while :meth:`run` goes on. To be called from another thread."""
+        return run_local(fn, args, None, num_proc, **_beside(self._options, tracker))
+
+    def inheriting(self, fn: Callable[[], None]) -> Callable[[], None]:
+        """``fn`` for another thread."""
+        return fn
+
+
+_ALIKE = ("backend", "env", "start_timeout", "network", "cpus_per_proc", "gpus_per_proc")
+"""Options in which a run beside another is as that one."""
+
+
+def _beside(options: Mapping[str, Any], tracker: Tracker) -> dict[str, Any]:
+    alike = {name: options[name] for name in _ALIKE if name in options}
+    return {**alike, "verbose": 0, "reporting": Reporting(progress="off", tracker=tracker)}

@@ -109,6 +109,7 @@ class SparkEstimator(SavedParams, Estimator[M]):
                 f"validation={settings['validation']!r}: fit_on_parquet takes validation data from val_path; "
                 "leave validation out"
             )
+        _check_validated(settings, val_path)
         if train_path is None:
             raise ValueError("train_path is missing: give it, or Store.create(..., train_path=...)")
         # A store reads below its own file system only; the data may lie elsewhere.
@@ -133,6 +134,7 @@ class SparkEstimator(SavedParams, Estimator[M]):
 
     def _fit_on(self, dataset: DataFrame) -> M:
         plan = self._plan()
+        _check_validated(plan.settings, plan.settings["validation"])
         columns = _checked_columns(plan, dataset)
         backend = plan.backend
         with backend.torch_loading() if isinstance(backend, SparkBackend) else nullcontext():
@@ -251,6 +253,13 @@ def model_fields(plan: FitPlan, spec: TrainSpec, model: torch.nn.Module, history
         "label_columns": plan.settings["label_cols"],
         **{name: plan.settings[name] for name in MODEL_SETTINGS},
     }
+
+
+def _check_validated(settings: Settings, validation: Any) -> None:
+    if (beside := settings.get("validation_in_background")) and not validation:
+        raise ValueError(
+            f"validation_in_background={beside} without rows to validate on: give validation=, or leave it out"
+        )
 
 
 def _checked_columns(plan: FitPlan, df: DataFrame) -> tuple[Column, ...]:

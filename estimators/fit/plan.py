@@ -84,6 +84,10 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
         raise ValueError(store_missing(f"run_id={settings['run_id']!r} goes on from checkpoints"))
     if alone and elastic:
         raise ValueError(store_missing("ranks that come and go (max_num_proc) read their rows from files"))
+    if beside := settings.get("validation_in_background", 0):
+        backend = _leaving_slots(backend, settings, beside)
+        if alone:
+            raise ValueError(store_missing(f"validation_in_background={beside} reads rows and checkpoints from files"))
     store = _store(settings["store"], alone)
     spec: dict[str, Any] = {
         **_fields_of(TrainSpec, settings),
@@ -121,6 +125,19 @@ def make_plan(name: str, settings: Settings, label: str = "") -> FitPlan:
         objects=Objects(**objects),
         spec=TrainSpec(**spec),
     )
+
+
+def _leaving_slots(backend: Backend, settings: Settings, beside: int) -> Backend:
+    """A backend that leaves some slots of the cluster to others, where it would take them all."""
+    if not hasattr(backend, "run_beside"):
+        raise ValueError(
+            f"validation_in_background={beside} with backend={backend!r}: expected one that can run two things at "
+            "once, a SparkBackend or LocalBackend"
+        )
+    if settings["backend"] is not None or settings["num_proc"] is not None or settings["max_num_proc"] is not None:
+        return backend
+    assert isinstance(backend, SparkBackend)
+    return backend.of(max(1, backend.num_processes() - beside))
 
 
 def _commit_every(settings: Settings, elastic: bool) -> int | None:

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.estimators.errors import EstimatorError
 from spark_hvd.estimators.fit.backend import SparkBackend, max_num_proc_of
+from spark_hvd.estimators.fit.beside import Beside
 from spark_hvd.estimators.fit.plan import FitPlan
 from spark_hvd.estimators.training.checkpoint import Checkpoints, check_fits
 from spark_hvd.estimators.training.history import History
-from spark_hvd.estimators.training.packing import pack
+from spark_hvd.estimators.training.late import MeetingPlace, Results, Ticket
+from spark_hvd.estimators.training.order import check_order, order_of
+from spark_hvd.estimators.training.packing import PackedModule, pack
 from spark_hvd.estimators.training.rows import layout_of, too_few
 from spark_hvd.estimators.training.spec import TrainSpec
-from spark_hvd.estimators.training.train import Framework, check_order, order_of, train
+from spark_hvd.estimators.training.train import Framework, train
+from spark_hvd.estimators.training.validating import validate
 from spark_hvd.runner.outcome.errors import ElasticError, ExecutorLostError, RankFailedError, StateLostError
 from spark_hvd.runner.outcome.payload import renamed
+from spark_hvd.runner.watch.tracking import Tracker
 from spark_hvd.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
@@ -75,7 +81,8 @@ def train_on_ranks(
                 assert isinstance(plan.backend, SparkBackend)
                 return plan.backend.run(*job, data=rows)
 
-            values = _through_losses(run, spec, checkpoints)
+            with _validating(plan, spec, packed, framework, history):
+                values = _through_losses(run, spec, checkpoints)
         except RankFailedError as error:
             if isinstance(error.__cause__, DataError | EstimatorError | StoreError):
                 raise type(error.__cause__)(str(error.__cause__)) from error
@@ -92,6 +99,23 @@ def train_on_ranks(
         if returned is not None:
             return returned, history
     return checkpoints.trained(spec.restore_best_weights), history
+
+
+def _validating(
+    plan: FitPlan, spec: TrainSpec, packed: PackedModule, framework: Any, history: History
+) -> AbstractContextManager[None]:
+    """While this lasts, runs beside that of the training validate what it leaves, if that is wanted."""
+    if not spec.validation_in_background:
+        return nullcontext()
+    backend: Any = plan.backend  # the plan has seen that it can
+
+    def run(results: Results, tracker: Tracker) -> tuple[Ticket, dict[str, float]] | None:
+        fn = renamed(validate, f"{plan.name} (validation)")
+        told = backend.run_beside(fn, (spec, packed, framework, results), spec.validation_in_background, tracker)
+        found: tuple[Ticket, dict[str, float]] | None = told[0]
+        return found
+
+    return Beside(MeetingPlace(spec.store, spec.run_id), run, history, backend.inheriting)
 
 
 _FACTS = "epochs batch_size val_batch_size validation shuffle random_seed backward_passes_per_step scale_lr precision"

@@ -46,6 +46,7 @@ def feeds(plan: FitPlan) -> bool:
         and isinstance(plan.backend, SparkBackend)
         and settings["reader"] in (None, "arrow")
         and not settings["inmemory_cache_all"]
+        and not plan.spec.validation_in_background
     )
 
 

@@ -53,6 +53,11 @@ def flag(name: str, value: Any) -> bool:
     return value
 
 
+def flag_or_number(name: str, value: Any) -> int:
+    """True or False, or a whole number from 0 on; True is 1."""
+    return int(value) if isinstance(value, bool) else int(whole(0)(name, value))
+
+
 def text(name: str, value: Any) -> str:
     """Text that is not empty."""
     if not isinstance(value, str) or not value:

@@ -92,6 +92,17 @@ _VALIDATION = rows(
     ("validation_steps_per_epoch", None, c.whole(1), "Batches of a validation on each rank; by default all there are."),
 )
 
+_BACKGROUND = rows(
+    "Validation",
+    (
+        "validation_in_background",
+        0,
+        c.flag_or_number,
+        "Validate checkpoints on free slots while ranks go on: True, or on how many ranks. The rows are written to the "
+        "store.",
+    ),
+)
+
 _DATA = rows(
     "Data",
     ("reader", None, c.one_of("arrow", "petastorm"), "By default Petastorm for data with a Unischema, else Arrow."),
@@ -158,7 +169,7 @@ _TORCH = rows(
 )
 
 SHARED = _MODEL + _WHERE + _LOOP + _VALIDATION + _DATA + _OUTPUTS
-TORCH = SHARED + _TORCH
+TORCH = _MODEL + _WHERE + _LOOP + _VALIDATION + _BACKGROUND + _DATA + _OUTPUTS + _TORCH
 
 MODEL_SETTINGS = (
     "input_shapes",

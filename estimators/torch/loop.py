@@ -11,40 +11,37 @@ import torch
 import spark_hvd.torch as hvd
 from spark_hvd.data.readers.reader import Batch
 from spark_hvd.estimators.torch.learning_rate import Scheduler, make_optimizer, make_scheduler, scale
-from spark_hvd.estimators.torch.objective import Metrics, Objective, Sums
-from spark_hvd.estimators.torch.share import Shares
+from spark_hvd.estimators.torch.measure import Measure
+from spark_hvd.estimators.torch.objective import Sums
 from spark_hvd.estimators.training.callbacks import TrainState
 from spark_hvd.estimators.training.history import History, monitored
-from spark_hvd.estimators.training.inputs import outputs_of, tensors_of, weights_of
-from spark_hvd.estimators.training.losses import calling, losses_of
-from spark_hvd.estimators.training.spec import TrainSpec
-from spark_hvd.estimators.training.train import NAN_CHECK_EVERY, Framework, Job, not_finite, speed
+from spark_hvd.estimators.training.inputs import outputs_of
+from spark_hvd.estimators.training.losses import calling
+from spark_hvd.estimators.training.train import NAN_CHECK_EVERY, Job, Validates, not_finite, speed
 
 _BEGINNING: dict[str, Any] = {"step": 0, "skipped": 0, "seconds": 0.0, "sums": [], "lr": None}
 """The state of an epoch that begins."""
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class TorchFramework(Framework):
+class TorchFramework(Validates):
     """Trains a plain ``torch.nn.Module``."""
 
     def fit(self, job: Job) -> History:
         """See base class."""
         return _Loop(job).run()
 
+    def validate(self, job: Job, ranks: int) -> dict[str, float]:
+        """See base class."""
+        measure = Measure(job)
+        return measure.means(measure.validated(ranks))
 
-class _Loop:
+
+class _Loop(Measure):
     def __init__(self, job: Job) -> None:
-        self.job, self.spec = job, job.spec
+        super().__init__(job)
         spec, objects = job.spec, job.objects
-        self.model = objects.model.to(job.device)
         self.scaled = 1.0
         self.optimizer, self.scheduler = self._optimizer()
-        self.objective = make_objective(spec, job)
-        lowest = [job.lowest(label.column.name) for label in spec.labels]
-        counted = objects.reader.get("collate") is not None
-        self.shares = Shares(self.objective.losses, lowest, spec.reductions, counted)
-        self.metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
         self.scaler = torch.amp.GradScaler(job.device.type, enabled=spec.precision == "fp16")
         if job.resumed and job.resumed.get("scaler"):
             self.scaler.load_state_dict(job.resumed["scaler"])
@@ -64,6 +61,7 @@ class _Loop:
             global_step=job.resumed["global_step"] if job.resumed else 0,
             history=job.history,
             stop=job.stopped,
+            validation_in_background=job.late is not None,
         )
 
     def _optimizer(self) -> tuple[Any, Scheduler | None]:
@@ -124,23 +122,28 @@ class _Loop:
             if job.saves_after(state.step) and state.step < state.steps:
                 self._save_partial(sums, began, rate)
         seconds = time.monotonic() - began
-        validation = self._validate()
+        validated = job.validates
+        validation = self._validate() if validated else Sums(self.metrics.names, job.device)
         stop = torch.tensor([float(state.stop)], dtype=torch.float64, device=job.device)
         # The one exchange of an epoch: sums of training and validation, and whether any rank wants to stop.
         total = hvd.allreduce(torch.cat([sums.values, validation.values, stop]), op=hvd.Sum, name="spark_hvd.epoch")
         values = total.tolist()
         width = len(sums.values)
         means = Sums.means(sums.names, values[:width])
-        if job.validation is not None:
+        if validated:
             means |= Sums.means(sums.names, values[width : 2 * width], "val_")
         skipped = {"skipped_steps": self.skipped} if self.skipped else {}
         job.add(means, lr=rate, **speed(seconds, values[0]), **skipped)
-        self._schedule("epoch", job.history[-1])
+        self._schedule("epoch", job.history[-1], *job.came_late)
         state.stop = values[-1] > 0
         for callback in job.objects.callbacks:
             callback.on_epoch_end(state)
         state.stop = self._anyone_stops(state.stop)
+        if state.stop and not validated and job.validation is not None:
+            job.validated(self.means(self._validate()))
         job.report()
+        if state.rank == 0 and state.stop and state.stop_reason and self.spec.verbose:
+            print(state.stop_reason, flush=True)
         job.save(self.model.state_dict(), self._rest, stop=state.stop)
         state.epoch += 1
 
@@ -168,7 +171,8 @@ class _Loop:
         # The last passes of an epoch may be fewer than those of a step.
         begun = number - number % spec.backward_passes_per_step
         passes = min(spec.backward_passes_per_step, state.steps - begun)
-        self._share(inputs, labels, weights, self.job.feed.weight)
+        # The loss counts for what this batch is of the batches of all ranks.
+        self.objective.factors = self.shares.of(labels, len(inputs[0]), self.job.feed.weight)
         if self.minibatch is not None:
             outputs, loss = self.minibatch(
                 model=self.model,
@@ -203,31 +207,6 @@ class _Loop:
         for callback in self.job.objects.callbacks:
             callback.on_batch_end(state)
 
-    def _on_device(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None]:
-        spec, device = self.spec, self.job.device
-        weights = weights_of(spec.sample_weight_col, batch)
-        weights = None if weights is None else weights.to(device)
-        return tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device), weights
-
-    def _share(
-        self, inputs: list[torch.Tensor], labels: list[torch.Tensor], weights: torch.Tensor | None, weight: float
-    ) -> None:
-        """Have the loss of a batch count for what it is of the batches of all ranks."""
-        self.objective.factors = self.shares.of(labels, len(inputs[0]), weight)
-
-    def _by_row(self, loss: torch.Tensor) -> torch.Tensor:
-        """What the mean over rows, of all batches and ranks, is to be taken of."""
-        weight = self.shares.weight
-        return loss.detach() / weight if weight not in (0.0, 1.0) else loss.detach()
-
-    def _forward(
-        self, inputs: list[torch.Tensor], labels: list[torch.Tensor], weights: torch.Tensor | None
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-        half = _HALF.get(self.spec.precision)
-        with torch.autocast(self.job.device.type, dtype=half, enabled=half is not None):
-            outputs, labels = self.objective.transform_outputs(outputs_of(self.model(*inputs)), labels)
-            return outputs, labels, self.objective(outputs, labels, weights)
-
     def _step(self) -> None:
         spec, optimizer = self.spec, self.optimizer
         optimizer.synchronize()
@@ -249,28 +228,25 @@ class _Loop:
         if finite:
             self._schedule("step")
 
-    def _schedule(self, interval: str, row: dict[str, Any] | None = None) -> None:
+    def _schedule(self, interval: str, *rows: dict[str, Any]) -> None:
+        """Step the scheduler; ``rows`` are this epoch's, and those of which more is known since the last."""
         if self.scheduler is not None and self.spec.lr_scheduler_interval == interval:
             if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-                assert row is not None
-                self.scheduler.step(row[monitored(row, self.spec.monitor)])
+                key = monitored(rows[0], self.spec.monitor, late=self.job.late is not None)
+                of_training = key in rows[0] and not key.startswith("val_")
+                for row in rows[:1] if of_training else sorted(rows, key=lambda row: int(row["epoch"])):
+                    if key in row:
+                        self.scheduler.step(row[key])
             else:
                 self.scheduler.step()
 
     def _validate(self) -> Sums:
         self._share_buffers()
-        sums = Sums(self.metrics.names, self.job.device)
         if self.job.validation is None:
-            return sums
-        self.model.eval()
-        with torch.no_grad():
-            for batch, weight in zip(self.job.validation_batches(), self.job.validation.weights, strict=False):
-                inputs, labels, weights = self._on_device(batch)
-                self._share(inputs, labels, weights, weight)
-                if len(inputs[0]):
-                    outputs, labels, loss = self._forward(inputs, labels, weights)
-                    sums.add(len(inputs[0]), self._by_row(loss), self.metrics(outputs, labels))
-        return sums
+            return Sums(self.metrics.names, self.job.device)
+        if self.job.late is not None:
+            self.job.late.end()
+        return self.validated()
 
     def _share_buffers(self) -> None:
         buffers = dict(self.model.named_buffers())
@@ -284,18 +260,6 @@ class _Loop:
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "scaler": self.scaler.state_dict(),
         }
-
-
-def make_objective(spec: TrainSpec, job: Job) -> Objective:
-    """The objective of a training; losses that are modules go to the device."""
-    objects = job.objects
-    losses = losses_of(objects, job.device) or [_no_loss]
-    losses = [loss.to(job.device) if isinstance(loss, torch.nn.Module) else loss for loss in losses]
-    return Objective(losses, spec.loss_weights, len(spec.labels), spec.reshape_labels)
-
-
-def _no_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    raise ValueError("loss_fn was called, but no loss was given: give loss= to the estimator")
 
 
 def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:

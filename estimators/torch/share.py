@@ -43,6 +43,24 @@ class Shares:
         self._lowest = list(lowest)
         self._counted, self.weight = counted, 1.0
 
+    @property
+    def counts(self) -> bool:
+        """Whether it may take more than the rows that are planned to know what a loss counts for."""
+        return self._counted or any(loss.by_class and loss.kind == "mean" for loss in self._losses)
+
+    def part(self, labels: Sequence[torch.Tensor], rows: int) -> torch.Tensor | None:
+        """This rank's share of what each loss of all ranks divides by, after that of the rows; None where rows say it.
+
+        Args:
+            labels: Of this rank.
+            rows: How many of its rows came.
+        """
+        divisors = [_divisor_of(*each) for each in zip(self._losses, self._lowest, labels, strict=True)]
+        if not self._counted and divisors == [None] * len(divisors):
+            return None
+        mine = [float(rows), *(float(rows) if divisor is None else divisor for divisor in divisors)]
+        return torch.tensor(mine, dtype=torch.float64)
+
     def of(self, labels: Sequence[torch.Tensor], rows: int, weight: float) -> list[float]:
         """The factor of each loss. Where ranks have to ask each other, all are to call it.
 
@@ -56,13 +74,16 @@ class Shares:
         size = hvd.size()
         if size == 1:
             return [1.0] * len(self._losses)
-        divisors = [_divisor_of(*each) for each in zip(self._losses, self._lowest, labels, strict=True)]
-        self.weight, shares = weight, [weight] * len(divisors)
-        if self._counted or divisors != [None] * len(divisors):
-            mine = [float(rows), *(float(rows) if divisor is None else divisor for divisor in divisors)]
-            total = hvd.allreduce(torch.tensor(mine, dtype=torch.float64), op=hvd.Sum, name="spark_hvd.share")
+        mine = self.part(labels, rows)
+        total = None if mine is None else hvd.allreduce(mine, op=hvd.Sum, name="spark_hvd.share")
+        return self.factors(mine, total, size, weight)
+
+    def factors(self, mine: torch.Tensor | None, total: torch.Tensor | None, size: int, weight: float) -> list[float]:
+        """The same, where it is known what the :meth:`part` of a rank is, and the sum of those of all ``size``."""
+        self.weight, shares = weight, [weight] * len(self._losses)
+        if mine is not None and total is not None:
             self.weight, *shares = (
-                own * size / every if every else 1.0 for own, every in zip(mine, total.tolist(), strict=True)
+                own * size / every if every else 1.0 for own, every in zip(mine.tolist(), total.tolist(), strict=True)
             )
         return [float(size) if loss.kind == "sum" else share for loss, share in zip(self._losses, shares, strict=True)]
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import csv
 import io
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from spark_hvd.estimators.training.history import History, Row, monitored
+from spark_hvd.estimators.training.history import History, monitored
 from spark_hvd.scratch import Scratch
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class TrainState:
         store: Where the run lies.
         run_id: Its name.
         stop: Set it, on any rank, to end training on all ranks after this epoch.
+        stop_reason: What to print then.
+        validation_in_background: Whether rows get what validation tells later, while other epochs are trained.
     """
 
     __module__ = "spark_hvd.estimators"
@@ -58,6 +61,8 @@ class TrainState:
     loss: torch.Tensor | None = None
     history: History = field(default_factory=History)
     stop: bool = False
+    stop_reason: str = ""
+    validation_in_background: bool = False
 
 
 class Callback:
@@ -75,7 +80,11 @@ class Callback:
         """After each batch; ``state.loss`` is its loss. Reading its value waits for a GPU."""
 
     def on_epoch_end(self, state: TrainState) -> None:
-        """After validation; ``state.history[-1]`` is the epoch's row, the same on all ranks."""
+        """After validation; ``state.history[-1]`` is the epoch's row, the same on all ranks.
+
+        With ``validation_in_background`` that of former epochs may have been told since; at the end, until
+        ``on_train_end``.
+        """
 
     def on_train_end(self, state: TrainState) -> None:
         """Once, after the last epoch, also when training was stopped early. Not after an error."""
@@ -83,6 +92,8 @@ class Callback:
 
 class EarlyStopping(Callback):
     """Stops when a value has not become better for some epochs.
+
+    With ``validation_in_background`` it looks at what is known so far, and epochs that were not validated do not count.
 
     Args:
         monitor: A key of the history, "val_loss" or "loss" or a metric's; None for ``val_loss`` if there is one.
@@ -104,16 +115,21 @@ class EarlyStopping(Callback):
 
     def on_epoch_end(self, state: TrainState) -> None:
         """See base class. Looks at the whole history, so that a resumed run stops where an unbroken one would."""
-        monitor = monitored(state.history[-1], self.monitor)
+        monitor = monitored(state.history[-1], self.monitor, late=state.validation_in_background)
         sign = 1.0 if self.mode == "min" else -1.0
-        best, waited = float("inf"), 0
-        for row in state.history:
-            value = sign * row[monitor]
+        best, waited, newest = float("inf"), 0, state.history[-1]
+        for newest in [row for row in state.history if monitor in row]:
+            value = sign * newest[monitor]
             if value < best - self.min_delta:
                 best, waited = value, 0
             else:
                 waited += 1
-        state.stop = state.stop or waited >= self.patience
+        if waited >= self.patience:
+            state.stop = True
+            if newest is not state.history[-1]:
+                state.stop_reason = (
+                    f"stopped after epoch {state.epoch + 1}, by the {monitor} of epoch {newest['epoch']}"
+                )
 
 
 class CSVLogger(Callback):
@@ -132,6 +148,11 @@ class CSVLogger(Callback):
             path = f"{state.store.logs_path(state.run_id)}/history.csv"
             state.store.write_bytes(path, text.getvalue().encode())
 
+    def on_train_end(self, state: TrainState) -> None:
+        """See base class."""
+        if state.validation_in_background:
+            self.on_epoch_end(state)
+
 
 class TensorBoard(Callback):
     """Writes losses, metrics and the learning rate for TensorBoard into ``logs/`` of the run; needs tensorboard.
@@ -143,6 +164,7 @@ class TensorBoard(Callback):
     __module__ = "spark_hvd.estimators"
 
     def __init__(self) -> None:
+        self._news = _News()
         self._writer: Any = None
         self._folder: Scratch | None = None
 
@@ -151,21 +173,22 @@ class TensorBoard(Callback):
         if state.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
+            self._news.skip(state.history)
             self._folder = Scratch("tensorboard")
             self._writer = SummaryWriter(self._folder.path)
 
     def on_epoch_end(self, state: TrainState) -> None:
         """See base class."""
         if self._writer is not None:
-            row = state.history[-1]
-            for key in row.keys() - {"epoch"}:
+            for epoch, key, value in self._news.of(state.history):
                 name = f"validation/{key.removeprefix('val_')}" if key.startswith("val_") else f"train/{key}"
-                self._writer.add_scalar(name, row[key], row["epoch"])
+                self._writer.add_scalar(name, value, epoch)
             self._writer.flush()
             self._copy(state)
 
     def on_train_end(self, state: TrainState) -> None:
         """See base class."""
+        self.on_epoch_end(state)
         if self._writer is not None and self._folder is not None:
             self._writer.close()
             self._copy(state)
@@ -198,7 +221,7 @@ class MLflow(Callback):
         self._uri: str = mlflow.get_tracking_uri()
         self._run: str = active.info.run_id if active else ""
         self._ours = active is None
-        self._name = run_name
+        self._name, self._news = run_name, _News()
         self._experiment = _experiment(mlflow) if active is None else ""
 
     def _client(self) -> Any:
@@ -212,18 +235,38 @@ class MLflow(Callback):
             if not self._run:
                 self._run = self._client().create_run(self._experiment, run_name=self._name or state.run_id).info.run_id
             self._client().log_param(self._run, "num_proc", state.size)
+            self._news.skip(state.history)
 
     def on_epoch_end(self, state: TrainState) -> None:
         """See base class."""
         if state.rank == 0:
-            row: Row = state.history[-1]
-            for key in row.keys() - {"epoch"}:
-                self._client().log_metric(self._run, key, row[key], step=row["epoch"])
+            for epoch, key, value in self._news.of(state.history):
+                self._client().log_metric(self._run, key, value, step=epoch)
 
     def on_train_end(self, state: TrainState) -> None:
         """See base class."""
+        self.on_epoch_end(state)
         if state.rank == 0 and self._ours:
             self._client().set_terminated(self._run)
+
+
+class _News:
+    """What a history has that was not told yet: of an epoch that has ended, and what came late of those before."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[int, str]] = set()
+
+    def skip(self, history: History) -> None:
+        """Somebody else has told this much."""
+        list(self.of(history))
+
+    def of(self, history: History) -> Iterator[tuple[int, str, float]]:
+        """Epoch, key and value of each, in the order of epochs."""
+        for row in history:
+            for key in row.keys() - {"epoch"}:
+                if (told := (row["epoch"], key)) not in self._told:
+                    self._told.add(told)
+                    yield row["epoch"], key, row[key]
 
 
 def _experiment(mlflow: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,12 @@ class Checkpoints:
         """Differs from that of the last checkpoint before and after it; None where there is none."""
         return self.store.version(self.store.checkpoint_path(self.run_id, LAST))
 
-    def save(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+    def save(self, states: Mapping[str, Mapping[str, Any]], superseded: Callable[[], Iterable[str]] = tuple) -> None:
         """Copy states, and have them written one after the other while training goes on; one such save at a time.
 
         Args:
             states: By the names of the checkpoints: dicts, lists, numbers, text and tensors, nothing else.
+            superseded: Gives the names of those to delete once these are written.
 
         Raises:
             TypeError: something else is in one.
@@ -53,6 +54,8 @@ class Checkpoints:
             self.store.sweep(self.store.run_path(self.run_id))  # what a killed save left
             for name, state in copies.items():
                 write(self.store, self.store.checkpoint_path(self.run_id, name), state)
+            for name in superseded():
+                self.discard(name)
 
         background.start(self.store.checkpoint_path(self.run_id), states, put)
 
@@ -77,7 +80,7 @@ class Checkpoints:
             StoreError: it cannot be read.
             CheckpointError: it is damaged, or a newer version wrote it.
         """
-        state = read_by_rank_0(lambda: self._read(name))
+        state = read_by_rank_0(lambda: self.read(name))
         assert state is not None
         return state
 
@@ -90,9 +93,14 @@ class Checkpoints:
             StoreError, CheckpointError: as :meth:`load`.
         """
         names = [BEST, TRAINED] if best else [TRAINED]
-        return self._read(next(filter(self.exists, names), LAST)).state
+        return self.read(next(filter(self.exists, names), LAST)).state
 
-    def _read(self, name: str) -> Found:
+    def read(self, name: str) -> Found:
+        """Read one, with what its file holds.
+
+        Raises:
+            StoreError, CheckpointError: as :meth:`load`.
+        """
         otherwise = f"Delete it to train run_id={self.run_id!r} from the start, or give another run_id"
         return read(self.store, self.store.checkpoint_path(self.run_id, name), otherwise)
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = dict[str, Any]
+_NOT_MEANS = ("epoch", "lr", "seconds", "rows_per_second", "skipped_steps", "restarts")
 
 
 class History(list[Row]):
@@ -20,7 +21,7 @@ class History(list[Row]):
     ranks). Losses and metrics are means over all rows of the epoch, on all ranks. ``skipped_steps`` counts steps left
     out because gradients were not finite, where ``terminate_on_nan`` is off. ``restarts`` counts how often the ranks
     had been started again when the epoch ended (``max_restarts``), or had changed (``max_num_proc``); without any there
-    is no such key.
+    is no such key. With ``validation_in_background``, rows of epochs that were not validated have no ``val_`` keys.
     """
 
     __module__ = "spark_hvd.estimators"
@@ -82,15 +83,21 @@ class History(list[Row]):
         return figure
 
 
-def monitored(row: Row, monitor: str | None) -> str:
+def monitored(row: Row, monitor: str | None, late: bool = False) -> str:
     """The key of ``row`` that ``monitor`` names; by default ``val_loss``, or ``loss``.
+
+    Args:
+        row: Of a history.
+        monitor: What is asked for.
+        late: Whether the row may get those of validation later, each with one of the training.
 
     Raises:
         ValueError: the row has no such key.
     """
-    if monitor is not None and monitor not in row:
-        raise ValueError(f"monitor={monitor!r}: expected one of {sorted(row)}")
-    return monitor or ("val_loss" if "val_loss" in row else "loss")
+    keys = {*row, *(f"val_{key}" for key in row if late and not key.startswith("val_") and key not in _NOT_MEANS)}
+    if monitor is not None and monitor not in keys:
+        raise ValueError(f"monitor={monitor!r}: expected one of {sorted(keys)}")
+    return monitor or ("val_loss" if "val_loss" in keys else "loss")
 
 
 def as_history(name: str, value: Any) -> History:

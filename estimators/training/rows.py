@@ -44,16 +44,14 @@ class Rows:
         """Batches of an epoch, the same on all ranks."""
         return len(self.sharding.batches(Position(), hvd.rank(), hvd.size()))
 
-    @property
-    def weights(self) -> list[float]:
-        """Those of a row of each of this rank's batches of epoch 0, see :class:`~spark_hvd.data.readers.feed.Feed`."""
-        size = hvd.size()
-        mine, totals = self.sharding.batches(Position(), hvd.rank(), size), self.sharding.totals(Position(), size)
+    def weights(self, rank: int, size: int) -> list[float]:
+        """Those of a row of each of a rank's batches of epoch 0, see :class:`~spark_hvd.data.readers.feed.Feed`."""
+        mine, totals = self.sharding.batches(Position(), rank, size), self.sharding.totals(Position(), size)
         return [rows * size / every for rows, every in zip(mine, totals, strict=True)]
 
-    def first_epoch(self) -> Iterator[Batch]:
-        """This rank's batches of epoch 0."""
-        place = Position(), hvd.rank(), hvd.size()
+    def first_epoch(self, rank: int, size: int) -> Iterator[Batch]:
+        """The batches of epoch 0 of a rank."""
+        place = Position(), rank, size
         return self.reader.batches(0, self.sharding.share(*place), self.sharding.batches(*place))
 
 

@@ -75,6 +75,7 @@ class TrainSpec:
     verbose: int = 1
     reader: Mapping[str, Any] = field(default_factory=dict)
     val_reader_num_workers: int = 2
+    validation_in_background: int = 0
     checkpoint_every: int | None = None
     elastic: bool = False
     commit_every: int | None = None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,13 +19,14 @@ from spark_hvd.data.readers.sharding import Position
 from spark_hvd.estimators.errors import NotFiniteLossError
 from spark_hvd.estimators.training.checkpoint import BEST, LAST, TRAINED, Checkpoints, check_fits, digest_of
 from spark_hvd.estimators.training.elastic import FitState
-from spark_hvd.estimators.training.history import History, monitored
+from spark_hvd.estimators.training.history import History, Row, monitored
+from spark_hvd.estimators.training.late import LateValidation, MeetingPlace
+from spark_hvd.estimators.training.order import PARTIAL_EPOCH, check_order, order_of, position_of
 from spark_hvd.estimators.training.readers import reader_spec
 from spark_hvd.estimators.training.rows import Rows, check_batches, rows_of
 from spark_hvd.estimators.training.spec import Objects, TrainSpec
 from spark_hvd.scratch import Scratch
 from spark_hvd.store import Store
-from spark_hvd.store.errors import CheckpointError
 from spark_hvd.transport.torch_private import with_versions
 from spark_hvd.world.activity import activity
 
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
 
 NAN_CHECK_EVERY = 16
 """Batches between looks at the loss on a GPU, where each look waits for it."""
-_PARTIAL_EPOCH = "begun"
-"""Its key in checkpoints; those written before the code had a better word are read too."""
 _STOPPED = "stopped"
 """Of commits only: a checkpoint in a store may be gone on from with other callbacks."""
 
@@ -53,6 +53,18 @@ class Framework(Protocol):
         ...
 
 
+class Validates(Framework, Protocol):
+    """One that can also validate a checkpoint beside the training, and gives ``late`` jobs what they need."""
+
+    def validate(self, job: Job, ranks: int) -> dict[str, float]:
+        """Validate the job's model, on these ranks together, as so many would that train it.
+
+        Returns:
+            Losses and metrics as the history has them, on all ranks.
+        """
+        ...
+
+
 @dataclass
 class Job:
     """A training as it stands in one rank.
@@ -64,7 +76,9 @@ class Job:
         rows: To train on; ``feed`` gives them.
         validation: Rows to validate on.
         state: Of an elastic fit; None of others.
+        late: Where epochs are validated beside the training; None where ranks do it.
         progress: The loop over this epoch's batches, for displays.
+        came_late: Rows of earlier epochs whose validation was told since the epoch before.
     """
 
     spec: TrainSpec
@@ -77,7 +91,9 @@ class Job:
     feed: Feed[Batch]
     validation: Rows | None
     state: FitState | None = None
+    late: LateValidation | None = None
     progress: hvd.Progress[Batch] | None = None
+    came_late: list[Row] = field(default_factory=list)
     _saved: str | None = None  # of the weights that the last epoch's checkpoint has
 
     @property
@@ -92,9 +108,14 @@ class Job:
         return min(self.validation.steps, self.spec.validation_steps_per_epoch or self.validation.steps)
 
     @property
+    def validates(self) -> bool:
+        """Whether ranks are to validate the epoch that they train: the last one they always do."""
+        return self.validation is not None and (self.late is None or len(self.history) + 1 >= self.spec.epochs)
+
+    @property
     def partial_epoch(self) -> dict[str, Any] | None:
         """What the checkpoint has of an epoch that was cut off: what was given to :meth:`save`."""
-        return self.resumed[_PARTIAL_EPOCH] if self.resumed else None
+        return self.resumed[PARTIAL_EPOCH] if self.resumed else None
 
     @property
     def stopped(self) -> bool:
@@ -123,10 +144,11 @@ class Job:
         position = Position.from_json(self.resumed["position"])
         return len(self.feed.sharding.batches(position, hvd.rank(), hvd.size()))
 
-    def validation_batches(self) -> Iterator[Batch]:
-        """The batches of one validation."""
+    def validation_batches(self, rank: int | None = None, size: int | None = None) -> Iterator[Batch]:
+        """The batches of one validation: of this rank, or of one of ``size`` ranks."""
         assert self.validation is not None
-        batches = itertools.islice(self.validation.first_epoch(), self.validation_steps)
+        rank, size = hvd.rank() if rank is None else rank, size or hvd.size()
+        batches = itertools.islice(self.validation.first_epoch(rank, size), self.spec.validation_steps_per_epoch)
         where: dict[str, Any] = {"epoch": len(self.history), "epochs": self.spec.epochs, "stage": "validation"}
         return iter(hvd.progress(batches, total=self.validation_steps, **where))
 
@@ -145,6 +167,8 @@ class Job:
             means: Losses and metrics, over the rows of all ranks.
             rest: What else the row has.
         """
+        if self.late is not None:
+            self.collect(wait=self.validates)
         restarts = {"restarts": hvd.generation()} if hvd.generation() else {}
         self.history.append({"epoch": len(self.history) + 1, **means, **rest, **restarts})
         if hvd.rank() == 0:
@@ -152,6 +176,27 @@ class Job:
         if self.progress is not None:
             activity.progress = self.progress  # a validation that is over would have them told as its own
             self.progress.report(**means)
+
+    def collect(self, *, wait: bool) -> None:
+        """Take what validations beside the training have told into the history, on all ranks.
+
+        Args:
+            wait: Until what is under way has ended; ranks have asked for no more.
+        """
+        assert self.late is not None
+        self.came_late = []
+        for row in self.late.collect(self.history, wait=wait):
+            self.came_late.append(self.history[int(row["epoch"]) - 1])
+            if hvd.rank() == 0:
+                activity.add_epoch(row)
+                self._print(row, "(validated beside the training)")
+
+    def validated(self, means: Mapping[str, float]) -> None:
+        """The training was stopped, and ranks have validated its last epoch after all: into its row."""
+        self.collect(wait=True)
+        self.history[-1].update(means)
+        if hvd.rank() == 0:
+            activity.add_epoch({"epoch": self.history[-1]["epoch"], **means})
 
     def save(
         self,
@@ -186,17 +231,21 @@ class Job:
             "position": self.feed.position.to_json(),
             "order": order_of(self.spec, self.rows.sharding.rows, self.rows.layout),
         }
-        content = {**common, **rest(), _PARTIAL_EPOCH: partial_epoch}
+        content = {**common, **rest(), PARTIAL_EPOCH: partial_epoch}
         done = partial_epoch is None and (stop or len(self.history) >= self.spec.epochs)
         if stores:
             states: dict[str, Mapping[str, Any]] = {}
             if partial_epoch is None:
-                key = monitored(self.history[-1], self.spec.monitor)
+                key = monitored(self.history[-1], self.spec.monitor, late=self.late is not None)
                 # Without a loss, which a LightningModule may not report, no epoch is the best.
                 if key in self.history[-1] and self.history.best(key, self.spec.monitor_mode) is self.history[-1]:
                     states[BEST] = common
             states[LAST] = content
-            self.checkpoints.save(states)
+            superseded: Callable[[], Iterable[str]] = tuple
+            if self.late is not None and partial_epoch is None and not done:
+                ticket = self.late.ticket(len(self.history))
+                states[ticket.name], superseded = common, partial(self.late.superseded, ticket)
+            self.checkpoints.save(states, superseded)
             if done:
                 self._saved = digest_of(weights)
             if self.state is not None and (done or BEST in states):
@@ -211,19 +260,25 @@ class Job:
 
         To be called when the training is over and the callbacks have been told.
         """
+        left = sum("val_loss" not in row for row in self.history)
+        if hvd.rank() == 0 and self.late is not None and left and self.spec.verbose:
+            why = "newer ones came before they had their turn, or slots were not free"
+            print(f"{left} of {len(self.history)} epochs were not validated: {why}", flush=True)
         if hvd.rank() == 0 and self._saved is not None and digest_of(weights) != self._saved:
             history = [dict(row) for row in self.history]
             self.checkpoints.save({TRAINED: {"model": weights, "history": history, "size": hvd.size()}})
 
     def report(self) -> None:
         """Print the last row of the history, on rank 0."""
-        if hvd.rank() == 0 and self.spec.verbose:
-            row = self.history[-1]
+        if hvd.rank() == 0:
+            self._print(self.history[-1])
+
+    def _print(self, row: Row, *more: str) -> None:
+        if self.spec.verbose:
             values = [f"{key} {_short(value)}" for key, value in row.items() if key not in ("epoch", "seconds")]
+            seconds = [f"{row['seconds']:.1f} s"] if "seconds" in row else []
             fit = f"{self.spec.label}: " if self.spec.label else ""
-            print(
-                f"{fit}epoch {row['epoch']}/{self.spec.epochs}  {row['seconds']:.1f} s  {'  '.join(values)}", flush=True
-            )
+            print(f"{fit}epoch {row['epoch']}/{self.spec.epochs}", *seconds, *values, *more, sep="  ", flush=True)
 
 
 def train(spec: TrainSpec, packed: PackedModule, framework: Framework) -> tuple[History, dict[str, Any] | None] | None:
@@ -248,7 +303,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
     hvd.init()
     torch.manual_seed(spec.seed)
     objects: Objects = unpack(packed)
-    device = _device(spec.use_gpu)
+    device = device_of(spec.use_gpu)
     checkpoints = Checkpoints(spec.store, spec.run_id)
     resumed = None if state is None else state.content
     if resumed is not None:
@@ -268,7 +323,7 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
         order = order_of(spec, rows.sharding.rows, rows.layout)
         if resumed is not None:
             check_order(resumed, order, spec.run_id)
-        feed = Feed(rows.reader, rows.sharding, hvd.rank(), hvd.size(), _position(order, resumed))
+        feed = Feed(rows.reader, rows.sharding, hvd.rank(), hvd.size(), position_of(order, resumed))
         validation = None
         if spec.validation is not None:
             reader = replace(
@@ -276,54 +331,15 @@ def _train(spec: TrainSpec, packed: PackedModule, framework: Framework, state: F
             )
             validation = rows_of("validation", reader, spec.val_batch_size, uses=spec.uses)
             cleanup.enter_context(closing(validation.reader))
-        job = Job(spec, objects, device, resumed, history, checkpoints, rows, feed, validation, state)
+        late = None
+        if validation is not None and spec.validation_in_background:
+            late = LateValidation(MeetingPlace(spec.store, spec.run_id), len(history), bool(spec.verbose))
+        job = Job(spec, objects, device, resumed, history, checkpoints, rows, feed, validation, state, late)
         if hvd.rank() == 0 and len(history) < spec.epochs and not job.stopped:
             checkpoints.discard(TRAINED)  # of the fit that this one goes on from
         history = framework.fit(job)
         checkpoints.finish()
         return history
-
-
-def order_of(spec: TrainSpec, rows: int, layout: int) -> dict[str, Any]:
-    """On what the order of so many rows in an epoch depends; see :class:`Rows`."""
-    return {
-        "random_seed": spec.seed,
-        "batch_size": spec.batch_size,
-        "shuffle": spec.shuffle,
-        "shuffle_buffer_size": spec.reader.get("window_rows"),
-        "drop_last": spec.drop_last,
-        "inmemory_cache_all": bool(spec.reader.get("cache")),
-        "the rows": rows,
-        "the row groups": layout,
-        "the way of shuffling": 3,
-    }
-
-
-def check_order(state: Mapping[str, Any], order: Mapping[str, Any], run_id: str) -> None:
-    """Make sure that an epoch that was cut off can go on with the rows that it has left.
-
-    Raises:
-        CheckpointError: they come in another order now.
-    """
-    differ = [name for name, value in order.items() if state["order"].get(name) != value]
-    if state[_PARTIAL_EPOCH] is not None and differ:
-        name = differ[0]
-        numbers = "" if name.startswith("the ") else f", {name}={state['order'][name]!r} then and {order[name]!r} now"
-        raise CheckpointError(
-            f"run_id={run_id!r} was cut off within epoch {len(state['history']) + 1}, and its rows would come in "
-            f"another order now: {name} changed{numbers}. Fit the same data with the parameters of then (num_proc too, "
-            "which decides on the row groups; min_num_proc allows fewer ranks), or give another run_id"
-        )
-
-
-def _position(order: Mapping[str, Any], resumed: dict[str, Any] | None) -> Position:
-    """Where to go on: at the place of the checkpoint, or at the next pass if the order of rows is another now."""
-    if resumed is None:
-        return Position()
-    position = Position.from_json(resumed["position"])
-    if not position.done or resumed["order"] == order:
-        return position
-    return Position(position.epoch + 1)
 
 
 def not_finite(
@@ -349,7 +365,8 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
-def _device(use_gpu: bool) -> torch.device:
+def device_of(use_gpu: bool) -> torch.device:
+    """What this rank trains on."""
     # The runner has made the GPU that this rank may use the current one.
     if use_gpu and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())

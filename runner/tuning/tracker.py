@@ -68,10 +68,10 @@ class TrialTracker(Tracker):
             epoch = int(row["epoch"])
             if epoch <= self._epoch:  # told before, or done again after a loss
                 continue
-            self._epoch = epoch
             self._others |= row.keys() - {"epoch", self._monitor}
-            if (value := row.get(self._monitor)) is None:
+            if (value := row.get(self._monitor)) is None:  # it may come later
                 continue
+            self._epoch = epoch
             self._reported = True
             self._trial.report(value, epoch)
             if self._trial.should_prune():

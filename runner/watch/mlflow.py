@@ -56,7 +56,8 @@ class MlflowTracker(Tracker):
         self._reset()
 
     def _reset(self) -> None:
-        self._generation, self._epoch = -1, 0.0
+        self._generation = -1
+        self._epochs_told: set[tuple[float, str]] = set()
         self._began = time.time()
         self._steps = 0
         self._rank_0: Vitals | None = None
@@ -139,10 +140,11 @@ class MlflowTracker(Tracker):
     def _epochs(self, vitals: Vitals, now: float) -> list[Value]:
         """The means of epochs that are new, as MLflow's own logging of Keras and Lightning has them: a point each."""
         self._metrics(vitals, now)  # which counts the steps
-        new = [row for row in vitals.epochs_done if row["epoch"] > self._epoch]
-        self._epoch = max([self._epoch, *(row["epoch"] for row in new)])
-        at = int(1000 * now)
-        return [(name, row[name], at, int(row["epoch"])) for row in new for name in row if name != "epoch"]
+        rows = [(row["epoch"], name, value) for row in vitals.epochs_done for name, value in row.items()]
+        # An epoch that is trained again is told once, and what is known of it later when it comes.
+        new = [each for each in rows if each[1] != "epoch" and each[:2] not in self._epochs_told]
+        self._epochs_told |= {each[:2] for each in new}
+        return [(name, value, int(1000 * now), int(epoch)) for epoch, name, value in new]
 
     def _metrics(self, vitals: Vitals, now: float) -> list[Value]:
         """Rank 0's, if they are new."""

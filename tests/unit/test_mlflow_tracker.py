@@ -144,9 +144,13 @@ def test_a_fit_has_a_point_an_epoch_and_its_parameters() -> None:
     tracker.take(vitals(at=1, metrics={"loss": 9.0}))
     for at, told in ((2, rows[:2]), (3, rows[:3]), (4, rows[2:])):
         tracker.take(vitals(at=at, stage="validation", epochs_done=told, metrics={"loss": 9.0}))
-    tracker.take(vitals(at=0, generation=1, process="new", epochs_done=rows[4:]))
+    again = {"epoch": 5, "loss": 7.0}  # trained again after a loss
+    late = {"epoch": 3, "val_top_5": 0.5}  # it was validated while other epochs were trained
+    tracker.take(vitals(at=0, generation=1, process="new", epochs_done=[again, late]))
+    tracker.take(vitals(at=1, generation=1, process="new", epochs_done=[again, late]))
     tracker.end(None, None)
     run = mlflow.get_run(tracker.run_id)
+    assert points(run.info.run_id, "val_top_5") == [(3, 0.5)]
     for name, first in (("loss", 1.0), ("val_loss", 2.0)):
         assert points(run.info.run_id, name) == [(number, first / number) for number in range(1, 6)]
     assert not [name for name in run.data.metrics if name.startswith("validation/")]
@@ -292,6 +296,6 @@ def test_the_callback_logs_into_the_experiment_that_is_set() -> None:
     mlflow.set_experiment("mine")
     callback: Any = MLflow()
     mlflow.set_experiment("Default")  # as a rank has it, which knows nothing of the driver's
-    callback.on_train_begin(SimpleNamespace(rank=0, size=2, run_id="fit"))
+    callback.on_train_begin(SimpleNamespace(rank=0, size=2, run_id="fit", history=[]))
     (run,) = mlflow.search_runs(experiment_names=["mine"], output_format="list")
     assert run.info.run_name == "fit"

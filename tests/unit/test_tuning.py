@@ -69,6 +69,16 @@ def test_epochs_of_rank_0_are_reported_once_and_prune() -> None:
     assert notes.told == ["start", 1, 0, 0, 0, 0, stopped.value]
 
 
+def test_what_is_told_late_of_an_epoch_is_reported_of_that_epoch() -> None:
+    study = optuna.create_study(pruner=optuna.pruners.NopPruner())
+    tracker = TrialTracker(study.ask(), "val_loss")
+    plain = [{"epoch": epoch, "loss": 9.0} for epoch in (1, 2, 3)]
+    tracker.take(vitals(0, epochs_done=plain))
+    tracker.take(vitals(0, epochs_done=[*plain, {"epoch": 2, "val_loss": 5.0}]))
+    tracker.take(vitals(0, epochs_done=[*plain, {"epoch": 2, "val_loss": 5.0}, {"epoch": 3, "val_loss": 4.0}]))
+    assert study.trials[0].intermediate_values == {2: 5.0, 3: 4.0}
+
+
 def test_a_metric_that_nobody_reports_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     tracker = TrialTracker(optuna.create_study().ask(), "vall_loss")
     tracker.take(vitals(0, epochs_done=rows(3.0)))

@@ -1,0 +1,216 @@
+"""Validation beside the training: the driver starts a run for the newest checkpoint, one such run at a time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from spark_hvd.estimators.training.history import History
+from spark_hvd.estimators.training.late import MeetingPlace, Results, Ticket
+from spark_hvd.runner.stopping import stopped_by
+from spark_hvd.runner.watch.tracking import Facts, Tracker
+from spark_hvd.store.errors import StoreError
+
+if TYPE_CHECKING:
+    from spark_hvd.runner.watch.summary import Summary
+    from spark_hvd.world.vitals import Vitals
+
+_log = logging.getLogger(__name__)
+Validated = tuple[Ticket, dict[str, float]]
+_EVERY_HERE, _EVERY = 0.1, 1.0
+"""Seconds between two looks into the folder of the run: on this machine's disks, and on others."""
+
+
+class Begun(Tracker):
+    """Tells when a run is about to start its ranks, and when one of them is heard of."""
+
+    def __init__(self, starts: Callable[[], None], runs: Callable[[], None]) -> None:
+        self._starts, self._runs = starts, runs
+
+    def start(self, facts: Facts) -> None:
+        """See base class."""
+        self._starts()
+
+    def take(self, vitals: Vitals) -> None:
+        """See base class."""
+        self._runs()
+
+    def end(self, error: BaseException | None, summary: Summary | None) -> None:
+        """See base class."""
+
+
+@dataclass
+class Turn:
+    """A validation under way.
+
+    Attributes:
+        ticket: The newest checkpoint when it began; it takes that, or one that came a moment later.
+        begun: Whether its ranks run; until then it may be called off.
+        stop: Ends its run.
+    """
+
+    ticket: Ticket
+    begun: bool = False
+    stop: threading.Event = field(default_factory=threading.Event)
+    outcome: Validated | BaseException | None = None
+    thread: threading.Thread | None = None
+
+
+class Order:
+    """Which checkpoint is validated when: one at a time, the newest that waits. Does no I/O.
+
+    The training never waits for a validation, and no more than one checkpoint waits: where validation is the slower of
+    the two, the newest takes the place of the one before, whose epoch is not validated.
+    """
+
+    def __init__(self) -> None:
+        self.results = Results()
+        self.turn: Turn | None = None
+        self._done: Ticket | None = None
+
+    def next(self, waiting: list[Ticket], wants_no_more: bool) -> Turn | None:
+        """The turn that begins now, if one does. Ranks that want no more wait for one that has begun.
+
+        Args:
+            waiting: The checkpoints that are there, the oldest first.
+            wants_no_more: Whether the ranks have asked for no more.
+        """
+        if self.turn is not None:
+            if wants_no_more and not self.turn.begun:
+                self.turn.stop.set()
+            return None
+        if wants_no_more:
+            self.results.ended = True
+        elif waiting and waiting[-1] != self._done:
+            self.turn = Turn(waiting[-1])
+            return self.turn
+        return None
+
+    def starts(self, newest: Ticket | None) -> None:
+        """The turn has its slots, and will take the newest checkpoint."""
+        assert self.turn is not None
+        self.turn.ticket = newest or self.turn.ticket
+
+    def runs(self) -> None:
+        """Ranks of the turn have been heard of. Slots alone may not be enough: others may hold them, uncounted."""
+        assert self.turn is not None
+        self.turn.begun = True
+
+    def end(self) -> str | None:
+        """Note what came of the turn, which is over.
+
+        Returns:
+            Why it failed, if it did.
+        """
+        assert self.turn is not None
+        turn, self.turn = self.turn, None
+        if isinstance(turn.outcome, tuple):
+            ticket, means = turn.outcome
+            self._done = ticket
+            self.results.add(ticket, means)
+            return None
+        if turn.outcome is None or turn.stop.is_set():
+            return None
+        self._done = turn.ticket
+        self.results.add(turn.ticket, {})
+        return f"{type(turn.outcome).__name__}: {turn.outcome}"
+
+
+class Beside:
+    """Validates what a training leaves in the folder of its run, from a thread, while this context lasts.
+
+    Args:
+        place: The folder of the run.
+        validate: Runs a validation, given the results so far and what is to be told of it; ends by
+            KeyboardInterrupt when it is stopped.
+        history: That the training goes on from.
+        inherit: Makes of a function that of a thread which has what is this thread's own.
+    """
+
+    def __init__(
+        self,
+        place: MeetingPlace,
+        validate: Callable[[Results, Tracker], Validated | None],
+        history: History,
+        inherit: Callable[[Callable[[], None]], Callable[[], None]],
+    ) -> None:
+        self._place, self._validate, self._inherit = place, validate, inherit
+        self._order, self._over, self._failed = Order(), threading.Event(), False
+        self._unpublished = False
+        self._kept = {int(row["epoch"]): row for row in history}
+        self._thread = threading.Thread(target=inherit(self._watch), name="spark_hvd-validation", daemon=True)
+
+    def __enter__(self) -> None:
+        before = self._place.results()
+        # What the rows of the history have by now counts for the best epoch too.
+        known: Mapping[int, Any] = {epoch: (0, _of_validation(row)) for epoch, row in self._kept.items()}
+        told = {epoch: each for epoch, each in before.epochs.items() if epoch in known and each[1]}
+        self._order.results.epochs = {**known, **told}
+        self._place.clear(results=False)
+        self._place.publish(self._order.results)
+        self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if (turn := self._order.turn) is not None:
+            turn.stop.set()
+        self._thread.join()
+        try:
+            self._place.clear(results=error is None)
+        except StoreError as left:
+            _log.warning("checkpoints of a validation are left behind: %s", left)
+
+    def _watch(self) -> None:
+        every = _EVERY_HERE if self._place.store.is_local else _EVERY
+        while not self._over.wait(every):
+            try:
+                self._look()
+            except StoreError as error:
+                if not self._failed:
+                    self._failed = True
+                    _log.warning("validation in the background: %s; it is tried again", error)
+        if (turn := self._order.turn) is not None and turn.thread is not None:
+            turn.stop.set()
+            turn.thread.join()
+
+    def _look(self) -> None:
+        order, turn = self._order, self._order.turn
+        if turn is not None and turn.thread is not None and not turn.thread.is_alive():
+            self._unpublished = True
+            if (failure := order.end()) is not None:
+                _log.warning(
+                    "validating epoch %d in the background failed; its row of the history has no val_ values, and the "
+                    "training goes on: %s",
+                    turn.ticket.epoch,
+                    failure,
+                )
+        ended = order.results.ended
+        begins = order.next(self._place.waiting(), self._place.wants_no_more)
+        if begins is not None:
+            target = self._inherit(lambda: self._run(begins))
+            begins.thread = threading.Thread(target=target, name="spark_hvd-validate", daemon=True)
+            begins.thread.start()
+        if self._unpublished or order.results.ended != ended:
+            self._unpublished = True
+            self._place.publish(order.results)
+            self._unpublished = False
+
+    def _run(self, turn: Turn) -> None:
+        def starts() -> None:
+            self._order.starts(next(reversed(self._place.waiting()), None))
+
+        try:
+            with stopped_by(turn.stop):
+                turn.outcome = self._validate(self._order.results, Begun(starts, self._order.runs))
+        except BaseException as error:  # of the user's code in the ranks, too
+            turn.outcome = error
+
+
+def _of_validation(row: Mapping[str, Any]) -> dict[str, float]:
+    return {key: value for key, value in row.items() if key.startswith("val_")}

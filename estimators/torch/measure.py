@@ -1,0 +1,108 @@
+"""A batch through the model to its loss and metrics, in training and in validation; and a validation as a whole."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+import spark_hvd.torch as hvd
+from spark_hvd.data.readers.reader import Batch
+from spark_hvd.estimators.torch.objective import Metrics, Objective, Sums
+from spark_hvd.estimators.torch.share import Shares
+from spark_hvd.estimators.training.inputs import outputs_of, tensors_of, weights_of
+from spark_hvd.estimators.training.losses import losses_of
+from spark_hvd.estimators.training.train import Job
+
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Measure:
+    """The model of a job, its losses and metrics.
+
+    Args:
+        job: The training, or one of its validations; its model goes to the device.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.spec = job, job.spec
+        spec, objects = job.spec, job.objects
+        self.model = objects.model.to(job.device)
+        losses = losses_of(objects, job.device) or [_no_loss]
+        losses = [loss.to(job.device) if isinstance(loss, torch.nn.Module) else loss for loss in losses]
+        self.objective = Objective(losses, spec.loss_weights, len(spec.labels), spec.reshape_labels)
+        lowest = [job.lowest(label.column.name) for label in spec.labels]
+        counted = objects.reader.get("collate") is not None
+        self.shares = Shares(self.objective.losses, lowest, spec.reductions, counted)
+        self.metrics = Metrics(objects.metrics, [label.column.name for label in spec.labels])
+
+    def validated(self, ranks: int | None = None) -> Sums:
+        """The sums over the rows to validate on that are this rank's. All ranks are to call it.
+
+        Args:
+            ranks: Have the batches that so many ranks would have, and their losses count for the same: each of ours
+                takes those of some of them. None for those of the ranks that there are.
+        """
+        assert self.job.validation is not None
+        self.model.eval()
+        sums, size = Sums(self.metrics.names, self.job.device), ranks or hvd.size()
+        mine = range(hvd.rank(), size, hvd.size())
+        totals = self._totals(mine, size) if ranks is not None and self.shares.counts else {}
+        with torch.no_grad():
+            for rank in mine:
+                weights = self.job.validation.weights(rank, size)
+                batches = zip(self.job.validation_batches(rank, size), weights, strict=False)
+                for step, (batch, weight) in enumerate(batches):
+                    inputs, labels, row_weights = self._on_device(batch)
+                    rows = len(inputs[0])
+                    if ranks is None:
+                        self.objective.factors = self.shares.of(labels, rows, weight)
+                    else:
+                        part = self.shares.part(labels, rows)
+                        self.objective.factors = self.shares.factors(part, totals.get(step), size, weight)
+                    if rows:
+                        outputs, labels, loss = self._forward(inputs, labels, row_weights)
+                        sums.add(rows, self._by_row(loss), self.metrics(outputs, labels))
+        return sums
+
+    def means(self, sums: Sums) -> dict[str, float]:
+        """Those of a validation, as the history has them; to be called by all ranks."""
+        total = hvd.allreduce(sums.values, op=hvd.Sum, name="spark_hvd.validated")
+        return Sums.means(sums.names, total.tolist(), "val_")
+
+    def _totals(self, mine: range, size: int) -> dict[int, torch.Tensor]:
+        """By step, what the losses of all its batches divide by together; to be called by all ranks."""
+        totals: dict[int, torch.Tensor] = {}
+        parts = [
+            (step, self.shares.part(labels, len(inputs[0])))
+            for rank in mine
+            for step, batch in enumerate(self.job.validation_batches(rank, size))
+            for inputs, labels, _ in [self._on_device(batch)]
+        ]
+        for step, part in itertools.chain.from_iterable(hvd.allgather_object(parts, name="spark_hvd.shares")):
+            if part is not None:
+                totals[step] = totals[step] + part if step in totals else part
+        return totals
+
+    def _on_device(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None]:
+        spec, device = self.spec, self.job.device
+        weights = weights_of(spec.sample_weight_col, batch)
+        weights = None if weights is None else weights.to(device)
+        return tensors_of(spec.inputs, batch, device), tensors_of(spec.labels, batch, device), weights
+
+    def _by_row(self, loss: torch.Tensor) -> torch.Tensor:
+        """What the mean over rows, of all batches and ranks, is to be taken of."""
+        weight = self.shares.weight
+        return loss.detach() / weight if weight not in (0.0, 1.0) else loss.detach()
+
+    def _forward(
+        self, inputs: list[torch.Tensor], labels: list[torch.Tensor], weights: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+        half = _HALF.get(self.spec.precision)
+        with torch.autocast(self.job.device.type, dtype=half, enabled=half is not None):
+            outputs, labels = self.objective.transform_outputs(outputs_of(self.model(*inputs)), labels)
+            return outputs, labels, self.objective(outputs, labels, weights)
+
+
+def _no_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    raise ValueError("loss_fn was called, but no loss was given: give loss= to the estimator")

@@ -1,0 +1,171 @@
+"""Validation beside the training: what its ranks and the driver leave for each other in the folder of the run.
+
+Rank 0 leaves the checkpoint to validate, the newest only. The driver has a run of its own validate it, and leaves what
+came out. At the end rank 0 asks for no more, and the driver tells when it has nothing under way.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import spark_hvd.torch as hvd
+from spark_hvd.checkpoint.format import on_rank_0
+from spark_hvd.estimators.training.history import History, Row
+from spark_hvd.store import Store
+
+_RESULTS, _LAST = "validated.json", "validate.end"
+_NAME = re.compile(r"validate-(\d+)-(\d+)\.ckpt")
+_LOOK_EVERY, _SAY_AFTER = 0.2, 1.0
+
+
+class Ticket(NamedTuple):
+    """A checkpoint to validate: of which start of the ranks, and of which epoch, from 1."""
+
+    generation: int
+    epoch: int
+
+    @property
+    def name(self) -> str:
+        """Of the checkpoint."""
+        return f"validate-{self.generation}-{self.epoch}.ckpt"
+
+    @classmethod
+    def of(cls, name: str) -> Ticket | None:
+        """The one whose checkpoint has this name, if it is one's."""
+        found = _NAME.fullmatch(name)
+        return None if found is None else cls(*map(int, found.groups()))
+
+
+@dataclass
+class Results:
+    """What validations have told.
+
+    Attributes:
+        epochs: The losses and metrics of each epoch, by its number, with the generation that it was of. An epoch that
+            was trained again has those of the last time. Those of a validation that failed are empty.
+        ended: Whether no more will come.
+    """
+
+    epochs: dict[int, tuple[int, dict[str, float]]] = field(default_factory=dict)
+    ended: bool = False
+
+    def add(self, ticket: Ticket, means: Mapping[str, float]) -> None:
+        """Note what a validation has told."""
+        self.epochs[ticket.epoch] = ticket.generation, dict(means)
+
+    def new(self, history: History, generation: int, first: int) -> dict[int, dict[str, float]]:
+        """What belongs into the rows of a history and is not in them yet, by epoch, in order.
+
+        Args:
+            history: Of the ranks that train.
+            generation: Theirs.
+            first: How many epochs they went on from. Of later ones, what an earlier generation did is of other weights.
+        """
+        rows = {int(row["epoch"]): row for row in history}
+        return {
+            epoch: means
+            for epoch, (theirs, means) in sorted(self.epochs.items())
+            if epoch in rows and (epoch <= first or theirs == generation) and means.keys() - rows[epoch].keys()
+        }
+
+    def best(self, key: str, sign: float, before: int) -> float | None:
+        """The lowest ``sign`` times the value of ``key``, of the epochs before one; None where there is none."""
+        found = [sign * means[key] for epoch, (_, means) in self.epochs.items() if epoch < before and key in means]
+        return min(found, default=None)
+
+
+@dataclass(frozen=True)
+class MeetingPlace:
+    """The folder of a run, as a validation beside it uses it; errors are those of the store."""
+
+    store: Store
+    run_id: str
+
+    def waiting(self) -> list[Ticket]:
+        """The checkpoints that are there, the oldest first."""
+        names = (path.rpartition("/")[2] for path in self.store.list(self.store.run_path(self.run_id)))
+        return sorted(ticket for name in names if (ticket := Ticket.of(name)) is not None)
+
+    def results(self) -> Results:
+        """What the driver has told; nothing where it has not."""
+        path = self._path(_RESULTS)
+        if not self.store.exists(path):
+            return Results()
+        told: dict[str, Any] = json.loads(self.store.read_bytes(path))
+        return Results({int(epoch): (each[0], each[1]) for epoch, each in told["epochs"].items()}, told["ended"])
+
+    def publish(self, results: Results) -> None:
+        """Tell the ranks."""
+        content = json.dumps({"epochs": results.epochs, "ended": results.ended})
+        self.store.write_bytes(self._path(_RESULTS), content.encode())
+
+    def ask_for_no_more(self) -> None:
+        """What is validated now is the last that the ranks will wait for."""
+        self.store.write_bytes(self._path(_LAST), b"")
+
+    @property
+    def wants_no_more(self) -> bool:
+        """Whether that was asked."""
+        return self.store.exists(self._path(_LAST))
+
+    def clear(self, *, results: bool) -> None:
+        """Delete what was left here; the ``results`` too where they are in the history."""
+        names = [ticket.name for ticket in self.waiting()]
+        for name in (*names, _LAST, *([_RESULTS] if results else ())):
+            if self.store.exists(self._path(name)):
+                self.store.delete(self._path(name))
+
+    def _path(self, name: str) -> str:
+        return self.store.checkpoint_path(self.run_id, name)
+
+
+class LateValidation:
+    """A rank's side of it. All ranks call the same, so that their histories stay the same.
+
+    Args:
+        place: Of the run.
+        first: How many epochs the ranks went on from.
+        says: Whether rank 0 tells what it waits for.
+    """
+
+    def __init__(self, place: MeetingPlace, first: int, says: bool) -> None:
+        self._place, self._first, self._says = place, first, says
+
+    def ticket(self, epoch: int) -> Ticket:
+        """Of the checkpoint after an epoch, from 1."""
+        return Ticket(hvd.generation(), epoch)
+
+    def superseded(self, ticket: Ticket) -> list[str]:
+        """The checkpoints that nobody needs to validate once this one is there."""
+        return [each.name for each in self._place.waiting() if each != ticket]
+
+    def end(self) -> None:
+        """Ask for no more: what is left the ranks do themselves."""
+        if hvd.rank() == 0:
+            self._place.ask_for_no_more()
+
+    def collect(self, history: History, *, wait: bool) -> Iterator[Row]:
+        """Take in what has been told, in the order of epochs; gives each as a row of its own, once.
+
+        Args:
+            history: Gets it.
+            wait: Until what is under way has ended.
+        """
+        began = time.monotonic()
+        said = not self._says or hvd.rank() != 0
+        while True:
+            results = on_rank_0(self._place.results, name="spark_hvd.late")
+            for epoch, means in results.new(history, hvd.generation(), self._first).items():
+                next(row for row in history if row["epoch"] == epoch).update(means)
+                yield {"epoch": epoch, **means}
+            if not wait or results.ended:
+                return
+            if not said and time.monotonic() - began > _SAY_AFTER:
+                said = True
+                print("the last epoch is done; the fit waits for the validation that is under way", flush=True)
+            time.sleep(_LOOK_EVERY)

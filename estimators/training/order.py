@@ -1,0 +1,55 @@
+"""In which order the rows of an epoch come, and whether one that was cut off can go on in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spark_hvd.data.readers.sharding import Position
+from spark_hvd.estimators.training.spec import TrainSpec
+from spark_hvd.store.errors import CheckpointError
+
+PARTIAL_EPOCH = "begun"
+"""Its key in checkpoints; those written before the code had a better word are read too."""
+
+
+def order_of(spec: TrainSpec, rows: int, layout: int) -> dict[str, Any]:
+    """On what the order of so many rows in an epoch depends; see :class:`Rows`."""
+    return {
+        "random_seed": spec.seed,
+        "batch_size": spec.batch_size,
+        "shuffle": spec.shuffle,
+        "shuffle_buffer_size": spec.reader.get("window_rows"),
+        "drop_last": spec.drop_last,
+        "inmemory_cache_all": bool(spec.reader.get("cache")),
+        "the rows": rows,
+        "the row groups": layout,
+        "the way of shuffling": 3,
+    }
+
+
+def check_order(state: Mapping[str, Any], order: Mapping[str, Any], run_id: str) -> None:
+    """Make sure that an epoch that was cut off can go on with the rows that it has left.
+
+    Raises:
+        CheckpointError: they come in another order now.
+    """
+    differ = [name for name, value in order.items() if state["order"].get(name) != value]
+    if state[PARTIAL_EPOCH] is not None and differ:
+        name = differ[0]
+        numbers = "" if name.startswith("the ") else f", {name}={state['order'][name]!r} then and {order[name]!r} now"
+        raise CheckpointError(
+            f"run_id={run_id!r} was cut off within epoch {len(state['history']) + 1}, and its rows would come in "
+            f"another order now: {name} changed{numbers}. Fit the same data with the parameters of then (num_proc too, "
+            "which decides on the row groups; min_num_proc allows fewer ranks), or give another run_id"
+        )
+
+
+def position_of(order: Mapping[str, Any], resumed: dict[str, Any] | None) -> Position:
+    """Where to go on: at the place of the checkpoint, or at the next pass if the order of rows is another now."""
+    if resumed is None:
+        return Position()
+    position = Position.from_json(resumed["position"])
+    if not position.done or resumed["order"] == order:
+        return position
+    return Position(position.epoch + 1)

@@ -1,0 +1,89 @@
+"""What ranks do that validate a checkpoint beside the training that has left it."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import spark_hvd.torch as hvd
+from spark_hvd.checkpoint.format import Found, read_by_rank_0
+from spark_hvd.data.readers.feed import Feed
+from spark_hvd.data.readers.sharding import Position
+from spark_hvd.estimators.training.checkpoint import BEST, Checkpoints
+from spark_hvd.estimators.training.history import History, monitored
+from spark_hvd.estimators.training.late import MeetingPlace, Results, Ticket
+from spark_hvd.estimators.training.readers import reader_spec
+from spark_hvd.estimators.training.rows import rows_of
+from spark_hvd.estimators.training.spec import Objects, TrainSpec
+from spark_hvd.estimators.training.train import Job, Validates, device_of
+from spark_hvd.store.errors import StoreError
+
+if TYPE_CHECKING:
+    from spark_hvd.estimators.training.packing import PackedModule
+
+
+def validate(
+    spec: TrainSpec, packed: PackedModule, framework: Validates, results: Results
+) -> tuple[Ticket, dict[str, float]] | None:
+    """Validate the newest checkpoint that waits; it becomes the best one, if validation is what tells that.
+
+    Args:
+        spec: Of the training.
+        packed: Its objects.
+        framework: Of the model.
+        results: What was told of the checkpoints before.
+
+    Returns:
+        Which it was, and its losses and metrics, as the history has them; None where none waits any more.
+    """
+    from spark_hvd.estimators.training.packing import unpack
+
+    hvd.init()
+    taken: list[tuple[Ticket, Found]] = []
+    state = read_by_rank_0(lambda: _take(spec, taken))
+    if state is None:
+        return None
+    objects: Objects = unpack(packed)
+    objects.model.load_state_dict(state["model"])
+    assert spec.validation is not None
+    reader = reader_spec(
+        spec,
+        objects,
+        dataset=spec.validation,
+        shuffle=False,
+        seed=spec.seed,
+        training=False,
+        workers=spec.val_reader_num_workers,
+    )
+    rows = rows_of("validation", reader, spec.val_batch_size, uses=spec.uses)
+    checkpoints = Checkpoints(spec.store, spec.run_id)
+    history = History(state["history"])
+    with closing(rows.reader):
+        feed = Feed(rows.reader, rows.sharding, hvd.rank(), hvd.size(), Position())
+        job = Job(spec, objects, device_of(spec.use_gpu), None, History(history[:-1]), checkpoints, rows, feed, rows)
+        means = framework.validate(job, int(state["size"]))
+    if hvd.rank() == 0:
+        ((ticket, found),) = taken
+        key = monitored({**history[-1], **means}, spec.monitor)
+        sign = 1.0 if spec.monitor_mode == "min" else -1.0
+        if key in means:  # else rank 0 of the training knows the best
+            former = results.best(key, sign, ticket.epoch)
+            if former is None or sign * means[key] < former:
+                spec.store.write_bytes(spec.store.checkpoint_path(spec.run_id, BEST), found.data)
+        return ticket, means
+    return None
+
+
+def _take(spec: TrainSpec, taken: list[tuple[Ticket, Found]]) -> Found | None:
+    """Read the newest that waits. It may go while it is read, as a newer one comes."""
+    place, checkpoints = MeetingPlace(spec.store, spec.run_id), Checkpoints(spec.store, spec.run_id)
+    while waiting := place.waiting():
+        try:
+            found = checkpoints.read(waiting[-1].name)
+        except StoreError:
+            if waiting[-1] in place.waiting():
+                raise
+            continue
+        taken.append((waiting[-1], found))
+        return found
+    return None
