@@ -6,7 +6,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
 from spark_hvd.context import who
@@ -151,8 +150,9 @@ class ShardLoader(Generic[T_co]):
         return self._next if self._now is None else self._now.position
 
     def _order(self) -> dict[str, Any]:
-        asked = asdict(self._asked)
-        return {"layout": self._source.layout, **{name: asked[name] for name in ("shuffle", "seed", "window_rows")}}
+        asked = self._asked
+        order = {"shuffle": asked.shuffle, "seed": asked.seed, "window_rows": asked.window_rows}
+        return {"layout": self._source.layout, **order}
 
     def _opened(self) -> Reader[Any]:
         """The reader of this process: its threads and files do not survive a fork."""

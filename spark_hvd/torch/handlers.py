@@ -213,6 +213,11 @@ _registry: Registry = [
 ]
 
 
+_PROTOCOLS = (LoopStateful, Stateful)
+_PLAIN = {bool, int, float, str, bytes, type(None), tuple, list, dict}
+"""What a loop assigns at every step, and what has no `state_dict`: to look for one takes longer than the assignment."""
+
+
 def get_handler_registry() -> Registry:
     """Which class of handler is for instances of which class; the first that fits counts. The list may be changed."""
     return _registry
@@ -228,7 +233,9 @@ def handler_of(value: Any) -> StateHandler | None:
     """A new handler for a value; None for a plain object."""
     if isinstance(value, type):
         return None
-    return next((handler(value) for kind, handler in _registry if isinstance(value, kind)), None)
+    plain = type(value) in _PLAIN
+    kinds = (each for each in _registry if not (plain and each[0] in _PROTOCOLS))
+    return next((handler(value) for kind, handler in kinds if isinstance(value, kind)), None)
 
 
 def _described(value: Any) -> str:

@@ -14,6 +14,7 @@ import spark_hvd.torch as hvd
 from spark_hvd.elastic.skeleton import TensorTable, unflatten
 from spark_hvd.elastic.state import ObjectState, State
 from spark_hvd.torch.elastic import TorchState, get_handler_registry, set_handler_registry
+from spark_hvd.torch.handlers import handler_of
 
 
 def test_objects_are_restored_whole() -> None:
@@ -177,6 +178,27 @@ def test_handlers_of_users() -> None:
         set_handler_registry(registry)
     with pytest.raises(NotImplementedError):
         hvd.elastic.StateHandler(1).sync()
+
+
+def test_plain_values_have_no_handler_unless_users_say_so() -> None:
+    class Table(dict[str, int]):
+        def state_dict(self) -> dict[str, int]:
+            return dict(self)
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.update(state)
+
+    class Handler(hvd.elastic.StateHandler):
+        pass
+
+    assert [handler_of(value) for value in (None, 1, "a", (1,), [1], {"state_dict": 1}, Table)] == [None] * 7
+    assert isinstance(handler_of(Table()), hvd.elastic.StateDictHandler)
+    registry = get_handler_registry()
+    set_handler_registry([(dict, Handler), *registry])
+    try:
+        assert isinstance(handler_of({}), Handler)
+    finally:
+        set_handler_registry(registry)
 
 
 def test_skeletons_keep_what_has_no_tensor() -> None:

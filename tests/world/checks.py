@@ -68,6 +68,8 @@ class Checks:
         self._steps: dict[int, tuple[int, int]] = {}
         """Of each generation: the first step that was made in it, and the last."""
         self._printed = self._vitals = 0
+        self.behind = False
+        """Whether a world has begun of ranks that have told of no commit, though one was told of."""
         self._generations: list[Any] = []
         """The product's records."""
 
@@ -78,7 +80,7 @@ class Checks:
         assert seats[rank] is process
         limits = self._world.plan.limits
         assert limits.min_num_proc <= len(members) <= limits.max_num_proc
-        self._world.log(f"{process} is rank {rank} of generation {generation}")
+        self._world.log("{} is rank {} of generation {}", process, rank, generation)
 
     def stepped(self, process: RankProcess, generation: int, told: list[Any]) -> None:
         """Ranks have made a step: what each of them was at, in rank order."""
@@ -117,7 +119,9 @@ class Checks:
             return
         self._generations.append(present)
         workers = membership.roster.workers
-        with_state = [workers[number].commits >= 0 for number in present.members]
+        commits = [workers[number].commits for number in present.members]
+        self.behind |= max(commits) == 0 < membership.policy.commits
+        with_state = [each >= 0 for each in commits]
         assert with_state == sorted(with_state, reverse=True), "a rank without the state is before one that has it"
         if before is not None:
             assert present.number == before.number + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
@@ -31,13 +32,19 @@ class Clock:
         self.now, self._grain = 1000.0, grain
         self.random = Random(seed)
         self._due: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._soon: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        """What is to happen at this moment, after what of it is due since before."""
         self._numbers = itertools.count()
         self.strands: list[Strand] = []
 
     def after(self, seconds: float, call: Callable[..., object], *args: Any) -> None:
         """Call a function after so many seconds."""
-        seconds = self.rounded(seconds)
-        heapq.heappush(self._due, (self.now + seconds, next(self._numbers), call, args))
+        if self._grain:
+            seconds = self.rounded(seconds)
+        if seconds:
+            heapq.heappush(self._due, (self.now + seconds, next(self._numbers), call, args))
+        else:
+            self._soon.append((call, args))
 
     def rounded(self, seconds: float) -> float:
         """As a multiple of the grain."""
@@ -49,15 +56,20 @@ class Clock:
 
     def run(self, until: float, done: Callable[[], bool]) -> None:
         """Let time pass until a moment, or until something holds."""
-        due = self._due
-        while due and not done():
-            moment, number, call, args = heapq.heappop(due)
-            assert number < _MOST, "it goes round in circles"
-            if moment > until:
-                self.now = until
+        due, soon = self._due, self._soon
+        for _ in range(_MOST):
+            if not (due or soon) or done():
                 return
-            self.now = moment
+            if soon and not (due and due[0][0] <= self.now):
+                call, args = soon.popleft()
+            else:
+                moment, _, call, args = heapq.heappop(due)
+                if moment > until:
+                    self.now = until
+                    return
+                self.now = moment
             call(*args)
+        raise AssertionError("it goes round in circles")
 
     def close(self) -> None:
         """End all blocking code."""

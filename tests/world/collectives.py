@@ -107,16 +107,16 @@ class Collectives:
 
     def run(self) -> None:
         """Until nothing can happen any more."""
-        paces = [self._order.choice([1, 10, 100]) for _ in self.ranks]
+        paced = [rank for rank in self.ranks for _ in range(self._order.choice([1, 10, 100]))]
         events = self._step, Rank.post, self._hear, self._read
-        idle = 0
+        idle, number = 0, self._order.random  # what Random makes of it takes longer than what happens
         while idle < 30:
-            rank = self._order.choices(self.ranks, paces)[0]
-            happened = self._order.choice(events)(rank)
+            rank = paced[int(number() * len(paced))]
+            happened = events[int(number() * len(events))](rank)
             idle = 0 if happened else idle + 1
-            if self._order.randrange(20) == 0:
+            if number() < 1 / 20:
                 self._look(self._now)
-            if self._order.randrange(40) == 0 and self._entries:
+            if number() < 1 / 40 and self._entries:
                 self._in_memory_last[rank.place] = self._now, self._order.choice(self._entries).name
             if self._goes_at is not None:
                 self._goes_at -= 1

@@ -135,4 +135,4 @@ class Driver:
         except (Exception, KeyboardInterrupt) as error:
             self.error = error
         self.ended_at = self._clock.now
-        world.log(f"the run ends: {self.error or 'well'}")
+        world.log("the run ends: {}", self.error or "well")

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 def strike(world: SimulatedWorld, fault: Fault) -> None:
     """Have it happen now; nothing happens if there is nobody whom it could strike."""
-    world.log(f"*** {fault}")
+    world.log("*** {}", fault)
     _STRIKES[fault.kind](world, fault)
 
 

@@ -257,14 +257,14 @@ class Members(Kept):
         for agent in [agent for agent in self.agents.values() if agent.leaving and agent.worker is None]:
             del self.agents[agent.number]
             self._out.append(ev.EndAgent(agent.number, again=True))
-        hosts = [agent.host for agent in self.agents.values()]
-        idle = sorted(filter(lambda each: self._may_start(each, now), self.agents.values()), key=lambda each: each.slot)
-        idle.sort(key=lambda each: hosts.index(each.host))
+        idle = [agent for agent in self.agents.values() if self._may_start(agent, now)]
         if not self._begun and not self._begins(len(idle), now):
             return
         self._begun = True
         if not idle:
             return
+        hosts = [agent.host for agent in self.agents.values()]
+        idle.sort(key=lambda each: (hosts.index(each.host), each.slot))
         old = [worker.host for worker in self._by_seniority(self.workers) if self._alive(worker)]
         places = WorldLayout.of_ranks(old + [agent.host for agent in idle]).ranks[len(old) :]
         for place, agent in sorted(zip(places, idle, strict=True), key=lambda each: each[0].rank):
@@ -306,7 +306,7 @@ class Members(Kept):
             return
         if any(member.state in ("member", "finished") for member in self._members()):
             return
-        waiting = [worker for worker in self._by_seniority(self.workers) if worker.state == "waiting"]
+        waiting = self._by_seniority([worker for worker in self.workers if worker.state == "waiting"])
         if last is not None and last.failed and limits.reset_limit is not None and self.resets > limits.reset_limit:
             self._ends(ev.End.RESET_LIMIT, f"reset_limit={limits.reset_limit}", last.culprit)
             return
@@ -377,7 +377,7 @@ class Members(Kept):
             return
         if world.joined != set(world.members) or any(member.state != "member" for member in members):
             return
-        waiting = [worker for worker in self._by_seniority(self.workers) if worker.state == "waiting"]
+        waiting = self._by_seniority([worker for worker in self.workers if worker.state == "waiting"])
         if any(map(self._in_later_function, members)):
             behind = [worker for worker in waiting if self._is_behind(worker)]
             waiting = [worker for worker in waiting if worker not in behind]

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from tests.world.ranks import RankProcess
 
 
+_CPU = torch.device("cpu")
+
+
 class Mesh(Communicator):
     """One rank's end of a world.
 
@@ -59,7 +62,7 @@ class Mesh(Communicator):
 
     @property
     def fact_device(self) -> torch.device:
-        return torch.device("cpu")
+        return _CPU
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Any:
         assert op is ReduceOp.MAX

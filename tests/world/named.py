@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,9 @@ _LOOK = 1.0
 _SILENCE = 3.0
 """Seconds after which a connection ends over which nothing comes."""
 _CONNECT = 30.0
+
+
+_config = cache(lambda stall_timeout, names: Config(stall_timeout=stall_timeout, cache_capacity=names))
 
 
 class Named(Calls):
@@ -57,9 +60,7 @@ class Named(Calls):
         ]
         self.coordination: Coordination | None = None
         if mesh.rank == 0:
-            config = replace(
-                Config(), stall_timeout=process.order.collective_timeout, cache_capacity=process.world.plan.names
-            )
+            config = _config(process.order.collective_timeout, process.world.plan.names)
             self.coordination = Coordination(self, config, self)  # type: ignore[arg-type]
             self._process.world.clock.after(_LOOK, self._look)
         else:

@@ -99,6 +99,7 @@ class RankProcess:
         with acting(self):
             self.launcher = ElasticRank(self, order)  # type: ignore[arg-type]  # the process is its own control socket
         world.processes.append(self)
+        world.by_pid[self.pid] = self
 
     def __repr__(self) -> str:
         return f"rank process {self.order.stream} on {self.host}"
@@ -157,7 +158,7 @@ class RankProcess:
         """The process is gone: the kernel closes what it had open."""
         if not self.alive:
             return
-        self.world.log(f"{self} ends with {code}")
+        self.world.log("{} ends with {}", self, code)
         self.alive = False
         if self.mesh is not None:
             self.mesh.close()

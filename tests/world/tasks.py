@@ -49,7 +49,7 @@ class SimulatedLink:
 
     def send(self, type_: str, **fields: Any) -> None:
         if self.attempt.alive:
-            self.attempt.world.log(f"{self.attempt}: {type_} {fields}")
+            self.attempt.world.log("{}: {} {}", self.attempt, type_, fields)
             self._up.send((self.down, json.dumps({"type": type_, "rank": self.attempt.number, **fields}).encode(), b""))
 
     def hand_over(self, value: bytes, **fields: Any) -> bool:
@@ -231,7 +231,7 @@ class Attempt:
         self.link.hello()
         self.agent = Agent(self.link, host.fork_server, self._job)  # type: ignore[arg-type]
         world.clock.after(world.clock.some(0.0, _TURN), self._regularly)
-        world.log(f"{self} starts")
+        world.log("{} starts", self)
 
     def __repr__(self) -> str:
         return f"agent {self.number} of task {self.task} on {self.host.name}"
@@ -273,7 +273,7 @@ class Attempt:
         try:
             self.report = self.agent.run()
         except GivenUpError:
-            self.world.log(f"{self} is given up")
+            self.world.log("{} is given up", self)
             self.world.spark.ended(self, True)
         else:
             self.world.spark.ended(self, False)
@@ -282,7 +282,7 @@ class Attempt:
     def kill(self) -> None:
         """The task's process is gone, and the rank with it."""
         if self.alive:
-            self.world.log(f"{self} is killed")
+            self.world.log("{} is killed", self)
             self.alive = False
             if (process := self.process) is not None:
                 process.die(-9)

@@ -17,6 +17,8 @@ class Watched(Membership):
         super().__init__(limits, chance)
         self._reference = Members(limits)
         self._inner = False
+        self._compared: float | None = None
+        """The moment at which nothing was left to decide."""
         self._gone: set[int] = set()
         self.noted: list[str] = []
 
@@ -27,11 +29,15 @@ class Watched(Membership):
         self._inner = True
         told = super().handle(event, now)
         self._inner = False
+        self._compared = None if isinstance(event, ev.Committed) else now
         return self._checked(told, self._reference.handle(event, now, told))
 
     def tick(self, now: float) -> list[ev.Decision]:
         told = super().tick(now)
-        return told if self._inner else self._checked(told, self._reference.tick(now, told))
+        if self._inner or (not told and now == self._compared):
+            return told
+        self._compared = now
+        return self._checked(told, self._reference.tick(now, told))
 
     def stop(self, text: str) -> list[ev.Decision]:
         return self._checked(super().stop(text), self._reference.stop())

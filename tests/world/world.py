@@ -27,7 +27,6 @@ from spark_hvd.runner.rank import elastic as rank_module
 from spark_hvd.transport import registry as registry_module
 from spark_hvd.world import launcher
 from spark_hvd.world.config import Config
-from spark_hvd.world.vitals import Vitals
 from tests.world import ranks, store
 from tests.world.checks import Checks
 from tests.world.clock import Clock, me, strand
@@ -72,6 +71,7 @@ class SimulatedWorld:
             name = f"10.0.0.{len(self.hosts) + 1}"
             self.hosts[name] = Host(name, slots)
         self.processes: list[RankProcess] = []
+        self.by_pid: dict[int, RankProcess] = {}
         self.stores: dict[tuple[str, int], StoreServer] = {}
         self.checks = Checks(self)
         self.driver = Driver(self)
@@ -86,10 +86,10 @@ class SimulatedWorld:
         """A number that nothing else has."""
         return next(self._pids)
 
-    def log(self, text: str) -> None:
+    def log(self, form: str, *args: object) -> None:
         """Note what happens, if anybody wants to know."""
         if self._tracing:
-            self.trace.append(f"{self.seconds:7.2f} {text}")
+            self.trace.append(f"{self.seconds:7.2f} {form.format(*args)}")
 
     def add_host(self) -> None:
         """Spark gets another executor."""
@@ -179,8 +179,8 @@ def _enter(world: Any, layout: Any, store_: Any, timeout: float, backend: Any, c
     rank, generation = world.me.rank, world.generation
     store_.set(f"pid/{rank}", str(process.pid))
     pids = [int(text) for text in store_.multi_get([f"pid/{other}" for other in range(world.me.size)])]
-    known = {each.pid: each for each in process.world.processes}
-    mesh = Mesh(process, generation, rank, [known[pid] for pid in pids], process.order.collective_timeout)
+    members = [process.world.by_pid[pid] for pid in pids]
+    mesh = Mesh(process, generation, rank, members, process.order.collective_timeout)
     registry = process.standing.registry
     assert registry is not None
     registry.add(mesh)
@@ -196,7 +196,8 @@ def _enter(world: Any, layout: Any, store_: Any, timeout: float, backend: Any, c
         raise
     process.joined += 1
     process.say({"type": "output", "stream": "out", "text": f"{process.order.stream} {generation} {rank}"})
-    process.say({"type": "vitals", "vitals": Vitals(rank, world.me.size, generation, _now()).to_message()})
+    vitals = {"rank": rank, "size": world.me.size, "generation": generation, "clock": _now()}
+    process.say({"type": "vitals", "vitals": vitals})
     process.world.checks.joined(process, generation, rank, mesh.members)
     queue: Any = SimpleNamespace(members=SimpleNamespace(nccl=None))
     engine: Any = SimpleNamespace(config=config, close=named.close)
@@ -265,7 +266,7 @@ def simulated() -> Iterator[None]:
 
 def _note(text: str, *args: Any, **_: Any) -> None:
     if _world is not None:
-        _world.log(f"driver: {text % args if args else text}")
+        _world.log("driver: {}", text % args if args else text)
 
 
 def _note_of_run(form: str, text: str) -> None:
@@ -276,9 +277,10 @@ def _note_of_run(form: str, text: str) -> None:
 
 def _is_stopped(pid: int) -> bool:
     assert _world is not None
-    process = next(process for process in _world.processes if process.pid == pid)
+    process = _world.by_pid[pid]
     return process.strand.frozen and not _world.hosts[process.host].frozen
 
 
 def _send_frame(process: RankProcess, message: dict[str, Any], payload: bytes = b"") -> None:
-    process.say(json.loads(json.dumps(message)), payload)
+    flat = all(isinstance(value, str | int | float | None) for value in message.values())
+    process.say(dict(message) if flat else json.loads(json.dumps(message)), payload)

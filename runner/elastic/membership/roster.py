@@ -43,7 +43,6 @@ class Roster:
 
     def idle(self, now: float) -> list[AgentRecord]:
         """The agents that may have a new worker; those of a host next to each other."""
-        first_seen = {agent.host: place for place, agent in reversed(list(enumerate(self.agents.values())))}
         idle = [
             agent
             for agent in self.agents.values()
@@ -52,6 +51,9 @@ class Roster:
             and agent.not_before <= now
             and not self._exclusion.excluded(agent.host, now)
         ]
+        if not idle:  # as at nearly every tick
+            return idle
+        first_seen = {agent.host: place for place, agent in reversed(list(enumerate(self.agents.values())))}
         return sorted(idle, key=lambda agent: (first_seen[agent.host], agent.slot))
 
     def places_of(self, newcomers: Sequence[AgentRecord]) -> Sequence[RankInfo]:
