@@ -203,8 +203,9 @@ class _Normalize(torch.autograd.Function):
 
         invstd = (var + eps).rsqrt()
         if deviations is None:
+            elemt: Any = torch.batch_norm_elemt  # whose stub lacks two arguments
             affine = [None if each is None else each.to(wide) for each in (weight, bias)]
-            output = torch.batch_norm_elemt(x, *affine, mean.to(wide), invstd.to(wide), eps)
+            output = elemt(x, *affine, mean.to(wide), invstd.to(wide), eps)
         else:
             scale = invstd if weight is None else invstd * weight
             shift = (here - mean) * scale  # the deviations are from this rank's mean
