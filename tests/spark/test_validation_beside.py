@@ -220,9 +220,12 @@ class Killed(Callback):
 
 
 @pytest.mark.night
-def test_ranks_that_are_started_again_have_what_was_told_before(df: DataFrame, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"max_restarts": 1}, {"max_num_proc": 2}])
+def test_ranks_that_are_started_again_have_what_was_told_before(
+    df: DataFrame, tmp_path: Path, options: dict[str, int]
+) -> None:
     settings: dict[str, Any] = {"validation": "held", "epochs": 4, "num_proc": None, "store": Store.create(tmp_path)}
-    backend = LocalBackend(2, verbose=0, max_restarts=1)
+    backend = LocalBackend(2, verbose=0, **options)
     ordinary = estimator(**settings, backend=backend).fit(df).getHistory()
     settings |= {"validation_in_background": True, "callbacks": [Waits(1), Killed()]}
     history = estimator(**settings, backend=backend).fit(df).getHistory()
