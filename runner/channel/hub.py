@@ -281,16 +281,6 @@ class Hub(HubServer):
 
     _state: HubState
 
-    def __init__(
-        self,
-        state: HubState,
-        bind_host: str,
-        public_host: str | None = None,
-        listener: Listener | None = None,
-        ports: PortRange | None = None,
-    ) -> None:
-        super().__init__(state, bind_host, public_host, listener, ports)
-
     def snapshot(self) -> tuple[set[int], list[int]]:
         """(ranks that said hello, ranks that failed in the order heard) as known now."""
         with self._lock:
