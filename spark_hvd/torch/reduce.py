@@ -11,10 +11,9 @@ import torch
 from spark_hvd.collectives.compression import Compression
 from spark_hvd.collectives.execution import all_results, single_result
 from spark_hvd.collectives.handle import NamedHandle
-from spark_hvd.collectives.process_set import ProcessSet, global_process_set
+from spark_hvd.collectives.process_set import ProcessSet, global_process_set, queue_of
 from spark_hvd.collectives.start import (
     Reducing,
-    repeat_allreduce,
     require_tensor,
     require_tensors,
     start_allreduce,
@@ -142,7 +141,8 @@ def _start(
 ) -> NamedHandle[torch.Tensor]:
     if average is None:  # a call like the one before by this name is checked already
         given = ReduceOp.AVERAGE if op is None else op, prescale, postscale
-        handle = repeat_allreduce(tensor, name, given, process_set, single_result, in_place=in_place, urgent=urgent)
+        queue = queue_of(process_set)
+        handle = queue.again("allreduce", name, tensor, given, single_result, in_place=in_place, urgent=urgent)
         if handle is not None:
             return handle
     reducing = Reducing(chosen_op(op, average, 4), prescale, postscale)
