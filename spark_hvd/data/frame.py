@@ -21,11 +21,22 @@ from spark_hvd.data.column_form import ColumnForm
 from spark_hvd.data.packed import PackedRows
 from spark_hvd.data.readers.forms import BatchT, Form
 from spark_hvd.data.readers.reader import Reader
-from spark_hvd.data.readers.sharding import Interval, Position, Sharding, Share, Turns, gaps_of, length, steps_of
+from spark_hvd.data.readers.sharding import (
+    Interval,
+    Ints,
+    Position,
+    Sharding,
+    Share,
+    Turns,
+    gaps_of,
+    length,
+    steps_of,
+    stretches,
+)
 from spark_hvd.data.readers.sharding import rows_of as equal_rows
 from spark_hvd.data.source import Asked, DataSource
 from spark_hvd.data.spool import Spool, SpoolWriter
-from spark_hvd.data.units import Ints, Move, Owned, Piece, Seed, line_of, mixing, owned_by, stretches, windows_of
+from spark_hvd.data.units import Move, Owned, Piece, Seed, line_of, mixing, owned_by, windows_of
 
 T = TypeVar("T")
 

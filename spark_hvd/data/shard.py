@@ -205,15 +205,6 @@ def _weigh(
     batch[name] = made.astype(np.float32) if isinstance(made, np.ndarray) else made.float()
 
 
-def shard_of(name: str, told: DataSource | SpoolSource) -> DatasetShard:
-    """The shard of what this rank was told of a data set; of a DataFrame, once all ranks have their rows.
-
-    Raises:
-        DataError: the rows do not come.
-    """
-    return DatasetShard(name, source_here(name, told))
-
-
 def source_here(name: str, told: DataSource | SpoolSource) -> DataSource:
     """What this rank reads of what it was told of a data set. To be called by all ranks.
 

@@ -19,13 +19,13 @@ from spark_hvd.data.frame import FrameSource, UnitReader, with_moved
 from spark_hvd.data.readers.errors import DataError
 from spark_hvd.data.readers.forms import BatchT, Form, pieces_of
 from spark_hvd.data.readers.reader import Reader
+from spark_hvd.data.readers.sharding import Ints, stretches
 from spark_hvd.data.series.pieces import COUNT, GAP, NULL, PROBLEM, REPEATED, SHORT, windows_in
 from spark_hvd.data.source import Asked
 from spark_hvd.data.spool import Spool
 from spark_hvd.data.units import (
     ROW,
     UNITS,
-    Ints,
     Owned,
     Piece,
     Seed,
@@ -33,7 +33,6 @@ from spark_hvd.data.units import (
     moves_of,
     order_in_units,
     owned_by,
-    stretches,
     windows_of,
 )
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from spark_hvd.data.readers.sharding import Ints, stretches
+
 UNITS = 4096
 STRIDE = 2531
 """From a row's unit to the next row's: odd, and the golden section of UNITS, so that few rows too are spread evenly."""
@@ -22,7 +24,6 @@ UNIT, ID, SOURCE = "__unit", "__id", "__source"
 ROW = (1 << 33) - 1
 """The bits of monotonically_increasing_id() that number rows; those above number partitions."""
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 Piece = tuple[int, int, int, int]
 """A unit, the first of its rows that is meant, how many from there on are done, and how many there are.
 
@@ -222,10 +223,3 @@ def _mixed(lengths: Ints, seed: tuple[int, ...]) -> Ints:
         len(whose)
     )
     return order
-
-
-def stretches(starts: Ints, lengths: Ints) -> Ints:
-    """The numbers of all stretches, one after the other."""
-    ends = np.cumsum(lengths)
-    found: Ints = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
-    return found
