@@ -50,7 +50,6 @@ class Framework(Protocol):
         ``job.save`` is to be called after each, at the end of all that is to be done for it: ranks may change there.
         ``job.finish`` is to be called at the very end.
         """
-        ...
 
 
 @dataclass

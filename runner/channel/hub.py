@@ -53,15 +53,12 @@ class Listener(Protocol):
 
     def output(self, rank: int, stream: str, text: str) -> None:
         """Whole lines that a rank has printed; `stream` is "out" or "err", rank -1 stands for nobody in particular."""
-        ...
 
     def vitals(self, record: Vitals) -> None:
         """What a rank tells of itself."""
-        ...
 
     def examined(self, rank: int, found: Examination) -> None:
         """The answer to :meth:`HubServer.examine`."""
-        ...
 
 
 class HubServer:

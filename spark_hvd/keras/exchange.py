@@ -22,11 +22,9 @@ class KerasReducer(Protocol):
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The gradients of all ranks; None for what no rank has one of."""
-        ...
 
     def stepped(self) -> None:
         """The optimizer has used the gradients."""
-        ...
 
 
 @dataclass(eq=False)

@@ -27,7 +27,6 @@ class Display(Protocol):
             stream: "out" or "err".
             text: Lines, separated by newlines, without the last newline.
         """
-        ...
 
     def show(self, view: RunView, now: float) -> None:
         """The state of the run; called about four times a second. The display decides what of it to draw, and when.
@@ -36,11 +35,9 @@ class Display(Protocol):
             view: All there is to know.
             now: ``time.monotonic()``.
         """
-        ...
 
     def end(self, summary: Summary | None) -> None:
         """The run is over: show the summary, if there is one, and let go of the terminal. Idempotent."""
-        ...
 
 
 class OutputQueue:

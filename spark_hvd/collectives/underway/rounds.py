@@ -42,16 +42,13 @@ class MemoryCall(Protocol):
     @property
     def work(self) -> MemoryWork:
         """What goes in and comes out."""
-        ...
 
     @property
     def done(self) -> bool:
         """Whether the call has ended."""
-        ...
 
     def complete(self, *, error: Exception | None = None) -> None:
         """End the call, with an error or with its results in place."""
-        ...
 
 
 C = TypeVar("C", bound=MemoryCall)
@@ -63,15 +60,12 @@ class RoundsOwner(Protocol[C_in]):
 
     def forget(self, handles: Sequence[C_in]) -> None:
         """The calls of these handles are over: free their names."""
-        ...
 
     def withdrawn(self, handle: C_in) -> None:
         """The call of a handle is the coordinator's now."""
-        ...
 
     def watch(self) -> None:
         """A call has begun: call :meth:`MemoryRounds.look` in :data:`MEMORY_SECONDS`, and as often as it says."""
-        ...
 
 
 class MemoryRounds(Generic[C]):

@@ -31,11 +31,9 @@ class GradientCompressor(Protocol):
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return what is to travel, and whatever `decompress` needs."""
-        ...
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Undo `compress` on the reduced tensor."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
