@@ -125,7 +125,8 @@ class Recent:
     def __init__(self, record: Vitals) -> None:
         self._records = deque([record])
         self._marks: deque[Vitals] = deque([record] if record.total_steps else [])
-        self._paced = False
+        self.paced = False
+        """Whether rates of steps can be told."""
 
     @property
     def last(self) -> Vitals:
@@ -136,22 +137,17 @@ class Recent:
         """Take the next record of the rank."""
         if record.total_steps > (self._marks[-1].total_steps if self._marks else 0):
             self._marks.append(record)
-            self._paced = len(self._marks) > 1
+            self.paced = len(self._marks) > 1
         self._records.append(record)
         _drop(self._records, record.clock - WINDOW)
         _drop(self._marks, record.clock - max(WINDOW, _STEPS * self._gap()))
 
     def done(self) -> Rates | None:
         """The last seconds, from step to step if steps are told and go on; until now if they are overdue."""
-        if not self._paced:
+        if not self.paced:
             return rates(grown(self._records[0], self.last))
         late = self.last.clock - self._marks[-1].clock > 2 * self._gap() + 1
         return rates(grown(self._marks[0], self.last if late else self._marks[-1]))
-
-    @property
-    def paced(self) -> bool:
-        """Whether rates of steps can be told."""
-        return self._paced
 
     def cpu(self) -> float | None:
         """Cores in use in the last seconds."""

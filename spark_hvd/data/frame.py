@@ -36,7 +36,7 @@ from spark_hvd.data.readers.sharding import (
 from spark_hvd.data.readers.sharding import rows_of as equal_rows
 from spark_hvd.data.source import Asked, DataSource
 from spark_hvd.data.spool import Spool, SpoolWriter
-from spark_hvd.data.units import Move, Owned, Piece, Seed, line_of, mixing, owned_by, windows_of
+from spark_hvd.data.units import Move, Owned, Piece, Seed, mixing, order_of, owned_by, windows_of
 
 T = TypeVar("T")
 
@@ -317,9 +317,8 @@ class _Pieces:
 
 def _pieces_of(counts: Ints, owned: Owned, seed: Seed | None) -> _Pieces:
     """Where in the line of an epoch the rows that a rank owns are; none is done."""
-    order, begins = line_of(counts, seed)
-    places = np.empty_like(begins)
-    places[order] = begins
+    order, places = order_of(seed), np.empty_like(counts)
+    places[order] = np.cumsum(counts[order]) - counts[order]
     begins = places[owned.units] + owned.firsts
     sort = np.argsort(begins)
     units, firsts, lengths = (each[sort] for each in owned)

@@ -166,12 +166,6 @@ def _bits(numbers: np.ndarray[Any, Any]) -> int:
     return int(numbers.max(initial=0)).bit_length()
 
 
-def line_of(counts: Ints, seed: Seed | None) -> tuple[Ints, Ints]:
-    """The units in the order of an epoch, and where in its line each begins."""
-    order = order_of(seed)
-    return order, np.cumsum(counts[order]) - counts[order]
-
-
 def windows_of(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
     """Pieces, in their order, as many together as have at most ``rows`` rows, done or not; a longer one is alone."""
     window: list[Piece] = []
